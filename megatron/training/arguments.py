@@ -1,0 +1,219 @@
+"""The command line: a parser made from the configuration dataclasses, and `resolve` to `Config`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.training.config import GROUPS, Config, ModelConfig
+from megatron.training.config.draft import Draft, Environment
+from megatron.training.config.fields import OptionSpec, option_specs
+from megatron.training.derive import derive
+from megatron.training.errors import UsageError
+from megatron.training.known_flags import FAMILIES, KnownFlag, known_flags
+
+_TITLES = {
+    "model": "model shape",
+    "kernels": "implementation and fused kernels",
+    "batch": "batch and length",
+    "optim": "learning rate and optimizer",
+    "precision": "precision",
+    "parallel": "parallelism",
+    "recompute": "activation recomputation",
+    "data": "data and tokenizer",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+    "runtime": "runtime",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, so that one place prints problems and picks the
+    exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def build_parser(extra_groups: Mapping[str, type] | None = None) -> argparse.ArgumentParser:
+    """Makes the parser of all implemented flags.
+
+    Absent flags leave no attribute behind; `parse_args` fills in the defaults.
+
+    Args:
+        extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+    """
+    parser = _Parser(
+        description="Pre-train a GPT on megatron-core with the flags of Megatron-LM.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    groups = {_TITLES[name]: group for name, group in GROUPS.items()} | dict(extra_groups or {})
+    for title, group in groups.items():
+        section = parser.add_argument_group(title)
+        for spec in option_specs(group):
+            _add_option(section, spec)
+    return parser
+
+
+def _add_option(section: Any, spec: OptionSpec) -> None:
+    text = spec.help.replace("%", "%%")
+    settings: dict[str, Any] = {"dest": spec.dest, "default": argparse.SUPPRESS}
+    if spec.kind is bool:
+        settings["action"] = "store_false" if spec.default else "store_true"
+        settings["help"] = f"Turn off: {text}" if spec.default else text
+    else:
+        settings |= {"type": spec.kind, "choices": spec.choices, "nargs": spec.nargs}
+        shown = spec.default not in (None, ())
+        required = " Required." if spec.required else ""
+        settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
+        if spec.choices is None:
+            settings["metavar"] = {int: "N", float: "X", str: "TEXT"}[spec.kind]
+    section.add_argument(*spec.strings, **settings)
+
+
+def parse_args(
+    argv: Sequence[str] | None = None, extra_groups: Mapping[str, type] | None = None
+) -> argparse.Namespace:
+    """Reads a command line.
+
+    Args:
+        argv: arguments without the program name; None takes those of the process.
+        extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+
+    Returns:
+        One attribute per flag, named as in Megatron-LM, with the default where the flag is absent;
+        and `explicit_flags` (frozenset of the names given) and `ignored_flags` (tuple of option
+        strings without effect).
+
+    Raises:
+        UsageError: an unknown flag, a refused flag or a value of the wrong kind.
+    """
+    parser = build_parser(extra_groups)
+    known = known_flags()
+    section = parser.add_argument_group("known")
+    for flag in known.values():
+        settings: dict[str, Any] = {"action": "append_const", "const": flag.name}
+        if flag.nargs != 0:
+            settings = {"nargs": flag.nargs}
+        section.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **settings)
+    found, rest = parser.parse_known_args(argv)
+    given = vars(found)
+    if rest:
+        names = {s for action in parser._actions for s in action.option_strings if s != "-h"}
+        raise UsageError(_unknown(rest, sorted(names)))
+    ignored = _judge_known({known[n]: given.pop(n) for n in list(given) if n in known})
+
+    values: dict[str, Any] = {}
+    groups = [*GROUPS.values(), *(extra_groups or {}).values()]
+    for spec in (spec for group in groups for spec in option_specs(group)):
+        value = given.get(spec.dest, spec.default)
+        values[spec.dest] = tuple(value) if isinstance(value, list) else value
+    return argparse.Namespace(**values, explicit_flags=frozenset(given), ignored_flags=ignored)
+
+
+def _unknown(rest: list[str], names: list[str]) -> str:
+    flags = [word.split("=", 1)[0] for word in rest if word.startswith("-")]
+    if not flags:
+        return f"unexpected argument {rest[0]!r}; every value follows a --flag"
+    lines = []
+    for flag in flags:
+        family = next((why for start, why in FAMILIES.items() if flag.startswith(start)), None)
+        if family is not None:
+            lines.append(f"{flag} is refused: {family}")
+            continue
+        near = difflib.get_close_matches(flag, names, n=1)
+        lines.append(
+            f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; remove it")
+        )
+    return "\n".join(lines)
+
+
+def _judge_known(given: Mapping[KnownFlag, Any]) -> tuple[str, ...]:
+    """Returns the option strings that have no effect; raises for those that would change the
+    result."""
+    refused, ignored = [], []
+    for flag, value in given.items():
+        values = [] if flag.nargs == 0 or value is None else value
+        values = values if isinstance(values, list) else [values]
+        if flag.refusal is None:
+            ignored.append(flag.name)
+        elif flag.asks_for_something(values):
+            refused.append(" ".join([flag.name, *values]) + f" is refused: {flag.refusal}")
+    if refused:
+        raise UsageError("\n".join(refused))
+    return tuple(ignored)
+
+
+def resolve(
+    args: argparse.Namespace,
+    world_size: int,
+    *,
+    cuda_available: bool = False,
+    transformer_engine_available: bool = False,
+    apex_available: bool = False,
+) -> Config:
+    """Turns parsed flags into the configuration of a run: derives, converts to samples, checks.
+
+    Args:
+        args: from `parse_args`.
+        world_size: number of ranks.
+        cuda_available: whether this machine has a GPU.
+        transformer_engine_available: whether Transformer Engine imports.
+        apex_available: whether NVIDIA's apex imports.
+
+    Returns:
+        A configuration without open values. What was derived against the flags is listed in
+        `runtime.notes`.
+
+    Raises:
+        UsageError: one line per problem, the most basic ones first.
+    """
+    environment = Environment(
+        world_size=world_size,
+        cuda=cuda_available,
+        transformer_engine=transformer_engine_available,
+        apex=apex_available,
+    )
+    names = {f.name for group in GROUPS.values() for f in dataclasses.fields(group)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    draft = Draft(values=given, explicit=args.explicit_flags & names)
+    draft.require(world_size >= 1, f"world size {world_size} must be at least 1; start a rank")
+    for name, flag in _required():
+        draft.require(draft[name] is not None, f"{flag} is required; give it")
+    draft.stop_if_problems()
+    derive(draft, environment)
+    draft.stop_if_problems()
+    draft.values["ignored_flags"] = args.ignored_flags
+    if args.ignored_flags:
+        draft.notes.insert(0, f"accepted without effect: {', '.join(args.ignored_flags)}")
+    draft.values["notes"] = tuple(draft.notes)
+    return Config.from_flat(draft.values, draft.explicit)
+
+
+def _required() -> list[tuple[str, str]]:
+    specs = [spec for group in GROUPS.values() for spec in option_specs(group)]
+    return [(spec.dest, spec.strings[0]) for spec in specs if spec.required]
+
+
+def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) -> argparse.Namespace:
+    """Fills in the model shape and the tokenizer from a checkpoint (`--use-checkpoint-args`).
+
+    Args:
+        args: from `parse_args`; flags given on the command line keep their value.
+        stored: `Config.flat()` of the run that wrote the checkpoint.
+
+    Returns:
+        New arguments for `resolve`.
+    """
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {"add_position_embedding"}
+    tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
+    values = dict(vars(args))
+    for name in (shape | tokenizer) - args.explicit_flags:
+        if name in stored and name in values:
+            value = stored[name]
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return argparse.Namespace(**values)

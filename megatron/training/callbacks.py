@@ -1,0 +1,163 @@
+"""What a controller may see of a run and what it may ask for.
+
+The events carry the names of Megatron-LM's callback class, so that one callback serves both trainers; `on_grads_ready`
+and `on_checkpoint_saved` are ours. All events fire on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """One finished step; the same on every rank."""
+
+    iteration: int
+    """Number of the step, from 1."""
+    consumed_samples: int
+    """Samples consumed when the step ended."""
+    global_batch_size: int
+    """Samples of this step."""
+    micro_batch_size: int
+    """Samples of one micro-batch."""
+    num_microbatches: int
+    """Micro-batches per replica."""
+    loss: float
+    """Mean language-modelling loss per token, in nats."""
+    grad_norm: float | None
+    """L2 norm before clipping; None after an fp16 overflow."""
+    num_zeros: int | None
+    """Zeros in the gradient, where counted."""
+    learning_rate: float
+    """Rate the step was taken with."""
+    updated: bool
+    """Whether the weights changed."""
+    elapsed_s: float
+    """Wall time of the step on this rank, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a callback asks the loop to do at the step boundary. All ranks must ask for the same."""
+
+    kind: Literal["save", "stop"]
+    """`save` writes a checkpoint and goes on; `stop` saves and leaves."""
+    reason: str
+    """One line for the log."""
+
+
+@dataclass(kw_only=True)
+class CallbackContext:
+    """What an event is given; attributes that an event has no value for are None."""
+
+    model: list[Any]
+    """Wrapped chunks of this rank."""
+    optimizer: Any
+    """megatron-core's optimizer."""
+    scheduler: Any
+    """Learning-rate schedule."""
+    groups: Any
+    """Process groups of the layout."""
+    config: Any
+    """Resolved configuration."""
+    state: Any
+    """Counters of the run."""
+    user_state: dict[str, Any] = field(default_factory=dict)
+    """Belongs to the callbacks."""
+    loss_dict: dict[str, float] | None = None
+    """Loss of the step or evaluation by name."""
+    grad_norm: float | None = None
+    """Gradient norm of the step."""
+    skipped_iter: bool | None = None
+    """Whether the step left the weights unchanged."""
+    step: StepInfo | None = None
+    """The finished step."""
+    log_fragments: list[str] = field(default_factory=list)
+    """Lines to print after the log line; filled by `on_log`."""
+    checkpoint_iteration: int | None = None
+    """Iteration of the checkpoint just committed."""
+
+
+class Callback:
+    """Does nothing at every event. Subclass and override what you need.
+
+    Events that return a `Request` are obeyed at the step boundary; with several, the last `stop` wins over any `save`.
+    """
+
+    def on_setup_start(self, context: CallbackContext) -> None:
+        """Groups, model and optimizer exist; weights are initial or loaded."""
+
+    def on_data_init_start(self, context: CallbackContext) -> None:
+        """The data sets are about to be built."""
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """The first step is about to start."""
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """A step is about to start; `state.consumed_samples` is where it reads."""
+
+    def on_grads_ready(self, context: CallbackContext) -> None:
+        """The gradients are reduced; the optimizer has not used them yet."""
+
+    def on_train_step_end(self, context: CallbackContext) -> Request | None:
+        """A step is done and counted; `context.step` describes it."""
+
+    def on_log(self, context: CallbackContext) -> None:
+        """The log line is about to be printed; append lines to `context.log_fragments`."""
+
+    def on_checkpoint_saved(self, context: CallbackContext) -> None:
+        """A checkpoint is committed."""
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """No step follows."""
+
+    def on_eval_start(self, context: CallbackContext) -> None:
+        """A validation is about to start."""
+
+    def on_eval_step_start(self, context: CallbackContext) -> None:
+        """One batch of a validation is about to start."""
+
+    def on_eval_step_end(self, context: CallbackContext) -> None:
+        """One batch of a validation is done."""
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """A validation is done; `context.loss_dict` holds its loss."""
+
+    def on_test_start(self, context: CallbackContext) -> None:
+        """The test after training is about to start."""
+
+    def on_test_step_start(self, context: CallbackContext) -> None:
+        """One batch of the test is about to start."""
+
+    def on_test_step_end(self, context: CallbackContext) -> None:
+        """One batch of the test is done."""
+
+    def on_test_end(self, context: CallbackContext) -> None:
+        """The test is done; `context.loss_dict` holds its loss."""
+
+
+class Callbacks:
+    """The callbacks of a run, fired in the order given."""
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def fire(self, event: str, context: CallbackContext) -> Request | None:
+        """Fires one event.
+
+        Args:
+            event: a method name of `Callback`.
+            context: passed to each callback.
+
+        Returns:
+            What is asked for: a `stop` before a `save` before nothing.
+        """
+        wanted: Request | None = None
+        for callback in self._callbacks:
+            request = getattr(callback, event)(context)
+            if request is not None and (wanted is None or request.kind == "stop"):
+                wanted = request
+        return wanted

@@ -1,0 +1,289 @@
+"""Distributed checkpoints that load under any layout, committed so that a kill leaves the previous one latest.
+
+Format: megatron-core's `torch_dist`, the optimizer always `fully_reshardable`, whose stored tensors are global and
+know nothing of the layout. `common.pt` also holds what stock Megatron-LM looks for. No random state is stored: the
+streams are functions of the seed and the samples consumed (parallel.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.training import checkpoint_files as files
+from megatron.training.agree import everyone, first_problem, from_rank_zero
+from megatron.training.config import Config
+from megatron.training.errors import TrainingFailure
+from megatron.training.horizon import Horizon
+from megatron.training.model import Model
+from megatron.training.signals import shielded_children
+from megatron.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+RNG_POLICY = "seed+consumed_samples"
+_SPACE_MARGIN = 1.2
+
+
+def sharding_metadata(config: Config, groups: ProcessGroupCollection) -> dict[str, Any]:
+    """What megatron-core's sharded state dicts need to know about the format and this layout."""
+    efficient = config.checkpoint.distrib_optim_fully_reshardable_mem_efficient
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": efficient,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.dp_cp,
+    }
+
+
+def model_state(model: Model, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Sharded state of the chunks, under the keys megatron-core's optimizer expects."""
+    # The data-parallel wrapper adds a prefix on saving that it does not strip on loading: ask the inner module.
+    chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in model.chunks]  # pyright: ignore[reportCallIssue]
+    if len(chunks) == 1:
+        return {"model": chunks[0]}
+    return {f"model{i}": chunk for i, chunk in enumerate(chunks)}
+
+
+def common_state(config: Config, state: TrainState, scheduler: Any) -> dict[str, Any]:
+    """The part of a checkpoint that is the same on every rank."""
+    arguments = argparse.Namespace(
+        **config.flat(),
+        iteration=state.iteration,
+        consumed_train_samples=state.consumed_samples,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+    )
+    return {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": state.iteration,
+        "num_floating_point_operations_so_far": state.floating_point_operations,
+        "opt_param_scheduler": scheduler.state_dict(),
+        "copus": {
+            "version": 1,
+            "train_state": state.to_json(),
+            "horizon": Horizon.of(config).to_json(),
+            "layout": config.layout.to_json(),
+            "rng_policy": RNG_POLICY,
+        },
+    }
+
+
+class Checkpointer:
+    """Saves checkpoints of one layout into `--save`; `close` it before the layout goes.
+
+    Every method is collective over the world unless it says otherwise.
+
+    Args:
+        config: resolved configuration with `checkpoint.save` set.
+        groups: process groups of the layout.
+        on_event: called on every rank with (`begin` | `commit` | `failed`, iteration, fields).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: ProcessGroupCollection,
+        on_event: Callable[[str, int, dict[str, Any]], None],
+    ) -> None:
+        assert config.checkpoint.save is not None
+        self.config = config
+        self.root = Path(config.checkpoint.save)
+        self.groups = groups
+        self.on_event = on_event
+        self.queue = AsyncCallsQueue()
+        self.pending: list[tuple[int, float]] = []
+        # The first save starts a helper process that imports torch again; pay for that beside the first steps.
+        self.warm_up = threading.Thread(target=_start_writer_helper, daemon=True)
+        self.warm_up.start()
+
+    def save(
+        self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
+    ) -> None:
+        """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns while it is written.
+
+        Raises:
+            TrainingFailure: on every rank, when any rank could not write; the previous checkpoint stays latest.
+        """
+        self.finish()
+        self.warm_up.join()
+        started = time.monotonic()
+        iteration = state.iteration
+        self.on_event("begin", iteration, {})
+        folder = files.folder_of(self.root, iteration)
+        self._raise_if(self._prepare(folder, model), iteration)
+        request, problem = None, None
+        try:
+            for chunk in model.chunks:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+            metadata = sharding_metadata(self.config, self.groups)
+            sharded = model_state(model, metadata)
+            if not self.config.checkpoint.no_save_optim:
+                sharded["optimizer"] = optimizer.sharded_state_dict(
+                    dict(sharded), is_loading=False, metadata=metadata
+                )
+            metadata.pop("dp_cp_group")
+            request = dist_checkpointing.save(
+                {**sharded, **common_state(self.config, state, scheduler)},
+                str(folder),
+                self._strategy(),
+                async_sharded_save=self.config.checkpoint.async_save,
+                content_metadata=metadata,
+            )
+        except Exception as error:  # any failure of the writers must end in one line on every rank
+            logger.debug("saving failed", exc_info=True)
+            problem = _root_cause(error)
+        self._raise_if(first_problem(problem), iteration)
+        if request is None:
+            self._commit(iteration, started)
+            return
+        self.queue.schedule_async_request(request)
+        self.pending.append((iteration, started))
+
+    def poll(self) -> None:
+        """Commits asynchronous saves that have finished; costs nothing when none is under way."""
+        if self.pending:
+            self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Waits for the save under way and commits it."""
+        if self.pending:
+            self._finalize(blocking=True)
+
+    def close(self) -> None:
+        """Finishes saves and lets go of the process groups."""
+        self.finish()
+        self.queue.close()
+
+    def _finalize(self, *, blocking: bool) -> None:
+        iteration, started = self.pending[0]
+        problem, done = None, []
+        try:
+            done = self.queue.maybe_finalize_async_calls(blocking=blocking)
+        except Exception as error:
+            logger.debug("saving failed", exc_info=True)
+            problem = _root_cause(error)
+        self._raise_if(problem, iteration)
+        for _ in done:
+            self._commit(*self.pending.pop(0))
+
+    def _strategy(self) -> Any:
+        strategy: Any = get_default_save_sharded_strategy("torch_dist")
+        if self.config.checkpoint.ckpt_fully_parallel_save:
+            strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.dp_cp)
+        return strategy
+
+    def _prepare(self, folder: Path, model: Model) -> str | None:
+        """Makes an empty folder, if the file system has room. Returns the problem, on every rank."""
+        needed = self._expected_bytes(model)
+        problem = None
+        if dist.get_rank() == 0:
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                if folder.exists():
+                    files.remove(self.root, int(folder.name.removeprefix("iter_")))
+                free = shutil.disk_usage(self.root).free
+                if free < _SPACE_MARGIN * needed:
+                    problem = (
+                        f"{free / 1e6:.0f} MB are free and about {needed / 1e6:.0f} MB are needed"
+                    )
+                else:
+                    folder.mkdir()
+            except OSError as error:
+                problem = _root_cause(error)
+        return from_rank_zero(problem)
+
+    def _expected_bytes(self, model: Model) -> int:
+        """Bytes of a checkpoint: fp32 master and two moments, and the weights, of one copy of the model."""
+        own = sum(
+            p.numel() * (p.element_size() + (0 if self.config.checkpoint.no_save_optim else 12))
+            for chunk in model.chunks
+            for p in chunk.parameters()
+        )
+        total = torch.tensor([own], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.all_reduce(total, group=self.groups.mp)
+        return int(total.item())
+
+    def _commit(self, iteration: int, started: float) -> None:
+        """Checksums by all ranks, then manifest, then the tracker, then the tidying up."""
+        folder = files.folder_of(self.root, iteration)
+        problem, sums = None, {}
+        try:
+            names = from_rank_zero(files.data_files(folder) if dist.get_rank() == 0 else None)
+            mine = files.share(names, dist.get_rank(), dist.get_world_size())
+            sums = files.checksums(folder, mine)
+        except OSError as error:
+            problem = _root_cause(error)
+        gathered = everyone((problem, sums))
+        problem = next((p for p, _ in gathered if p), None)
+        if problem is None and dist.get_rank() == 0:
+            try:
+                merged = {name: value for _, part in gathered for name, value in part.items()}
+                files.write_manifest(folder, iteration, merged)
+                files.write_atomically(self.root / files.TRACKER, f"{iteration}\n")
+            except OSError as error:
+                problem = _root_cause(error)
+        self._raise_if(from_rank_zero(problem), iteration)
+        if dist.get_rank() == 0:
+            files.retire(
+                self.root,
+                newest=iteration,
+                retain_interval=self.config.checkpoint.save_retain_interval,
+            )
+        size = sum(size for _, part in gathered for size, _ in part.values())
+        self.on_event("commit", iteration, {"seconds": time.monotonic() - started, "bytes": size})
+
+    def _raise_if(self, problem: str | None, iteration: int) -> None:
+        if problem is None:
+            return
+        self.pending.clear()
+        self.on_event("failed", iteration, {"reason": problem})
+        if dist.get_rank() == 0:
+            files.remove(self.root, iteration)
+        try:
+            latest = files.read_latest(self.root)
+        except (OSError, ValueError):
+            latest = None
+        left = f"the last complete checkpoint is iteration {latest}" if latest else "none is saved"
+        raise TrainingFailure(
+            f"saving iteration {iteration} to --save {self.root} failed: {problem}; {left}; "
+            "make room or name another --save and start again with --load"
+        )
+
+
+def _start_writer_helper() -> None:
+    with shielded_children():
+        filesystem_async._get_write_results_queue()
+
+
+def _root_cause(error: BaseException) -> str:
+    """One line about the first error of a chain, which is the one worth showing."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    nested = getattr(error, "failures", None)
+    if isinstance(nested, dict) and nested:
+        first = next(iter(nested.values()))
+        error = first[0] if isinstance(first, tuple) else first
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

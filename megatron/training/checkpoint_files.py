@@ -1,0 +1,180 @@
+"""The files of a checkpoint directory: which checkpoints are complete, which is latest, whether bytes are intact.
+
+    <save>/latest_checkpointed_iteration.txt      replaced last, atomically
+    <save>/iter_0000100/                          metadata.json is megatron-core's mark of a finished write,
+                                                  manifest.json (size and CRC-32 of every file) is ours
+
+Nothing here needs torch or a process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+CORE_MARK = "metadata.json"
+_CHUNK_BYTES = 1 << 22
+
+
+def folder_of(root: Path, iteration: int) -> Path:
+    """The folder of one iteration's checkpoint."""
+    return root / f"iter_{iteration:07d}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small file so that a reader sees the old or the new text, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_latest(root: Path) -> int | None:
+    """The iteration the tracker names, or None without a tracker.
+
+    Raises:
+        ValueError: the tracker holds something else than a number.
+    """
+    try:
+        text = (root / TRACKER).read_text().strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        raise ValueError(f"{root / TRACKER} should hold an iteration number, not {text[:40]!r}")
+    return int(text)
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """Iterations whose checkpoint was written to the end, oldest first."""
+    return sorted(_iterations(root, complete=True))
+
+
+def _iterations(root: Path, *, complete: bool) -> Iterator[int]:
+    if not root.is_dir():
+        return
+    for folder in root.iterdir():
+        number = folder.name.removeprefix("iter_")
+        if folder.name.startswith("iter_") and number.isdigit() and folder.is_dir():
+            if (folder / CORE_MARK).is_file() == complete:
+                yield int(number)
+
+
+def data_files(folder: Path) -> list[str]:
+    """Names of the files a manifest covers, sorted."""
+    return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name != MANIFEST)
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return size, crc
+
+
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Size and CRC-32 of several files of a checkpoint."""
+    return {name: checksum(folder / name) for name in names}
+
+
+def share(names: list[str], rank: int, world_size: int) -> list[str]:
+    """The files one rank looks after, so that the ranks together cover each once."""
+    return names[rank::world_size]
+
+
+def write_manifest(folder: Path, iteration: int, sums: dict[str, tuple[int, int]]) -> None:
+    """Writes the manifest of a finished checkpoint."""
+    files = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(sums.items())}
+    write_atomically(
+        folder / MANIFEST, json.dumps({"iteration": iteration, "files": files}, indent=1)
+    )
+
+
+def read_manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
+    """Size and CRC-32 by file name, or None if the checkpoint has no manifest (another trainer's).
+
+    Raises:
+        ValueError: the manifest is not what `write_manifest` writes.
+    """
+    path = folder / MANIFEST
+    try:
+        files = json.loads(path.read_text())["files"]
+        return {name: (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged ({error})") from error
+
+
+def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool = True) -> list[str]:
+    """What is wrong with the files of a checkpoint, one line each.
+
+    Args:
+        folder: of one iteration.
+        rank: which share of the files to read; missing files are everybody's.
+        world_size: number of ranks that share the reading.
+        contents: compare checksums, not only sizes.
+
+    Returns:
+        An empty list when nothing is wrong, or when there is no manifest to compare with.
+    """
+    if not (folder / CORE_MARK).is_file():
+        return [f"{folder} is half-written: it has no {CORE_MARK}"]
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for name in share(sorted(manifest or {}), rank, world_size):
+        size, crc = (manifest or {})[name]
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{path} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
+        elif contents and checksum(path)[1] != crc:
+            problems.append(f"{path} has changed since it was written (checksum)")
+    return problems
+
+
+def stored_bytes(folder: Path) -> int:
+    """Total size of a checkpoint's files."""
+    return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+
+
+def remove(root: Path, iteration: int) -> None:
+    """Removes one checkpoint folder of `root`; its mark goes first, so that a kill leaves no false checkpoint."""
+    folder = folder_of(root, iteration)
+    (folder / CORE_MARK).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def retire(root: Path, *, newest: int, retain_interval: int | None) -> list[int]:
+    """Removes what a new checkpoint makes superfluous. Call after the tracker names `newest`.
+
+    Half-written folders go always. With a retain interval, complete checkpoints go unless they are a multiple of it,
+    the newest, or the one before the newest, which is what a damaged newest falls back to.
+
+    Returns:
+        The iterations removed.
+    """
+    gone = [i for i in _iterations(root, complete=False) if i != newest]
+    if retain_interval:
+        older = [i for i in complete_iterations(root) if i < newest]
+        gone += [i for i in older[:-1] if i % retain_interval != 0]
+    for iteration in gone:
+        remove(root, iteration)
+    return gone

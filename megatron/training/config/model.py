@@ -1,0 +1,119 @@
+"""Shape of the model and the kernels that compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the network is: everything here changes the function that is trained."""
+
+    num_layers: int = option(None, required=True)
+    """Number of transformer layers of the whole model."""
+    hidden_size: int = option(None, required=True)
+    """Width of the residual stream."""
+    ffn_hidden_size: int = option(None)
+    """Width of the MLP. Default: 4 x hidden size, with SwiGLU 8/3 x hidden size rounded down to
+    a multiple of 64."""
+    num_attention_heads: int = option(None, required=True)
+    """Number of query heads of one layer."""
+    kv_channels: int = option(None)
+    """Width of one attention head. Default: hidden size / attention heads."""
+    group_query_attention: bool = option(False)
+    """Share key and value heads between groups of query heads; their number is
+    --num-query-groups."""
+    num_query_groups: int = option(1)
+    """Number of key-value heads with --group-query-attention; without that flag it equals the
+    query heads."""
+    max_position_embeddings: int = option(None, required=True)
+    """Number of positions the model can represent, in tokens; at least --seq-length."""
+    position_embedding_type: str = option(
+        "learned_absolute", choices=("learned_absolute", "rope", "mrope", "relative", "none")
+    )
+    """How positions enter the model. mrope and relative are refused."""
+    use_rotary_position_embeddings: bool = option(False)
+    """Older spelling of --position-embedding-type rope."""
+    add_position_embedding: bool = option(True, "--no-position-embedding")
+    """Allow learned positions; older spelling, to be given only with another
+    --position-embedding-type."""
+    rotary_base: int = option(10000)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = option(1.0)
+    """Share of each head that is rotated, in (0, 1]."""
+    use_rope_scaling: bool = option(False)
+    """Scale the rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = option(8.0)
+    """Factor of --use-rope-scaling."""
+    make_vocab_size_divisible_by: int = option(128)
+    """Embedding rows are padded to a multiple of this times the tensor parallel size padded for."""
+    pad_vocab_for_tensor_parallel_size: int = option(None)
+    """Largest tensor parallel size this run may ever use; the vocabulary is padded once for it.
+    Default: the tensor parallel size of the first launch."""
+    padded_vocab_size: int = derived(None)
+    """Rows of the embedding table; known once the tokenizer or the checkpoint is."""
+    vocab_size: int | None = option(None)
+    """Rows of the vocabulary before padding. Default: what the tokenizer says."""
+    normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """Kind of the norm layers."""
+    layernorm_epsilon: float = option(1e-5, "--norm-epsilon")
+    """Added to the variance in the norm layers."""
+    qk_layernorm: bool = option(False)
+    """Normalise queries and keys of each head."""
+    swiglu: bool = option(False)
+    """Gated MLP with SiLU in place of GELU."""
+    squared_relu: bool = option(False)
+    """Squared ReLU in place of GELU."""
+    add_bias_linear: bool = option(True, "--disable-bias-linear")
+    """Bias in the linear layers."""
+    add_qkv_bias: bool = option(False)
+    """Bias in the query, key and value projection even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = option(False)
+    """Give the output layer weights of its own instead of those of the input embedding."""
+    attention_dropout: float = option(0.1)
+    """Probability of dropping an attention weight."""
+    hidden_dropout: float = option(0.1)
+    """Probability of dropping an entry of a block's output."""
+    init_method_std: float = option(0.02)
+    """Standard deviation of the initial weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """How the same function is computed: implementation and fused kernels."""
+
+    transformer_impl: str = option(
+        "transformer_engine", choices=("local", "transformer_engine", "inference_optimized")
+    )
+    """Layer implementation. Without Transformer Engine it becomes local, with a note."""
+    attention_backend: str = option("auto", choices=("flash", "fused", "unfused", "local", "auto"))
+    """Attention kernel."""
+    use_flash_attn: bool = option(False)
+    """Older spelling of --attention-backend flash."""
+    attention_softmax_in_fp32: bool = option(False)
+    """Compute the attention softmax in fp32."""
+    apply_query_key_layer_scaling: bool = option(False)
+    """Scale attention scores by 1 / layer number (fp16 stability); implies
+    --attention-softmax-in-fp32."""
+    masked_softmax_fusion: bool = option(True, "--no-masked-softmax-fusion")
+    """Fuse scale, mask and softmax."""
+    bias_gelu_fusion: bool = option(True, "--no-bias-gelu-fusion")
+    """Fuse bias and GELU."""
+    bias_swiglu_fusion: bool = option(True, "--no-bias-swiglu-fusion")
+    """Fuse bias and SwiGLU."""
+    bias_dropout_fusion: bool = option(True, "--no-bias-dropout-fusion")
+    """Fuse bias, dropout and residual."""
+    apply_rope_fusion: bool = option(True, "--no-rope-fusion")
+    """Fuse the rotation of queries and keys."""
+    gradient_accumulation_fusion: bool = option(True, "--no-gradient-accumulation-fusion")
+    """Add weight gradients inside the matrix product."""
+    no_persist_layer_norm: bool = option(False)
+    """Do not use the persistent LayerNorm kernel of apex."""
+    cross_entropy_loss_fusion: bool = option(False)
+    """Fuse the cross entropy over the vocabulary."""
+    cross_entropy_fusion_impl: str = option("native", choices=("native", "te"))
+    """Implementation of --cross-entropy-loss-fusion."""
+    bias_activation_fusion: bool = derived(None)
+    """The one of the two activation fusions that applies to this MLP."""

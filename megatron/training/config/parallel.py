@@ -1,0 +1,68 @@
+"""How the work is spread over ranks, and what is recomputed to save memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout and the communication that goes with it."""
+
+    tensor_model_parallel_size: int = option(1)
+    """Ranks that share each layer."""
+    pipeline_model_parallel_size: int = option(1)
+    """Ranks that share the stack of layers."""
+    num_layers_per_virtual_pipeline_stage: int | None = option(None)
+    """Layers of one model chunk of an interleaved pipeline."""
+    num_virtual_stages_per_pipeline_rank: int | None = option(None)
+    """Model chunks of each rank of an interleaved pipeline."""
+    sequence_parallel: bool = option(False)
+    """Split activations over the sequence between tensor-parallel regions; off at tensor
+    parallel size 1."""
+    use_distributed_optimizer: bool = option(False)
+    """Share master weights and moments out over the data-parallel ranks."""
+    overlap_grad_reduce: bool = option(False)
+    """Reduce gradients while the backward pass goes on."""
+    overlap_param_gather: bool = option(False)
+    """Gather weights while the forward pass goes on; needs the two flags above."""
+    ddp_bucket_size: int | None = option(None)
+    """Elements of one gradient bucket. Default: chosen by megatron-core."""
+    ddp_average_in_collective: bool = option(False)
+    """Average gradients inside the collective instead of scaling them before it."""
+    overlap_p2p_comm: bool = option(True, "--no-overlap-p2p-communication")
+    """Overlap messages between pipeline stages with computation; happens only in an interleaved
+    pipeline."""
+    distributed_backend: str = option(None, choices=("nccl", "gloo"))
+    """Communication library. Default: nccl on CUDA, gloo on CPU."""
+    distributed_timeout_minutes: int = option(10)
+    """Minutes after which a collective is given up."""
+    use_tp_pp_dp_mapping: bool = option(False)
+    """Number ranks with pipeline before data parallelism."""
+    enable_gloo_process_groups: bool = option(True, "--disable-gloo-process-groups")
+    """Create gloo groups beside those of the backend."""
+    world_size: int = derived(None)
+    """Number of ranks."""
+    data_parallel_size: int = derived(None)
+    """Copies of the model: ranks / (tensor x pipeline parallel size)."""
+    virtual_pipeline_model_parallel_size: int = derived(None)
+    """Model chunks of each pipeline rank; 1 means no interleaving."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Activations that are computed again in the backward pass instead of being kept."""
+
+    recompute_activations: bool = option(False)
+    """Older spelling of --recompute-granularity selective."""
+    recompute_granularity: str | None = option(None, choices=("full", "selective"))
+    """Recompute whole layers, or selected modules. Default: nothing."""
+    recompute_method: str | None = option(None, choices=("uniform", "block"))
+    """With full granularity: chunks of equal size, or the first layers of each stage."""
+    recompute_num_layers: int | None = option(None)
+    """With full granularity: layers of a chunk (uniform), or recomputed layers of each stage
+    (block)."""
+    recompute_modules: tuple[str, ...] = option(None, nargs="+")
+    """With selective granularity: the modules to recompute. Default: core_attn."""

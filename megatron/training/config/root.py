@@ -1,0 +1,113 @@
+"""The whole configuration and its flat form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.model import KernelConfig, ModelConfig
+from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
+from megatron.training.config.runtime import RuntimeConfig
+from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
+from megatron.training.layout import Layout
+
+GROUPS: Mapping[str, type] = MappingProxyType(
+    {
+        "model": ModelConfig,
+        "kernels": KernelConfig,
+        "batch": BatchConfig,
+        "optim": OptimConfig,
+        "precision": PrecisionConfig,
+        "parallel": ParallelConfig,
+        "recompute": RecomputeConfig,
+        "data": DataConfig,
+        "checkpoint": CheckpointConfig,
+        "logging": LoggingConfig,
+        "runtime": RuntimeConfig,
+    }
+)
+"""Group name in `Config` -> its dataclass. No field name occurs in two groups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run as it will be done: made by `arguments.resolve`, so derived values are filled in.
+
+    Field names are the argparse dests of Megatron-LM; every length of training, warm-up and decay
+    is in samples.
+    """
+
+    model: ModelConfig
+    """Shape of the model."""
+    kernels: KernelConfig
+    """Implementation and fused kernels."""
+    batch: BatchConfig
+    """Batches and length of training."""
+    optim: OptimConfig
+    """Learning rate and optimizer."""
+    precision: PrecisionConfig
+    """Number formats."""
+    parallel: ParallelConfig
+    """Layout and communication."""
+    recompute: RecomputeConfig
+    """Activation recomputation."""
+    data: DataConfig
+    """Data sets and tokenizer."""
+    checkpoint: CheckpointConfig
+    """Saving and loading."""
+    logging: LoggingConfig
+    """Log line and recorders."""
+    runtime: RuntimeConfig
+    """Device, seed, folders."""
+    explicit: frozenset[str] = frozenset()
+    """Field names the user gave on the command line."""
+
+    @property
+    def layout(self) -> Layout:
+        """The parallel layout of this launch."""
+        return Layout(
+            tp=self.parallel.tensor_model_parallel_size,
+            pp=self.parallel.pipeline_model_parallel_size,
+            vpp=self.parallel.virtual_pipeline_model_parallel_size,
+            dp=self.parallel.data_parallel_size,
+        )
+
+    def flat(self) -> dict[str, Any]:
+        """Returns field name -> value over all groups, with lists for tuples, so that JSON can
+        hold it."""
+        values: dict[str, Any] = {}
+        for name in GROUPS:
+            for field in dataclasses.fields(getattr(self, name)):
+                value = getattr(getattr(self, name), field.name)
+                values[field.name] = list(value) if isinstance(value, tuple) else value
+        return values
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any], explicit: frozenset[str] = frozenset()) -> Config:
+        """Builds a configuration from field name -> value; absent fields keep their default.
+
+        Raises:
+            ValueError: a name that no group has.
+        """
+        left = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        groups = {}
+        for name, group in GROUPS.items():
+            names = [f.name for f in dataclasses.fields(group) if f.name in left]
+            groups[name] = group(**{n: left.pop(n) for n in names})
+        if left:
+            raise ValueError(f"no configuration field is called {', '.join(sorted(left))}")
+        return cls(**groups, explicit=explicit)
+
+    def replace(self, **values: Any) -> Config:
+        """Returns a copy with some fields changed, named without their group.
+
+        Raises:
+            ValueError: a name that no group has.
+        """
+        return Config.from_flat({**self.flat(), **values}, self.explicit)

@@ -1,0 +1,140 @@
+"""Batches and lengths, learning rate and optimizer, number formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.fields import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How much is trained on, in which portions, and when the run stops."""
+
+    seq_length: int = option(None, required=True)
+    """Tokens per sample."""
+    micro_batch_size: int = option(None, required=True)
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = option(None)
+    """Samples of one optimizer step. Default: micro-batch size x data parallel size."""
+    rampup_batch_size: tuple[int, ...] | None = option(None, nargs=3)
+    """Three numbers: start batch size, increment, and samples over which it grows to
+    --global-batch-size."""
+    step_batch_size_schedule: str | None = option(None)
+    """Batch sizes by tokens trained on, such as "0:768 250B:1536"; thresholds take K, M, B or T."""
+    train_iters: int | None = option(None)
+    """Length of training in iterations; converted once to samples at --global-batch-size."""
+    train_samples: int = option(None)
+    """Length of training in samples."""
+    eval_iters: int = option(100)
+    """Validation batches of one evaluation, at the initial global batch size."""
+    eval_interval: int | None = option(None)
+    """Iterations between two evaluations. Default: none during training."""
+    skip_train: bool = option(False)
+    """Evaluate only."""
+    iterations_to_skip: tuple[int, ...] = option((), nargs="+")
+    """Iterations whose samples are consumed without training on them."""
+    exit_interval: int | None = option(None)
+    """Save and leave after an iteration that is a multiple of this."""
+    exit_duration_in_mins: int | None = option(None)
+    """Save and leave after this many minutes."""
+    exit_signal_handler: bool = option(False)
+    """Save and leave when --exit-signal arrives on any rank."""
+    exit_signal: str = option("SIGTERM")
+    """Name of the signal that --exit-signal-handler waits for."""
+    calculate_per_token_loss: bool = option(False)
+    """Average the loss over the tokens of the global batch instead of over micro-batches."""
+    initial_global_batch_size: int = derived(None)
+    """Samples per step at the first launch: the unit in which iterations were converted to
+    samples."""
+    eval_samples: int = derived(None)
+    """Validation samples of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Adam and the schedules of learning rate and weight decay."""
+
+    optimizer: str = option("adam", choices=("adam", "sgd", "muon", "dist_muon"))
+    """Optimizer; only adam is supported."""
+    lr: float = option(None, required=True)
+    """Highest learning rate."""
+    min_lr: float = option(0.0)
+    """Lowest learning rate of the decay."""
+    lr_decay_style: str = option(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    """Shape of the decay from --lr to --min-lr."""
+    lr_decay_iters: int | None = option(None)
+    """Length of the decay in iterations; converted once to samples. Default: the length of
+    training."""
+    lr_decay_samples: int = option(None)
+    """Length of the decay in samples. Default: the length of training."""
+    lr_warmup_iters: int = option(0)
+    """Length of the linear warm-up in iterations; converted once to samples."""
+    lr_warmup_samples: int = option(0)
+    """Length of the linear warm-up in samples."""
+    lr_warmup_fraction: float | None = option(None)
+    """Length of the linear warm-up as a share of the decay length."""
+    lr_warmup_init: float = option(0.0)
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: str = option(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    """Shape of the last part of the WSD schedule."""
+    lr_wsd_decay_iters: int | None = option(None)
+    """Length of the last part of the WSD schedule in iterations; converted once to samples."""
+    lr_wsd_decay_samples: int | None = option(None)
+    """Length of the last part of the WSD schedule in samples."""
+    override_opt_param_scheduler: bool = option(
+        False, "--override-opt_param-scheduler", "--override-opt-param-scheduler"
+    )
+    """On resume, take the schedule of the command line and not that of the checkpoint."""
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
+    )
+    """On resume, take the schedule of the checkpoint without comparing it to the command line."""
+    adam_beta1: float = option(0.9)
+    """Decay of the running mean of gradients."""
+    adam_beta2: float = option(0.999)
+    """Decay of the running mean of squared gradients."""
+    adam_eps: float = option(1e-8)
+    """Added to the denominator of Adam."""
+    weight_decay: float = option(0.01)
+    """Decoupled weight decay."""
+    start_weight_decay: float = option(None)
+    """Weight decay at the start. Default: --weight-decay."""
+    end_weight_decay: float = option(None)
+    """Weight decay at the end. Default: --weight-decay."""
+    weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
+    """Shape of the way from start to end weight decay."""
+    clip_grad: float = option(1.0)
+    """Largest global norm of the gradient; 0 means no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Number formats of weights and gradients, and what to do with bad ones."""
+
+    bf16: bool = option(False)
+    """Compute in bfloat16."""
+    fp16: bool = option(False)
+    """Compute in float16, with loss scaling."""
+    loss_scale: float | None = option(None)
+    """Constant loss scale for fp16. Default: a dynamic one."""
+    initial_loss_scale: float = option(2.0**32)
+    """First value of the dynamic loss scale."""
+    min_loss_scale: float = option(1.0)
+    """Lowest value of the dynamic loss scale."""
+    loss_scale_window: float = option(1000.0)
+    """Steps without overflow before the dynamic loss scale is raised."""
+    hysteresis: int = option(2)
+    """Overflows before the dynamic loss scale is lowered."""
+    accumulate_allreduce_grads_in_fp32: bool = option(False)
+    """Add up and reduce gradients in fp32. On with bf16 unless --grad-reduce-in-bf16 is given."""
+    grad_reduce_in_bf16: bool = option(False)
+    """Add up and reduce gradients in bfloat16."""
+    check_for_nan_in_loss_and_grad: bool = option(True, "--no-check-for-nan-in-loss-and-grad")
+    """Look for NaN and inf in losses and gradients."""
+    params_dtype: str = derived(None)
+    """Format of the weights: fp32, bf16 or fp16."""

@@ -1,0 +1,64 @@
+"""Loss on held-out samples: the same samples every time and under every layout."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.training.reader import BatchReader
+from megatron.training.job import Job
+from megatron.training.sampling import evaluation_indices
+from megatron.training.signals import StopReason
+from megatron.training.step import run_schedule, share_numbers
+
+
+@torch.no_grad()
+def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
+    """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks take part.
+
+    Always the first samples of the split, so that two evaluations differ by the weights alone. A batch that does not
+    divide over the replicas is filled up with masked samples, which count for nothing.
+
+    Args:
+        job: the model and its layout.
+        reader: of the validation or test data set.
+        split: `eval` or `test`, the middle of the events' names.
+
+    Returns:
+        The loss in nats per token, or None when a signal cut the evaluation short.
+    """
+    config = job.config
+    size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
+    layout = config.layout
+    for chunk in job.model.chunks:
+        chunk.eval()
+    job.fire(f"on_{split}_start")
+    total = tokens = 0.0
+    reason = None
+    for i in range(config.batch.eval_iters):
+        job.fire(f"on_{split}_step_start")
+        where = {
+            "num_samples": size,
+            "start": i * size,
+            "micro_batch_size": mbs,
+            "dp_rank": job.groups.dp.rank(),
+            "dp_size": layout.dp,
+            "min_multiple": layout.pp if layout.vpp > 1 else 1,
+        }
+        batches = reader.read_evaluation(**where) if job.needs_data else None
+        count = len(evaluation_indices(**where))
+        losses = run_schedule(job, batches, count, forward_only=True)
+        stop = job.local_stop(job.state.iteration)
+        part, number, code = share_numbers(job, losses, stop.code if stop else 0)
+        total, tokens, reason = total + part, tokens + number, StopReason.from_code(code)
+        job.fire(f"on_{split}_step_end")
+        if reason is not None and reason.kind == "signal":
+            break
+    for chunk in job.model.chunks:
+        chunk.train()
+    if reason is not None and reason.kind == "signal":
+        return None
+    loss = total / tokens if tokens else math.nan
+    job.fire(f"on_{split}_end", loss_dict={"lm loss": loss})
+    return loss

@@ -1,0 +1,103 @@
+"""Refuses an environment in which the run would break later or, worse, run other code than this."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron.training.errors import UsageError
+
+SUPPORTED_CORE = ">=0.16.1,<0.17"
+_TORCH_RESTART = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+def check_environment() -> None:
+    """Checks versions and name-space before anything is built.
+
+    Raises:
+        UsageError: one sentence with the command that mends it.
+    """
+    problem = (
+        core_version_problem(_core_version())
+        or namespace_problem([Path(p) for p in importlib.import_module("megatron").__path__])
+        or _package_problem()
+    )
+    if problem:
+        raise UsageError(problem)
+
+
+def _core_version() -> str | None:
+    try:
+        return importlib.import_module("megatron.core").__version__
+    except ImportError:
+        return None
+
+
+def core_version_problem(version: str | None) -> str | None:
+    """Says what is wrong with an installed megatron-core version, or None."""
+    fix = f'pip install "megatron-core{SUPPORTED_CORE}"'
+    if version is None:
+        return f"megatron-core is not installed; run: {fix}"
+    if Version(version) not in SpecifierSet(SUPPORTED_CORE):
+        return (
+            f"megatron-core {version} is outside the supported range {SUPPORTED_CORE}; run: {fix}"
+        )
+    return None
+
+
+def namespace_problem(megatron_folders: list[Path]) -> str | None:
+    """Says which other tree provides `megatron.training`, or None.
+
+    Args:
+        megatron_folders: entries of `megatron.__path__`.
+    """
+    ours = Path(__file__).resolve().parent
+    fix = f"run with PYTHONPATH={ours.parent.parent} in front"
+    package = importlib.import_module("megatron.training")
+    found = [Path(p).resolve() for p in package.__path__]
+    if found[0] != ours:
+        return f"megatron.training resolves to {found[0]} and not to {ours}; {fix}"
+    for folder in megatron_folders:
+        other = (folder / "training").resolve()
+        if other != ours and other.is_dir():
+            return (
+                f"a second megatron.training lies in {other}, whose files would mix with ours; "
+                "remove that package or install the supported megatron-core"
+            )
+    return None
+
+
+def _package_problem() -> str | None:
+    if importlib.util.find_spec("psutil") is None:
+        return "psutil is missing and checkpoints would hang without it; run: pip install psutil"
+    if (
+        importlib.util.find_spec("apex") is not None
+        and importlib.util.find_spec("apex.optimizers") is None
+    ):
+        return (
+            "the installed apex is not NVIDIA's and breaks megatron-core; run: pip uninstall apex"
+        )
+    return None
+
+
+def set_process_defaults() -> None:
+    """Sets environment variables that torch reads at start, unless the user set them.
+
+    A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch issue 135712). That
+    megatron-core falls back without Transformer Engine or apex, and calls torch by older names, is known here.
+    """
+    for known in (
+        ".*Apex.*",
+        ".*full scope is deprecated.*",
+        ".*torch.distributed.* is deprecated.*",
+        "The .grad attribute of a Tensor that is not a leaf",
+    ):
+        warnings.filterwarnings("ignore", message=known)
+    os.environ.setdefault(_TORCH_RESTART, "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

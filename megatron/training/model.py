@@ -1,0 +1,245 @@
+"""The GPT of a configuration, built on the process groups of one layout and wrapped for data parallelism."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.training.attention import SdpaAttention
+from megatron.training.config import Config
+from megatron.training.device import Device
+from megatron.training.initialise import draw_weights, leave_uninitialised
+from megatron.training.norm import Norm
+from megatron.training.parallel import seed_build
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The chunks of the model that this rank holds."""
+
+    chunks: list[DistributedDataParallel]
+    """One per virtual pipeline stage of this rank, in order."""
+    core_config: TransformerConfig
+    """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
+
+    @property
+    def unwrapped(self) -> list[Any]:
+        """The GPTModels inside the data-parallel and half-precision wrappers."""
+        return [_unwrap(chunk) for chunk in self.chunks]
+
+    def num_parameters(self) -> int:
+        """Parameters on this rank."""
+        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
+
+    def detach_hooks(self) -> None:
+        """Cuts the references that would keep the model alive after its last user is gone (docs/decisions/001)."""
+        for name in (
+            "grad_scale_func",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "timers",
+        ):
+            setattr(self.core_config, name, None)
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.disable_forward_pre_hook()
+
+
+def _unwrap(module: Any) -> Any:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """The dtype of the model's own parameters (masters are fp32)."""
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return names[config.precision.params_dtype]
+
+
+def core_config(config: Config) -> TransformerConfig:
+    """Translates our configuration into megatron-core's."""
+    m, k, r, layout = config.model, config.kernels, config.recompute, config.layout
+    dtype = parameter_dtype(config)
+    activation = F.silu if m.swiglu else squared_relu if m.squared_relu else F.gelu
+    overlap_p2p = config.parallel.overlap_p2p_comm and layout.vpp > 1
+    return TransformerConfig(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        kv_channels=m.kv_channels,
+        hidden_dropout=m.hidden_dropout,
+        attention_dropout=m.attention_dropout,
+        layernorm_epsilon=m.layernorm_epsilon,
+        normalization=m.normalization,
+        qk_layernorm=m.qk_layernorm,
+        add_bias_linear=m.add_bias_linear,
+        add_qkv_bias=m.add_qkv_bias,
+        gated_linear_unit=m.swiglu,
+        activation_func=activation,
+        init_method=leave_uninitialised,
+        output_layer_init_method=leave_uninitialised,
+        embedding_init_method=leave_uninitialised,
+        init_method_std=m.init_method_std,
+        apply_query_key_layer_scaling=k.apply_query_key_layer_scaling,
+        attention_softmax_in_fp32=k.attention_softmax_in_fp32,
+        attention_backend=AttnBackend[k.attention_backend],
+        bias_activation_fusion=k.bias_activation_fusion,
+        masked_softmax_fusion=k.masked_softmax_fusion,
+        persist_layer_norm=not k.no_persist_layer_norm,
+        bias_dropout_fusion=k.bias_dropout_fusion,
+        apply_rope_fusion=k.apply_rope_fusion,
+        gradient_accumulation_fusion=k.gradient_accumulation_fusion,
+        cross_entropy_loss_fusion=k.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=k.cross_entropy_fusion_impl,
+        calculate_per_token_loss=config.batch.calculate_per_token_loss,
+        recompute_granularity=r.recompute_granularity,
+        recompute_method=r.recompute_method,
+        recompute_num_layers=r.recompute_num_layers,
+        recompute_modules=list(r.recompute_modules) if r.recompute_modules else None,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        sequence_parallel=config.parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.precision.bf16,
+        fp16=config.precision.fp16,
+        use_cpu_initialization=config.runtime.device == "cpu",
+        deterministic_mode=config.runtime.deterministic_mode,
+        # Batched messages between the same two ranks are swapped when each holds several virtual stages: the
+        # gradients are then wrong without an error.
+        overlap_p2p_comm=overlap_p2p,
+        batch_p2p_comm=layout.vpp == 1,
+        # gloo may still be sending the output whose memory this would free: wrong gradients without an error.
+        deallocate_pipeline_outputs=config.runtime.device == "cuda",
+    )
+
+
+def layer_spec(
+    config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
+) -> Any:
+    """The layer specification: Transformer Engine's, or the local one with our norm and attention."""
+    if config.kernels.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        normalization=config.model.normalization, qk_layernorm=config.model.qk_layernorm
+    )
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    if config.model.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if config.kernels.attention_backend not in ("unfused", "local"):
+        attention.core_attention = ModuleSpec(module=SdpaAttention)
+    layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
+
+
+def build_model(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
+    """Builds, initialises and wraps this rank's part of the model. All ranks take part.
+
+    Args:
+        config: resolved configuration, its layout that of `groups`.
+        groups: process groups of the layout.
+        device: where the parameters go.
+
+    Returns:
+        The model with initial weights that do not depend on the layout.
+    """
+    seed_build(config.runtime.seed)
+    core = core_config(config)
+    stages = range(config.layout.vpp) if config.layout.vpp > 1 else (None,)
+    bare = [_build_chunk(config, core, groups, device, stage) for stage in stages]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        bucket_size=config.parallel.ddp_bucket_size,
+        average_in_collective=config.parallel.ddp_average_in_collective,
+        # Steps with a gradient that is not finite are skipped and counted instead (optimizer.py).
+        check_for_nan_in_grad=False,
+    )
+    chunks = [
+        DistributedDataParallel(
+            core, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=groups
+        )
+        for i, chunk in enumerate(bare)
+    ]
+    core.finalize_model_grads_func = finalize_model_grads
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return Model(chunks=chunks, core_config=core)
+
+
+def _build_chunk(
+    config: Config,
+    core: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: Device,
+    vp_stage: int | None,
+) -> torch.nn.Module:
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    m = config.model
+    chunk = GPTModel(
+        core,
+        layer_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
+        vocab_size=m.padded_vocab_size,
+        max_sequence_length=m.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+        position_embedding_type=m.position_embedding_type,
+        rotary_percent=m.rotary_percent,
+        rotary_base=m.rotary_base,
+        rope_scaling=m.use_rope_scaling,
+        rope_scaling_factor=m.rope_scaling_factor,
+        vp_stage=vp_stage,
+        pg_collection=groups,
+    )
+    for param in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    if device.is_cuda:
+        chunk.cuda(device.torch_device)
+    draw_weights(
+        chunk,
+        seed=config.runtime.seed,
+        init_method_std=m.init_method_std,
+        num_layers=m.num_layers,
+        metadata={"dp_cp_group": groups.dp_cp},
+    )
+    half = config.precision.bf16 or config.precision.fp16
+    return Float16Module(core, chunk) if half else chunk

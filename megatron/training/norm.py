@@ -1,0 +1,48 @@
+"""LayerNorm and RMSNorm that also work under sequence parallelism without Transformer Engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Norm(torch.nn.Module):
+    """A normalisation layer built the way megatron-core's layer specs build one.
+
+    Its parameters carry `sequence_parallel`, so that their gradients, of which each tensor-parallel rank has the
+    part of its own tokens, are summed over tensor parallelism after the backward pass.
+
+    Args:
+        config: names the kind (`normalization`) and whether sequence parallelism is on.
+        hidden_size: size of the last axis.
+        eps: added to the variance.
+
+    Raises:
+        ValueError: for a kind that is neither LayerNorm nor RMSNorm.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any
+    ) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(
+                f"--normalization must be LayerNorm or RMSNorm: {config.normalization}"
+            )
+        self.hidden_size = (hidden_size,)
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        for param in self.parameters():
+            param.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises the last axis of x, of any leading shape."""
+        if self.bias is None:
+            return F.rms_norm(x, self.hidden_size, self.weight, self.eps)
+        return F.layer_norm(x, self.hidden_size, self.weight, self.bias, self.eps)

@@ -1,0 +1,166 @@
+"""Adam over megatron-core's optimizers, the learning-rate schedule in samples, and skipping of bad steps."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.training.config import Config
+from megatron.training.fused_adam import FusedAdam
+from megatron.training.model import Model, parameter_dtype
+from megatron.training.optional import have_nvidia_apex, have_transformer_engine
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The norm of the reduced gradient is NaN or inf; raised on every rank, before any weight changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank."""
+
+    updated: bool
+    """False if the step was skipped (fp16 overflow or a gradient that is not finite)."""
+    grad_norm: float | None
+    """L2 norm of the gradient before clipping; None after an fp16 overflow."""
+    num_zeros: int | None
+    """Zeros in the gradient, with `--log-num-zeros-in-grad`."""
+
+
+def use_fused_adam() -> None:
+    """Gives megatron-core our Adam where neither Transformer Engine nor apex is there. Idempotent."""
+    if have_transformer_engine() or have_nvidia_apex():
+        return
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    distributed: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    optimizer.Adam = distributed.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed.HAVE_APEX_OR_TE = True
+    # Not apex itself: it selects the code path for a step count in the parameter group.
+    distributed.USING_APEX_OPTIMIZER = True
+
+
+def build_optimizer(
+    config: Config, model: Model, groups: ProcessGroupCollection
+) -> MegatronOptimizer:
+    """Builds the optimizer over the chunks' gradient buffers. All ranks of the world take part.
+
+    Returns:
+        A chained optimizer whose moments exist, so that it can be saved and loaded before its first step.
+    """
+    use_fused_adam()
+    o, p = config.optim, config.precision
+    core = OptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        fp16=p.fp16,
+        bf16=p.bf16,
+        params_dtype=parameter_dtype(config),
+        loss_scale=p.loss_scale,
+        initial_loss_scale=p.initial_loss_scale,
+        min_loss_scale=p.min_loss_scale,
+        loss_scale_window=p.loss_scale_window,
+        hysteresis=p.hysteresis,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+    )
+    optimizer = get_megatron_optimizer(
+        core,
+        model.chunks,  # pyright: ignore[reportArgumentType]
+        use_gloo_process_groups=config.parallel.enable_gloo_process_groups,
+        pg_collection=None if config.parallel.enable_gloo_process_groups else groups,
+    )
+    for part in _parts(optimizer):
+        inner = getattr(part, "optimizer", None)
+        if isinstance(inner, FusedAdam):
+            inner.materialise()
+    model.core_config.grad_scale_func = optimizer.scale_loss
+    _refuse_bad_gradients(optimizer)
+    return optimizer
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _refuse_bad_gradients(optimizer: Any) -> None:
+    """Makes `step` raise before it clips or updates when the gradient norm is not finite.
+
+    The norm is reduced over all ranks that share a gradient, so that every rank raises or none does.
+    """
+    norm_of = optimizer.get_grad_norm
+
+    @functools.wraps(norm_of)
+    def checked() -> float:
+        norm = float(norm_of())
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(f"gradient norm {norm}")
+        return norm
+
+    optimizer.get_grad_norm = checked
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> StepResult:
+    """Clips and updates, or skips the update when the gradient is not finite."""
+    try:
+        updated, grad_norm, num_zeros = optimizer.step()
+    except NonFiniteGradient:
+        return StepResult(updated=False, grad_norm=math.nan, num_zeros=None)
+    return StepResult(updated=bool(updated), grad_norm=grad_norm, num_zeros=num_zeros)
+
+
+def build_scheduler(
+    config: Config, optimizer: MegatronOptimizer, *, lr_samples: int
+) -> OptimizerParamScheduler:
+    """The learning-rate and weight-decay schedule, in samples, placed where the run is.
+
+    A schedule is always built afresh and moved to its place: loading one would add the stored count, and parameter
+    groups loaded from a checkpoint carry their own learning rates, which would win.
+
+    Args:
+        config: all horizons in samples.
+        optimizer: whose groups it drives; their rates are overwritten.
+        lr_samples: samples of the successful steps so far.
+    """
+    o = config.optim
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = o.lr, o.min_lr
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=o.lr_warmup_init,
+        max_lr=o.lr,
+        min_lr=o.min_lr,
+        lr_warmup_steps=o.lr_warmup_samples,
+        lr_decay_steps=o.lr_decay_samples,
+        lr_decay_style=o.lr_decay_style,
+        start_wd=o.start_weight_decay,
+        end_wd=o.end_weight_decay,
+        wd_incr_steps=config.batch.train_samples,
+        wd_incr_style=o.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+        wsd_decay_steps=o.lr_wsd_decay_samples,
+        lr_wsd_decay_style=o.lr_wsd_decay_style,
+    )
+    scheduler.step(increment=lr_samples)
+    return scheduler
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The current learning rate, for the log."""
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

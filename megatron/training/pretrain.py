@@ -1,0 +1,360 @@
+"""Assembly: from a resolved configuration to a trained, saved and closed run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.training import metrics, restore
+from megatron.training.agree import from_rank_zero
+from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.callbacks import Callback, CallbackContext, Callbacks
+from megatron.training.checkpoint import Checkpointer
+from megatron.training.checkpoint_files import write_atomically
+from megatron.training.config import Config
+from megatron.training.data import build_datasets
+from megatron.training.reader import BatchReader
+from megatron.training.device import Device, use_device
+from megatron.training.errors import TrainingFailure, UsageError
+from megatron.training.flops import training_flops_per_sample
+from megatron.training.guard import check_environment
+from megatron.training.job import Job
+from megatron.training.loop import train
+from megatron.training.model import build_model
+from megatron.training.optimizer import build_optimizer, build_scheduler
+from megatron.training.parallel import build_groups, destroy_groups, init_distributed
+from megatron.training.restore import Stored, load_weights, read_stored
+from megatron.training.settle import settle
+from megatron.training.signals import STOP_SIGNALS, StopSignals, stop_reason
+from megatron.training.sinks import open_sinks
+from megatron.training.state import TrainState
+from megatron.training.tokenizer import build_tokenizer
+from megatron.training.tracker import NullTracker, Tracker
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
+    """Trains a GPT as configured. Every rank of the world calls it.
+
+    Joins the process group that torchrun describes in the environment, unless the caller has; leaves groups, signals
+    and torch as they were.
+
+    Args:
+        config: from `arguments.resolve`.
+        callbacks: told of every event, on every rank.
+
+    Returns:
+        The counters at the end.
+
+    Raises:
+        UsageError: flags, data or environment are wrong (exit code 2).
+        TrainingFailure: training cannot go on (exit code 1).
+    """
+    started = time.monotonic()
+    check_environment()
+    _set_logging(config)
+    names = [*STOP_SIGNALS, config.batch.exit_signal]
+    device = use_device(
+        config.runtime.device,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        backend=config.parallel.distributed_backend,
+    )
+    with device as opened, StopSignals(names) as signals:
+        joined = dist.is_initialized()
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
+        try:
+            return _run(config, Callbacks(callbacks), opened, signals, started)
+        finally:
+            if not joined:
+                dist.destroy_process_group()
+
+
+def _run(
+    config: Config, callbacks: Callbacks, device: Device, signals: StopSignals, started: float
+) -> TrainState:
+    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    stored = _find_checkpoint(config)
+    config = settle(config, stored, vocab_size=tokenizer.vocab_size)
+    fresh = stored is None or config.checkpoint.finetune
+    state = TrainState() if fresh else stored.state
+    with open_run(config, stored, state) as tracker:
+        job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
+        job.local_stop = lambda iteration: stop_reason(
+            iteration=iteration,
+            elapsed_s=time.monotonic() - started,
+            exit_interval=config.batch.exit_interval,
+            exit_duration_in_mins=config.batch.exit_duration_in_mins,
+            received=signals.received,
+        )
+        try:
+            why = None if config.batch.skip_train else train(job)
+            if why is not None:
+                log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
+            tracker.event(
+                "run.end",
+                iteration=state.iteration,
+                consumed_samples=state.consumed_samples,
+                why=why or "done",
+            )
+        finally:
+            # After an error the ranks are no longer in step, and the groups go with the process.
+            if sys.exc_info()[0] is None:
+                tear_down(job)
+    return state
+
+
+def _tokenizer_flags(config: Config) -> dict[str, Any]:
+    names = inspect.signature(build_tokenizer).parameters
+    flat = config.flat()
+    return {name: flat[name] for name in names}
+
+
+def _find_checkpoint(config: Config) -> Stored | None:
+    if config.checkpoint.load is None:
+        return None
+    stored = read_stored(
+        Path(config.checkpoint.load),
+        step=config.checkpoint.ckpt_step,
+        verify=config.checkpoint.verify_checkpoint,
+    )
+    if stored is None:
+        message = f"--load {config.checkpoint.load} holds no checkpoint"
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise TrainingFailure(message)
+        log_rank_zero(f"{message}: starting from scratch")
+    return stored
+
+
+def build_job(
+    config: Config,
+    stored: Stored | None,
+    state: TrainState,
+    tokenizer: Any,
+    device: Device,
+    callbacks: Callbacks,
+    tracker: NullTracker,
+) -> Job:
+    """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or loaded.
+
+    All ranks take part. `tear_down` is its inverse.
+    """
+    groups = build_groups(
+        config.layout,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=config.parallel.enable_gloo_process_groups,
+        use_tp_pp_dp_mapping=config.parallel.use_tp_pp_dp_mapping,
+    )
+    model = build_model(config, groups, device)
+    optimizer = build_optimizer(config, model, groups)
+    if stored is not None:
+        load_weights(stored, config, model, optimizer, groups)
+        log_rank_zero(f"loaded {stored.folder} (iteration {stored.iteration}) as {config.layout}")
+    scheduler = build_scheduler(config, optimizer, lr_samples=state.lr_samples)
+    context = CallbackContext(
+        model=model.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        groups=groups,
+        config=config,
+        state=state,
+    )
+    callbacks.fire("on_setup_start", context)
+    callbacks.fire("on_data_init_start", context)
+    train_data, valid_data, test_data = _open_data(config, tokenizer, device)
+    return Job(
+        config=config,
+        device=device,
+        groups=groups,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batch_schedule=BatchSchedule.of(config),
+        train_data=train_data,
+        valid_data=valid_data,
+        test_data=test_data,
+        checkpointer=_open_checkpointer(config, groups, callbacks, context, tracker),
+        state=state,
+        tracker=tracker,
+        callbacks=callbacks,
+        context=context,
+        local_stop=lambda _iteration: None,
+        flops_per_sample=training_flops_per_sample(
+            num_layers=config.model.num_layers,
+            hidden_size=config.model.hidden_size,
+            ffn_hidden_size=config.model.ffn_hidden_size,
+            num_attention_heads=config.model.num_attention_heads,
+            num_query_groups=config.model.num_query_groups,
+            kv_channels=config.model.kv_channels,
+            seq_length=config.batch.seq_length,
+            padded_vocab_size=config.model.padded_vocab_size,
+            gated_mlp=config.model.swiglu,
+        ),
+    )
+
+
+def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
+    """Readers of the training, validation and test samples; None for a split without samples."""
+    evaluation = config.batch.eval_iters * config.batch.initial_global_batch_size
+    datasets = build_datasets(
+        config.data,
+        seq_length=config.batch.seq_length,
+        seed=config.runtime.seed,
+        tokenizer=tokenizer,
+        num_samples=(config.batch.train_samples, evaluation, evaluation),
+        is_data_rank=True,
+        run_dir=config.checkpoint.save,
+    )
+    for note in datasets.notes:
+        log_rank_zero(f"note: {note}")
+    return [
+        data and BatchReader(data, num_workers=config.data.num_workers, pin_memory=device.is_cuda)
+        for data in (datasets.train, datasets.valid, datasets.test)
+    ]
+
+
+def _open_checkpointer(
+    config: Config,
+    groups: Any,
+    callbacks: Callbacks,
+    context: CallbackContext,
+    tracker: NullTracker,
+) -> Checkpointer | None:
+    if config.checkpoint.save is None:
+        return None
+
+    def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
+        state = context.state
+        tracker.event(
+            f"checkpoint.{kind}",
+            iteration=iteration,
+            consumed_samples=state.consumed_samples,
+            **fields,
+        )
+        if kind == "commit":
+            log_rank_zero(
+                f"saved iteration {iteration} to {config.checkpoint.save} "
+                f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
+            )
+            context.checkpoint_iteration = iteration
+            callbacks.fire("on_checkpoint_saved", context)
+
+    return Checkpointer(config, groups, on_event)
+
+
+def tear_down(job: Job) -> None:
+    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world remains."""
+    if job.checkpointer is not None:
+        job.checkpointer.close()
+    for reader in (job.train_data, job.valid_data, job.test_data):
+        if reader is not None:
+            reader.close()
+    job.model.detach_hooks()
+    job.context.__dict__.clear()
+    job.__dict__.clear()
+    destroy_groups()
+
+
+def open_run(config: Config, stored: Stored | None, state: TrainState) -> NullTracker:
+    """Makes the run directory, prints and saves the resolved configuration, and opens the record on rank 0.
+
+    Raises:
+        UsageError: on every rank, when the directory cannot be written.
+    """
+    run_dir, launch, problem = None, "", None
+    if dist.get_rank() == 0:
+        now = datetime.now(timezone.utc)
+        run_dir = Path(
+            config.runtime.run_dir
+            or config.checkpoint.save
+            or config.logging.tensorboard_dir
+            or f"runs/{now:%Y%m%d-%H%M%S}"
+        )
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            launch = metrics.launch_id(os.environ, now, metrics.previous_launches(run_dir))
+            write_atomically(run_dir / "config.json", json.dumps(config.flat(), indent=1))
+        except OSError as error:
+            problem = f"the run directory {run_dir} cannot be written ({error}); set --run-dir"
+    if problem := from_rank_zero(problem):
+        raise UsageError(problem)
+    if run_dir is None:
+        return NullTracker()
+    tracker = Tracker(
+        run_dir,
+        launch=launch,
+        sinks=open_sinks(config.logging, run_dir, config=config.flat()),
+        timers_to_sinks=config.logging.log_timers_to_tensorboard,
+        ppl_to_sinks=config.logging.log_validation_ppl_to_tensorboard,
+    )
+    _print_configuration(config, run_dir)
+    tracker.event(
+        "run.start",
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        config=config.flat(),
+        layout=str(config.layout),
+        loaded=str(stored.folder) if stored else None,
+        versions=_versions(),
+        rank_environment={
+            name: os.environ.get(name)
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")
+        },
+        host=platform.node(),
+        pid=os.getpid(),
+    )
+    return tracker
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    names = ("torch", "numpy", "megatron-core")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def _print_configuration(config: Config, run_dir: Path) -> None:
+    print("------------------------ arguments ------------------------", flush=True)
+    for name, value in sorted(config.flat().items()):
+        print(f"  {name} {'.' * max(2, 48 - len(name))} {value}")
+    print("-------------------- end of arguments ---------------------")
+    for note in config.runtime.notes:
+        print(f"note: {note}")
+    if config.runtime.ignored_flags:
+        print(f"warning: accepted without effect: {' '.join(config.runtime.ignored_flags)}")
+    print(f"layout {config.layout}, run directory {run_dir}", flush=True)
+
+
+def _set_logging(config: Config) -> None:
+    level = config.logging.logging_level
+    logging.getLogger().setLevel(logging.INFO if level is None else level)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    if level is None:
+        # megatron-core tells every detail of every group and bucket at INFO.
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    if config.data.mock_data:
+        # It warns for each split that invented samples have no index cache.
+        logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
+
+
+def log_rank_zero(message: str) -> None:
+    """Prints a line for the user on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)

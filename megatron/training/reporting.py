@@ -1,0 +1,144 @@
+"""From finished steps to the log line, the record and the sinks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron.training.callbacks import StepInfo
+from megatron.training.job import Job
+from megatron.training.logline import StepReport, training_line, validation_lines
+
+
+def is_last_rank() -> bool:
+    """Whether this rank prints, as Megatron-LM's last rank does."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+@torch.no_grad()
+def parameter_norm(job: Job) -> float:
+    """L2 norm of all weights, each counted once. Collective over the model-parallel group."""
+    total = torch.zeros((), dtype=torch.float32, device=job.device.torch_device)
+    for chunk in job.model.chunks:
+        for param in chunk.parameters():
+            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
+                total += param.detach().float().square().sum()
+    dist.all_reduce(total, group=job.groups.mp)
+    return math.sqrt(total.item())
+
+
+@dataclass
+class _Interval:
+    """What happened since the last log line."""
+
+    losses: list[float] = field(default_factory=list)
+    """Losses that are finite."""
+    steps: int = 0
+    """Steps done."""
+    samples: int = 0
+    """Samples consumed."""
+    skipped: int = 0
+    """Steps without an update."""
+    elapsed_s: float = 0.0
+    """Wall time of the steps."""
+
+    def add(self, info: StepInfo) -> None:
+        """Counts one step."""
+        self.steps += 1
+        self.samples += info.global_batch_size
+        self.skipped += not info.updated
+        self.elapsed_s += info.elapsed_s
+        if math.isfinite(info.loss):
+            self.losses.append(info.loss)
+
+
+class Reporter:
+    """Records every step and prints means. All ranks call the same methods at the same steps."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.interval = _Interval()
+        self.printed = False
+
+    def record(self, info: StepInfo) -> None:
+        """Records a step; prints the log line at the interval's end and after the first step of the launch."""
+        single = _Interval()
+        single.add(info)
+        self.interval.add(info)
+        self.job.tracker.step(
+            self._report(info, single),
+            extra=self._extra(),
+            micro_batch_size=info.micro_batch_size,
+            num_microbatches=info.num_microbatches,
+            updated=info.updated,
+        )
+        if not self.printed or info.iteration % self.job.config.logging.log_interval == 0:
+            self._print(info)
+
+    def _print(self, info: StepInfo) -> None:
+        norm = parameter_norm(self.job) if self.job.config.logging.log_params_norm else None
+        report = self._report(info, self.interval, params_norm=norm)
+        fragments = self.job.context.log_fragments
+        fragments.clear()
+        self.job.fire("on_log")
+        if is_last_rank():
+            for line in (training_line(report, datetime.now()), *fragments):
+                print(line, flush=True)
+        self.printed = True
+        self.interval = _Interval()
+
+    def _report(
+        self, info: StepInfo, over: _Interval, params_norm: float | None = None
+    ) -> StepReport:
+        job, config = self.job, self.job.config
+        left = job.batch_schedule.iterations_left(info.consumed_samples, config.batch.train_samples)
+        flops = job.flops_per_sample * over.samples / over.elapsed_s / config.layout.world_size
+        mean = sum(over.losses) / len(over.losses) if over.losses else math.nan
+        return StepReport(
+            iteration=info.iteration,
+            train_iterations=info.iteration + left,
+            consumed_samples=info.consumed_samples,
+            elapsed_per_iteration_ms=1000.0 * over.elapsed_s / over.steps,
+            learning_rate=info.learning_rate,
+            global_batch_size=info.global_batch_size,
+            losses={"lm loss": mean},
+            loss_scale=float(job.optimizer.get_loss_scale().item()),
+            grad_norm=info.grad_norm,
+            num_zeros=info.num_zeros,
+            params_norm=params_norm,
+            throughput_tflops_per_gpu=flops / 1e12 if config.logging.log_throughput else None,
+            skipped_iterations=over.skipped,
+            nan_iterations=over.steps - len(over.losses),
+        )
+
+    def _extra(self) -> dict[str, float]:
+        logging = self.job.config.logging
+        extra: dict[str, float] = {}
+        if logging.log_world_size_to_tensorboard:
+            extra["world-size"] = self.job.config.layout.world_size
+        if logging.log_memory_to_tensorboard and self.job.device.is_cuda:
+            stats = torch.cuda.memory_stats()
+            extra["mem-reserved-bytes"] = stats["reserved_bytes.all.current"]
+            extra["mem-allocated-bytes"] = stats["allocated_bytes.all.current"]
+            extra["mem-max-allocated-bytes"] = stats["allocated_bytes.all.peak"]
+            extra["mem-allocated-count"] = stats["allocation.all.current"]
+        return extra
+
+    def evaluation(self, loss: float, *, split: str, where: str = "") -> None:
+        """Records and prints the result of an evaluation."""
+        state = self.job.state
+        self.job.tracker.evaluation(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            losses={"lm loss": loss},
+            split=split,
+        )
+        if is_last_rank():
+            for line in validation_lines(state.iteration, {"lm loss": loss}, where=where):
+                print(line, flush=True)

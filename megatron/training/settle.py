@@ -1,0 +1,65 @@
+"""Makes the flags of this launch and the checkpoint it continues into one configuration."""
+
+from __future__ import annotations
+
+from megatron.training import restore
+from megatron.training.derive import pad_vocab_size
+from megatron.training.config import Config
+from megatron.training.errors import UsageError
+from megatron.training.horizon import adopt
+from megatron.training.restore import Stored
+
+
+def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
+    """The configuration to run with.
+
+    Args:
+        config: as resolved from the flags.
+        stored: the checkpoint to continue from, or None.
+        vocab_size: tokens of the tokenizer, unpadded.
+
+    Returns:
+        `config` with what the checkpoint decides: the horizons in samples and the padded vocabulary.
+
+    Raises:
+        UsageError: the flags contradict the checkpoint or the vocabulary.
+    """
+    if stored is not None and config.optim.use_checkpoint_opt_param_scheduler:
+        config = config.replace(**restore.adopt_schedule_arguments(stored))
+    config = config.replace(padded_vocab_size=_padded_vocabulary(config, stored, vocab_size))
+    if stored is None:
+        return config
+    restore.check_same_run(config, stored)
+    if stored.horizon is None or config.checkpoint.finetune:
+        return config
+    return adopt(config, stored.horizon, override=config.optim.override_opt_param_scheduler)
+
+
+def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -> int:
+    """Rows of the embedding: fixed by the checkpoint, else padded for the largest tensor parallelism asked for.
+
+    More rows would add tokens with logit 0 to every softmax and change the loss, so that a checkpoint's number stays.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    if stored is None or "padded_vocab_size" not in stored.arguments:
+        largest = max(tp, model.pad_vocab_for_tensor_parallel_size)
+        padded = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, largest)
+        if padded % tp:
+            raise UsageError(
+                f"the vocabulary padded to {padded} does not divide by --tensor-model-parallel-size {tp}; set "
+                f"--pad-vocab-for-tensor-parallel-size to a multiple of {tp}"
+            )
+        return padded
+    padded = int(stored.arguments["padded_vocab_size"])
+    if vocab_size > padded:
+        raise UsageError(
+            f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} rows; give the "
+            "--tokenizer-type and --tokenizer-model it was trained with"
+        )
+    if padded % tp:
+        raise UsageError(
+            f"the {padded} vocabulary rows of checkpoint {stored.folder} do not divide by "
+            f"--tensor-model-parallel-size {tp}; choose another, or start the run with "
+            f"--pad-vocab-for-tensor-parallel-size {tp}"
+        )
+    return padded

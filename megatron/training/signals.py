@@ -1,0 +1,170 @@
+"""Asking a run to stop: signals that only set a flag, and reasons on which all ranks agree."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Literal
+
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
+
+_DURATION_CODE = 2
+_INTERVAL_CODE = 1
+_FIRST_SIGNAL_CODE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopReason:
+    """Why the run leaves at this step boundary. Greater `code` wins when ranks differ."""
+
+    kind: Literal["signal", "duration", "interval"]
+    """`--exit-interval`, `--exit-duration-in-mins`, or a signal."""
+    signal: str | None = None
+    """Name such as `SIGTERM` if and only if `kind` is `signal`."""
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "signal") == (self.signal is not None), self
+
+    @property
+    def code(self) -> int:
+        """Positive number for an all-reduce; see `from_code`."""
+        if self.signal is not None:
+            return _FIRST_SIGNAL_CODE + int(signal.Signals[self.signal])
+        return _DURATION_CODE if self.kind == "duration" else _INTERVAL_CODE
+
+    @staticmethod
+    def from_code(code: int) -> StopReason | None:
+        """Inverse of `code`; 0 is no reason."""
+        if code == 0:
+            return None
+        if code > _FIRST_SIGNAL_CODE:
+            return StopReason(kind="signal", signal=signal.Signals(code - _FIRST_SIGNAL_CODE).name)
+        return StopReason(kind="duration" if code == _DURATION_CODE else "interval")
+
+    def __str__(self) -> str:
+        words = {"duration": "--exit-duration-in-mins", "interval": "--exit-interval"}
+        return self.signal or words[self.kind]
+
+
+class StopSignals:
+    """Context manager: the named signals set a flag instead of ending the process.
+
+    The first one is kept, later ones change nothing, so a second signal during a save is harmless.
+    Forked children inherit this: a signal that a scheduler sends to every process of the job does
+    not end a child that is writing a checkpoint. Children with an interpreter of their own do not
+    inherit it; start those inside `shielded_children`.
+    """
+
+    def __init__(self, names: Iterable[str] = STOP_SIGNALS) -> None:
+        """Takes signal names; nothing is installed before `with`.
+
+        Args:
+            names: such as `SIGTERM`; repeats are allowed (`--exit-signal` joins the default ones).
+
+        Raises:
+            ValueError: this system has no signal of that name, or it cannot be caught.
+        """
+        self._signals = [_signal_of(name) for name in dict.fromkeys(names)]
+        self._received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def received(self) -> str | None:
+        """Name of the first signal this rank got, or None."""
+        return self._received
+
+    def __enter__(self) -> StopSignals:
+        """Installs the handlers.
+
+        Raises:
+            RuntimeError: not in the main thread, where Python allows no handlers.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("signal handlers can only be installed by the main thread")
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Puts the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = signal.Signals(number).name
+
+
+@contextmanager
+def shielded_children(names: Iterable[str] = STOP_SIGNALS) -> Iterator[None]:
+    """Processes started inside never see the named signals; this process gets them late, not never.
+
+    Schedulers signal every process of a job. The process that collects the results of a checkpoint
+    save is a new interpreter with default handlers: SIGUSR1 would end it in the middle of the very
+    save that the signal asked for. Blocked signals stay blocked across fork and exec.
+    """
+    numbers = {_signal_of(name) for name in names}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_reason(
+    *,
+    iteration: int,
+    elapsed_s: float,
+    exit_interval: int | None,
+    exit_duration_in_mins: float | None,
+    received: str | None,
+) -> StopReason | None:
+    """Returns why this rank would leave after this step, or None.
+
+    Args:
+        iteration: number of the step just finished, from 1.
+        elapsed_s: seconds since the start of the process on a monotonic clock.
+        exit_interval: leave when `iteration` is a multiple of it.
+        exit_duration_in_mins: leave once `elapsed_s` exceeds it.
+        received: `StopSignals.received`.
+    """
+    if received is not None:
+        return StopReason(kind="signal", signal=received)
+    if exit_duration_in_mins is not None and elapsed_s > 60.0 * exit_duration_in_mins:
+        return StopReason(kind="duration")
+    if exit_interval and iteration % exit_interval == 0:
+        return StopReason(kind="interval")
+    return None
+
+
+def agree(local: StopReason | None, all_reduce_max: Callable[[int], int]) -> StopReason | None:
+    """Returns the reason that all ranks leave for, the same on every rank.
+
+    Clocks and signals differ between ranks; one rank that leaves alone hangs the others.
+
+    Args:
+        local: this rank's own `stop_reason`.
+        all_reduce_max: collective over all ranks: the largest of the given numbers.
+    """
+    return StopReason.from_code(all_reduce_max(local.code if local else 0))
+
+
+def _signal_of(name: str) -> signal.Signals:
+    if name not in signal.Signals.__members__:
+        raise ValueError(f"unknown signal {name!r}; use a name such as SIGTERM or SIGUSR2")
+    number = signal.Signals[name]
+    if os.name == "posix" and number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"signal {name} cannot be caught; use SIGTERM or SIGUSR2")
+    return number

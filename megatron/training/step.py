@@ -1,0 +1,169 @@
+"""One optimizer step: forward and backward over the micro-batches, reduce, clip, update."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron.training.callbacks import StepInfo
+from megatron.training.job import Job
+from megatron.training.optimizer import learning_rate, optimizer_step
+from megatron.training.parallel import seed_step
+
+Batch = dict[str, torch.Tensor]
+
+
+def language_model_loss(
+    loss_mask: torch.Tensor | None, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one micro-batch in megatron-core's three-value form.
+
+    Args:
+        loss_mask: 1 for each token that counts, [micro batch, seq].
+        output: loss of each token, [micro batch, seq], fp32 or half precision.
+
+    Returns:
+        Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to report.
+    """
+    assert loss_mask is not None
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.float().reshape(-1) * mask)
+    num_tokens = mask.sum()
+    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+
+
+def forward_step(device: torch.device, batches: Iterator[Batch] | None, chunk: Any) -> tuple:
+    """Runs one chunk on one micro-batch, as the schedules call it.
+
+    Args:
+        device: where the batch is put.
+        batches: micro-batches in order, or None on a stage that needs none.
+        chunk: the wrapped model chunk.
+
+    Returns:
+        The chunk's output and the function that turns it into a loss.
+    """
+    batch = {} if batches is None else next(batches)
+    batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
+    return output, functools.partial(language_model_loss, batch.get("loss_mask"))
+
+
+def run_schedule(
+    job: Job, batches: Iterator[Batch] | None, num_microbatches: int, *, forward_only: bool
+) -> torch.Tensor:
+    """Runs megatron-core's pipeline schedule once.
+
+    Args:
+        job: supplies the chunks.
+        batches: this replica's micro-batches, or None on a middle stage.
+        num_microbatches: how many.
+        forward_only: no backward pass.
+
+    Returns:
+        [sum of losses, number of tokens] of this replica, fp32; zeros on all but the last stage.
+    """
+    # At most one chunk of a rank holds the first or last stage of a pipeline of two or more ranks.
+    iterators: list[Any] = [
+        batches if chunk.pre_process or chunk.post_process else None
+        for chunk in job.model.unwrapped
+    ]
+    reports = get_forward_backward_func()(
+        forward_step_func=functools.partial(forward_step, job.device.torch_device),
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=job.model.chunks,
+        num_microbatches=num_microbatches,
+        seq_length=job.config.batch.seq_length,
+        micro_batch_size=job.config.batch.micro_batch_size,
+        forward_only=forward_only,
+    )
+    total = torch.zeros(2, dtype=torch.float32, device=job.device.torch_device)
+    for report in reports:
+        total += report["lm loss"]
+    return total
+
+
+def share_numbers(job: Job, losses: torch.Tensor, stop_code: int) -> tuple[float, float, int]:
+    """Gives every rank the loss, and the stop code any rank asks for. One small all-gather over the world.
+
+    Args:
+        job: supplies the groups.
+        losses: [sum, tokens] of this replica on its last stage, zeros elsewhere.
+        stop_code: 0, or why this rank wants to leave.
+
+    Returns:
+        Sum of the losses of all replicas, tokens counted, largest stop code.
+    """
+    own = torch.zeros(3, dtype=torch.float64, device=job.device.torch_device)
+    if job.groups.tp.rank() == 0:
+        own[:2] = losses
+    own[2] = stop_code
+    gathered = torch.empty(dist.get_world_size() * 3, dtype=torch.float64, device=own.device)
+    dist.all_gather_into_tensor(gathered, own)
+    rows = gathered.view(-1, 3)
+    total, tokens = rows[:, :2].sum(dim=0).tolist()
+    return total, tokens, int(rows[:, 2].max().item())
+
+
+def train_step(job: Job) -> tuple[StepInfo, int]:
+    """Takes one step from `state.consumed_samples` and counts it. All ranks take part.
+
+    Returns:
+        The step, and the stop code that the ranks agree on (0: go on).
+    """
+    started = time.monotonic()
+    config, state = job.config, job.state
+    mbs, dp = config.batch.micro_batch_size, config.layout.dp
+    global_batch_size = job.batch_schedule.at(state.consumed_samples)
+    num_microbatches = global_batch_size // (mbs * dp)
+    seed_step(config.runtime.seed, state.consumed_samples, job.groups)
+    batches = (
+        job.train_data.read(
+            consumed_samples=state.consumed_samples,
+            global_batch_size=global_batch_size,
+            micro_batch_size=mbs,
+            dp_rank=job.groups.dp.rank(),
+            dp_size=dp,
+        )
+        if job.needs_data
+        else None
+    )
+    for chunk in job.model.chunks:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    losses = run_schedule(job, batches, num_microbatches, forward_only=False)
+    job.fire("on_grads_ready")
+    rate = learning_rate(job.optimizer)
+    result = optimizer_step(job.optimizer)
+    if result.updated:
+        job.scheduler.step(increment=global_batch_size)
+    stop = job.local_stop(state.iteration + 1)
+    total, tokens, stop_code = share_numbers(job, losses, stop.code if stop else 0)
+    loss = total / tokens if tokens else math.nan
+    state.advance(
+        samples=global_batch_size,
+        updated=result.updated,
+        finite_loss=math.isfinite(loss),
+        flops=job.flops_per_sample * global_batch_size,
+    )
+    info = StepInfo(
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        global_batch_size=global_batch_size,
+        micro_batch_size=mbs,
+        num_microbatches=num_microbatches,
+        loss=loss,
+        grad_norm=result.grad_norm,
+        num_zeros=result.num_zeros,
+        learning_rate=rate,
+        updated=result.updated,
+        elapsed_s=time.monotonic() - started,
+    )
+    return info, stop_code

@@ -1,0 +1,67 @@
+"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by torchrun or alone.
+
+torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path my_text_document
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses flags and trains.
+
+    Returns:
+        Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage.
+    """
+    # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
+    from megatron.training.errors import TrainingFailure, UsageError
+
+    try:
+        args = parse_args(argv)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        from megatron.training.guard import check_environment, set_process_defaults
+
+        set_process_defaults()
+        check_environment()
+        import torch
+
+        from megatron.training import optional
+        from megatron.training.pretrain import pretrain
+        from megatron.training.restore import read_arguments
+
+        if args.use_checkpoint_args and args.load:
+            stored = read_arguments(Path(args.load), step=args.ckpt_step)
+            args = with_checkpoint_args(args, stored)
+        config = resolve(
+            args,
+            world_size,
+            cuda_available=torch.cuda.is_available(),
+            transformer_engine_available=optional.have_transformer_engine(),
+            apex_available=optional.have_nvidia_apex(),
+        )
+        pretrain(config)
+    except UsageError as error:
+        return _fail(error, 2)
+    except TrainingFailure as error:
+        return _fail(error, 1)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    """Prints the error on rank 0; the others give it time to, since a launcher ends all ranks with the first."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        sys.stdout.flush()
+        print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(10)
+    return code
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(exit_code)

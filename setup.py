@@ -1,0 +1,43 @@
+"""Packaging. `megatron` is a namespace shared with megatron-core: it gets no `__init__.py`."""
+
+from setuptools import find_namespace_packages, setup
+
+TRACK = ["tensorboard>=2.17"]
+WANDB = ["wandb>=0.18"]
+HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
+REPORT = ["plotly>=5.24", "jinja2>=3.1"]
+
+setup(
+    name="copus",
+    version="0.1.0",
+    description="Pre-training on megatron-core that adapts batch and parallel layout as it runs",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
+    install_requires=[
+        "megatron-core>=0.16.1,<0.17",
+        "torch>=2.6",
+        "numpy",
+        # megatron-core does not declare it, and its checkpoint save hangs without it.
+        "psutil",
+        "tqdm",
+        "packaging>=24.2",
+    ],
+    extras_require={
+        "gpu": ["transformer-engine[pytorch]"],
+        "track": TRACK,
+        "wandb": WANDB,
+        "hf": HF,
+        "report": REPORT,
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.12",
+            "pyright>=1.1.400",
+            "import-linter>=2.3",
+            "pydantic>=2.9",
+            *TRACK,
+        ],
+    },
+)

@@ -1,0 +1,41 @@
+"""Marks by folder, time limits, and settings that make a failure repeat."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+TESTS = Path(__file__).parent
+UNIT_TIMEOUT_S = 120
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread per process, as on ranks that share a machine."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives every test the mark of its folder, and skips what this machine cannot run."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ("unit", "distributed", "slurm", "gpu"):
+            item.add_marker(getattr(pytest.mark, folder))
+        if folder == "unit":
+            item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S), append=False)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

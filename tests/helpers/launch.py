@@ -1,0 +1,221 @@
+"""Starts the ranks of a distributed test, and leaves no process behind whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.helpers import processes
+
+ROOT = Path(__file__).resolve().parents[2]
+Launcher = Literal["torchrun", "direct"]
+
+_CHILD_PATH = Path(__file__).resolve().parent / "child"
+_TAIL_CHARS = 6000
+_STACK_WAIT_S = 3.0
+_GRACE_S = 20.0
+_POLL_S = 0.05
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_OTHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
+
+
+class RanksHung(AssertionError):
+    """The ranks did not finish in time; the message holds their stacks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksResult:
+    """How a launch ended."""
+
+    args: list[str]
+    """Program and flags of every rank."""
+    returncode: int
+    """torchrun's own, or with `direct` the code of the rank that failed first."""
+    stdout: str
+    """Of all ranks, as it came."""
+    stderr: str
+    """Of all ranks, as it came."""
+    wall_s: float
+    """Seconds from start to end."""
+
+    def check(self) -> RanksResult:
+        """Returns itself.
+
+        Raises:
+            AssertionError: the code is not 0; the message ends with the output.
+        """
+        assert self.returncode == 0, (
+            f"{self.args} left with {self.returncode} after {self.wall_s:.1f} s\n{self.tail()}"
+        )
+        return self
+
+    def tail(self) -> str:
+        """Returns the end of both outputs."""
+        return f"--- stdout\n{self.stdout[-_TAIL_CHARS:]}\n--- stderr\n{self.stderr[-_TAIL_CHARS:]}"
+
+
+def run_ranks(
+    args: str | Path | Sequence[str | Path],
+    nproc: int,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    launcher: Launcher = "torchrun",
+) -> RanksResult:
+    """Runs a Python program on `nproc` ranks of this machine and waits for its end.
+
+    Args:
+        args: program, or program and flags.
+        nproc: ranks.
+        timeout_s: seconds after which the ranks are hung.
+        env: added to this process's environment.
+        cwd: working directory, the repository by default.
+        launcher: `torchrun` as users start it, or `direct`: one process per rank, without the
+            seconds that torchrun's own imports cost, and with the true code of the first failure.
+
+    Raises:
+        RanksHung: not done in time. All stacks are in the message, all processes are gone.
+    """
+    program = [str(args)] if isinstance(args, (str, Path)) else [str(arg) for arg in args]
+    mark = uuid.uuid4().hex
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, _guarded(mark):
+        work = Path(folder)
+        base = _environment(env or {}, mark, work)
+        children = []
+        with (work / "stdout").open("wb") as out, (work / "stderr").open("wb") as err:
+            for command, extra in _commands(program, nproc, launcher):
+                children.append(
+                    subprocess.Popen(
+                        command,
+                        env={**base, **extra},
+                        cwd=cwd or ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+        code = _wait(children, begin + timeout_s)
+        stacks = _stacks(mark, work) if code is None else ""
+        left = processes.end_marked(mark)
+        for child in children:
+            child.wait()
+        result = RanksResult(
+            args=program,
+            returncode=-signal.SIGKILL if code is None else code,
+            stdout=(work / "stdout").read_text(errors="replace"),
+            stderr=(work / "stderr").read_text(errors="replace"),
+            wall_s=time.monotonic() - begin,
+        )
+    assert not left, f"processes {left} cannot be ended"
+    if code is None:
+        raise RanksHung(f"{program} hung after {timeout_s:g} s\n{result.tail()}\n{stacks}")
+    return result
+
+
+def free_port() -> int:
+    """Returns a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _commands(
+    program: list[str], nproc: int, launcher: Launcher
+) -> Iterator[tuple[list[str], dict[str, str]]]:
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
+        local = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        yield [*torchrun, *local, *program], {}
+        return
+    port = str(free_port())
+    for rank in range(nproc):
+        ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(nproc))
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": "0"}
+        yield [sys.executable, *program], {**ranks, **world, **master}
+
+
+def _environment(extra: Mapping[str, str], mark: str, work: Path) -> dict[str, str]:
+    dropped = (*_RANK_VARIABLES, *_OTHER_VARIABLES)
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    stacks = work / "stacks"
+    stacks.mkdir()
+    env.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env.update(
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        PYTHONFAULTHANDLER="1",
+        COPUS_TEST_STACKS=str(stacks),
+    )
+    env.update(extra)
+    paths = (str(_CHILD_PATH), str(ROOT), env.get("PYTHONPATH"))
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    env[processes.MARK] = mark
+    return env
+
+
+def _wait(children: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
+    """Returns the first code that is not 0, or 0, or None if the deadline passes before."""
+    failed: int | None = None
+    while True:
+        codes = [child.poll() for child in children]
+        if failed is None:
+            failed = next((code for code in codes if code), None)
+            if failed is not None:
+                # Ranks that wait for the dead one never finish.
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if None not in codes:
+            return failed or 0
+        if time.monotonic() > deadline:
+            return failed
+        time.sleep(_POLL_S)
+
+
+def _stacks(mark: str, work: Path) -> str:
+    """Asks every marked process for its stacks; returns them under one heading each."""
+    alive = set(processes.marked(mark))
+    files = {file: int(file.stem.split(".")[1]) for file in sorted((work / "stacks").iterdir())}
+    asked = {file: pid for file, pid in files.items() if pid in alive}
+    for pid in asked.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+    deadline = time.monotonic() + _STACK_WAIT_S
+    while time.monotonic() < deadline and not all(file.stat().st_size for file in asked):
+        time.sleep(_POLL_S)
+    # Let the slowest writer finish its last thread.
+    time.sleep(4 * _POLL_S)
+    return "\n".join(
+        f"--- stacks of {file.stem}\n{file.read_text(errors='replace') or 'no answer'}"
+        for file in asked
+    )
+
+
+@contextlib.contextmanager
+def _guarded(mark: str) -> Iterator[None]:
+    """Holds a process that ends the marked ones if this process dies first."""
+    guard = subprocess.Popen(
+        [sys.executable, str(Path(processes.__file__)), mark],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()

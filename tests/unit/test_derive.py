@@ -1,0 +1,234 @@
+"""Derived defaults and the checks behind them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.config import GROUPS, Config
+from megatron.training.config.fields import option_specs
+from megatron.training.derive import pad_vocab_size
+from megatron.training.errors import UsageError
+from megatron.training.layout import Layout
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
+)
+
+DERIVED = (
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_query_groups",
+    "global_batch_size",
+    "train_samples",
+    "eval_samples",
+    "split",
+    "lr_decay_samples",
+    "lr_warmup_samples",
+    "data_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pad_vocab_for_tensor_parallel_size",
+    "tokenizer_type",
+    "dataloader_type",
+    "start_weight_decay",
+    "end_weight_decay",
+    "params_dtype",
+    "distributed_backend",
+)
+
+
+def config_of(flags: str = "", world: int = 1, **environment: bool) -> Config:
+    return resolve(parse_args(f"{BASE} {flags}".split()), world, **environment)
+
+
+def refusal(flags: str, world: int = 1, **environment: bool) -> str:
+    with pytest.raises(UsageError) as error:
+        config_of(flags, world, **environment)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("required", ["--num-layers", "--lr", "--seq-length", "--micro-batch-size"])
+def test_required_flags(required: str) -> None:
+    before, after = f" {BASE}".split(f" {required} ")
+    rest = after.split()[1:]
+    with pytest.raises(UsageError, match=f"{required} is required"):
+        resolve(parse_args([*before.split(), *rest]), 1)
+
+
+def test_all_missing_flags_at_once() -> None:
+    with pytest.raises(UsageError) as error:
+        resolve(parse_args([]), 1)
+    specs = [spec for group in GROUPS.values() for spec in option_specs(group)]
+    for spec in specs:
+        assert (f"{spec.strings[0]} is required" in str(error.value)) == spec.required
+
+
+def test_nothing_is_left_open_that_megatron_derives() -> None:
+    flat = config_of().flat()
+    assert [name for name in DERIVED if flat[name] is None] == []
+    assert flat["device"] == "cpu"
+    assert flat["num_workers"] == 0
+
+
+@given(st.integers(1, 128))
+def test_widths(eighths: int) -> None:
+    hidden = 8 * eighths
+    flags = f"--hidden-size {hidden} --num-attention-heads 8"
+    assert config_of(flags).model.ffn_hidden_size == 4 * hidden
+    assert config_of(flags).model.kv_channels * 8 == hidden
+    if hidden >= 24:
+        width = config_of(f"{flags} --swiglu").model.ffn_hidden_size
+        assert width % 64 == 0
+        assert 8 * hidden / 3 - 64 < width <= 8 * hidden / 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        ("", 4, {"data_parallel_size": 4, "global_batch_size": 8}),
+        ("--sequence-parallel", 1, {"sequence_parallel": False}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2, {"sequence_parallel": True}),
+        ("--bf16", 1, {"accumulate_allreduce_grads_in_fp32": True, "params_dtype": "bf16"}),
+        ("--bf16 --grad-reduce-in-bf16", 1, {"accumulate_allreduce_grads_in_fp32": False}),
+        ("--use-rotary-position-embeddings", 1, {"position_embedding_type": "rope"}),
+        ("--recompute-activations", 1, {"recompute_granularity": "selective"}),
+        ("--recompute-activations", 1, {"recompute_modules": ["core_attn"]}),
+        ("--group-query-attention --num-query-groups 2", 1, {"num_query_groups": 2}),
+        ("--num-query-groups 2", 1, {"num_query_groups": 4}),
+        ("--apply-query-key-layer-scaling", 1, {"attention_softmax_in_fp32": True}),
+        ("--weight-decay 0.3", 1, {"start_weight_decay": 0.3, "end_weight_decay": 0.3}),
+        ("--num-workers 3", 1, {"num_workers": 3}),
+        ("--run-dir a --save b", 1, {"run_dir": "a"}),
+        ("--save b --tensorboard-dir c", 1, {"run_dir": "b"}),
+        ("--tensorboard-dir c", 1, {"run_dir": "c"}),
+        ("--pipeline-model-parallel-size 2", 2, {"overlap_p2p_comm": False}),
+    ],
+)
+def test_derived_defaults(flags: str, world: int, expected: dict) -> None:
+    flat = config_of(flags, world).flat()
+    assert {name: flat[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-layers-per-virtual-pipeline-stage 1", "--num-virtual-stages-per-pipeline-rank 2"],
+)
+def test_virtual_pipeline(flags: str) -> None:
+    config = config_of(f"--pipeline-model-parallel-size 2 --global-batch-size 4 {flags}", 2)
+    assert config.layout == Layout(pp=2, vpp=2)
+    assert config.parallel.overlap_p2p_comm
+    text = refusal(
+        f"--pipeline-model-parallel-size 2 --global-batch-size 4 {flags} "
+        "--no-overlap-p2p-communication",
+        2,
+    )
+    assert "--no-overlap-p2p-communication" in text
+
+
+def test_on_cpu_and_on_gpu() -> None:
+    cpu = config_of("--position-embedding-type rope")
+    assert cpu.kernels.transformer_impl == "local"
+    assert any("transformer_engine becomes local" in note for note in cpu.runtime.notes)
+    on = ("masked_softmax_fusion", "gradient_accumulation_fusion", "bias_dropout_fusion")
+    assert not any(getattr(cpu.kernels, name) for name in on)
+
+    flags = "--position-embedding-type rope"
+    full = config_of(
+        flags, cuda_available=True, transformer_engine_available=True, apex_available=True
+    )
+    assert (full.runtime.device, full.parallel.distributed_backend) == ("cuda", "nccl")
+    assert full.kernels.transformer_impl == "transformer_engine"
+    assert all(getattr(full.kernels, name) for name in (*on, "apply_rope_fusion"))
+    assert full.runtime.notes == ()
+    assert full.data.num_workers == 2
+
+    bare = config_of(flags, cuda_available=True)
+    assert bare.kernels.transformer_impl == "local"
+    assert not bare.kernels.gradient_accumulation_fusion
+    assert bare.kernels.bias_dropout_fusion
+
+    forced = config_of("--device cpu", cuda_available=True, transformer_engine_available=True)
+    assert forced.parallel.distributed_backend == "gloo"
+    assert forced.kernels.transformer_impl == "local"
+    gloo = config_of("--distributed-backend gloo", cuda_available=True)
+    assert gloo.parallel.distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "parts"),
+    [
+        ("--device cuda", 1, ["--device cuda", "GPU"]),
+        ("--bf16 --fp16", 1, ["--bf16", "--fp16"]),
+        ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"]),
+        ("--seq-length 64", 1, ["--seq-length 64", "--max-position-embeddings 32"]),
+        ("--tensor-model-parallel-size 2", 3, ["world size 3", "--tensor-model-parallel-size 2"]),
+        ("--tensor-model-parallel-size 0", 1, ["--tensor-model-parallel-size 0"]),
+        ("--pipeline-model-parallel-size 3", 3, ["--num-layers 4"]),
+        ("--tensor-model-parallel-size 3", 3, ["--num-attention-heads 4"]),
+        ("--global-batch-size 9", 2, ["--global-batch-size 9", "use 8 or 12"]),
+        ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
+        ("--train-samples 100", 1, ["--train-iters and --train-samples"]),
+        ("--lr-decay-samples 100", 1, ["--lr-decay-samples 100", "--train-iters"]),
+        ("--lr-warmup-iters 100", 1, ["warm-up of 200", "decay of 200"]),
+        ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-fraction"]),
+        ("--lr-decay-style WSD", 1, ["--lr-wsd-decay-iters"]),
+        ("--min-lr 1", 1, ["--min-lr 1.0", "--lr 0.001"]),
+        ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
+        ("--recompute-granularity full", 1, ["--recompute-method"]),
+        ("--recompute-method uniform", 1, ["--recompute-granularity full"]),
+        ("--recompute-granularity selective --recompute-modules moe", 1, ["moe"]),
+        ("--data-path x", 1, ["--data-path", "--mock-data"]),
+        ("--exit-signal SIGFOO", 1, ["--exit-signal SIGFOO"]),
+        ("--hidden-dropout 1.5", 1, ["--hidden-dropout 1.5"]),
+        ("--no-position-embedding", 1, ["--position-embedding-type"]),
+        ("--save-interval 4 --save-retain-interval 6", 1, ["--save-retain-interval 6"]),
+        (
+            "--pad-vocab-for-tensor-parallel-size 1 --tensor-model-parallel-size 2",
+            2,
+            ["--pad-vocab"],
+        ),
+        ("--rampup-batch-size 2 2 10", 1, ["--global-batch-size"]),
+        ("--global-batch-size 16 --rampup-batch-size 2 2 10", 2, ["--global-batch-size 2 is"]),
+    ],
+)
+def test_problems_name_flag_and_values(flags: str, world: int, parts: list[str]) -> None:
+    text = refusal(flags, world)
+    for part in parts:
+        assert part in text
+    assert all(line.strip() == line and line for line in text.split("\n"))
+
+
+def test_problems_of_one_stage_come_together() -> None:
+    text = refusal("--tensor-model-parallel-size 3 --ffn-hidden-size 100", 3)
+    assert len(text.split("\n")) == 3
+
+
+def test_no_data() -> None:
+    with pytest.raises(UsageError, match="--data-path"):
+        resolve(parse_args(BASE.replace("--mock-data", "").split()), 1)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 256), st.integers(1, 16))
+def test_padded_vocabulary(rows: int, divisible_by: int, tp: int) -> None:
+    padded = pad_vocab_size(rows, divisible_by, tp)
+    assert rows <= padded < rows + divisible_by * tp
+    assert padded % (divisible_by * tp) == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--optimizer sgd",
+        "--position-embedding-type mrope",
+        "--transformer-impl inference_optimized",
+        "--ckpt-format torch",
+        "--dataloader-type cyclic",
+    ],
+)
+def test_values_that_are_not_supported(flags: str) -> None:
+    text = refusal(flags)
+    assert flags in text
+    assert "use " in text

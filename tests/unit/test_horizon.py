@@ -1,0 +1,137 @@
+"""Lengths frozen at the first launch and adopted on resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.config import Config
+from megatron.training.errors import UsageError
+from megatron.training.horizon import Horizon, adopt
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
+    "--max-position-embeddings 16 --micro-batch-size 1 --mock-data"
+)
+
+
+def config_of(flags: str, batch: int = 8) -> Config:
+    return resolve(parse_args(f"{BASE} --global-batch-size {batch} {flags}".split()), 1)
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 500),
+    st.integers(1, 500),
+    st.floats(0, 0.99, exclude_max=True),
+)
+def test_iterations_become_samples_once(
+    batch: int, iters: int, decay: int, fraction: float
+) -> None:
+    config = config_of(
+        f"--train-iters {iters} --lr-decay-iters {decay} --lr-warmup-fraction {fraction}", batch
+    )
+    assert config.batch.train_samples == iters * batch
+    assert config.optim.lr_decay_samples == decay * batch
+    assert config.optim.lr_warmup_samples == int(fraction * (decay * batch))
+    assert config.batch.initial_global_batch_size == batch
+
+
+def test_samples_equal_iterations() -> None:
+    by_iters = config_of(
+        "--train-iters 100 --lr-decay-iters 90 --lr-warmup-iters 10 --lr-decay-style WSD "
+        "--lr-wsd-decay-iters 20 --eval-interval 10 --eval-iters 3"
+    )
+    by_samples = config_of(
+        "--train-samples 800 --lr-decay-samples 720 --lr-warmup-samples 80 --lr-decay-style WSD "
+        "--lr-wsd-decay-samples 160 --eval-interval 10 --eval-iters 3"
+    )
+    assert Horizon.of(by_iters) == Horizon.of(by_samples)
+    assert Horizon.of(by_iters).eval_samples == (100 // 10 + 1) * 3 * 8
+
+
+def test_json_round_trip() -> None:
+    horizon = Horizon.of(config_of("--train-iters 100"))
+    assert Horizon.from_json(json.loads(json.dumps(horizon.to_json()))) == horizon
+    with pytest.raises(ValueError, match="keys"):
+        Horizon.from_json({"train_samples": 1})
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.sampled_from(["fraction 0.1", "iters 10"]))
+def test_another_batch_moves_nothing(first: int, second: int, warmup: str) -> None:
+    flags = f"--train-iters 100 --lr-decay-iters 80 --lr-warmup-{warmup} --eval-interval 10"
+    stored = Horizon.of(config_of(flags, first))
+    for override in (False, True):
+        resumed = adopt(config_of(flags, second), stored, override=override)
+        # A smaller batch means more iterations and so more evaluations; nothing else moves.
+        kept = {**Horizon.of(resumed).to_json(), "eval_samples": stored.eval_samples}
+        assert kept == stored.to_json()
+        assert resumed.batch.global_batch_size == second
+        assert resumed.batch.eval_samples >= stored.eval_samples
+
+
+def test_absent_flags_take_the_stored_schedule() -> None:
+    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    resumed = adopt(config_of("--train-iters 100", 16), stored, override=False)
+    assert Horizon.of(resumed) == stored
+
+
+def test_samples_on_resume_may_say_what_iterations_said() -> None:
+    stored = Horizon.of(config_of("--train-iters 100"))
+    resumed = adopt(config_of("--train-samples 800", 16), stored, override=False)
+    assert Horizon.of(resumed) == stored
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--train-iters 200", ["--train-iters 200", "1600", "800", "--override-opt_param"]),
+        ("--train-iters 50", ["--train-iters 50", "400", "800", "--exit-interval"]),
+        ("--train-samples 808", ["--train-samples 808", "800", "--override-opt_param-scheduler"]),
+        ("--train-iters 100 --lr-decay-iters 70", ["--lr-decay-iters 70", "560", "640"]),
+        ("--train-iters 100 --lr-warmup-iters 9", ["--lr-warmup-iters 9", "72", "80"]),
+        ("--train-iters 100 --lr-warmup-fraction 0.5", ["--lr-warmup-fraction 0.5", "320", "80"]),
+    ],
+)
+def test_another_meaning_is_refused(flags: str, parts: list[str]) -> None:
+    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    with pytest.raises(UsageError) as error:
+        adopt(config_of(flags), stored, override=False)
+    (line,) = str(error.value).split("\n")
+    for part in parts:
+        assert part in line
+
+
+def test_override_takes_the_new_horizon() -> None:
+    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    asked = config_of("--train-iters 200 --lr-warmup-iters 5", 16)
+    resumed = adopt(asked, stored, override=True)
+    # Iterations keep the unit of the first launch, 8 samples.
+    assert resumed.batch.train_samples == 1600
+    assert resumed.optim.lr_decay_samples == 1600
+    assert resumed.optim.lr_warmup_samples == 40
+    assert any("800" in note and "1600" in note for note in resumed.runtime.notes)
+
+
+def test_override_never_shortens_the_data() -> None:
+    stored = Horizon.of(config_of("--train-iters 100"))
+    with pytest.raises(UsageError, match="--exit-interval"):
+        adopt(config_of("--train-iters 99"), stored, override=True)
+
+
+def test_checkpoint_schedule_can_be_taken_unasked() -> None:
+    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80"))
+    asked = config_of("--train-iters 100 --lr-decay-iters 70 --use-checkpoint-opt_param-scheduler")
+    assert Horizon.of(adopt(asked, stored, override=False)) == stored
+
+
+def test_adopting_twice_changes_nothing() -> None:
+    stored = Horizon.of(config_of("--train-iters 100 --lr-warmup-fraction 0.1"))
+    once = adopt(
+        config_of("--train-iters 100 --lr-warmup-fraction 0.1", 32), stored, override=False
+    )
+    assert adopt(once, stored, override=False) == once

@@ -1,0 +1,136 @@
+"""The house rules that no linter checks: the tree, the namespace, sizes, layers."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = [
+    path for path in (ROOT / "megatron", ROOT / "copus_ext", ROOT / "tools") if path.exists()
+]
+SOURCES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
+ALL_SOURCES = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of every function, without its docstring."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0]
+            has_doc = ast.get_docstring(node) is not None
+            doc = (first.end_lineno or 0) - first.lineno + 1 if has_doc else 0
+            yield node.name, (node.end_lineno or 0) - node.lineno + 1 - doc
+
+
+def test_megatron_stays_a_namespace_package() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    assert SOURCES, "nothing to check"
+
+
+def test_packaging_finds_our_packages_and_nothing_else() -> None:
+    setuptools = pytest.importorskip("setuptools")
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (include,) = (
+        ast.literal_eval(keyword.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find_namespace_packages"
+        for keyword in node.keywords
+        if keyword.arg == "include"
+    )
+    found = setuptools.find_namespace_packages(where=str(ROOT), include=include)
+    assert "megatron.training" in found and "megatron" not in found
+    assert all(p.startswith(("megatron.training", "copus_ext")) for p in found)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_a_source_file_keeps_the_rules(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    num_lines = len(text.splitlines())
+    assert num_lines <= MAX_FILE_LINES, f"{num_lines} lines: split it by meaning"
+    long = {n: lines for n, lines in functions(tree) if lines > MAX_FUNCTION_LINES}
+    assert not long, f"functions too long: {long}"
+    assert path.stem != "utils"
+    assert path.name == "__init__.py" or ast.get_docstring(tree), "no module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.name != "*" for alias in node.names), f"line {node.lineno}"
+        assert not isinstance(node, ast.Global), f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("path", ALL_SOURCES, ids=name)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    later = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
+    text = path.read_text()
+    assert not [word for word in later if word in text]
+
+
+def test_public_names_of_the_trainer_are_explained() -> None:
+    silent = [
+        f"{name(path)}: {node.name}"
+        for path in SOURCES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not silent, silent
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.sh")), ids=name)
+def test_a_shell_script_parses(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A copy of the packages and of the layers' configuration."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
+    return tmp_path
+
+
+def lint(house: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", LINT, "--no-cache"],
+        cwd=house,
+        env={"PYTHONPATH": str(house), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_layers_hold(house: Path) -> None:
+    result = lint(house)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("errors.py", "from megatron.training import tracker", "megatron.training.errors"),
+        ("tracker.py", "import copus_ext.controller", "copus_ext"),
+        ("stray.py", "", "stray"),
+    ],
+)
+def test_a_broken_layer_is_found(house: Path, file: str, line: str, said: str) -> None:
+    target = house / "megatron" / "training" / file
+    before = target.read_text() if target.exists() else ""
+    target.write_text(before + "\n" + line + "\n")
+    result = lint(house)
+    assert result.returncode == 1
+    assert said in result.stdout

@@ -1,0 +1,182 @@
+"""The launcher of the distributed tests: a hung rank shows its stack and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import processes
+from tests.helpers.launch import ROOT, RanksHung, run_ranks
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_ranks_get_their_numbers_and_output_is_kept(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys
+        print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["EXTRA"], sys.argv[1])
+        print("err", file=sys.stderr)
+        """,
+    )
+    env = {"EXTRA": "x"}
+    result = run_ranks([path, "--flag"], 3, timeout_s=20, env=env, launcher="direct").check()
+    assert sorted(result.stdout.split("\n")[:-1]) == [f"{r} 3 x --flag" for r in range(3)]
+    assert result.stderr.count("err") == 3
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_different_ranks_do_not_mix(tmp_path: Path, unbuffered: str) -> None:
+    path = script(
+        tmp_path,
+        f"""
+        import os, pathlib, time
+        begun, between = (pathlib.Path({str(tmp_path)!r}, name) for name in ("begun", "between"))
+
+        def wait_for(file):
+            while not file.exists():
+                time.sleep(0.01)
+
+        if os.environ["RANK"] == "0":
+            print("first ", end="")
+            begun.touch()
+            wait_for(between)
+            print("rank")
+        else:
+            wait_for(begun)
+            print("second rank")
+            between.touch()
+        """,
+    )
+    env = {"PYTHONUNBUFFERED": unbuffered}
+    result = run_ranks(path, 2, timeout_s=20, env=env, launcher="direct").check()
+    assert result.stdout == "second rank\nfirst rank\n"
+
+
+def test_a_failing_rank_gives_its_code_and_ends_the_others(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit(85)
+        time.sleep(2)
+        """,
+    )
+    result = run_ranks(path, 2, timeout_s=30, launcher="direct")
+    assert result.returncode == 85
+    with pytest.raises(AssertionError, match="left with 85"):
+        result.check()
+
+
+@pytest.mark.parametrize("ignores_term", [True, False])
+def test_hung_ranks_show_all_stacks_and_leave_no_process(
+    tmp_path: Path, ignores_term: bool
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    path = script(
+        tmp_path,
+        f"""
+        import os, signal, subprocess, sys, time
+        if {ignores_term}:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # A grandchild in a session of its own, as a worker of a torchrun agent is.
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                                 start_new_session=True)
+        for pid in (os.getpid(), child.pid):
+            open(os.path.join({str(pids)!r}, str(pid)), "w").close()
+
+        def waits_for_ever_0():
+            time.sleep(600)
+
+        def waits_for_ever_1():
+            time.sleep(600)
+
+        globals()["waits_for_ever_" + os.environ["RANK"]]()
+        """,
+    )
+    begin = time.monotonic()
+    with pytest.raises(RanksHung) as hung:
+        run_ranks(path, 2, timeout_s=1.5, launcher="direct")
+    assert time.monotonic() - begin < 12
+    message = str(hung.value)
+    for rank in (0, 1):
+        assert f"stacks of rank{rank}." in message
+        assert f"in waits_for_ever_{rank}" in message
+    started = [int(file.name) for file in pids.iterdir()]
+    assert len(started) == 4
+    assert not [pid for pid in started if _alive(pid)]
+
+
+def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
+    path = script(tmp_path, "import time; time.sleep(600)")
+    mark_file = tmp_path / "mark"
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        textwrap.dedent(
+            f"""
+            import uuid
+            from tests.helpers.launch import run_ranks
+
+            class Fixed:
+                hex = "driver-" + uuid.uuid4().hex
+
+            open({str(mark_file)!r}, "w").write(Fixed.hex)
+            uuid.uuid4 = lambda: Fixed
+            run_ranks({str(path)!r}, 2, timeout_s=600, launcher="direct")
+            """
+        )
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(driver)], env=env)
+    try:
+        _until(lambda: mark_file.exists() and mark_file.read_text() != "")
+        mark = mark_file.read_text()
+        _until(lambda: len(processes.marked(mark)) == 2)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    _until(lambda: processes.marked(mark) == [])
+
+
+def test_a_mark_finds_its_own_processes_only() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ours, other = (
+        subprocess.Popen(sleep, env={**os.environ, processes.MARK: mark})
+        for mark in (f"a{os.getpid()}", f"b{os.getpid()}")
+    )
+    try:
+        _until(lambda: processes.marked(f"a{os.getpid()}") == [ours.pid])
+        assert processes.end_marked(f"a{os.getpid()}") == []
+        assert ours.wait(5) == -signal.SIGKILL and other.poll() is None
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.wait()
+
+
+def _until(condition, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition never held"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,188 @@
+"""Text to indexed data sets."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.training import preprocessing
+from megatron.training.documents import stdlib_sources
+from megatron.training.errors import UsageError
+from megatron.training.preprocessing import Job, preprocess
+
+pytestmark = pytest.mark.unit
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+EOD = 256
+
+
+def run_tool(*argv: str) -> int:
+    spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
+    assert spec and spec.loader
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return tool.main(list(argv))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def documents_of(prefix: Path, key: str = "text") -> list[bytes]:
+    dataset: Any = IndexedDataset(f"{prefix}_{key}_document")
+    return [bytes(document.tolist()) for document in dataset]
+
+
+def job(tmp_path: Path, *inputs: Path | str, **options) -> Job:
+    return Job(
+        input=tuple(map(str, inputs)), output_prefix=str(tmp_path / "out" / "set"), **options
+    )
+
+
+def test_text_files_folders_and_patterns_keep_their_order(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("b.txt", "a.txt"):
+        (folder / name).write_text(name)
+    (tmp_path / "z.txt").write_text("grüße")
+    (tmp_path / "y.txt").write_text("")
+    (result,) = preprocess(job(tmp_path, tmp_path / "z.txt", folder, tmp_path / "[y]*.txt"))
+    assert documents_of(tmp_path / "out/set") == ["grüße".encode(), b"a.txt", b"b.txt"]
+    assert (result.num_documents, result.num_empty, result.num_tokens) == (3, 1, 7 + 5 + 5)
+    assert result.num_bytes == 2 * result.num_tokens
+    assert Path(result.data_path + ".bin").stat().st_size == result.num_bytes
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_json_lines_and_keys(tmp_path, packed):
+    lines = "".join(json.dumps({"text": f"t{i}", "note": f"n{i}"}) + "\n\n" for i in range(3))
+    path = tmp_path / ("data.jsonl.gz" if packed else "data.json")
+    path.write_bytes(gzip.compress(lines.encode()) if packed else lines.encode())
+    results = preprocess(job(tmp_path, path, json_keys=("text", "note")))
+    assert documents_of(tmp_path / "out/set", "text") == [b"t0", b"t1", b"t2"]
+    assert documents_of(tmp_path / "out/set", "note") == [b"n0", b"n1", b"n2"]
+    assert [result.num_documents for result in results] == [3, 3]
+
+
+def test_end_of_document_token_is_appended_when_asked(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    preprocess(job(tmp_path, tmp_path / "a.txt", append_eod=True))
+    dataset: Any = IndexedDataset(str(tmp_path / "out/set_text_document"))
+    assert dataset[0].tolist() == [ord("a"), ord("b"), EOD]
+
+
+def test_workers_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(preprocessing, "_CHUNK_BYTES", 40)
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * (i % 7)}) + "\n" for i in range(200)))
+    (alone,) = preprocess(job(tmp_path, path))
+    before = [Path(alone.data_path + end).read_bytes() for end in (".bin", ".idx")]
+    (several,) = preprocess(job(tmp_path, path, workers=3))
+    after = [Path(several.data_path + end).read_bytes() for end in (".bin", ".idx")]
+    assert before == after
+    assert several.num_empty == alone.num_empty == 29
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("bad", ["{not json", '["a list"]', '{"other": "key"}', '{"text": 3}'])
+def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, bad, workers):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + bad + "\n")
+    with pytest.raises(UsageError, match=r"data\.jsonl:2"):
+        preprocess(job(tmp_path, path, workers=workers))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_bad_lines_are_counted_when_asked(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\nbad\n{"text": "caf\xe9"}\n')
+    (result,) = preprocess(job(tmp_path, path, skip_bad_lines=True))
+    assert (result.num_documents, result.num_bad, result.num_broken) == (2, 1, 1)
+    assert documents_of(tmp_path / "out/set") == [b"a", "caf\ufffd".encode()]
+
+
+def test_failing_again_keeps_the_old_data_set(tmp_path):
+    good, bad = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    good.write_text("good")
+    bad.write_text("bad")
+    preprocess(job(tmp_path, good))
+    with pytest.raises(UsageError):
+        preprocess(job(tmp_path, bad))
+    assert documents_of(tmp_path / "out/set") == [b"good"]
+    assert len(list((tmp_path / "out").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--input", "nothing-*.txt"], "--input nothing-"),
+        (["--input", str(TOOL), "--workers", "0"], "--workers 0"),
+        (["--input", str(TOOL), "--log-interval", "0"], "--log-interval 0"),
+        (["--input", os.devnull], "matches no file"),
+        (["--input", str(TOOL), "--tokenizer-type", "NullTokenizer"], "--vocab-size"),
+        (
+            ["--input", str(TOOL), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"],
+            "cannot be tokenized",
+        ),
+    ],
+)
+def test_wrong_flags_exit_with_2_and_one_line(tmp_path, capsys, argv, message):
+    assert run_tool(*argv, "--output-prefix", str(tmp_path / "set")) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_exits_with_1(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert run_tool("--input", str(TOOL), "--output-prefix", str(tmp_path / "file" / "set")) == 1
+    assert "--output-prefix" in capsys.readouterr().err
+
+
+def test_the_tool_prints_what_to_use(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    prefix = str(tmp_path / "set")
+    assert run_tool("--input", str(tmp_path / "a.txt"), "--output-prefix", prefix) == 0
+    assert f"--data-path {prefix}_text_document" in capsys.readouterr().out
+
+
+def test_interrupt_leaves_nothing(tmp_path):
+    big = tmp_path / "big.jsonl"
+    big.write_text((json.dumps({"text": "word " * 200}) + "\n") * 60_000)
+    out = tmp_path / "out"
+    argv = ["--input", str(big), "--output-prefix", str(out / "set"), "--workers", "2"]
+    process = subprocess.Popen(
+        [sys.executable, str(TOOL), *argv],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1, error
+    assert "interrupted" in error
+    assert list(out.iterdir()) == []
+
+
+def test_standard_library_sources_are_complete_and_ordered(tmp_path):
+    names = ["os.py", "json/decoder.py", "test/test_os.py", "site-packages/x.py", "a/b.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    found = [path.relative_to(tmp_path).as_posix() for path in stdlib_sources(tmp_path)]
+    assert found == ["json/decoder.py", "os.py", "test/test_os.py"]
+    real = stdlib_sources()
+    assert len(real) > 100 and not any("site-packages" in path.parts for path in real)

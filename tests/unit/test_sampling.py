@@ -1,0 +1,61 @@
+"""Which rank reads which sample."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.errors import UsageError
+from megatron.training.sampling import PADDING, evaluation_indices, micro_batch_indices
+
+pytestmark = pytest.mark.unit
+
+sizes = st.integers(1, 5)
+batches = st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=6)
+"""(micro-steps, micro-batch size, data-parallel size) of each global batch of a run."""
+
+
+def read_batch(consumed: int, num_steps: int, mbs: int, dp: int) -> list[int]:
+    """Samples of a global batch in the order (micro-step, rank, row)."""
+    gbs = num_steps * mbs * dp
+    ranks = [micro_batch_indices(consumed, gbs, mbs, rank, dp) for rank in range(dp)]
+    assert all(len(rows) == num_steps for rows in ranks)
+    assert all(len(row) == mbs for rows in ranks for row in rows)
+    return [sample for step in range(num_steps) for rows in ranks for sample in rows[step]]
+
+
+@given(start=st.integers(0, 1000), run=batches)
+def test_a_run_reads_every_sample_once_and_in_order(start, run):
+    consumed, read = start, []
+    for num_steps, mbs, dp in run:
+        read += read_batch(consumed, num_steps, mbs, dp)
+        consumed += num_steps * mbs * dp
+    assert read == list(range(start, consumed))
+
+
+@pytest.mark.parametrize("gbs", [0, 6, 10])
+def test_indivisible_batch_names_the_flags(gbs):
+    with pytest.raises(UsageError, match=r"--global-batch-size .* --micro-batch-size 2 .* 4"):
+        micro_batch_indices(0, gbs, 2, 0, 2)
+
+
+@given(
+    num_samples=st.integers(0, 60),
+    start=st.integers(0, 100),
+    mbs=sizes,
+    dp=sizes,
+    multiple=sizes,
+)
+def test_evaluation_reads_each_sample_once_under_any_layout(num_samples, start, mbs, dp, multiple):
+    ranks = [evaluation_indices(num_samples, start, mbs, rank, dp, multiple) for rank in range(dp)]
+    assert len({len(rows) for rows in ranks}) == 1
+    num_steps = len(ranks[0])
+    assert num_steps % multiple == 0
+    read = [sample for step in range(num_steps) for rows in ranks for sample in rows[step]]
+    assert len(read) == num_steps * mbs * dp
+    assert [sample for sample in read if sample != PADDING] == list(
+        range(start, start + num_samples)
+    )
+    # No more padding than the sizes ask for.
+    assert len(read) - num_samples < mbs * dp * multiple

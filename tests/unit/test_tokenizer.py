@@ -1,0 +1,212 @@
+"""Tokenizers by their Megatron-LM names."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import json
+import pickle
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+from megatron.training.errors import UsageError
+from megatron.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
+
+pytestmark = pytest.mark.unit
+
+TEXT = "def f(x):\n\treturn 'grüße 🎈'  # two  blanks\n"
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_bytes_give_back_any_text(text):
+    tokenizer = build_tokenizer(tokenizer_type="ByteLevelTokenizer")
+    ids = tokenizer.tokenize(text)
+    assert all(0 <= token < tokenizer.eod for token in ids)
+    assert tokenizer.eod == tokenizer.vocab_size - 1
+    assert tokenizer.detokenize([*ids, tokenizer.eod]) == text
+
+
+def test_bytes_survive_what_utf8_cannot_hold():
+    tokenizer = build_tokenizer(tokenizer_type="ByteLevelTokenizer")
+    assert tokenizer.tokenize("a\ud800b") == list(b"a?b")
+    assert tokenizer.detokenize([0xFF, ord("a")]).endswith("a")
+
+
+def test_null_counts_the_end_of_document_on_top():
+    tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=100)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.tokenize("7 8\n9") == [7, 8, 9]
+    assert tokenizer.detokenize([7, 8]) == "7 8"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tokenizer_type": None}, "--vocab-file"),
+        ({"tokenizer_type": "NullTokenizer"}, "--vocab-size"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "gone.json"}, "gone.json"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "--tokenizer-model"),
+        ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "gone"}, "gone"),
+        ({"tokenizer_type": "Llama2Tokenizer"}, "--tokenizer-model"),
+        ({"tokenizer_type": "TikTokenizer", "tiktoken_pattern": "v3"}, "--tiktoken-pattern v3"),
+        ({"tokenizer_type": "BertWordPieceCase"}, "BertWordPieceCase"),
+    ],
+)
+def test_what_is_missing_is_named(flags, message):
+    with pytest.raises(UsageError, match=message):
+        build_tokenizer(**flags)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package"),
+    [
+        ("HuggingFaceTokenizer", "tokenizers"),
+        ("GPT2BPETokenizer", "tokenizers"),
+        ("Llama2Tokenizer", "sentencepiece"),
+        ("TikTokenizer", "tiktoken"),
+    ],
+)
+def test_a_missing_package_names_its_extra(kind, package, tmp_path, monkeypatch):
+    path = tmp_path / "file.json"
+    path.write_text("{}")
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    import_module = builtins.__import__
+
+    def refuse(name, *rest, **named):
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return import_module(name, *rest, **named)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setattr(sys, "meta_path", [_Refuse(package), *sys.meta_path])
+    with pytest.raises(UsageError, match=rf"{package}.*pip install copus\[hf\]"):
+        build_tokenizer(
+            tokenizer_type=kind,
+            tokenizer_model=str(path),
+            vocab_file=str(path),
+            merge_file=str(path),
+        )
+
+
+class _Refuse:
+    def __init__(self, package):
+        self._package = package
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == self._package:
+            raise ModuleNotFoundError(name)
+        return None
+
+
+@pytest.fixture
+def fast_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([TEXT] * 5, trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def check(tokenizer, text=TEXT):
+    ids = tokenizer.tokenize(text)
+    assert ids and all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.eod not in ids
+    assert tokenizer.detokenize(ids) == text
+    assert pickle.loads(pickle.dumps(tokenizer)).tokenize(text) == ids
+    json.dumps(tokenizer.unique_identifiers)
+    # The checks megatron-core makes of a tokenizer when it configures a data set.
+    GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_hugging_face(fast_file, folder):
+    check(
+        build_tokenizer(
+            tokenizer_type="HuggingFaceTokenizer",
+            tokenizer_model=str(fast_file.parent if folder else fast_file),
+        )
+    )
+
+
+def test_gpt2(fast_file):
+    model = json.loads(fast_file.read_text())["model"]
+    vocab, merges = fast_file.with_name("vocab.json"), fast_file.with_name("merges.txt")
+    vocab.write_text(json.dumps(model["vocab"]))
+    merges.write_text("".join(" ".join(pair) + "\n" for pair in model["merges"]))
+    tokenizer = build_tokenizer(tokenizer_type=None, vocab_file=str(vocab), merge_file=str(merges))
+    check(tokenizer)
+    same = build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(fast_file))
+    assert tokenizer.tokenize(TEXT) == same.tokenize(TEXT)
+
+
+def test_hugging_face_without_an_end_of_document(fast_file):
+    record = json.loads(fast_file.read_text().replace("<|endoftext|>", "<|other|>"))
+    fast_file.write_text(json.dumps(record))
+    with pytest.raises(UsageError, match="end-of-document"):
+        build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(fast_file))
+
+
+def test_sentence_piece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = "the cat sat on the mat and the dog sat on the cat"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([text] * 10),
+        model_prefix=str(tmp_path / "model"),
+        vocab_size=30,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    for kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        check(
+            build_tokenizer(tokenizer_type=kind, tokenizer_model=str(tmp_path / "model.model")),
+            text,
+        )
+
+
+def test_tiktoken(tmp_path):
+    pytest.importorskip("tiktoken")
+    tokens = [
+        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": ""}
+        for i in range(256)
+    ]
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps(tokens))
+    tokenizer = build_tokenizer(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=str(path),
+        tiktoken_num_special_tokens=10,
+        vocab_size=266,
+    )
+    check(tokenizer, "plain text")
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES[3:])
+def test_a_foreign_file_is_one_line(kind, tmp_path):
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("sentencepiece")
+    pytest.importorskip("tiktoken")
+    path = tmp_path / "foreign.json"
+    path.write_text("no tokenizer")
+    with pytest.raises(UsageError, match=r"foreign\.json") as caught:
+        build_tokenizer(tokenizer_type=kind, tokenizer_model=str(path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,99 @@
+"""Text to an indexed data set: PREFIX_text_document.bin and .idx, as megatron-core reads them.
+
+    python tools/preprocess_data.py --python-stdlib --output-prefix data/stdlib --append-eod
+    python tools/preprocess_data.py --input 'docs/*.jsonl.gz' --output-prefix data/docs \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --append-eod
+
+Documents keep the order of the input, whatever the number of workers. Nothing is left under the
+final names unless all of it worked. Exit codes: 0 done, 1 failed, 2 wrong flags or input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Make an indexed data set (.bin and .idx) from text.", allow_abbrev=False
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or patterns; .jsonl and .json hold a document per line, any other "
+        "file is one document; .gz is unpacked",
+    )
+    source.add_argument(
+        "--python-stdlib",
+        action="store_true",
+        help="all .py files of the running Python's standard library, one document each",
+    )
+    parser.add_argument("--output-prefix", required=True, help="path of the result without suffix")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys of the texts in a JSON line"
+    )
+    parser.add_argument("--tokenizer-type", default="ByteLevelTokenizer")
+    parser.add_argument("--tokenizer-model", help="file or folder of the tokenizer")
+    parser.add_argument("--vocab-size", type=int, help="for NullTokenizer and TikTokenizer")
+    parser.add_argument("--vocab-file", help="vocabulary of GPT2BPETokenizer")
+    parser.add_argument("--merge-file", help="merges of GPT2BPETokenizer")
+    parser.add_argument("--tiktoken-pattern", help="v1 or v2")
+    parser.add_argument("--tiktoken-num-special-tokens", type=int, default=1000)
+    parser.add_argument("--tiktoken-special-tokens", nargs="+")
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize")
+    parser.add_argument(
+        "--log-interval", type=int, default=1000, help="documents between two lines of progress"
+    )
+    parser.add_argument(
+        "--skip-bad-lines", action="store_true", help="count lines that are not JSON and go on"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the tool; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    # About what training on GPUs would miss; text needs none of it.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    from megatron.training.errors import TrainingFailure, UsageError
+    from megatron.training.preprocessing import Job, preprocess
+
+    options: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in vars(args).items()
+        if key != "python_stdlib"
+    }
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        results = preprocess(Job(**options))
+    except (UsageError, TrainingFailure) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: cannot write --output-prefix {args.output_prefix}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 1
+    for result in results:
+        print(result.summary())
+    print("use it with: --data-path " + " ".join(result.data_path for result in results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
