@@ -1,6 +1,8 @@
-"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by torchrun or alone.
+"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by torchrun
+or alone.
 
-torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path my_text_document
+torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path
+my_text_document
 """
 
 import os
@@ -51,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    """Prints the error on rank 0; the others give it time to, since a launcher ends all ranks with the first."""
+    """Prints the error on rank 0; the others give it time to, since a launcher ends all ranks with
+    the first."""
     if int(os.environ.get("RANK", "0")) == 0:
         sys.stdout.flush()
         print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,5 @@
-"""Causal attention on torch's scaled_dot_product_attention, used where Transformer Engine is absent."""
+"""Causal attention on torch's scaled_dot_product_attention, used where Transformer Engine is
+absent."""
 
 from __future__ import annotations
 

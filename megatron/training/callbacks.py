@@ -1,7 +1,8 @@
 """What a controller may see of a run and what it may ask for.
 
-The events carry the names of Megatron-LM's callback class, so that one callback serves both trainers; `on_grads_ready`
-and `on_checkpoint_saved` are ours. All events fire on every rank, in the same order.
+The events carry the names of Megatron-LM's callback class, so that one callback serves both
+trainers; `on_grads_ready` and `on_checkpoint_saved` are ours. All events fire on every rank, in the
+same order.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class CallbackContext:
 class Callback:
     """Does nothing at every event. Subclass and override what you need.
 
-    Events that return a `Request` are obeyed at the step boundary; with several, the last `stop` wins over any `save`.
+    Events that return a `Request` are obeyed at the step boundary; with several, the last `stop`
+    wins over any `save`.
     """
 
     def on_setup_start(self, context: CallbackContext) -> None:

@@ -1,8 +1,10 @@
-"""Distributed checkpoints that load under any layout, committed so that a kill leaves the previous one latest.
+"""Distributed checkpoints that load under any layout, committed so that a kill leaves the previous
+one latest.
 
-Format: megatron-core's `torch_dist`, the optimizer always `fully_reshardable`, whose stored tensors are global and
-know nothing of the layout. `common.pt` also holds what stock Megatron-LM looks for. No random state is stored: the
-streams are functions of the seed and the samples consumed (parallel.py).
+Format: megatron-core's `torch_dist`, the optimizer always `fully_reshardable`, whose stored tensors
+are global and know nothing of the layout. `common.pt` also holds what stock Megatron-LM looks for.
+No random state is stored: the streams are functions of the seed and the samples consumed
+(parallel.py).
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def sharding_metadata(config: Config, groups: ProcessGroupCollection) -> dict[st
 
 def model_state(model: Model, metadata: dict[str, Any]) -> dict[str, Any]:
     """Sharded state of the chunks, under the keys megatron-core's optimizer expects."""
-    # The data-parallel wrapper adds a prefix on saving that it does not strip on loading: ask the inner module.
+    # The data-parallel wrapper adds a prefix on saving that it does not strip on loading: ask the
+    # inner module.
     chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in model.chunks]  # pyright: ignore[reportCallIssue]
     if len(chunks) == 1:
         return {"model": chunks[0]}
@@ -113,17 +116,20 @@ class Checkpointer:
         self.on_event = on_event
         self.queue = AsyncCallsQueue()
         self.pending: list[tuple[int, float]] = []
-        # The first save starts a helper process that imports torch again; pay for that beside the first steps.
+        # The first save starts a helper process that imports torch again; pay for that beside the
+        # first steps.
         self.warm_up = threading.Thread(target=_start_writer_helper, daemon=True)
         self.warm_up.start()
 
     def save(
         self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
     ) -> None:
-        """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns while it is written.
+        """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns
+        while it is written.
 
         Raises:
-            TrainingFailure: on every rank, when any rank could not write; the previous checkpoint stays latest.
+            TrainingFailure: on every rank, when any rank could not write; the previous checkpoint
+            stays latest.
         """
         self.finish()
         self.warm_up.join()
@@ -177,7 +183,7 @@ class Checkpointer:
         self.queue.close()
 
     def _finalize(self, *, blocking: bool) -> None:
-        iteration, started = self.pending[0]
+        iteration, _ = self.pending[0]
         problem, done = None, []
         try:
             done = self.queue.maybe_finalize_async_calls(blocking=blocking)
@@ -195,7 +201,8 @@ class Checkpointer:
         return strategy
 
     def _prepare(self, folder: Path, model: Model) -> str | None:
-        """Makes an empty folder, if the file system has room. Returns the problem, on every rank."""
+        """Makes an empty folder, if the file system has room. Returns the problem, on every
+        rank."""
         needed = self._expected_bytes(model)
         problem = None
         if dist.get_rank() == 0:
@@ -215,7 +222,8 @@ class Checkpointer:
         return from_rank_zero(problem)
 
     def _expected_bytes(self, model: Model) -> int:
-        """Bytes of a checkpoint: fp32 master and two moments, and the weights, of one copy of the model."""
+        """Bytes of a checkpoint: fp32 master and two moments, and the weights, of one copy of the
+        model."""
         own = sum(
             p.numel() * (p.element_size() + (0 if self.config.checkpoint.no_save_optim else 12))
             for chunk in model.chunks

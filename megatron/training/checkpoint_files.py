@@ -1,8 +1,11 @@
-"""The files of a checkpoint directory: which checkpoints are complete, which is latest, whether bytes are intact.
+"""The files of a checkpoint directory: which checkpoints are complete, which is latest, whether
+bytes are intact.
 
     <save>/latest_checkpointed_iteration.txt      replaced last, atomically
-    <save>/iter_0000100/                          metadata.json is megatron-core's mark of a finished write,
-                                                  manifest.json (size and CRC-32 of every file) is ours
+    <save>/iter_0000100/                          metadata.json is megatron-core's mark of a
+    finished write,
+                                                  manifest.json (size and CRC-32 of every file) is
+                                                  ours
 
 Nothing here needs torch or a process group.
 """
@@ -65,9 +68,9 @@ def _iterations(root: Path, *, complete: bool) -> Iterator[int]:
         return
     for folder in root.iterdir():
         number = folder.name.removeprefix("iter_")
-        if folder.name.startswith("iter_") and number.isdigit() and folder.is_dir():
-            if (folder / CORE_MARK).is_file() == complete:
-                yield int(number)
+        is_checkpoint = folder.name.startswith("iter_") and number.isdigit() and folder.is_dir()
+        if is_checkpoint and (folder / CORE_MARK).is_file() == complete:
+            yield int(number)
 
 
 def data_files(folder: Path) -> list[str]:
@@ -156,7 +159,8 @@ def stored_bytes(folder: Path) -> int:
 
 
 def remove(root: Path, iteration: int) -> None:
-    """Removes one checkpoint folder of `root`; its mark goes first, so that a kill leaves no false checkpoint."""
+    """Removes one checkpoint folder of `root`; its mark goes first, so that a kill leaves no false
+    checkpoint."""
     folder = folder_of(root, iteration)
     (folder / CORE_MARK).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,8 +169,9 @@ def remove(root: Path, iteration: int) -> None:
 def retire(root: Path, *, newest: int, retain_interval: int | None) -> list[int]:
     """Removes what a new checkpoint makes superfluous. Call after the tracker names `newest`.
 
-    Half-written folders go always. With a retain interval, complete checkpoints go unless they are a multiple of it,
-    the newest, or the one before the newest, which is what a damaged newest falls back to.
+    Half-written folders go always. With a retain interval, complete checkpoints go unless they are
+    a multiple of it, the newest, or the one before the newest, which is what a damaged newest falls
+    back to.
 
     Returns:
         The iterations removed.

@@ -1,8 +1,8 @@
 """Where tensors live: CUDA with NCCL, or CPU with gloo.
 
-This is the one file that knows that megatron-core assumes CUDA. On a CPU run `use_device` answers every question
-"which CUDA device?" with the CPU for as long as its context is open, and puts everything back afterwards. On a CUDA
-machine nothing is replaced.
+This is the one file that knows that megatron-core assumes CUDA. On a CPU run `use_device` answers
+every question "which CUDA device?" with the CPU for as long as its context is open, and puts
+everything back afterwards. On a CUDA machine nothing is replaced.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def use_device(kind: str, *, local_rank: int = 0, backend: str | None = None) ->
         backend: `nccl` or `gloo` to force one, else NCCL on CUDA and gloo on CPU.
 
     Yields:
-        The device. On CPU megatron-core's CUDA calls land on the CPU while the context is open, in this thread.
+        The device. On CPU megatron-core's CUDA calls land on the CPU while the context is open, in
+        this thread.
 
     Raises:
         ValueError: for another kind, or NCCL on CPU.
@@ -121,7 +122,8 @@ def use_device(kind: str, *, local_rank: int = 0, backend: str | None = None) ->
         return
     if backend == "nccl":
         raise ValueError("--distributed-backend nccl needs a GPU: use gloo with --device cpu")
-    # Every dropout call on CPU moves the only generator there is, which the tracker reports each time.
+    # Every dropout call on CPU moves the only generator there is, which the tracker reports each
+    # time.
     tracker_logger = logging.getLogger("megatron.core.tensor_parallel.random")
     saved_level = tracker_logger.level
     tracker_logger.setLevel(logging.ERROR)

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from megatron.training.reader import BatchReader
 from megatron.training.job import Job
+from megatron.training.reader import BatchReader
 from megatron.training.sampling import evaluation_indices
 from megatron.training.signals import StopReason
 from megatron.training.step import run_schedule, share_numbers
@@ -15,10 +15,12 @@ from megatron.training.step import run_schedule, share_numbers
 
 @torch.no_grad()
 def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
-    """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks take part.
+    """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks
+    take part.
 
-    Always the first samples of the split, so that two evaluations differ by the weights alone. A batch that does not
-    divide over the replicas is filled up with masked samples, which count for nothing.
+    Always the first samples of the split, so that two evaluations differ by the weights alone. A
+    batch that does not divide over the replicas is filled up with masked samples, which count for
+    nothing.
 
     Args:
         job: the model and its layout.

@@ -1,8 +1,10 @@
 """Adam whose state has Transformer Engine's shape, on torch's fused kernel (CPU and CUDA).
 
-megatron-core's distributed optimizer was written for the Adam of Transformer Engine and apex: per parameter only the
-two moments, the step count in the parameter group. torch's own Adam keeps a step tensor per parameter and its
-checkpoints cannot be loaded back. Adam: arXiv 1412.6980; decoupled weight decay: arXiv 1711.05101.
+megatron-core's distributed optimizer was written for the Adam of Transformer Engine and apex: per
+parameter only the two moments, the step count in the parameter group. torch's own Adam keeps a step
+tensor per
+parameter and its checkpoints cannot be loaded back. Adam: arXiv 1412.6980; decoupled weight decay:
+arXiv 1711.05101.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam or AdamW with state `{exp_avg, exp_avg_sq}` per parameter and an integer `step` per group.
+    """Adam or AdamW with state `{exp_avg, exp_avg_sq}` per parameter and an integer `step` per
+    group.
 
     Args:
         params: parameters or parameter groups.
@@ -56,7 +59,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Creates zero moments for every parameter, so that a checkpoint can be saved or loaded at step 0."""
+        """Creates zero moments for every parameter, so that a checkpoint can be saved or loaded at
+        step 0."""
         for group in self.param_groups:
             for param in group["params"]:
                 self._moments(param)
@@ -72,7 +76,8 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient.
 
-        The step count rises in every group, also in one that is empty on this rank, so that all ranks agree on it.
+        The step count rises in every group, also in one that is empty on this rank, so that all
+        ranks agree on it.
 
         Args:
             closure: must be None; the gradients are computed by the schedule.
@@ -85,7 +90,8 @@ class FusedAdam(torch.optim.Optimizer):
             for device in {p.device for p in params}:
                 here = [p for p in params if p.device == device]
                 moments = [self._moments(p) for p in here]
-                # The kernel wants one step tensor per parameter, on its device; it reads and never keeps it.
+                # The kernel wants one step tensor per parameter, on its device; it reads and never
+                # keeps it.
                 step = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
                 kernel(
                     here,

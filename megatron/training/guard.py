@@ -89,8 +89,9 @@ def _package_problem() -> str | None:
 def set_process_defaults() -> None:
     """Sets environment variables that torch reads at start, unless the user set them.
 
-    A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch issue 135712). That
-    megatron-core falls back without Transformer Engine or apex, and calls torch by older names, is known here.
+    A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch
+    issue 135712). That megatron-core falls back without Transformer Engine or apex, and calls torch
+    by older names, is known here.
     """
     for known in (
         ".*Apex.*",

@@ -1,8 +1,9 @@
 """Initial weights that do not depend on the layout.
 
-megatron-core draws weights from a stream per pipeline stage, so that another layout starts from another model. Here
-every weight is drawn as the global tensor it is in a checkpoint, one stream per tensor and layer, and each rank keeps
-its slice: the same seed gives the same model under any tensor, pipeline and data parallelism.
+megatron-core draws weights from a stream per pipeline stage, so that another layout starts from
+another model. Here every weight is drawn as the global tensor it is in a checkpoint, one stream per
+tensor and layer, and each rank keeps its slice: the same seed gives the same model under any
+tensor, pipeline and data parallelism.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from megatron.training.parallel import random_seed_at
 
-# Matrices that feed the residual stream are drawn smaller by 1/sqrt(2 x layers), as in GPT-2 and Megatron-LM.
+# Matrices that feed the residual stream are drawn smaller by 1/sqrt(2 x layers), as in GPT-2 and
+# Megatron-LM.
 _RESIDUAL_SUFFIXES = ("linear_proj.weight", "linear_fc2.weight")
 _PLAIN_SUFFIXES = (
     "linear_qkv.weight",
@@ -81,7 +83,8 @@ def draw_weights(
 def _global_slice(shard: ShardedTensor, seed: int, std: float) -> torch.Tensor:
     """The part of the global tensor that this shard holds, in fp32 on the shard's device.
 
-    Leading axes that checkpoints prepend (the layer) select a stream; the others are drawn whole and sliced.
+    Leading axes that checkpoints prepend (the layer) select a stream; the others are drawn whole
+    and sliced.
     """
     data = shard.data
     assert data is not None

@@ -13,9 +13,9 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
-from megatron.training.reader import BatchReader
 from megatron.training.device import Device
 from megatron.training.model import Model
+from megatron.training.reader import BatchReader
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker

@@ -1,4 +1,5 @@
-"""The GPT of a configuration, built on the process groups of one layout and wrapped for data parallelism."""
+"""The GPT of a configuration, built on the process groups of one layout and wrapped for data
+parallelism."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class Model:
         return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
     def detach_hooks(self) -> None:
-        """Cuts the references that would keep the model alive after its last user is gone (docs/decisions/001)."""
+        """Cuts the references that would keep the model alive after its last user is gone
+        (docs/decisions/001)."""
         for name in (
             "grad_scale_func",
             "finalize_model_grads_func",
@@ -138,11 +140,12 @@ def core_config(config: Config) -> TransformerConfig:
         fp16=config.precision.fp16,
         use_cpu_initialization=config.runtime.device == "cpu",
         deterministic_mode=config.runtime.deterministic_mode,
-        # Batched messages between the same two ranks are swapped when each holds several virtual stages: the
-        # gradients are then wrong without an error.
+        # Batched messages between the same two ranks are swapped when each holds several virtual
+        # stages: the gradients are then wrong without an error.
         overlap_p2p_comm=overlap_p2p,
         batch_p2p_comm=layout.vpp == 1,
-        # gloo may still be sending the output whose memory this would free: wrong gradients without an error.
+        # gloo may still be sending the output whose memory this would free: wrong gradients without
+        # an error.
         deallocate_pipeline_outputs=config.runtime.device == "cuda",
     )
 
@@ -150,7 +153,8 @@ def core_config(config: Config) -> TransformerConfig:
 def layer_spec(
     config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
 ) -> Any:
-    """The layer specification: Transformer Engine's, or the local one with our norm and attention."""
+    """The layer specification: Transformer Engine's, or the local one with our norm and
+    attention."""
     if config.kernels.transformer_impl == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
     spec = get_gpt_layer_local_spec(

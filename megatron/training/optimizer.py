@@ -1,4 +1,5 @@
-"""Adam over megatron-core's optimizers, the learning-rate schedule in samples, and skipping of bad steps."""
+"""Adam over megatron-core's optimizers, the learning-rate schedule in samples, and skipping of bad
+steps."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from megatron.training.optional import have_nvidia_apex, have_transformer_engine
 
 
 class NonFiniteGradient(ArithmeticError):
-    """The norm of the reduced gradient is NaN or inf; raised on every rank, before any weight changes."""
+    """The norm of the reduced gradient is NaN or inf; raised on every rank, before any weight
+    changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class StepResult:
 
 
 def use_fused_adam() -> None:
-    """Gives megatron-core our Adam where neither Transformer Engine nor apex is there. Idempotent."""
+    """Gives megatron-core our Adam where neither Transformer Engine nor apex is there.
+    Idempotent."""
     if have_transformer_engine() or have_nvidia_apex():
         return
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
@@ -54,7 +57,8 @@ def build_optimizer(
     """Builds the optimizer over the chunks' gradient buffers. All ranks of the world take part.
 
     Returns:
-        A chained optimizer whose moments exist, so that it can be saved and loaded before its first step.
+        A chained optimizer whose moments exist, so that it can be saved and loaded before its first
+        step.
     """
     use_fused_adam()
     o, p = config.optim, config.precision
@@ -101,7 +105,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 def _refuse_bad_gradients(optimizer: Any) -> None:
     """Makes `step` raise before it clips or updates when the gradient norm is not finite.
 
-    The norm is reduced over all ranks that share a gradient, so that every rank raises or none does.
+    The norm is reduced over all ranks that share a gradient, so that every rank raises or none
+    does.
     """
     norm_of = optimizer.get_grad_norm
 
@@ -129,8 +134,9 @@ def build_scheduler(
 ) -> OptimizerParamScheduler:
     """The learning-rate and weight-decay schedule, in samples, placed where the run is.
 
-    A schedule is always built afresh and moved to its place: loading one would add the stored count, and parameter
-    groups loaded from a checkpoint carry their own learning rates, which would win.
+    A schedule is always built afresh and moved to its place: loading one would add the stored
+    count, and parameter groups loaded from a checkpoint carry their own learning rates, which would
+    win.
 
     Args:
         config: all horizons in samples.

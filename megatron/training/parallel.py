@@ -17,8 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.device import Device
 from megatron.training.layout import Layout
 
-# Names that parallel_state.destroy_model_parallel() leaves behind (0.16.1), with the value they start from. Two of
-# them are groups and would keep sockets and threads alive.
+# Names that parallel_state.destroy_model_parallel() leaves behind (0.16.1), with the value they
+# start from. Two of them are groups and would keep sockets and threads alive.
 FORGOTTEN_GLOBALS: dict[str, Any] = {
     "_DATA_PARALLEL_GLOBAL_RANKS": None,
     "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": None,
@@ -37,7 +37,8 @@ FORGOTTEN_GLOBALS: dict[str, Any] = {
 
 
 def init_distributed(device: Device, *, timeout_minutes: float) -> None:
-    """Joins the world that torchrun (or the caller) described in the environment; does nothing if already joined.
+    """Joins the world that torchrun (or the caller) described in the environment; does nothing if
+    already joined.
 
     Args:
         device: decides the backend.
@@ -83,7 +84,8 @@ def build_groups(
 
 
 def destroy_groups() -> None:
-    """Destroys every group but the world, and what megatron-core forgets. All ranks, after their model is gone.
+    """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
+    model is gone.
 
     Order matters: references first, then groups, then globals (docs/decisions/001).
     """
@@ -105,8 +107,9 @@ def destroy_groups() -> None:
 def random_seed_at(seed: int, consumed_samples: int, *stream: int | str) -> int:
     """The seed of one random stream at one point of the run.
 
-    Random numbers are a pure function of the run seed, the samples consumed and the stream, so that nothing about
-    them needs to be stored, and a resumed run draws what the uninterrupted one would have drawn.
+    Random numbers are a pure function of the run seed, the samples consumed and the stream, so that
+    nothing about them needs to be stored, and a resumed run draws what the uninterrupted one would
+    have drawn.
 
     Args:
         seed: `--seed`.
@@ -123,8 +126,9 @@ def random_seed_at(seed: int, consumed_samples: int, *stream: int | str) -> int:
 def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) -> None:
     """Seeds every random stream of this rank for the step that starts at `consumed_samples`.
 
-    Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ in the
-    model-parallel stream, as dropout under tensor parallelism requires; replicas and stages differ in both.
+    Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ
+    in the model-parallel stream, as dropout under tensor parallelism requires; replicas and stages
+    differ in both.
     """
     own = random_seed_at(seed, consumed_samples, "pp", groups.pp.rank(), "dp", groups.dp.rank())
     torch.manual_seed(own)
@@ -132,6 +136,7 @@ def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) 
 
 
 def seed_build(seed: int) -> None:
-    """Seeds megatron-core's trackers before a model is built; initial weights do not depend on it."""
+    """Seeds megatron-core's trackers before a model is built; initial weights do not depend on
+    it."""
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

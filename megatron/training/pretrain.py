@@ -14,10 +14,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron.training import metrics, restore
+from megatron.training import metrics
 from megatron.training.agree import from_rank_zero
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.callbacks import Callback, CallbackContext, Callbacks
@@ -25,7 +24,6 @@ from megatron.training.checkpoint import Checkpointer
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.config import Config
 from megatron.training.data import build_datasets
-from megatron.training.reader import BatchReader
 from megatron.training.device import Device, use_device
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.flops import training_flops_per_sample
@@ -35,6 +33,7 @@ from megatron.training.loop import train
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.parallel import build_groups, destroy_groups, init_distributed
+from megatron.training.reader import BatchReader
 from megatron.training.restore import Stored, load_weights, read_stored
 from megatron.training.settle import settle
 from megatron.training.signals import STOP_SIGNALS, StopSignals, stop_reason
@@ -49,8 +48,8 @@ logger = logging.getLogger(__name__)
 def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
     """Trains a GPT as configured. Every rank of the world calls it.
 
-    Joins the process group that torchrun describes in the environment, unless the caller has; leaves groups, signals
-    and torch as they were.
+    Joins the process group that torchrun describes in the environment, unless the caller has;
+    leaves groups, signals and torch as they were.
 
     Args:
         config: from `arguments.resolve`.
@@ -151,7 +150,8 @@ def build_job(
     callbacks: Callbacks,
     tracker: NullTracker,
 ) -> Job:
-    """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or loaded.
+    """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or
+    loaded.
 
     All ranks take part. `tear_down` is its inverse.
     """
@@ -259,7 +259,8 @@ def _open_checkpointer(
 
 
 def tear_down(job: Job) -> None:
-    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world remains."""
+    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world
+    remains."""
     if job.checkpointer is not None:
         job.checkpointer.close()
     for reader in (job.train_data, job.valid_data, job.test_data):
@@ -272,7 +273,8 @@ def tear_down(job: Job) -> None:
 
 
 def open_run(config: Config, stored: Stored | None, state: TrainState) -> NullTracker:
-    """Makes the run directory, prints and saves the resolved configuration, and opens the record on rank 0.
+    """Makes the run directory, prints and saves the resolved configuration, and opens the record on
+    rank 0.
 
     Raises:
         UsageError: on every rank, when the directory cannot be written.

@@ -67,7 +67,8 @@ class Reporter:
         self.printed = False
 
     def record(self, info: StepInfo) -> None:
-        """Records a step; prints the log line at the interval's end and after the first step of the launch."""
+        """Records a step; prints the log line at the interval's end and after the first step of the
+        launch."""
         single = _Interval()
         single.add(info)
         self.interval.add(info)

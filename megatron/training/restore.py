@@ -50,10 +50,12 @@ class Stored:
 
 
 def find(load: Path, *, step: int | None) -> int | None:
-    """The iteration to load from `--load`: `--ckpt-step`, else the one the tracker names. None when there is none.
+    """The iteration to load from `--load`: `--ckpt-step`, else the one the tracker names. None when
+    there is none.
 
     Raises:
-        TrainingFailure: the tracker is unreadable or names a checkpoint that is not there; the message offers the
+        TrainingFailure: the tracker is unreadable or names a checkpoint that is not there; the
+        message offers the
             newest complete one.
     """
     complete = files.complete_iterations(load)
@@ -82,7 +84,8 @@ def _offer(load: Path, complete: list[int]) -> str:
 
 
 def read_stored(load: Path, *, step: int | None, verify: bool) -> Stored | None:
-    """Finds a checkpoint, checks its bytes (each rank its share) and reads what it says. Collective over the world.
+    """Finds a checkpoint, checks its bytes (each rank its share) and reads what it says. Collective
+    over the world.
 
     Args:
         load: `--load`.
@@ -93,7 +96,8 @@ def read_stored(load: Path, *, step: int | None, verify: bool) -> Stored | None:
         What is stored, or None when the directory holds no checkpoint.
 
     Raises:
-        TrainingFailure: on every rank, for a damaged checkpoint, naming the file and the checkpoint before it.
+        TrainingFailure: on every rank, for a damaged checkpoint, naming the file and the checkpoint
+        before it.
     """
     problem, iteration = None, None
     if dist.get_rank() == 0:
@@ -120,7 +124,8 @@ def read_stored(load: Path, *, step: int | None, verify: bool) -> Stored | None:
 
 
 def read_arguments(load: Path, *, step: int | None) -> dict[str, Any]:
-    """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process group.
+    """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
+    group.
 
     Raises:
         TrainingFailure: there is no checkpoint, or it cannot be read.
@@ -225,8 +230,8 @@ def check_same_run(config: Config, stored: Stored) -> None:
         if name in stored.arguments and stored.arguments[name] != now[name]:
             raise UsageError(
                 f"{flag} is {now[name]!r} but checkpoint {stored.folder} was trained with "
-                f"{stored.arguments[name]!r}; give --override-opt-param-scheduler to use the new value, or "
-                "--use-checkpoint-opt-param-scheduler to keep the old one"
+                f"{stored.arguments[name]!r}; give --override-opt-param-scheduler to use the new "
+                "value, or --use-checkpoint-opt-param-scheduler to keep the old one"
             )
 
 
@@ -251,8 +256,8 @@ def load_weights(
     kind = stored.metadata.get("distrib_optim_sharding_type")
     if with_optimizer and config.parallel.use_distributed_optimizer and kind != "fully_reshardable":
         raise TrainingFailure(
-            f"the optimizer in {stored.folder} is stored as {kind}, which cannot change layout; save it with "
-            "--dist-ckpt-optim-fully-reshardable, or start from the weights with --no-load-optim"
+            f"the optimizer in {stored.folder} is stored as {kind}, which cannot change layout; save "
+            "it with --dist-ckpt-optim-fully-reshardable, or start from the weights with --no-load-optim"
         )
     metadata = {**sharding_metadata(config, groups), **stored.metadata}
     sharded = model_state(model, metadata)
@@ -297,5 +302,5 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
     if unexpected:
         return f"it lacks {len(unexpected)} tensors of this model, the first is {min(unexpected)}"
     if missing:
-        return f"it holds {len(missing)} tensors this model has no place for, the first is {min(missing)}"
+        return f"it holds {len(missing)} tensors unknown to this model, the first is {min(missing)}"
     return None

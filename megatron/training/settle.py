@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.training import restore
-from megatron.training.derive import pad_vocab_size
 from megatron.training.config import Config
+from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.horizon import adopt
 from megatron.training.restore import Stored
@@ -19,7 +19,8 @@ def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
         vocab_size: tokens of the tokenizer, unpadded.
 
     Returns:
-        `config` with what the checkpoint decides: the horizons in samples and the padded vocabulary.
+        `config` with what the checkpoint decides: the horizons in samples and the padded
+        vocabulary.
 
     Raises:
         UsageError: the flags contradict the checkpoint or the vocabulary.
@@ -36,9 +37,11 @@ def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
 
 
 def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -> int:
-    """Rows of the embedding: fixed by the checkpoint, else padded for the largest tensor parallelism asked for.
+    """Rows of the embedding: fixed by the checkpoint, else padded for the largest tensor
+    parallelism asked for.
 
-    More rows would add tokens with logit 0 to every softmax and change the loss, so that a checkpoint's number stays.
+    More rows would add tokens with logit 0 to every softmax and change the loss, so that a
+    checkpoint's number stays.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if stored is None or "padded_vocab_size" not in stored.arguments:
@@ -46,15 +49,15 @@ def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -
         padded = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, largest)
         if padded % tp:
             raise UsageError(
-                f"the vocabulary padded to {padded} does not divide by --tensor-model-parallel-size {tp}; set "
-                f"--pad-vocab-for-tensor-parallel-size to a multiple of {tp}"
+                f"the vocabulary padded to {padded} does not divide by --tensor-model-parallel-size {tp}; "
+                f"set --pad-vocab-for-tensor-parallel-size to a multiple of {tp}"
             )
         return padded
     padded = int(stored.arguments["padded_vocab_size"])
     if vocab_size > padded:
         raise UsageError(
-            f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} rows; give the "
-            "--tokenizer-type and --tokenizer-model it was trained with"
+            f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} rows; give "
+            "the --tokenizer-type and --tokenizer-model it was trained with"
         )
     if padded % tp:
         raise UsageError(

@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class TrainState:
-    """Counters of a run; the same on every rank, and enough to find its place in data, schedule and random streams."""
+    """Counters of a run; the same on every rank, and enough to find its place in data, schedule and
+    random streams."""
 
     iteration: int = 0
     """Optimizer steps tried so far."""
@@ -34,7 +35,8 @@ class TrainState:
         self.floating_point_operations += flops
 
     def pass_over(self, samples: int) -> None:
-        """Counts a step that `--iterations-to-skip` leaves out: its samples are consumed, nothing is trained."""
+        """Counts a step that `--iterations-to-skip` leaves out: its samples are consumed, nothing
+        is trained."""
         self.iteration += 1
         self.consumed_samples += samples
 

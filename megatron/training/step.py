@@ -30,7 +30,8 @@ def language_model_loss(
         output: loss of each token, [micro batch, seq], fp32 or half precision.
 
     Returns:
-        Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to report.
+        Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to
+        report.
     """
     assert loss_mask is not None
     mask = loss_mask.reshape(-1).float()
@@ -91,7 +92,8 @@ def run_schedule(
 
 
 def share_numbers(job: Job, losses: torch.Tensor, stop_code: int) -> tuple[float, float, int]:
-    """Gives every rank the loss, and the stop code any rank asks for. One small all-gather over the world.
+    """Gives every rank the loss, and the stop code any rank asks for. One small all-gather over the
+    world.
 
     Args:
         job: supplies the groups.
