@@ -82,7 +82,8 @@ class SdpaAttention(MegatronModule):
         # [seq, batch, heads, size] -> [batch, heads, seq, size]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if dropout > 0.0:
-            with tensor_parallel.get_cuda_rng_tracker().fork():
+            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+            with tracker.fork():
                 context = self._attend(q, k, v, dropout)
         else:
             context = self._attend(q, k, v, 0.0)

@@ -2,10 +2,8 @@
 bytes are intact.
 
     <save>/latest_checkpointed_iteration.txt      replaced last, atomically
-    <save>/iter_0000100/                          metadata.json is megatron-core's mark of a
-    finished write,
-                                                  manifest.json (size and CRC-32 of every file) is
-                                                  ours
+    <save>/iter_0000100/                          metadata.json marks a finished write,
+                                                  manifest.json has size and CRC-32 of every file
 
 Nothing here needs torch or a process group.
 """

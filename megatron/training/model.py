@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Model:
     """The chunks of the model that this rank holds."""
 
-    chunks: list[DistributedDataParallel]
+    chunks: list[Any]
     """One per virtual pipeline stage of this rank, in order."""
     core_config: TransformerConfig
     """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
@@ -90,64 +90,78 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 def core_config(config: Config) -> TransformerConfig:
     """Translates our configuration into megatron-core's."""
-    m, k, r, layout = config.model, config.kernels, config.recompute, config.layout
-    dtype = parameter_dtype(config)
-    activation = F.silu if m.swiglu else squared_relu if m.squared_relu else F.gelu
-    overlap_p2p = config.parallel.overlap_p2p_comm and layout.vpp > 1
-    return TransformerConfig(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups,
-        kv_channels=m.kv_channels,
-        hidden_dropout=m.hidden_dropout,
-        attention_dropout=m.attention_dropout,
-        layernorm_epsilon=m.layernorm_epsilon,
-        normalization=m.normalization,
-        qk_layernorm=m.qk_layernorm,
-        add_bias_linear=m.add_bias_linear,
-        add_qkv_bias=m.add_qkv_bias,
-        gated_linear_unit=m.swiglu,
-        activation_func=activation,
-        init_method=leave_uninitialised,
-        output_layer_init_method=leave_uninitialised,
-        embedding_init_method=leave_uninitialised,
-        init_method_std=m.init_method_std,
-        apply_query_key_layer_scaling=k.apply_query_key_layer_scaling,
-        attention_softmax_in_fp32=k.attention_softmax_in_fp32,
-        attention_backend=AttnBackend[k.attention_backend],
-        bias_activation_fusion=k.bias_activation_fusion,
-        masked_softmax_fusion=k.masked_softmax_fusion,
-        persist_layer_norm=not k.no_persist_layer_norm,
-        bias_dropout_fusion=k.bias_dropout_fusion,
-        apply_rope_fusion=k.apply_rope_fusion,
-        gradient_accumulation_fusion=k.gradient_accumulation_fusion,
-        cross_entropy_loss_fusion=k.cross_entropy_loss_fusion,
-        cross_entropy_fusion_impl=k.cross_entropy_fusion_impl,
-        calculate_per_token_loss=config.batch.calculate_per_token_loss,
-        recompute_granularity=r.recompute_granularity,
-        recompute_method=r.recompute_method,
-        recompute_num_layers=r.recompute_num_layers,
-        recompute_modules=list(r.recompute_modules) if r.recompute_modules else None,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        sequence_parallel=config.parallel.sequence_parallel,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=config.precision.bf16,
-        fp16=config.precision.fp16,
-        use_cpu_initialization=config.runtime.device == "cpu",
-        deterministic_mode=config.runtime.deterministic_mode,
+    return TransformerConfig(**_shape(config), **_kernels(config), **_parallelism(config))
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    m = config.model
+    return {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "num_attention_heads": m.num_attention_heads,
+        "num_query_groups": m.num_query_groups,
+        "kv_channels": m.kv_channels,
+        "hidden_dropout": m.hidden_dropout,
+        "attention_dropout": m.attention_dropout,
+        "layernorm_epsilon": m.layernorm_epsilon,
+        "normalization": m.normalization,
+        "qk_layernorm": m.qk_layernorm,
+        "add_bias_linear": m.add_bias_linear,
+        "add_qkv_bias": m.add_qkv_bias,
+        "gated_linear_unit": m.swiglu,
+        "activation_func": F.silu if m.swiglu else squared_relu if m.squared_relu else F.gelu,
+        "init_method": leave_uninitialised,
+        "output_layer_init_method": leave_uninitialised,
+        "embedding_init_method": leave_uninitialised,
+        "init_method_std": m.init_method_std,
+    }
+
+
+def _kernels(config: Config) -> dict[str, Any]:
+    k, r = config.kernels, config.recompute
+    return {
+        "apply_query_key_layer_scaling": k.apply_query_key_layer_scaling,
+        "attention_softmax_in_fp32": k.attention_softmax_in_fp32,
+        "attention_backend": AttnBackend[k.attention_backend],
+        "bias_activation_fusion": k.bias_activation_fusion,
+        "masked_softmax_fusion": k.masked_softmax_fusion,
+        "persist_layer_norm": not k.no_persist_layer_norm,
+        "bias_dropout_fusion": k.bias_dropout_fusion,
+        "apply_rope_fusion": k.apply_rope_fusion,
+        "gradient_accumulation_fusion": k.gradient_accumulation_fusion,
+        "cross_entropy_loss_fusion": k.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
+        "recompute_granularity": r.recompute_granularity,
+        "recompute_method": r.recompute_method,
+        "recompute_num_layers": r.recompute_num_layers,
+        "recompute_modules": list(r.recompute_modules) if r.recompute_modules else None,
+        "deterministic_mode": config.runtime.deterministic_mode,
+    }
+
+
+def _parallelism(config: Config) -> dict[str, Any]:
+    layout, dtype = config.layout, parameter_dtype(config)
+    on_cuda = config.runtime.device == "cuda"
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "calculate_per_token_loss": config.batch.calculate_per_token_loss,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.precision.bf16,
+        "fp16": config.precision.fp16,
+        "use_cpu_initialization": not on_cuda,
         # Batched messages between the same two ranks are swapped when each holds several virtual
         # stages: the gradients are then wrong without an error.
-        overlap_p2p_comm=overlap_p2p,
-        batch_p2p_comm=layout.vpp == 1,
-        # gloo may still be sending the output whose memory this would free: wrong gradients without
-        # an error.
-        deallocate_pipeline_outputs=config.runtime.device == "cuda",
-    )
+        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        # gloo may still be sending the output whose memory this would free: wrong gradients
+        # without an error.
+        "deallocate_pipeline_outputs": on_cuda,
+    }
 
 
 def layer_spec(
@@ -168,7 +182,7 @@ def layer_spec(
     if config.kernels.attention_backend not in ("unfused", "local"):
         attention.core_attention = ModuleSpec(module=SdpaAttention)
     layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType]
 
 
 def build_model(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
@@ -226,7 +240,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(**where),
         post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
-        position_embedding_type=m.position_embedding_type,
+        position_embedding_type=m.position_embedding_type,  # pyright: ignore[reportArgumentType]
         rotary_percent=m.rotary_percent,
         rotary_base=m.rotary_base,
         rope_scaling=m.use_rope_scaling,

@@ -98,7 +98,7 @@ def build_optimizer(
     return optimizer
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def _parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -120,7 +120,7 @@ def _refuse_bad_gradients(optimizer: Any) -> None:
     optimizer.get_grad_norm = checked
 
 
-def optimizer_step(optimizer: MegatronOptimizer) -> StepResult:
+def optimizer_step(optimizer: Any) -> StepResult:
     """Clips and updates, or skips the update when the gradient is not finite."""
     try:
         updated, grad_norm, num_zeros = optimizer.step()
@@ -167,6 +167,6 @@ def build_scheduler(
     return scheduler
 
 
-def learning_rate(optimizer: MegatronOptimizer) -> float:
+def learning_rate(optimizer: Any) -> float:
     """The current learning rate, for the log."""
     return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

@@ -91,8 +91,9 @@ def _run(
     tokenizer = build_tokenizer(**_tokenizer_flags(config))
     stored = _find_checkpoint(config)
     config = settle(config, stored, vocab_size=tokenizer.vocab_size)
-    fresh = stored is None or config.checkpoint.finetune
-    state = TrainState() if fresh else stored.state
+    state = TrainState()
+    if stored is not None and not config.checkpoint.finetune:
+        state = stored.state
     with open_run(config, stored, state) as tracker:
         job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
         job.local_stop = lambda iteration: stop_reason(
@@ -195,17 +196,21 @@ def build_job(
         callbacks=callbacks,
         context=context,
         local_stop=lambda _iteration: None,
-        flops_per_sample=training_flops_per_sample(
-            num_layers=config.model.num_layers,
-            hidden_size=config.model.hidden_size,
-            ffn_hidden_size=config.model.ffn_hidden_size,
-            num_attention_heads=config.model.num_attention_heads,
-            num_query_groups=config.model.num_query_groups,
-            kv_channels=config.model.kv_channels,
-            seq_length=config.batch.seq_length,
-            padded_vocab_size=config.model.padded_vocab_size,
-            gated_mlp=config.model.swiglu,
-        ),
+        flops_per_sample=_flops_per_sample(config),
+    )
+
+
+def _flops_per_sample(config: Config) -> float:
+    return training_flops_per_sample(
+        num_layers=config.model.num_layers,
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=config.model.ffn_hidden_size,
+        num_attention_heads=config.model.num_attention_heads,
+        num_query_groups=config.model.num_query_groups,
+        kv_channels=config.model.kv_channels,
+        seq_length=config.batch.seq_length,
+        padded_vocab_size=config.model.padded_vocab_size,
+        gated_mlp=config.model.swiglu,
     )
 
 
@@ -338,8 +343,6 @@ def _print_configuration(config: Config, run_dir: Path) -> None:
     print("-------------------- end of arguments ---------------------")
     for note in config.runtime.notes:
         print(f"note: {note}")
-    if config.runtime.ignored_flags:
-        print(f"warning: accepted without effect: {' '.join(config.runtime.ignored_flags)}")
     print(f"layout {config.layout}, run directory {run_dir}", flush=True)
 
 

@@ -256,8 +256,9 @@ def load_weights(
     kind = stored.metadata.get("distrib_optim_sharding_type")
     if with_optimizer and config.parallel.use_distributed_optimizer and kind != "fully_reshardable":
         raise TrainingFailure(
-            f"the optimizer in {stored.folder} is stored as {kind}, which cannot change layout; save "
-            "it with --dist-ckpt-optim-fully-reshardable, or start from the weights with --no-load-optim"
+            f"the optimizer in {stored.folder} is stored as {kind}, which cannot change layout; "
+            "save it with --dist-ckpt-optim-fully-reshardable, or start from the weights with "
+            "--no-load-optim"
         )
     metadata = {**sharding_metadata(config, groups), **stored.metadata}
     sharded = model_state(model, metadata)
@@ -267,7 +268,8 @@ def load_weights(
         )
     strategy: Any = get_default_load_sharded_strategy(str(stored.folder))
     strategy = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
-    problem, loaded = None, {}
+    problem: str | None = None
+    loaded: Any = {}
     try:
         loaded, missing, unexpected = dist_checkpointing.load(
             sharded, str(stored.folder), strategy, strict="return_all"

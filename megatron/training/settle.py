@@ -49,15 +49,16 @@ def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -
         padded = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, largest)
         if padded % tp:
             raise UsageError(
-                f"the vocabulary padded to {padded} does not divide by --tensor-model-parallel-size {tp}; "
-                f"set --pad-vocab-for-tensor-parallel-size to a multiple of {tp}"
+                f"the vocabulary padded to {padded} does not divide by "
+                f"--tensor-model-parallel-size {tp}; set --pad-vocab-for-tensor-parallel-size "
+                f"to a multiple of {tp}"
             )
         return padded
     padded = int(stored.arguments["padded_vocab_size"])
     if vocab_size > padded:
         raise UsageError(
-            f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} rows; give "
-            "the --tokenizer-type and --tokenizer-model it was trained with"
+            f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} "
+            "rows; give the --tokenizer-type and --tokenizer-model it was trained with"
         )
     if padded % tp:
         raise UsageError(
