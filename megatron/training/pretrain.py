@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable
 from datetime import datetime, timezone
@@ -103,20 +102,17 @@ def _run(
             exit_duration_in_mins=config.batch.exit_duration_in_mins,
             received=signals.received,
         )
-        try:
-            why = None if config.batch.skip_train else train(job)
-            if why is not None:
-                log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
-            tracker.event(
-                "run.end",
-                iteration=state.iteration,
-                consumed_samples=state.consumed_samples,
-                why=why or "done",
-            )
-        finally:
-            # After an error the ranks are no longer in step, and the groups go with the process.
-            if sys.exc_info()[0] is None:
-                tear_down(job)
+        # After an error the ranks are no longer in step: the groups then go with the process.
+        why = None if config.batch.skip_train else train(job)
+        if why is not None:
+            log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
+        tracker.event(
+            "run.end",
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            why=why or "done",
+        )
+        tear_down(job)
     return state
 
 

@@ -1,0 +1,64 @@
+"""Our norm and attention against the ones they replace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.training.attention import SdpaAttention
+from megatron.training.norm import Norm
+
+
+def config(**values: Any) -> Any:
+    base = {
+        "kv_channels": 8,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "attention_dropout": 0.0,
+        "apply_query_key_layer_scaling": False,
+        "context_parallel_size": 1,
+        "normalization": "RMSNorm",
+        "params_dtype": torch.float32,
+        "sequence_parallel": True,
+    }
+    return SimpleNamespace(**{**base, **values})
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("layer_scaling", [False, True])
+def test_attention_is_causal_softmax_attention(groups: int, layer_scaling: bool) -> None:
+    seq, batch, heads, size, layer = 7, 3, 4, 8, 3
+    torch.manual_seed(0)
+    query = torch.randn(seq, batch, heads, size)
+    key, value = torch.randn(2, seq, batch, groups, size).unbind()
+    settings = config(num_query_groups=groups, apply_query_key_layer_scaling=layer_scaling)
+    attention = SdpaAttention(settings, layer, AttnMaskType.causal, "self")
+    got = attention(query, key, value, None)
+    k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (key, value))
+    scores = torch.einsum("sbhd,tbhd->bhst", query, k) / size**0.5
+    if layer_scaling:
+        scores = scores / layer
+    scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf"))
+    want = torch.einsum("bhst,tbhd->sbhd", scores.softmax(dim=-1), v)
+    torch.testing.assert_close(got, want.reshape(seq, batch, heads * size))
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_norm_equals_torch_and_marks_its_parameters(kind: str) -> None:
+    norm = Norm(config(normalization=kind), 16, eps=1e-4)
+    reference = getattr(torch.nn, kind)(16, eps=1e-4)
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(norm(x), reference(x))
+    assert {name for name, _ in norm.named_parameters()} == {
+        name for name, _ in reference.named_parameters()
+    }
+    assert all(p.sequence_parallel for p in norm.parameters())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="--normalization"):
+        Norm(config(normalization="L2Norm"), 16)

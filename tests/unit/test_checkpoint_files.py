@@ -1,0 +1,94 @@
+"""Which checkpoint is complete, latest, intact: on plain files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training import checkpoint_files as files
+
+
+def make(root: Path, iteration: int, *, complete: bool = True, manifest: bool = True) -> Path:
+    folder = files.folder_of(root, iteration)
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)) * 40 + bytes([iteration % 256]))
+    (folder / "common.pt").write_bytes(b"common")
+    if complete:
+        (folder / files.CORE_MARK).write_text("{}")
+    if manifest:
+        sums = files.checksums(folder, files.data_files(folder))
+        files.write_manifest(folder, iteration, sums)
+    return folder
+
+
+def test_latest_is_what_was_written_last(tmp_path: Path) -> None:
+    assert files.read_latest(tmp_path) is None
+    for iteration in (5, 12):
+        files.write_atomically(tmp_path / files.TRACKER, f"{iteration}\n")
+        assert files.read_latest(tmp_path) == iteration
+    assert [p.name for p in tmp_path.iterdir()] == [files.TRACKER]
+
+
+def test_a_foreign_tracker_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / files.TRACKER).write_text("release")
+    with pytest.raises(ValueError, match=files.TRACKER):
+        files.read_latest(tmp_path)
+
+
+def test_half_written_folders_are_not_complete(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    make(tmp_path, 20, complete=False, manifest=False)
+    assert files.complete_iterations(tmp_path) == [10]
+    assert "half-written" in files.damage(files.folder_of(tmp_path, 20))[0]
+
+
+def test_an_intact_checkpoint_has_no_damage_and_every_flip_is_found(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3)
+    assert files.damage(folder) == []
+    data = folder / "__0_0.distcp"
+    good = data.read_bytes()
+    for at in (0, 5000, len(good) - 1):
+        data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        assert data.name in files.damage(folder)[0]
+        assert files.damage(folder, contents=False) == []
+    data.write_bytes(good[:-1])
+    assert data.name in files.damage(folder, contents=False)[0]
+    data.unlink()
+    assert "missing" in files.damage(folder)[0]
+
+
+def test_ranks_together_read_each_file_once() -> None:
+    names = [f"f{i}" for i in range(7)]
+    for world_size in range(1, 10):
+        shares = [files.share(names, rank, world_size) for rank in range(world_size)]
+        assert sorted(name for part in shares for name in part) == names
+
+
+def test_damage_is_found_by_exactly_one_of_the_sharing_ranks(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3)
+    (folder / "common.pt").write_bytes(b"commom")
+    found = [files.damage(folder, rank=rank, world_size=3) for rank in range(3)]
+    assert sum(map(len, found)) == 1
+
+
+def test_a_damaged_manifest_is_damage(tmp_path: Path) -> None:
+    folder = make(tmp_path, 3)
+    (folder / files.MANIFEST).write_text('{"files": 3}')
+    assert files.MANIFEST in files.damage(folder)[0]
+
+
+def test_retiring_keeps_newest_the_one_before_and_multiples(tmp_path: Path) -> None:
+    for iteration in (10, 20, 25, 30, 35):
+        make(tmp_path, iteration)
+    make(tmp_path, 33, complete=False, manifest=False)
+    gone = files.retire(tmp_path, newest=35, retain_interval=20)
+    assert sorted(gone) == [10, 25, 33]
+    assert files.complete_iterations(tmp_path) == [20, 30, 35]
+
+
+def test_without_a_retain_interval_nothing_complete_goes(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        make(tmp_path, iteration)
+    assert files.retire(tmp_path, newest=3, retain_interval=None) == []
+    assert files.complete_iterations(tmp_path) == [1, 2, 3]

@@ -1,0 +1,58 @@
+"""The CPU stand-in answers megatron-core's CUDA questions and leaves nothing behind."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as core_random
+
+from megatron.training.device import use_device
+
+PATCHED = [
+    (torch.cuda, "current_device"),
+    (torch.cuda, "synchronize"),
+    (torch.cuda, "empty_cache"),
+    (torch.cuda, "get_rng_state"),
+    (torch.cuda, "set_rng_state"),
+    (torch.cuda, "manual_seed"),
+    (torch.cuda.random, "get_rng_state"),
+    (core_random, "_get_cuda_rng_state"),
+    (core_random, "_set_cuda_rng_state"),
+]
+
+
+def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:
+    before = [getattr(owner, name) for owner, name in PATCHED]
+    with use_device("cpu") as device:
+        assert device.backend == "gloo" and not device.is_cuda
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        tensor = torch.zeros(2)
+        assert tensor.cuda() is tensor
+        assert tensor.to("cuda:0").device.type == "cpu"
+        assert tensor.type() == "torch.cuda.FloatTensor"
+        assert tensor.to(torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+    assert [getattr(owner, name) for owner, name in PATCHED] == before
+    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_everything_is_restored_after_an_error() -> None:
+    before = [getattr(owner, name) for owner, name in PATCHED]
+    with pytest.raises(KeyError), use_device("cpu"):
+        raise KeyError
+    assert [getattr(owner, name) for owner, name in PATCHED] == before
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("tpu", None), ("cpu", "nccl")])
+def test_what_cannot_be_is_refused(kind: str, backend: str | None) -> None:
+    with pytest.raises(ValueError, match="--d"), use_device(kind, backend=backend):
+        pass
+
+
+def test_the_private_names_of_megatron_core_still_take_these_arguments() -> None:
+    setter = inspect.signature(core_random._set_cuda_rng_state)
+    assert next(iter(setter.parameters)) == "new_state"
+    assert "clone" in inspect.signature(core_random._get_cuda_rng_state).parameters

@@ -1,0 +1,61 @@
+"""Our Adam against torch's, and the shape of its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.training.fused_adam import FusedAdam
+
+
+def two_parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.nn.Parameter(torch.randn(5, 3, generator=generator)),
+        torch.nn.Parameter(torch.randn(4, generator=generator)),
+    ]
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_steps_equal_torch(adam_w_mode: bool) -> None:
+    ours, theirs = two_parameters(), two_parameters()
+    options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    mine = FusedAdam(ours, adam_w_mode=adam_w_mode, **options)
+    reference_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    reference = reference_class(theirs, foreach=False, **options)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_state_holds_two_moments_and_the_group_an_integer_step() -> None:
+    params = two_parameters()
+    optimizer = FusedAdam(params)
+    optimizer.materialise()
+    assert all(set(optimizer.state[p]) == {"exp_avg", "exp_avg_sq"} for p in params)
+    assert all(not s.any() for p in params for s in optimizer.state[p].values())
+    params[0].grad = torch.ones(5, 3)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+    assert not optimizer.state[params[1]]["exp_avg"].any()
+
+
+def test_the_step_rises_in_empty_groups_and_empty_shards_are_left_alone() -> None:
+    empty = torch.nn.Parameter(torch.empty(0))
+    empty.grad = torch.empty(0)
+    optimizer = FusedAdam([{"params": []}, {"params": [empty]}])
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
+def test_options_it_does_not_honour_are_refused() -> None:
+    with pytest.raises(ValueError, match="amsgrad"):
+        FusedAdam(two_parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="bias"):
+        FusedAdam(two_parameters(), bias_correction=False)

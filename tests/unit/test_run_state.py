@@ -1,0 +1,134 @@
+"""Counters, random streams, FLOPs, callbacks, guard: the small pure parts of the loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from megatron.training import guard
+from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
+from megatron.training.flops import training_flops_per_sample
+from megatron.training.initialise import weight_std
+from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
+from megatron.training.state import TrainState
+
+
+def test_state_counts_and_survives_json() -> None:
+    state = TrainState()
+    state.advance(samples=8, updated=True, finite_loss=True, flops=3.0)
+    state.advance(samples=8, updated=False, finite_loss=False, flops=3.0)
+    state.pass_over(16)
+    assert (state.iteration, state.consumed_samples, state.lr_samples) == (3, 32, 8)
+    assert (state.skipped_iterations, state.nan_iterations) == (1, 1)
+    assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_random_streams_differ_in_every_part_and_repeat() -> None:
+    seeds = {
+        random_seed_at(seed, consumed, "pp", pp, "dp", dp)
+        for seed in range(3)
+        for consumed in (0, 8, 80)
+        for pp in range(3)
+        for dp in range(3)
+    }
+    assert len(seeds) == 81
+    assert random_seed_at(1, 2, "x") == random_seed_at(1, 2, "x")
+    assert all(0 <= seed < 1 << 62 for seed in seeds)
+
+
+def flops(**changes: Any) -> float:
+    shape = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "ffn_hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "seq_length": 16,
+        "padded_vocab_size": 128,
+        "gated_mlp": False,
+    }
+    return training_flops_per_sample(**{**shape, **changes})
+
+
+def test_flops_of_a_small_model_counted_by_hand() -> None:
+    per_layer = 8 * 8 * 4 + 8 * 16 + 2 * 8 * 32
+    assert flops() == 6 * 16 * (2 * per_layer + 8 * 128)
+    assert flops(gated_mlp=True) - flops() == 6 * 16 * 2 * 8 * 32
+
+
+def test_initial_deviations_by_tensor() -> None:
+    def std(key: str) -> float | None:
+        return weight_std(key, init_method_std=0.02, num_layers=8)
+
+    assert std("decoder.layers.mlp.linear_fc1.weight") == 0.02
+    assert std("decoder.layers.mlp.linear_fc2.weight") == 0.005
+    assert std("decoder.final_layernorm.weight") is None
+    assert std("decoder.layers.mlp.linear_fc1.bias") is None
+    assert std("decoder.layers.mlp.linear_fc1.layer_norm_weight") is None
+    with pytest.raises(ValueError, match=r"new_matrix\.weight"):
+        std("decoder.layers.new_matrix.weight")
+
+
+class Asks(Callback):
+    def __init__(self, kind: Any) -> None:
+        self.request = Request(kind=kind, reason=kind)
+
+    def on_train_step_end(self, context: CallbackContext) -> Request | None:
+        return self.request
+
+
+def context() -> CallbackContext:
+    empty: Any = SimpleNamespace()
+    return CallbackContext(
+        model=[], optimizer=empty, scheduler=empty, groups=empty, config=empty, state=empty
+    )
+
+
+@pytest.mark.parametrize("kinds", [("save", "stop", "save"), ("stop", "save")])
+def test_a_stop_wins_over_a_save(kinds: tuple[str, ...]) -> None:
+    wanted = Callbacks(map(Asks, kinds)).fire("on_train_step_end", context())
+    assert wanted is not None and wanted.kind == "stop"
+
+
+def test_the_events_are_those_of_megatron_lm_and_our_two() -> None:
+    named = "setup_start data_init_start train_start train_step_start train_step_end log train_end"
+    evaluation = ("start", "step_start", "step_end", "end")
+    events = {f"on_{name}" for name in named.split()} | {"on_grads_ready", "on_checkpoint_saved"}
+    events |= {f"on_{split}_{name}" for split in ("eval", "test") for name in evaluation}
+    assert {name for name in vars(Callback) if name.startswith("on_")} == events
+    callback = Callback()
+    assert all(getattr(callback, event)(context()) is None for event in events)
+
+
+@pytest.mark.parametrize("version", [None, "0.15.0", "0.16.0", "0.17.0", "0.19.2"])
+def test_other_versions_of_megatron_core_are_refused_with_the_command(version: str | None) -> None:
+    problem = guard.core_version_problem(version)
+    assert problem is not None and "pip install" in problem
+
+
+def test_this_environment_is_accepted() -> None:
+    guard.check_environment()
+
+
+def test_a_second_training_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    problem = guard.namespace_problem([tmp_path])
+    assert problem is not None and str(tmp_path) in problem
+
+
+def test_the_private_names_that_tear_down_uses_exist() -> None:
+    for name, initial in FORGOTTEN_GLOBALS.items():
+        assert getattr(parallel_state, name) == initial
+    assert hasattr(parallel_state, "_global_process_group_list")
+    assert callable(RotaryEmbedding.forward.cache_clear)  # pyright: ignore[reportFunctionMemberAccess]
+    assert hasattr(param_and_grad_buffer, "_ParamAndGradBucketGroup")
+    assert callable(torch._fused_adam_) and callable(torch._fused_adamw_)
