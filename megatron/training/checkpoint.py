@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
@@ -42,6 +43,8 @@ from megatron.training.state import TrainState
 logger = logging.getLogger(__name__)
 
 RNG_POLICY = "seed+consumed_samples"
+# torch's own is no Exception.
+TORCH_ERRORS = (Exception, CheckpointException)
 _SPACE_MARGIN = 1.2
 
 
@@ -100,7 +103,8 @@ class Checkpointer:
     Args:
         config: resolved configuration with `checkpoint.save` set.
         groups: process groups of the layout.
-        on_event: called on every rank with (`begin` | `commit` | `failed`, iteration, fields).
+        on_event: called on every rank with (`begin` | `commit` | `failed`, iteration, fields);
+            fields hold `consumed_samples` of the saved state when it is begun or committed.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Checkpointer:
         self.groups = groups
         self.on_event = on_event
         self.queue = AsyncCallsQueue()
-        self.pending: list[tuple[int, float]] = []
+        self.pending: list[tuple[int, int, float]] = []
         # The first save starts a helper process that imports torch again; pay for that beside the
         # first steps.
         self.warm_up = threading.Thread(target=_start_writer_helper, daemon=True)
@@ -135,7 +139,7 @@ class Checkpointer:
         self.warm_up.join()
         started = time.monotonic()
         iteration = state.iteration
-        self.on_event("begin", iteration, {})
+        self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
         folder = files.folder_of(self.root, iteration)
         self._raise_if(self._prepare(folder, model), iteration)
         request, problem = None, None
@@ -157,15 +161,15 @@ class Checkpointer:
                 async_sharded_save=self.config.checkpoint.async_save,
                 content_metadata=metadata,
             )
-        except Exception as error:  # any failure of the writers must end in one line on every rank
+        except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
             problem = _root_cause(error)
         self._raise_if(first_problem(problem), iteration)
         if request is None:
-            self._commit(iteration, started)
+            self._commit(iteration, state.consumed_samples, started)
             return
         self.queue.schedule_async_request(request)
-        self.pending.append((iteration, started))
+        self.pending.append((iteration, state.consumed_samples, started))
 
     def poll(self) -> None:
         """Commits asynchronous saves that have finished; costs nothing when none is under way."""
@@ -183,11 +187,11 @@ class Checkpointer:
         self.queue.close()
 
     def _finalize(self, *, blocking: bool) -> None:
-        iteration, _ = self.pending[0]
+        iteration = self.pending[0][0]
         problem, done = None, []
         try:
             done = self.queue.maybe_finalize_async_calls(blocking=blocking)
-        except Exception as error:
+        except TORCH_ERRORS as error:
             logger.debug("saving failed", exc_info=True)
             problem = _root_cause(error)
         self._raise_if(problem, iteration)
@@ -233,7 +237,7 @@ class Checkpointer:
         dist.all_reduce(total, group=self.groups.mp)
         return int(total.item())
 
-    def _commit(self, iteration: int, started: float) -> None:
+    def _commit(self, iteration: int, consumed_samples: int, started: float) -> None:
         """Checksums by all ranks, then manifest, then the tracker, then the tidying up."""
         folder = files.folder_of(self.root, iteration)
         problem, sums = None, {}
@@ -260,7 +264,12 @@ class Checkpointer:
                 retain_interval=self.config.checkpoint.save_retain_interval,
             )
         size = sum(size for _, part in gathered for size, _ in part.values())
-        self.on_event("commit", iteration, {"seconds": time.monotonic() - started, "bytes": size})
+        fields = {
+            "consumed_samples": consumed_samples,
+            "seconds": time.monotonic() - started,
+            "bytes": size,
+        }
+        self.on_event("commit", iteration, fields)
 
     def _raise_if(self, problem: str | None, iteration: int) -> None:
         if problem is None:
@@ -294,4 +303,8 @@ def _root_cause(error: BaseException) -> str:
         first = next(iter(nested.values()))
         error = first[0] if isinstance(first, tuple) else first
     text = " ".join(str(error).split())
+    if "unexpected pos" in text:
+        text = (
+            "a file could not be written to its end; is the disk full, or a quota or limit reached?"
+        )
     return f"{type(error).__name__}: {text[:300]}"

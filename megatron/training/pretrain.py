@@ -241,13 +241,8 @@ def _open_checkpointer(
         return None
 
     def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
-        state = context.state
-        tracker.event(
-            f"checkpoint.{kind}",
-            iteration=iteration,
-            consumed_samples=state.consumed_samples,
-            **fields,
-        )
+        where = {"consumed_samples": context.state.consumed_samples, **fields}
+        tracker.event(f"checkpoint.{kind}", iteration=iteration, **where)
         if kind == "commit":
             log_rank_zero(
                 f"saved iteration {iteration} to {config.checkpoint.save} "

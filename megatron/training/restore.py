@@ -21,7 +21,7 @@ from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
-from megatron.training.checkpoint import model_state, sharding_metadata
+from megatron.training.checkpoint import TORCH_ERRORS, model_state, sharding_metadata
 from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.horizon import Horizon
@@ -275,7 +275,7 @@ def load_weights(
             sharded, str(stored.folder), strategy, strict="return_all"
         )
         problem = _mismatch(set(missing), set(unexpected), with_optimizer)
-    except Exception as error:
+    except TORCH_ERRORS as error:
         logger.debug("loading failed", exc_info=True)
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if problem := first_problem(problem):
