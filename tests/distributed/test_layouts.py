@@ -1,0 +1,42 @@
+"""The same run gives the same losses under every layout (invariant 2 of the architecture)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_layouts import CASES
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_layouts.py")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    output = tmp_path_factory.mktemp("layouts")
+    run_ranks([WORKER, output], 4, timeout_s=400).check()
+    return json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
+def test_losses_and_norms_equal_those_of_plain_data_parallelism(
+    rows: list[dict[str, Any]], number: int
+) -> None:
+    first, row = rows[0], rows[number]
+    assert len(row["losses"]) == 20
+    assert row["losses"] == pytest.approx(first["losses"], rel=1e-5)
+    assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-4)
+
+
+def test_the_run_learns(rows: list[dict[str, Any]]) -> None:
+    assert rows[0]["losses"][-1] < rows[0]["losses"][0] - 0.1
+
+
+def test_no_layout_leaves_groups_behind(rows: list[dict[str, Any]]) -> None:
+    for resource in ("num_fds", "num_threads"):
+        counts = [row[resource] for row in rows]
+        assert max(counts[1:]) <= counts[0] + 2, counts

@@ -1,0 +1,52 @@
+"""Small runs of the trainer inside worker processes that keep their world between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
+--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
+--pad-vocab-for-tensor-parallel-size 4"""
+
+
+def layout_flags(tp: int, pp: int, vpp: int) -> list[str]:
+    """Flags of a layout."""
+    flags = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
+    return flags + (["--num-virtual-stages-per-pipeline-rank", str(vpp)] if vpp > 1 else [])
+
+
+def run(flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = ()) -> list[dict[str, Any]]:
+    """Trains in this process group and returns the step records (rank 0; empty elsewhere)."""
+    import torch.distributed as dist
+
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.metrics import read_metrics
+    from megatron.training.pretrain import pretrain
+
+    config = resolve(
+        parse_args([*TINY.split(), *flags, "--run-dir", str(run_dir)]), dist.get_world_size()
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain(config, callbacks)
+    if dist.get_rank() != 0:
+        return []
+    return [record for record in read_metrics(run_dir) if record["kind"] == "step"]
+
+
+def join() -> None:
+    """Joins the world of the launcher on gloo, once per worker."""
+    from megatron.training.guard import set_process_defaults
+
+    set_process_defaults()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
