@@ -26,6 +26,7 @@ def train(job: Job) -> str | None:
     config, state, reporter = job.config, job.state, Reporter(job)
     job.fire("on_train_start")
     why: str | None = None
+    saved = state.iteration
     while why is None and _next_batch_fits(job):
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.pass_over(job.batch_schedule.at(state.consumed_samples))
@@ -47,9 +48,12 @@ def train(job: Job) -> str | None:
         if job.checkpointer is not None:
             job.checkpointer.poll()
             wanted = request is not None or _due(config.checkpoint.save_interval, state.iteration)
-            if wanted or why is not None or not _next_batch_fits(job):
+            if wanted:
                 job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
+                saved = state.iteration
     if job.checkpointer is not None:
+        if saved != state.iteration:
+            job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
         job.checkpointer.finish()
     if why is None and not _due(config.batch.eval_interval, state.iteration):
         validate(job, reporter, where="on validation set")

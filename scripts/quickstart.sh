@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# From a bare machine with Python 3.10+ to a trained model: sets up, makes a data set of the Python
+# standard library's sources, trains a GPT of about 8M parameters on two CPU ranks with data
+# parallelism, saves, and goes on with the same run under pipeline parallelism.
+#
+#   bash scripts/quickstart.sh
+#
+#   QUICKSTART_STEPS   steps of the first part (default 60); the second part is half as long
+#   QUICKSTART_DIR     where everything goes     (default runs/quickstart; made anew each time)
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+steps=${QUICKSTART_STEPS:-60}
+run=${QUICKSTART_DIR:-runs/quickstart}
+python=$(bash scripts/setup_env.sh run)
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+if [ -e "$run" ] && [ ! -e "$run/.quickstart" ]; then
+    echo "quickstart: $run exists and is not from an earlier quickstart; set QUICKSTART_DIR" >&2
+    exit 2
+fi
+rm -rf "$run"
+mkdir -p "$run"
+touch "$run/.quickstart"
+
+echo "== 1. data: the standard library's sources, byte by byte"
+"$python" tools/preprocess_data.py --python-stdlib --output-prefix "$run/data/stdlib" --append-eod
+
+flags=(
+    --num-layers 8 --hidden-size 256 --num-attention-heads 8
+    --seq-length 128 --max-position-embeddings 128
+    --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 4 --global-batch-size 16 --train-iters $((steps + steps / 2))
+    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1
+    --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer
+    --data-path "$run/data/stdlib_text_document" --split 95,4,1
+    --eval-interval $((steps / 3)) --eval-iters 4 --log-interval 10
+    --save "$run/checkpoints" --run-dir "$run"
+)
+train() {
+    "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
+        "${flags[@]}" "$@" | grep -v '^  [a-z_0-9]* \.\.'
+}
+
+echo "== 2. train on two ranks, each with a copy of the model (data parallelism), and save"
+train --exit-interval "$steps"
+
+echo "== 3. go on with the same run, each rank holding half of the layers (pipeline parallelism)"
+train --pipeline-model-parallel-size 2 --load "$run/checkpoints"
+
+echo "== 4. what happened"
+"$python" - "$run" <<'PY'
+import sys
+from pathlib import Path
+
+from megatron.training.metrics import read_metrics
+
+run = Path(sys.argv[1])
+records = read_metrics(run)
+layouts = [r["layout"] for r in records if r["kind"] == "run.start"]
+steps = [r for r in records if r["kind"] == "step"]
+evaluations = [r for r in records if r["kind"] == "eval" and r["split"] == "valid"]
+print("layouts:          ", " then ".join(layouts))
+print("validation loss:  ", ", ".join(
+    f"{r['losses']['lm loss']:.3f} at step {r['iteration']}" for r in evaluations))
+tokens = 128 * sum(r["global_batch_size"] for r in steps)
+seconds = sum(r["elapsed_per_iteration_ms"] for r in steps) / 1000
+print(f"trained:           {len(steps)} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
+print(f"files:             {run}/metrics.jsonl (every step), {run}/config.json, {run}/checkpoints")
+print("try next:          other flags of Megatron-LM on pretrain_gpt.py; see README.md")
+losses = [r["losses"]["lm loss"] for r in evaluations]
+sys.exit(0 if losses[-1] < losses[0] else "quickstart: the validation loss did not fall")
+PY
