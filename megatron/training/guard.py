@@ -98,6 +98,8 @@ def set_process_defaults() -> None:
         ".*full scope is deprecated.*",
         ".*torch.distributed.* is deprecated.*",
         "The .grad attribute of a Tensor that is not a leaf",
+        ".*`load_state_dict` is deprecated.*",
+        ".*deprecating ShardedTensor.*",
     ):
         warnings.filterwarnings("ignore", message=known)
     os.environ.setdefault(_TORCH_RESTART, "1")
