@@ -1,0 +1,66 @@
+"""Save under A, load under B: nothing changes, for all pairs of layouts on four ranks."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
+from megatron.core.safe_globals import register_safe_globals
+
+from megatron.training.checkpoint_files import folder_of
+from megatron.training.device import use_device
+from tests.distributed.worker_checkpoints import AFTER, BEFORE, LAYOUTS
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_checkpoints.py")
+NAMES = ["-".join(map(str, layout)) for layout in LAYOUTS]
+PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    run_ranks([WORKER, folder], 4, timeout_s=800).check()
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> object:
+    store = tmp_path_factory.mktemp("store") / "store"
+    with use_device("cpu"):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(840)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_stored_tensor_comes_through_bit_for_bit(output: Path, pair: str) -> None:
+    register_safe_globals()
+    source = folder_of(output / pair.split("_")[0], BEFORE)
+    target = folder_of(output / f"again-{pair}", BEFORE)
+    before, after = load_plain_tensors(str(source)), load_plain_tensors(str(target))
+    stored = {key for key, value in before.items() if isinstance(value, torch.Tensor)}
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        assert sum(key.startswith(f"optimizer.state.{kind}.") for key in stored) >= 9
+    assert before.keys() == after.keys()
+    different = [key for key in sorted(stored) if not torch.equal(before[key], after[key])]
+    assert different == []
+    states = [load_common_state_dict(str(folder)) for folder in (source, target)]
+    counts = [state["copus"]["train_state"]["lr_samples"] for state in states]
+    assert counts[0] == counts[1] == 4 * BEFORE
+    steps = [state["optimizer"]["optimizer"]["param_groups"][0]["step"] for state in states]
+    assert steps == [BEFORE, BEFORE]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_next_losses_equal_the_uninterrupted_run(output: Path, pair: str) -> None:
+    result = json.loads((output / "result.json").read_text())
+    assert len(result["whole"]) == AFTER
+    assert result[pair] == pytest.approx(result["whole"], rel=1e-5)

@@ -1,0 +1,60 @@
+"""Saves under each layout, loads under each other one, and writes what was stored.
+
+worker_checkpoints.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.helpers.jobs import join, layout_flags, run
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (4, 1, 1), (1, 4, 1), (2, 2, 1)]
+BEFORE, AFTER = 3, 4
+COMMON = ["--use-distributed-optimizer", "--train-iters", str(BEFORE + AFTER)]
+COMMON += ["--global-batch-size", "4"]
+
+
+def main(output: Path) -> None:
+    """Writes for each pair the losses after the switch, and saves again what was loaded."""
+    import torch.distributed as dist
+
+    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.checkpoint import Checkpointer
+    from megatron.training.model import Model
+
+    class SaveWhatWasLoaded(Callback):
+        """Writes a checkpoint before the first step."""
+
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        def on_train_start(self, context: CallbackContext) -> None:
+            config = context.config.replace(save=str(self.folder))
+            checkpointer = Checkpointer(config, context.groups, lambda *_: None)
+            model = Model(chunks=context.model, core_config=context.model[0].config)
+            checkpointer.save(model, context.optimizer, context.scheduler, context.state)
+            checkpointer.close()
+
+    join()
+    result: dict[str, list[float]] = {}
+    for layout in LAYOUTS:
+        name = "-".join(map(str, layout))
+        flags = [*COMMON, *layout_flags(*layout), "--save", str(output / name)]
+        run([*flags, "--exit-interval", str(BEFORE)], output / f"run-{name}")
+        for other in LAYOUTS:
+            pair = f"{name}_{'-'.join(map(str, other))}"
+            load = [*COMMON, *layout_flags(*other), "--load", str(output / name)]
+            steps = run(load, output / f"run-{pair}", [SaveWhatWasLoaded(output / f"again-{pair}")])
+            result[pair] = [step["losses"]["lm loss"] for step in steps]
+    steps = run([*COMMON], output / "whole")
+    result["whole"] = [step["losses"]["lm loss"] for step in steps][BEFORE:]
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
