@@ -171,7 +171,7 @@ def summary(rows: list[dict[str, dict[str, float]]], clock: str) -> dict[str, fl
 
 def main() -> int:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
     parser.add_argument("--blocks", type=int, default=12, help="of each side")
     parser.add_argument("--steps", type=int, default=2, help="of a block")
