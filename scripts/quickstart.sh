@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare machine with Python 3.10+ to a trained model: sets up, makes a data set of the Python
-# standard library's sources, trains a GPT of about 8M parameters on two CPU ranks with data
+# standard library's sources, trains a GPT of about 6M parameters on two CPU ranks with data
 # parallelism, saves, and goes on with the same run under pipeline parallelism.
 #
 #   bash scripts/quickstart.sh
