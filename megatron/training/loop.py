@@ -42,8 +42,10 @@ def train(job: Job) -> str | None:
         )
         reporter.record(info)
         _housekeeping(job)
-        why = _why_stop(StopReason.from_code(stop_code), request)
-        if why is None and _due(config.batch.eval_interval, state.iteration):
+        reason = StopReason.from_code(stop_code)
+        why = _why_stop(reason, request)
+        signalled = reason is not None and reason.kind == "signal"
+        if not signalled and _due(config.batch.eval_interval, state.iteration):
             validate(job, reporter)
         if job.checkpointer is not None:
             job.checkpointer.poll()

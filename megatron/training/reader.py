@@ -70,6 +70,8 @@ class BatchReader:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
             worker_init_fn=_leave_signals_to_parent,
+            # An iterator draws a seed when it is made; the model's stream must not move by that.
+            generator=torch.Generator(),
         )
         self._batches: Iterator[dict[str, torch.Tensor]] | None = None
         self._next: _Position | None = None

@@ -1,4 +1,4 @@
-"""Small runs of the trainer inside worker processes that keep their world between runs."""
+"""Small runs of the trainer: as programs of their own, or inside workers that keep their world."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
 
 TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
@@ -22,12 +24,37 @@ def layout_flags(tp: int, pp: int, vpp: int) -> list[str]:
     return flags + (["--num-virtual-stages-per-pipeline-rank", str(vpp)] if vpp > 1 else [])
 
 
+def train(
+    flags: Iterable[str],
+    nproc: int,
+    run_dir: Path,
+    *,
+    base: str = TINY,
+    launcher: Launcher = "direct",
+    timeout_s: float = 240,
+) -> RanksResult:
+    """Runs `pretrain_gpt.py` on `nproc` ranks with the base flags and these."""
+    args = [ROOT / "pretrain_gpt.py", *base.split(), *flags, "--run-dir", run_dir]
+    return run_ranks(args, nproc, timeout_s=timeout_s, launcher=launcher)
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The step records of the committed history of a run."""
+    from megatron.training.metrics import read_metrics
+
+    return [record for record in read_metrics(run_dir) if record["kind"] == "step"]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """The loss of each step of a run."""
+    return [step["losses"]["lm loss"] for step in steps_of(run_dir)]
+
+
 def run(flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = ()) -> list[dict[str, Any]]:
     """Trains in this process group and returns the step records (rank 0; empty elsewhere)."""
     import torch.distributed as dist
 
     from megatron.training.arguments import parse_args, resolve
-    from megatron.training.metrics import read_metrics
     from megatron.training.pretrain import pretrain
 
     config = resolve(
@@ -35,9 +62,7 @@ def run(flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = ()) -> l
     )
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(config, callbacks)
-    if dist.get_rank() != 0:
-        return []
-    return [record for record in read_metrics(run_dir) if record["kind"] == "step"]
+    return steps_of(run_dir) if dist.get_rank() == 0 else []
 
 
 def join() -> None:
