@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a bare machine with Python 3.10+ to a trained model: sets up, makes a data set of the Python
-# standard library's sources, trains a GPT of about 6M parameters on two CPU ranks with data
+# standard library's sources, trains a GPT of about 8M parameters on two CPU ranks with data
 # parallelism, saves, and goes on with the same run under pipeline parallelism.
 #
 #   bash scripts/quickstart.sh
@@ -15,19 +15,24 @@ run=${QUICKSTART_DIR:-runs/quickstart}
 python=$(bash scripts/setup_env.sh run)
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-if [ -e "$run" ] && [ ! -e "$run/.quickstart" ]; then
+mark=$run/.quickstart
+if [ -e "$run" ] && [ ! -e "$mark" ]; then
     echo "quickstart: $run exists and is not from an earlier quickstart; set QUICKSTART_DIR" >&2
     exit 2
 fi
-rm -rf "$run"
 mkdir -p "$run"
-touch "$run/.quickstart"
+exec 9>>"$mark"
+if command -v flock >/dev/null && ! flock -n 9; then
+    echo "quickstart: another quickstart is using $run; wait for it or set QUICKSTART_DIR" >&2
+    exit 2
+fi
+find "$run" -mindepth 1 ! -path "$mark" -delete
 
 echo "== 1. data: the standard library's sources, byte by byte"
 "$python" tools/preprocess_data.py --python-stdlib --output-prefix "$run/data/stdlib" --append-eod
 
 flags=(
-    --num-layers 8 --hidden-size 256 --num-attention-heads 8
+    --num-layers 8 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8
     --seq-length 128 --max-position-embeddings 128
     --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0

@@ -1,0 +1,135 @@
+"""What a user gets wrong ends in one line that names the flag and the fix, and spoils nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.training import checkpoint_files as files
+from tests.helpers.examples import with_values
+from tests.helpers.jobs import TINY, losses_of, train
+from tests.helpers.launch import ROOT, RanksResult, run_ranks
+
+SHORT = ["--train-iters", "4"]
+
+
+def the_error(result: RanksResult, code: int) -> str:
+    """The one line of a run that was refused."""
+    assert result.returncode == code, result.tail()
+    lines = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "flags", "words"),
+    [
+        (1, "--num-attention-heads 3", ["--num-attention-heads 3", "--hidden-size 32"]),
+        (2, "--num-layers 3 --pipeline-model-parallel-size 2", ["--num-layers 3"]),
+        (1, "--global-batch-size 3 --micro-batch-size 2", ["--global-batch-size 3"]),
+        (2, "--tensor-model-parallel-size 3", ["--tensor-model-parallel-size 3", "2"]),
+        (1, "--distributed-backend nccl --device cuda", ["--device"]),
+        (1, "--vocab-size 0", ["--vocab-size"]),
+    ],
+)
+def test_impossible_shapes(tmp_path: Path, nproc: int, flags: str, words: list[str]) -> None:
+    line = the_error(train([*SHORT, *flags.split()], nproc, tmp_path), 2)
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a data set of bytes."""
+    folder = tmp_path_factory.mktemp("data")
+    texts = folder / "texts"
+    texts.mkdir()
+    shutil.copy(Path(shutil.__file__), texts)
+    command = [ROOT / "tools/preprocess_data.py", "--input", texts, "--output-prefix", folder / "d"]
+    run_ranks(command, 1, timeout_s=120, launcher="direct").check()
+    return folder / "d_text_document"
+
+
+def real_data(path: Path | str, tokenizer: str) -> str:
+    """The tiny base flags on a data set."""
+    values = {"--mock-data": None, "--vocab-size": None, "--tokenizer-type": tokenizer}
+    return " ".join([*with_values(TINY, values), "--data-path", str(path), "--split", "1,0,0"])
+
+
+def test_data(tmp_path: Path, data: Path) -> None:
+    missing = real_data(tmp_path / "no_such", "ByteLevelTokenizer")
+    line = the_error(train(SHORT, 1, tmp_path, base=missing), 2)
+    assert "--data-path" in line and "no_such.idx" in line
+    too_small = real_data(data, "NullTokenizer --vocab-size 50")
+    line = the_error(train(SHORT, 1, tmp_path, base=too_small), 2)
+    assert "vocabulary has 51 tokens" in line and "--tokenizer-type" in line
+    cut = tmp_path / "cut"
+    shutil.copy(f"{data}.idx", f"{cut}.idx")
+    Path(f"{cut}.bin").write_bytes(Path(f"{data}.bin").read_bytes()[:-10])
+    line = the_error(train(SHORT, 1, tmp_path, base=real_data(cut, "ByteLevelTokenizer")), 2)
+    assert "cut.bin" in line and "preprocess_data.py" in line
+
+
+def flip_byte(path: Path) -> None:
+    """Changes one byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def test_damaged_checkpoints_are_refused_and_the_one_before_is_offered(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = ["--train-iters", "6", "--save", str(save), "--save-interval", "2"]
+    train([*flags], 2, tmp_path).check()
+    whole = losses_of(tmp_path)
+    assert files.complete_iterations(save) == [2, 4, 6]
+    load = [*flags, "--load", str(save)]
+
+    newest = next(files.folder_of(save, 6).glob("*.distcp"))
+    flip_byte(newest)
+    line = the_error(train(load, 2, tmp_path), 1)
+    assert newest.name in line and "--ckpt-step 4" in line
+
+    (files.folder_of(save, 6) / "metadata.json").unlink()
+    line = the_error(train(load, 1, tmp_path), 1)
+    assert "half-written" in line and "--ckpt-step 4" in line
+
+    (files.folder_of(save, 4) / "common.pt").write_bytes(b"torn")
+    line = the_error(train([*load, "--ckpt-step", "4"], 1, tmp_path), 1)
+    assert "common.pt" in line and "--ckpt-step 2" in line
+
+    again = train([*load, "--ckpt-step", "2"], 2, tmp_path).check()
+    assert "(iteration 2)" in again.stdout
+    assert losses_of(tmp_path) == pytest.approx(whole, rel=1e-6)
+    assert files.read_latest(save) == 6
+    assert files.damage(files.folder_of(save, 6)) == []
+
+
+def test_what_a_checkpoint_forbids_and_what_it_gives(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    train([*SHORT, "--save", str(save)], 1, tmp_path / "first").check()
+    load = ["--load", str(save)]
+    for change, flag in (
+        (["--hidden-size", "64"], "--hidden-size"),
+        (["--seed", "7"], "--seed"),
+        (["--lr", "0.5"], "--lr"),
+        (["--vocab-size", "5000"], "--tokenizer-type"),
+    ):
+        line = the_error(train([*SHORT, *load, *change], 1, tmp_path / "refused"), 2)
+        assert flag in line, line
+    fresh = train([*SHORT, *load, "--finetune", "--seed", "7"], 1, tmp_path / "finetune").check()
+    assert "iteration        1/" in fresh.stdout
+    first, tuned = losses_of(tmp_path / "first"), losses_of(tmp_path / "finetune")
+    assert len(tuned) == 4 and max(tuned) < min(first)
+    few = "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 "
+    few += "--global-batch-size 8 --seq-length 32 --lr 1e-3 --eval-iters 0 --use-checkpoint-args"
+    more = ["--train-iters", "4", *load, "--no-load-optim", "--finetune"]
+    result = train(more, 1, tmp_path / "shape", base=few).check()
+    assert "num_attention_heads" in result.stdout
+    assert losses_of(tmp_path / "shape")[0] == pytest.approx(tuned[0], rel=0.2)
+    nothing = ["--load", str(tmp_path / "empty"), "--exit-on-missing-checkpoint"]
+    line = the_error(train([*SHORT, *nothing], 1, tmp_path / "none"), 1)
+    assert "--load" in line and "no checkpoint" in line

@@ -1,0 +1,180 @@
+"""Flag lists in the style of well-known Megatron-LM examples, through torchrun on four ranks."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers.implementations import ByteLevelBPETokenizer
+
+from megatron.training import checkpoint_files as files
+from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, with_values
+from tests.helpers.jobs import losses_of, steps_of
+from tests.helpers.launch import ROOT, RanksResult, run_ranks
+
+LOG_LINE = re.compile(
+    r"^ \[[-\d:. ]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
+    r"elapsed time per iteration \(ms\): [\d.]+ \|.* learning rate: [\d.E+-]+ \| "
+    r"global batch size: +\d+ \| lm loss: [\d.E+-]+ \| loss scale: [\d.]+ \| grad norm: [\d.]+ \| "
+    r"number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \|",
+    re.MULTILINE,
+)
+
+
+def torchrun(flags: list[str], cwd: Path, nproc: int = 4) -> RanksResult:
+    """Runs in a folder of its own, since the examples name relative places."""
+    return run_ranks([ROOT / "pretrain_gpt.py", *flags], nproc, timeout_s=300, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a GPT-2 style vocabulary and a data set of real text made with it."""
+    folder = tmp_path_factory.mktemp("text")
+    library = Path(shutil.__file__).parent
+    sources = [str(library / name) for name in ("argparse.py", "shutil.py", "tarfile.py")]
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train(sources, vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.save_model(str(folder))
+    vocabulary = ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
+    texts = folder / "texts"
+    texts.mkdir()
+    for source in sources:
+        shutil.copy(source, texts)
+    command = [ROOT / "tools/preprocess_data.py", "--input", texts, "--append-eod", *vocabulary]
+    kind = ["--tokenizer-type", "GPT2BPETokenizer", "--output-prefix", folder / "my"]
+    run_ranks([*command, *kind], 1, timeout_s=120, launcher="direct").check()
+    return folder
+
+
+def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Path) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(text / name, tmp_path)
+    flags = with_values(
+        GPT3,
+        {
+            "--num-layers": "4",
+            "--hidden-size": "64",
+            "--num-attention-heads": "4",
+            "--seq-length": "64",
+            "--max-position-embeddings": "64",
+            "--global-batch-size": "8",
+            "--rampup-batch-size": "4 4 8",
+            "--train-iters": "8",
+            "--lr-decay-iters": "7",
+            "--lr": "2.0e-3",
+            "--log-interval": "1",
+            "--save-interval": "6",
+            "--eval-interval": "4",
+            "--eval-iters": "2",
+            "--data-path": str(text / "my_text_document"),
+            "--split": "70,30,0",
+        },
+    )
+    result = torchrun([*flags, "--exit-interval", "5"], tmp_path).check()
+    assert "gloo" in result.stdout and "--distributed-backend" in result.stdout
+    lines = LOG_LINE.findall(result.stdout)
+    assert [int(iteration) for iteration, _, _ in lines] == [1, 2, 3, 4, 5]
+    assert "validation loss at iteration 4 | lm loss value:" in result.stdout
+    result = torchrun(flags, tmp_path).check()
+    assert "loaded checkpoints/iter_0000005" in result.stdout
+    steps = steps_of(tmp_path / "checkpoints")
+    assert [step["global_batch_size"] for step in steps][:3] == [4, 4, 8]
+    assert steps[-1]["consumed_samples"] == 8 * 8
+    assert losses_of(tmp_path / "checkpoints")[-1] < losses_of(tmp_path / "checkpoints")[0]
+    assert files.read_latest(tmp_path / "checkpoints") == len(steps)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    wanted = {"lm loss", "lm loss vs samples", "learning-rate", "batch-size", "grad-norm"}
+    assert tags >= wanted | {"loss-scale", "lm loss validation"}
+    assert [e.step for e in events.Scalars("lm loss")] == list(range(1, len(steps) + 1))
+
+
+def test_llama_style_trains(tmp_path: Path) -> None:
+    flags = with_values(
+        LLAMA3,
+        {
+            "--num-layers": "4",
+            "--hidden-size": "64",
+            "--ffn-hidden-size": "128",
+            "--num-attention-heads": "4",
+            "--kv-channels": "16",
+            "--seq-length": "64",
+            "--max-position-embeddings": "64",
+            "--global-batch-size": "8",
+            "--train-samples": "40",
+            "--lr-decay-samples": "40",
+            "--lr-warmup-samples": "8",
+            "--decoupled-lr": None,
+            "--vocab-size": "500",
+            "--eval-iters": "2",
+            "--eval-interval": "3",
+        },
+    )
+    result = torchrun(flags, tmp_path).check()
+    assert len(LOG_LINE.findall(result.stdout)) == 5
+    assert "throughput per GPU (TFLOP/s/GPU):" in result.stdout
+    assert "layout" in result.stdout and "TP2" in result.stdout.upper().replace(" ", "")
+    assert files.read_latest(tmp_path / "checkpoints") == 5
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [(MIXTRAL, ["--num-experts 8", "not supported yet"]), (LLAMA3, ["--decoupled-lr"])],
+    ids=["mixtral", "llama-with-decoupled-lr"],
+)
+def test_what_would_change_the_result_is_refused(
+    tmp_path: Path, example: str, words: list[str]
+) -> None:
+    result = torchrun(example.split(), tmp_path)
+    assert result.returncode == 1, "torchrun's own code"
+    assert re.search(r"exitcode *: 2", result.stderr)
+    errors = [line for line in result.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
+    assert len(errors) == 1
+    assert all(word in errors[0] for word in words)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_readme_commands_run(tmp_path: Path) -> None:
+    """Preprocess and train, as printed, with fewer steps; a second time under other layouts."""
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
+    joined = [" ".join(c.replace("\\\n", " ").split()) for c in commands]
+    preprocess = next(c for c in joined if c.startswith("python tools/preprocess_data.py"))
+    train = next(c for c in joined if c.startswith("torchrun"))
+    texts = tmp_path / "my_texts"
+    texts.mkdir()
+    shutil.copy(Path(shutil.__file__).with_name("tarfile.py"), texts)
+    program, *flags = preprocess.split()[1:]
+    made = run_ranks([ROOT / program, *flags], 1, timeout_s=120, cwd=tmp_path, launcher="direct")
+    made.check()
+    nproc, program, *flags = train.removeprefix("torchrun --nproc-per-node ").split()
+    assert (nproc, program) == ("4", "pretrain_gpt.py")
+    fewer = {"--train-iters": "8", "--eval-interval": "4", "--save-interval": "4"}
+    flags = with_values(" ".join(flags), {**fewer, "--eval-iters": "1"})
+    first = torchrun([*flags, "--exit-interval", "4"], tmp_path).check()
+    assert "saved iteration 4" in first.stdout
+    other = with_values(" ".join(flags), {"--pipeline-model-parallel-size": "1"})
+    second = torchrun(other, tmp_path, nproc=2).check()
+    assert "loaded checkpoints/iter_0000004" in second.stdout
+    losses = losses_of(tmp_path / "checkpoints")
+    assert len(losses) == 8 and losses[-1] < losses[0]
+
+
+def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
+    from megatron.training.config import GROUPS
+    from megatron.training.config.fields import option_specs
+
+    known = {s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings}
+    preprocess = (ROOT / "megatron/training/preprocessing.py").read_text()
+    preprocess += (ROOT / "tools/preprocess_data.py").read_text()
+    for page in ("README.md", "docs/user-guide.md"):
+        words = (ROOT / page).read_text()
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", words)):
+            also = flag in ("--nproc-per-node", "--copus", "--help") or f'"{flag}"' in preprocess
+            assert flag in known or also, f"{page} names {flag}"
+        for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):
+            assert (ROOT / path).exists(), f"{page} names {path}"

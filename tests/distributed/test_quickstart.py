@@ -1,0 +1,39 @@
+"""The first of the README's two commands, shortened."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.launch import ROOT
+
+
+def quickstart(folder: Path, steps: int) -> subprocess.CompletedProcess[str]:
+    """Runs the script with this test's own environment of Python."""
+    venv = Path(sys.prefix)
+    extra = {"QUICKSTART_STEPS": str(steps), "QUICKSTART_DIR": str(folder)}
+    return subprocess.run(
+        ["bash", "scripts/quickstart.sh"],
+        cwd=ROOT,
+        env={**os.environ, **extra, "COPUS_VENV": str(venv)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def test_it_trains_saves_and_goes_on_under_another_layout(tmp_path: Path) -> None:
+    done = quickstart(tmp_path / "run", 12)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layouts:" in done.stdout and " then " in done.stdout
+    assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "18\n"
+
+
+def test_it_touches_no_folder_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "keep").write_text("mine")
+    done = quickstart(tmp_path, 12)
+    assert done.returncode == 2
+    assert "QUICKSTART_DIR" in done.stderr
+    assert (tmp_path / "keep").read_text() == "mine"
