@@ -26,14 +26,19 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     rows: list[dict[str, Any]], number: int
 ) -> None:
-    first, row = rows[0], rows[number]
+    model = CASES[number][0]
+    first, row = rows[[case[0] for case in CASES].index(model)], rows[number]
+    loss, norm = (1e-2, 1e-1) if model.endswith("bf16") else (1e-5, 1e-4)
     assert len(row["losses"]) == 20
-    assert row["losses"] == pytest.approx(first["losses"], rel=1e-5)
-    assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=1e-4)
+    assert row["losses"] == pytest.approx(first["losses"], rel=loss)
+    assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=norm)
+    assert len(row["evaluations"]) == 3, "two of the validation, one of the test samples"
+    assert row["evaluations"] == pytest.approx(first["evaluations"], rel=loss)
 
 
 def test_the_run_learns(rows: list[dict[str, Any]]) -> None:
-    assert rows[0]["losses"][-1] < rows[0]["losses"][0] - 0.1
+    for row in rows:
+        assert row["losses"][-1] < row["losses"][0] - 0.1
 
 
 def test_no_layout_leaves_groups_behind(rows: list[dict[str, Any]]) -> None:

@@ -9,23 +9,35 @@ import json
 import sys
 from pathlib import Path
 
-from tests.helpers.jobs import join, layout_flags, run
+from tests.helpers.jobs import TINY, TINY_GPT2, evaluations_of, join, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BASES = {"llama": TINY, "gpt2": TINY_GPT2, "llama-bf16": f"{TINY} --bf16"}
+# The first case of a model is what its others are compared with.
 CASES = [
-    (1, 1, 1, ""),
-    (1, 1, 1, OVERLAP),
-    (2, 1, 1, SHARDED),
-    (2, 1, 1, "--sequence-parallel"),
-    (4, 1, 1, ""),
-    (1, 2, 1, SHARDED),
-    (1, 4, 1, ""),
-    (2, 2, 1, "--sequence-parallel"),
-    (1, 2, 2, ""),
-    (1, 2, 2, f"{SHARDED} --overlap-grad-reduce"),
-    (2, 2, 2, f"{SHARDED} --sequence-parallel"),
+    ("llama", 1, 1, 1, ""),
+    ("llama", 1, 1, 1, OVERLAP),
+    ("llama", 2, 1, 1, SHARDED),
+    ("llama", 2, 1, 1, "--sequence-parallel"),
+    ("llama", 4, 1, 1, ""),
+    ("llama", 1, 2, 1, SHARDED),
+    ("llama", 1, 4, 1, ""),
+    ("llama", 2, 2, 1, "--sequence-parallel"),
+    ("llama", 1, 2, 2, ""),
+    ("llama", 1, 2, 2, f"{SHARDED} --overlap-grad-reduce"),
+    ("llama", 2, 2, 2, f"{SHARDED} --sequence-parallel"),
+    ("gpt2", 1, 1, 1, SHARDED),
+    ("gpt2", 4, 1, 1, "--sequence-parallel"),
+    ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),
+    ("gpt2", 1, 4, 1, RECOMPUTE),
+    ("gpt2", 1, 2, 2, f"{OVERLAP} {RECOMPUTE}"),
+    ("llama-bf16", 1, 1, 1, OVERLAP),
+    ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
+    ("llama-bf16", 1, 2, 2, f"--no-create-attention-mask-in-dataloader {RECOMPUTE}"),
 ]
+EVALUATION = "--eval-iters 2 --eval-interval 10"
 
 
 def main(output: Path) -> None:
@@ -35,14 +47,16 @@ def main(output: Path) -> None:
 
     join()
     rows = []
-    for number, (tp, pp, vpp, more) in enumerate(CASES):
+    for number, (model, tp, pp, vpp, more) in enumerate(CASES):
         flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", "20"]
-        steps = run(flags, output / str(number))
+        base = f"{BASES[model]} {EVALUATION}"
+        steps = run(flags, output / str(number), base=base)
         process = psutil.Process()
         rows.append(
             {
                 "losses": [step["losses"]["lm loss"] for step in steps],
                 "grad_norms": [step["grad_norm"] for step in steps],
+                "evaluations": evaluations_of(output / str(number)) if steps else [],
                 "num_fds": process.num_fds(),
                 "num_threads": process.num_threads(),
             }

@@ -18,6 +18,14 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 --pad-vocab-for-tensor-parallel-size 4"""
 
 
+TINY_GPT2 = """--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
+--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --group-query-attention
+--num-query-groups 4 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
+--pad-vocab-for-tensor-parallel-size 4"""
+"""Tied embeddings, learned positions, LayerNorm, GELU, biases, grouped queries."""
+
+
 def layout_flags(tp: int, pp: int, vpp: int) -> list[str]:
     """Flags of a layout."""
     flags = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
@@ -50,7 +58,17 @@ def losses_of(run_dir: Path) -> list[float]:
     return [step["losses"]["lm loss"] for step in steps_of(run_dir)]
 
 
-def run(flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = ()) -> list[dict[str, Any]]:
+def evaluations_of(run_dir: Path) -> list[float]:
+    """The losses of the evaluations of a run, in order."""
+    from megatron.training.metrics import read_metrics
+
+    records = read_metrics(run_dir)
+    return [record["losses"]["lm loss"] for record in records if record["kind"] == "eval"]
+
+
+def run(
+    flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = (), *, base: str = TINY
+) -> list[dict[str, Any]]:
     """Trains in this process group and returns the step records (rank 0; empty elsewhere)."""
     import torch.distributed as dist
 
@@ -58,7 +76,7 @@ def run(flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = ()) -> l
     from megatron.training.pretrain import pretrain
 
     config = resolve(
-        parse_args([*TINY.split(), *flags, "--run-dir", str(run_dir)]), dist.get_world_size()
+        parse_args([*base.split(), *flags, "--run-dir", str(run_dir)]), dist.get_world_size()
     )
     with contextlib.redirect_stdout(io.StringIO()):
         pretrain(config, callbacks)
