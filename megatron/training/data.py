@@ -35,18 +35,14 @@ Blend = tuple[list[str], list[float] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Datasets:
-    """What a rank reads: None on ranks that read no data. The rest is the same on every rank."""
+    """What a run reads; the same on every rank."""
 
-    train: SampleSource | None
+    train: SampleSource
     """Samples to train on, in the order of the run."""
     valid: SampleSource | None
     """Samples to validate on; None when there are none."""
     test: SampleSource | None
     """Samples to test on; None when there are none."""
-    has_valid: bool
-    """Whether there are validation samples; the same on every rank."""
-    has_test: bool
-    """Whether there are test samples; the same on every rank."""
     notes: tuple[str, ...] = ()
     """One line per thing the user should know, for rank 0 to print."""
 
@@ -70,7 +66,6 @@ def build_datasets(
     seed: int,
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
-    is_data_rank: bool,
     run_dir: str | os.PathLike[str] | None = None,
 ) -> Datasets:
     """Build the train, validation and test data sets.
@@ -85,7 +80,6 @@ def build_datasets(
         tokenizer: Gives the vocabulary size and the end-of-document token.
         num_samples: Samples for train, valid and test; 0 leaves a split out. Frozen for the life of
             the run, since the order of samples depends on it.
-        is_data_rank: Whether this rank reads samples.
         run_dir: Folder for index files when the folder of the data is read-only and no
             `--data-cache-path` is given.
 
@@ -110,26 +104,15 @@ def build_datasets(
     )
     sizes, notes = _usable_sizes(options, plan, num_samples)
     _leave_out(options, sizes)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    # megatron-core wants the data built on rank 0 whether or not that rank reads it.
-    build_here = is_data_rank or rank == 0
     kind = MockGPTDataset if data.mock_data else GPTDataset
     with _cache_errors(options.path_to_cache):
-        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: build_here, options).build()
+        built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, options).build()
     for name, dataset, size in zip(SPLIT_NAMES, built, sizes, strict=True):
         _check_length(name, dataset, size)
     train, valid, test = (
-        dataset if is_data_rank and size else None
-        for dataset, size in zip(built, sizes, strict=True)
+        dataset if size else None for dataset, size in zip(built, sizes, strict=True)
     )
-    return Datasets(
-        train=train,  # type: ignore[arg-type]
-        valid=valid,  # type: ignore[arg-type]
-        test=test,  # type: ignore[arg-type]
-        has_valid=sizes[1] > 0,
-        has_test=sizes[2] > 0,
-        notes=notes,
-    )
+    return Datasets(train=train, valid=valid, test=test, notes=notes)  # type: ignore[arg-type]
 
 
 def parse_blend(words: Sequence[str] | None, flag: str) -> Blend | None:

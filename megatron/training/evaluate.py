@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import torch
@@ -25,7 +26,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
     Args:
         job: the model and its layout.
         reader: of the validation or test data set.
-        split: `eval` or `test`, the middle of the events' names.
+        split: `valid` or `test`.
 
     Returns:
         The loss in nats per token, or None when a signal cut the evaluation short.
@@ -33,13 +34,16 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
     config = job.config
     size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
     layout = config.layout
+    event = "on_eval" if split == "valid" else "on_test"
+    if config.runtime.manual_gc and config.runtime.manual_gc_eval:
+        gc.collect()
     for chunk in job.model.chunks:
         chunk.eval()
-    job.fire(f"on_{split}_start")
+    job.fire(f"{event}_start")
     total = tokens = 0.0
     reason = None
     for i in range(config.batch.eval_iters):
-        job.fire(f"on_{split}_step_start")
+        job.fire(f"{event}_step_start")
         where = {
             "num_samples": size,
             "start": i * size,
@@ -54,7 +58,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
         stop = job.local_stop(job.state.iteration)
         part, number, code = share_numbers(job, losses, stop.code if stop else 0)
         total, tokens, reason = total + part, tokens + number, StopReason.from_code(code)
-        job.fire(f"on_{split}_step_end")
+        job.fire(f"{event}_step_end")
         if reason is not None and reason.kind == "signal":
             break
     for chunk in job.model.chunks:
@@ -62,5 +66,5 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
     if reason is not None and reason.kind == "signal":
         return None
     loss = total / tokens if tokens else math.nan
-    job.fire(f"on_{split}_end", loss_dict={"lm loss": loss})
+    job.fire(f"{event}_end", loss_dict={"lm loss": loss})
     return loss

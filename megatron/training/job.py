@@ -74,6 +74,7 @@ class Job:
         return any(chunk.pre_process or chunk.post_process for chunk in self.model.unwrapped)
 
     @property
-    def remaining_samples(self) -> int:
-        """Training samples left."""
-        return self.config.batch.train_samples - self.state.consumed_samples
+    def next_batch_fits(self) -> bool:
+        """Whether the samples left are enough for the next step."""
+        left = self.config.batch.train_samples - self.state.consumed_samples
+        return self.batch_schedule.at(self.state.consumed_samples) <= left

@@ -24,6 +24,7 @@ _CUTS = "uneven cuts come with the planner; choose a --num-layers that divides e
 _MODEL = "this trainer does not build such a model; remove the flag"
 _TASK = "only pre-training of a decoder-only GPT is supported; remove the flag"
 _STATE = "checkpoints are always torch_dist folders in --save; remove the flag"
+_STRICT = "a checkpoint that is not exactly this model is always refused; remove the flag"
 _GRAPHS = "CUDA graphs are not supported; remove the flag"
 _OTHER = "it is not supported and would change the run; remove the flag"
 _RESTART = "restarts are left to the launcher; remove the flag"
@@ -81,7 +82,8 @@ _HARMLESS: dict[int | str, str] = {
        --disable-straggler-on-startup --log-energy --log-progress --profile --use-pytorch-profiler
        --record-memory-history --no-log-loss-scale-to-tensorboard --no-barrier-with-level-1-timing
        --run-workload-inspector-server --use-cpu-initialization --use-persistent-ckpt-worker
-       --ckpt-fully-parallel-save --use-dist-ckpt --auto-detect-ckpt-format
+       --ckpt-fully-parallel-save --ckpt-fully-parallel-load --use-dist-ckpt
+       --ckpt-assume-constant-structure --auto-detect-ckpt-format
        --no-use-tokenizer-model-from-checkpoint-args --dist-ckpt-save-pre-mcore-014 --disable-msc
        --legacy-tokenizer --test-mode --check-for-spiky-loss --check-for-large-grads
        --no-align-grad-reduce --no-align-param-gather --ddp-pad-buckets-for-high-nccl-busbw
@@ -141,6 +143,7 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
     ("--num-experts", 1, "none", _MOE),
     ("--expert-model-parallel-size --expert-tensor-parallel-size", 1, "1", _MOE),
     ("--context-parallel-size", 1, "1", _CP),
+    ("--dist-ckpt-strictness", 1, "assume_ok_unexpected raise_unexpected raise_all", _STRICT),
     ("--hierarchical-context-parallel-sizes", "+", "1", _CP),
     ("--hybrid-context-parallel", 0, "", _CP),
     ("--fp8-format --fp4-format", 1, "none", _FP8),

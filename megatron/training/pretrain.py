@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,8 @@ def _run(
             received=signals.received,
         )
         # After an error the ranks are no longer in step: the groups then go with the process.
-        why = None if config.batch.skip_train else train(job)
+        with _garbage_collection(automatic=not config.runtime.manual_gc):
+            why = None if config.batch.skip_train else train(job)
         if why is not None:
             log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
         tracker.event(
@@ -114,6 +117,21 @@ def _run(
         )
         tear_down(job)
     return state
+
+
+@contextlib.contextmanager
+def _garbage_collection(*, automatic: bool) -> Iterator[None]:
+    """Leaves collection to the loop if it is not automatic: ranks that collect at different times
+    wait for each other."""
+    was_enabled = gc.isenabled()
+    if not automatic:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _tokenizer_flags(config: Config) -> dict[str, Any]:
@@ -219,7 +237,6 @@ def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
         seed=config.runtime.seed,
         tokenizer=tokenizer,
         num_samples=(config.batch.train_samples, evaluation, evaluation),
-        is_data_rank=True,
         run_dir=config.checkpoint.save,
     )
     for note in datasets.notes:

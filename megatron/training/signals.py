@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -20,7 +20,8 @@ _FIRST_SIGNAL_CODE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:
-    """Why the run leaves at this step boundary. Greater `code` wins when ranks differ."""
+    """Why the run leaves at this step boundary. Clocks and signals differ between ranks, and one
+    that leaves alone hangs the others: the greatest `code` of all ranks wins on all of them."""
 
     kind: Literal["signal", "duration", "interval"]
     """`--exit-interval`, `--exit-duration-in-mins`, or a signal."""
@@ -147,18 +148,6 @@ def stop_reason(
     if exit_interval and iteration % exit_interval == 0:
         return StopReason(kind="interval")
     return None
-
-
-def agree(local: StopReason | None, all_reduce_max: Callable[[int], int]) -> StopReason | None:
-    """Returns the reason that all ranks leave for, the same on every rank.
-
-    Clocks and signals differ between ranks; one rank that leaves alone hangs the others.
-
-    Args:
-        local: this rank's own `stop_reason`.
-        all_reduce_max: collective over all ranks: the largest of the given numbers.
-    """
-    return StopReason.from_code(all_reduce_max(local.code if local else 0))
 
 
 def _signal_of(name: str) -> signal.Signals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from megatron.training.callbacks import StepInfo
 from megatron.training.job import Job
 from megatron.training.optimizer import learning_rate, optimizer_step
 from megatron.training.parallel import seed_step
+from megatron.training.signals import StopReason
 
 Batch = dict[str, torch.Tensor]
 
@@ -114,11 +116,11 @@ def share_numbers(job: Job, losses: torch.Tensor, stop_code: int) -> tuple[float
     return total, tokens, int(rows[:, 2].max().item())
 
 
-def train_step(job: Job) -> tuple[StepInfo, int]:
+def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
     """Takes one step from `state.consumed_samples` and counts it. All ranks take part.
 
     Returns:
-        The step, and the stop code that the ranks agree on (0: go on).
+        The step, and why the ranks agree to stop after it (None: go on).
     """
     started = time.monotonic()
     config, state = job.config, job.state
@@ -142,8 +144,10 @@ def train_step(job: Job) -> tuple[StepInfo, int]:
     job.optimizer.zero_grad()
     losses = run_schedule(job, batches, num_microbatches, forward_only=False)
     job.fire("on_grads_ready")
+    _empty_cache(job, level=1)
     rate = learning_rate(job.optimizer)
     result = optimizer_step(job.optimizer)
+    _empty_cache(job, level=2)
     if result.updated:
         job.scheduler.step(increment=global_batch_size)
     stop = job.local_stop(state.iteration + 1)
@@ -168,4 +172,13 @@ def train_step(job: Job) -> tuple[StepInfo, int]:
         updated=result.updated,
         elapsed_s=time.monotonic() - started,
     )
-    return info, stop_code
+    interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
+    if interval and state.iteration % interval == 0:
+        gc.collect()
+    return info, StopReason.from_code(stop_code)
+
+
+def _empty_cache(job: Job, *, level: int) -> None:
+    """Returns unused memory to the GPU if `--empty-unused-memory-level` is at least `level`."""
+    if job.device.is_cuda and job.config.runtime.empty_unused_memory_level >= level:
+        torch.cuda.empty_cache()

@@ -54,7 +54,6 @@ def build(num_samples=(40, 0, 0), *, seed=3, tokenizer=TOKENIZER, run_dir=None, 
         seed=seed,
         tokenizer=tokenizer,
         num_samples=num_samples,
-        is_data_rank=True,
         run_dir=run_dir,
     )
 
@@ -102,8 +101,8 @@ def test_evaluation_does_not_move_the_training_order(corpus):
     alone = build((40, 0, 0), data_path=(corpus,), split="8,1,1")
     both = build((40, 7, 3), data_path=(corpus,), split="8,1,1")
     assert starts(alone.train) == starts(both.train)
-    assert (alone.has_valid, alone.has_test) == (False, False)
-    assert (both.has_valid, both.has_test) == (True, True)
+    assert alone.valid is None and alone.test is None
+    assert both.valid is not None and both.test is not None
 
 
 def test_splits_share_no_document(corpus):
@@ -119,7 +118,7 @@ def test_separate_paths_per_split(corpus, tmp_path):
     valid = write_corpus(tmp_path / "valid", [100], first_token=5000)
     built = build((40, 5, 5), train_data_path=(corpus,), valid_data_path=(valid,))
     assert min(starts(built.valid)) >= 5000 > max(starts(built.train))
-    assert built.test is None and not built.has_test
+    assert built.test is None
     assert any("--test-data-path" in note for note in built.notes)
 
 
@@ -142,7 +141,7 @@ def test_an_unweighted_blend_is_one_epoch(corpus, tmp_path):
 def test_mock_data_fits_the_vocabulary():
     tokenizer = build_tokenizer(tokenizer_type="NullTokenizer", vocab_size=50)
     built = build((20, 4, 0), tokenizer=tokenizer, mock_data=True)
-    assert built.has_valid and not built.has_test
+    assert built.valid is not None and built.test is None
     assert all(int(built.train[i]["tokens"].max()) < 51 for i in range(20))
     assert starts(built.train, 20) == starts(
         build((20, 0, 0), tokenizer=tokenizer, mock_data=True).train, 20
@@ -176,21 +175,9 @@ def test_a_data_set_made_again_does_not_meet_old_indices(tmp_path):
 def test_an_empty_split_turns_its_evaluation_off_with_a_note(tmp_path):
     prefix = write_corpus(tmp_path / "small", [100] * 3)
     built = build((10, 5, 5), data_path=(prefix,))
-    assert built.train is not None and not built.has_valid and not built.has_test
+    assert built.train is not None and not built.valid is not None and built.test is None
     assert len(built.notes) == 2
     assert "3 documents" in built.notes[0] and "valid" in built.notes[0]
-
-
-def test_ranks_that_read_nothing_get_nothing(corpus):
-    built = build_datasets(
-        make_config(data_path=(corpus,), split="8,1,1"),
-        seq_length=SEQ,
-        seed=3,
-        tokenizer=TOKENIZER,
-        num_samples=(10, 5, 0),
-        is_data_rank=False,
-    )
-    assert built.train is None and built.valid is None and built.has_valid
 
 
 def truncate(path: str, size: int) -> None:

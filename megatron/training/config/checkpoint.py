@@ -25,26 +25,8 @@ class CheckpointConfig:
         "torch_dist", choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")
     )
     """Checkpoint format; only torch_dist is supported."""
-    ckpt_fully_parallel_load: bool = option(False)
-    """Share out reading over the data-parallel ranks."""
     ckpt_fully_parallel_save: bool = option(True, "--no-ckpt-fully-parallel-save")
     """Share out writing over the data-parallel ranks."""
-    ckpt_assume_constant_structure: bool = option(False)
-    """Keep the save plan between checkpoints of one layout."""
-    dist_ckpt_strictness: str = option(
-        "assume_ok_unexpected",
-        choices=(
-            "assume_ok_unexpected",
-            "log_unexpected",
-            "log_all",
-            "raise_unexpected",
-            "raise_all",
-            "return_unexpected",
-            "return_all",
-            "ignore_all",
-        ),
-    )
-    """What to do with keys that only the checkpoint or only the model has."""
     dist_ckpt_optim_fully_reshardable: bool = option(False)
     """Accepted; the optimizer is always saved in the format that loads under any layout."""
     distrib_optim_fully_reshardable_mem_efficient: bool = option(False)

@@ -27,7 +27,7 @@ class RuntimeConfig:
     manual_gc_eval: bool = option(True, "--no-manual-gc-eval")
     """Collect garbage around evaluations with --manual-gc."""
     empty_unused_memory_level: int = option(0, choices=(0, 1, 2))
-    """Empty the CUDA cache: 0 never, 1 and 2 once and twice per iteration."""
+    """Empty the CUDA cache: 0 never, 1 before each optimizer step, 2 after it too."""
     ignored_flags: tuple[str, ...] = derived(())
     """Flags of Megatron-LM that were given and have no effect here."""
     notes: tuple[str, ...] = derived(())

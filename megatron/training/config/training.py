@@ -39,9 +39,9 @@ class BatchConfig:
     exit_duration_in_mins: int | None = option(None)
     """Save and leave after this many minutes."""
     exit_signal_handler: bool = option(False)
-    """Save and leave when --exit-signal arrives on any rank."""
+    """Accepted; SIGTERM, SIGUSR1 and --exit-signal on any rank always save and stop the run."""
     exit_signal: str = option("SIGTERM")
-    """Name of the signal that --exit-signal-handler waits for."""
+    """Name of one more signal that saves and stops the run."""
     calculate_per_token_loss: bool = option(False)
     """Average the loss over the tokens of the global batch instead of over micro-batches."""
     initial_global_batch_size: int = derived(None)
@@ -135,6 +135,6 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = option(False)
     """Add up and reduce gradients in bfloat16."""
     check_for_nan_in_loss_and_grad: bool = option(True, "--no-check-for-nan-in-loss-and-grad")
-    """Look for NaN and inf in losses and gradients."""
+    """Accepted; a gradient that is not finite always skips its step."""
     params_dtype: str = derived(None)
     """Format of the weights: fp32, bf16 or fp16."""
