@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+_PATIENCE_S = 10
+
 
 def main(argv: list[str] | None = None) -> int:
     """Parses flags and trains.
@@ -53,13 +55,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    """Prints the error on rank 0; the others give it time to, since a launcher ends all ranks with
-    the first."""
-    if int(os.environ.get("RANK", "0")) == 0:
-        sys.stdout.flush()
-        print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)
+    """Prints the error on rank 0. The others give it time to, since a launcher ends all ranks with
+    the first that fails; one that is still there then has an error of its own."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(_PATIENCE_S)
+    sys.stdout.flush()
+    where = f" on rank {rank}" if rank else ""
+    print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
     return code
 
 

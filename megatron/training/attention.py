@@ -22,7 +22,8 @@ class SdpaAttention(MegatronModule):
 
     Args:
         config: head counts, dropout.
-        layer_number: global, from 1; only used by `apply_query_key_layer_scaling`.
+        layer_number: unused: what `apply_query_key_layer_scaling` divides by before the softmax it
+            multiplies by inside, so that only fp16 score matrices, which are not made here, change.
         attn_mask_type: must be causal.
         attention_type: unused, part of the interface.
         attention_dropout: overrides the configured probability.
@@ -49,8 +50,6 @@ class SdpaAttention(MegatronModule):
         self.grouped = config.num_query_groups != config.num_attention_heads
         self.output_size = config.kv_channels * config.num_attention_heads // tp_size
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self.softmax_scale /= max(1, layer_number)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(

@@ -31,6 +31,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.training import agreed_save
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
 from megatron.training.config import Config
@@ -119,6 +120,7 @@ class Checkpointer:
         self.groups = groups
         self.on_event = on_event
         self.queue = AsyncCallsQueue()
+        agreed_save.register()
         self.pending: list[tuple[int, int, float]] = []
         # The first save starts a helper process that imports torch again; pay for that beside the
         # first steps.
@@ -141,7 +143,7 @@ class Checkpointer:
         iteration = state.iteration
         self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
         folder = files.folder_of(self.root, iteration)
-        self._raise_if(self._prepare(folder, model), iteration)
+        self._raise_if(self._prepare(iteration, model), iteration)
         request, problem = None, None
         try:
             for chunk in model.chunks:
@@ -158,14 +160,18 @@ class Checkpointer:
                 {**sharded, **common_state(self.config, state, scheduler)},
                 str(folder),
                 self._strategy(),
-                async_sharded_save=self.config.checkpoint.async_save,
+                async_sharded_save=True,
                 content_metadata=metadata,
             )
+            assert request is not None
+            agreed_save.finish_in_step(request)
+            if not self.config.checkpoint.async_save:
+                request.execute_sync()
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
             problem = _root_cause(error)
         self._raise_if(first_problem(problem), iteration)
-        if request is None:
+        if request is None or not self.config.checkpoint.async_save:
             self._commit(iteration, state.consumed_samples, started)
             return
         self.queue.schedule_async_request(request)
@@ -188,13 +194,12 @@ class Checkpointer:
 
     def _finalize(self, *, blocking: bool) -> None:
         iteration = self.pending[0][0]
-        problem, done = None, []
+        done = []
         try:
             done = self.queue.maybe_finalize_async_calls(blocking=blocking)
-        except TORCH_ERRORS as error:
+        except TORCH_ERRORS as error:  # raised on every rank, but only rank 0's says what happened
             logger.debug("saving failed", exc_info=True)
-            problem = _root_cause(error)
-        self._raise_if(problem, iteration)
+            self._raise_if(first_problem(_root_cause(error)), iteration)
         for _ in done:
             self._commit(*self.pending.pop(0))
 
@@ -204,24 +209,20 @@ class Checkpointer:
             strategy = FullyParallelSaveStrategyWrapper(strategy, self.groups.dp_cp)
         return strategy
 
-    def _prepare(self, folder: Path, model: Model) -> str | None:
+    def _prepare(self, iteration: int, model: Model) -> str | None:
         """Makes an empty folder, if the file system has room. Returns the problem, on every
         rank."""
         needed = self._expected_bytes(model)
         problem = None
         if dist.get_rank() == 0:
             try:
-                self.root.mkdir(parents=True, exist_ok=True)
-                if folder.exists():
-                    files.remove(self.root, int(folder.name.removeprefix("iter_")))
+                files.begin(self.root, iteration)
                 free = shutil.disk_usage(self.root).free
                 if free < _SPACE_MARGIN * needed:
                     problem = (
                         f"{free / 1e6:.0f} MB are free and about {needed / 1e6:.0f} MB are needed"
                     )
-                else:
-                    folder.mkdir()
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 problem = _root_cause(error)
         return from_rank_zero(problem)
 
@@ -252,8 +253,7 @@ class Checkpointer:
         if problem is None and dist.get_rank() == 0:
             try:
                 merged = {name: value for _, part in gathered for name, value in part.items()}
-                files.write_manifest(folder, iteration, merged)
-                files.write_atomically(self.root / files.TRACKER, f"{iteration}\n")
+                files.finish(self.root, iteration, merged)
             except OSError as error:
                 problem = _root_cause(error)
         self._raise_if(from_rank_zero(problem), iteration)
@@ -277,7 +277,7 @@ class Checkpointer:
         self.pending.clear()
         self.on_event("failed", iteration, {"reason": problem})
         if dist.get_rank() == 0:
-            files.remove(self.root, iteration)
+            files.discard(self.root, iteration)
         try:
             latest = files.read_latest(self.root)
         except (OSError, ValueError):

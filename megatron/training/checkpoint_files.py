@@ -4,12 +4,15 @@ bytes are intact.
     <save>/latest_checkpointed_iteration.txt      replaced last, atomically
     <save>/iter_0000100/                          metadata.json marks a finished write,
                                                   manifest.json has size and CRC-32 of every file
+    <save>/iter_0000100.unfinished                while we write or remove that folder; only folders
+                                                  with this mark are ever tidied up
 
 Nothing here needs torch or a process group.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +23,7 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
+_UNFINISHED = ".unfinished"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -58,17 +62,68 @@ def read_latest(root: Path) -> int | None:
 
 def complete_iterations(root: Path) -> list[int]:
     """Iterations whose checkpoint was written to the end, oldest first."""
-    return sorted(_iterations(root, complete=True))
+    return sorted(i for i in _iterations(root) if is_complete(root, i))
 
 
-def _iterations(root: Path, *, complete: bool) -> Iterator[int]:
+def is_complete(root: Path, iteration: int) -> bool:
+    """Whether the checkpoint of an iteration was written to the end."""
+    is_marked = (folder_of(root, iteration) / CORE_MARK).is_file()
+    return is_marked and not _mark_of(root, iteration).exists()
+
+
+def _iterations(root: Path) -> Iterator[int]:
     if not root.is_dir():
         return
     for folder in root.iterdir():
         number = folder.name.removeprefix("iter_")
-        is_checkpoint = folder.name.startswith("iter_") and number.isdigit() and folder.is_dir()
-        if is_checkpoint and (folder / CORE_MARK).is_file() == complete:
+        if folder.name.startswith("iter_") and number.isdigit() and folder.is_dir():
             yield int(number)
+
+
+def _mark_of(root: Path, iteration: int) -> Path:
+    folder = folder_of(root, iteration)
+    return folder.with_name(folder.name + _UNFINISHED)
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """Makes an empty folder for the checkpoint of an iteration, marked unfinished.
+
+    What is left there of an earlier try goes, and so does a complete checkpoint of the iteration,
+    after the tracker names the one before it.
+
+    Raises:
+        FileExistsError: there is a folder of that name that is no such checkpoint.
+        OSError: the file system refuses.
+    """
+    folder = folder_of(root, iteration)
+    root.mkdir(parents=True, exist_ok=True)
+    if is_complete(root, iteration):
+        _step_back(root, iteration)
+        remove(root, iteration)
+    discard(root, iteration)
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there and is no checkpoint of this format: move it")
+    _mark_of(root, iteration).touch()
+    folder.mkdir()
+    return folder
+
+
+def finish(root: Path, iteration: int, sums: dict[str, tuple[int, int]]) -> None:
+    """Makes a written checkpoint the latest: manifest, mark, tracker, in this order."""
+    write_manifest(folder_of(root, iteration), iteration, sums)
+    _mark_of(root, iteration).unlink()
+    write_atomically(root / TRACKER, f"{iteration}\n")
+
+
+def _step_back(root: Path, iteration: int) -> None:
+    """Lets the tracker name the checkpoint before `iteration`, if it names that."""
+    if read_latest(root) != iteration:
+        return
+    older = [i for i in complete_iterations(root) if i < iteration]
+    if older:
+        write_atomically(root / TRACKER, f"{older[-1]}\n")
+    else:
+        (root / TRACKER).unlink()
 
 
 def data_files(folder: Path) -> list[str]:
@@ -134,6 +189,8 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
     """
     if not (folder / CORE_MARK).is_file():
         return [f"{folder} is half-written: it has no {CORE_MARK}"]
+    if folder.with_name(folder.name + _UNFINISHED).exists():
+        return [f"{folder} is half-written: {folder.name}{_UNFINISHED} lies beside it"]
     try:
         manifest = read_manifest(folder)
     except ValueError as error:
@@ -157,24 +214,33 @@ def stored_bytes(folder: Path) -> int:
 
 
 def remove(root: Path, iteration: int) -> None:
-    """Removes one checkpoint folder of `root`; its mark goes first, so that a kill leaves no false
-    checkpoint."""
+    """Removes one checkpoint folder of `root`; a kill on the way leaves it marked unfinished."""
+    with contextlib.suppress(OSError):  # a full disk may have no room for the mark
+        _mark_of(root, iteration).touch()
     folder = folder_of(root, iteration)
     (folder / CORE_MARK).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        _mark_of(root, iteration).unlink(missing_ok=True)
+
+
+def discard(root: Path, iteration: int) -> None:
+    """Removes the folder of an iteration if it is marked unfinished."""
+    if _mark_of(root, iteration).exists():
+        remove(root, iteration)
 
 
 def retire(root: Path, *, newest: int, retain_interval: int | None) -> list[int]:
     """Removes what a new checkpoint makes superfluous. Call after the tracker names `newest`.
 
-    Half-written folders go always. With a retain interval, complete checkpoints go unless they are
-    a multiple of it, the newest, or the one before the newest, which is what a damaged newest falls
-    back to.
+    Folders marked unfinished go always. With a retain interval, complete checkpoints go unless they
+    are a multiple of it, the newest, or the one before the newest, which is what a damaged newest
+    falls back to.
 
     Returns:
         The iterations removed.
     """
-    gone = [i for i in _iterations(root, complete=False) if i != newest]
+    gone = [i for i in _iterations(root) if _mark_of(root, i).exists()]
     if retain_interval:
         older = [i for i in complete_iterations(root) if i < newest]
         gone += [i for i in older[:-1] if i % retain_interval != 0]

@@ -75,6 +75,8 @@ class Job:
 
     @property
     def next_batch_fits(self) -> bool:
-        """Whether the samples left are enough for the next step."""
+        """Whether training is not skipped and the samples left are enough for the next step."""
+        if self.config.batch.skip_train:
+            return False
         left = self.config.batch.train_samples - self.state.consumed_samples
         return self.batch_schedule.at(self.state.consumed_samples) <= left

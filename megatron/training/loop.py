@@ -19,7 +19,7 @@ def train(job: Job) -> str | None:
     config, state, reporter = job.config, job.state, Reporter(job)
     job.fire("on_train_start")
     why: str | None = None
-    saved = state.iteration
+    saved, evaluated = state.iteration, -1
     while why is None and job.next_batch_fits:
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.pass_over(job.batch_schedule.at(state.consumed_samples))
@@ -38,6 +38,7 @@ def train(job: Job) -> str | None:
         signalled = stop is not None and stop.kind == "signal"
         if not signalled and _due(config.batch.eval_interval, state.iteration):
             _evaluate(job, reporter, "valid")
+            evaluated = state.iteration
         if job.checkpointer is not None:
             job.checkpointer.poll()
             if request is not None or _due(config.checkpoint.save_interval, state.iteration):
@@ -48,7 +49,7 @@ def train(job: Job) -> str | None:
             job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
         job.checkpointer.finish()
     if why is None:
-        if not _due(config.batch.eval_interval, state.iteration):
+        if evaluated != state.iteration:
             _evaluate(job, reporter, "valid", where="on validation set")
         _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")

@@ -50,7 +50,7 @@ def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
     """Trains a GPT as configured. Every rank of the world calls it.
 
     Joins the process group that torchrun describes in the environment, unless the caller has;
-    leaves groups, signals and torch as they were.
+    leaves groups, signals and torch as they were unless training fails.
 
     Args:
         config: from `arguments.resolve`.
@@ -79,11 +79,12 @@ def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
-        try:
-            return _run(config, Callbacks(callbacks), opened, signals, started)
-        finally:
-            if not joined:
-                dist.destroy_process_group()
+        state = _run(config, Callbacks(callbacks), opened, signals, started)
+        # After an error the world goes with the process: closing it here would end the other ranks
+        # with an error of theirs before this one can say what happened.
+        if not joined:
+            dist.destroy_process_group()
+        return state
 
 
 def _run(
@@ -104,9 +105,8 @@ def _run(
             exit_duration_in_mins=config.batch.exit_duration_in_mins,
             received=signals.received,
         )
-        # After an error the ranks are no longer in step: the groups then go with the process.
         with _garbage_collection(automatic=not config.runtime.manual_gc):
-            why = None if config.batch.skip_train else train(job)
+            why = train(job)
         if why is not None:
             log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
         tracker.event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training import checkpoint_files as files
+from tests.helpers.launch import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
@@ -76,3 +78,16 @@ def test_a_failed_write_is_one_line_and_the_previous_checkpoint_stays(
     assert files.read_latest(tmp_path) == 2
     assert files.complete_iterations(tmp_path) == [2]
     assert files.damage(files.folder_of(tmp_path, 2)) == []
+
+
+def test_when_one_rank_cannot_write_all_are_told(tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "worker_failed_saves.py"
+    run_ranks([worker, tmp_path], 2, timeout_s=240, launcher="direct").check()
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert len(told) == 6
+    for case, errors in told.items():
+        assert errors[0] is not None and errors == [errors[0]] * 2, case
+        assert "iteration 4" in errors[0] and "iteration 2;" in errors[0], errors[0]
+        assert files.read_latest(tmp_path / case) == 2
+        assert files.complete_iterations(tmp_path / case) == [2]
+        assert [p.name for p in (tmp_path / case).glob("iter_*")] == ["iter_0000002"], case

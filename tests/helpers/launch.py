@@ -177,8 +177,10 @@ def _wait(children: list[subprocess.Popen[bytes]], deadline: float) -> int | Non
         if failed is None:
             failed = next((code for code in codes if code), None)
             if failed is not None:
-                # Ranks that wait for the dead one never finish.
+                # Ranks that wait for the dead one never finish; torchrun ends them like this.
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+                for child in children:
+                    child.terminate()
         if None not in codes:
             return failed or 0
         if time.monotonic() > deadline:

@@ -40,8 +40,6 @@ def test_attention_is_causal_softmax_attention(groups: int, layer_scaling: bool)
     got = attention(query, key, value, None)
     k, v = (t.repeat_interleave(heads // groups, dim=2) for t in (key, value))
     scores = torch.einsum("sbhd,tbhd->bhst", query, k) / size**0.5
-    if layer_scaling:
-        scores = scores / layer
     scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf"))
     want = torch.einsum("bhst,tbhd->sbhd", scores.softmax(dim=-1), v)
     torch.testing.assert_close(got, want.reshape(seq, batch, heads * size))

@@ -78,10 +78,57 @@ def test_a_damaged_manifest_is_damage(tmp_path: Path) -> None:
     assert files.MANIFEST in files.damage(folder)[0]
 
 
+def begun(root: Path, iteration: int) -> Path:
+    """A save that was killed on the way."""
+    folder = files.begin(root, iteration)
+    (folder / "__0_0.distcp").write_bytes(b"half")
+    return folder
+
+
+def test_a_save_is_nothing_until_it_is_finished(tmp_path: Path) -> None:
+    folder = begun(tmp_path, 7)
+    assert files.complete_iterations(tmp_path) == [] and files.damage(folder)
+    (folder / files.CORE_MARK).write_text("{}")
+    assert files.complete_iterations(tmp_path) == []
+    assert "unfinished" in files.damage(folder)[0]
+    files.finish(tmp_path, 7, files.checksums(folder, files.data_files(folder)))
+    assert files.complete_iterations(tmp_path) == [7] and files.read_latest(tmp_path) == 7
+    assert files.damage(folder) == []
+    assert {p.name for p in tmp_path.iterdir()} == {folder.name, files.TRACKER}
+
+
+def test_beginning_again_replaces_and_the_tracker_steps_back(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        make(tmp_path, iteration)
+        files.write_atomically(tmp_path / files.TRACKER, f"{iteration}\n")
+    folder = begun(tmp_path, 4)
+    assert files.read_latest(tmp_path) == 2
+    assert files.complete_iterations(tmp_path) == [2]
+    assert [p.name for p in files.begin(tmp_path, 4).iterdir()] == []
+    files.discard(tmp_path, 4)
+    assert not folder.exists()
+    files.discard(tmp_path, 2)
+    assert files.complete_iterations(tmp_path) == [2]
+    files.begin(tmp_path, 2)
+    assert files.read_latest(tmp_path) is None
+
+
+def test_what_we_did_not_write_stays(tmp_path: Path) -> None:
+    foreign = tmp_path / "iter_0000005" / "mp_rank_00"
+    foreign.mkdir(parents=True)
+    (foreign / "model_optim_rng.pt").write_bytes(b"legacy")
+    with pytest.raises(FileExistsError, match="iter_0000005"):
+        files.begin(tmp_path, 5)
+    files.discard(tmp_path, 5)
+    make(tmp_path, 10)
+    assert files.retire(tmp_path, newest=10, retain_interval=3) == []
+    assert (foreign / "model_optim_rng.pt").read_bytes() == b"legacy"
+
+
 def test_retiring_keeps_newest_the_one_before_and_multiples(tmp_path: Path) -> None:
     for iteration in (10, 20, 25, 30, 35):
         make(tmp_path, iteration)
-    make(tmp_path, 33, complete=False, manifest=False)
+    begun(tmp_path, 33)
     gone = files.retire(tmp_path, newest=35, retain_interval=20)
     assert sorted(gone) == [10, 25, 33]
     assert files.complete_iterations(tmp_path) == [20, 30, 35]
