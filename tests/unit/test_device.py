@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as core_random
@@ -50,9 +48,3 @@ def test_everything_is_restored_after_an_error() -> None:
 def test_what_cannot_be_is_refused(kind: str, backend: str | None) -> None:
     with pytest.raises(ValueError, match="--d"), use_device(kind, backend=backend):
         pass
-
-
-def test_the_private_names_of_megatron_core_still_take_these_arguments() -> None:
-    setter = inspect.signature(core_random._set_cuda_rng_state)
-    assert next(iter(setter.parameters)) == "new_state"
-    assert "clone" in inspect.signature(core_random._get_cuda_rng_state).parameters

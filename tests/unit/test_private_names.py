@@ -1,0 +1,155 @@
+"""Private names of megatron-core and torch that we touch: they exist and behave as we rely on.
+
+A new version that breaks one fails here, by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import optimizer as core_optimizer
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import base, common, filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import random as core_random
+
+from megatron.training import agreed_save
+from megatron.training.device import use_device
+from megatron.training.parallel import FORGOTTEN_GLOBALS
+
+GROUPS_OF_ONE_RANK = """
+import json, sys
+import torch.distributed as dist
+from megatron.core import parallel_state as p
+from megatron.training.device import use_device
+from megatron.training.parallel import destroy_groups
+def state():
+    return {n: repr(v) for n, v in vars(p).items() if n.startswith("_") and n.isupper()}
+def alive():
+    return len(dist.distributed_c10d._world.pg_map)
+def changed():
+    after = state()
+    return [n for n in before if after[n] != before[n]]
+before = state()
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+p.initialize_model_parallel(1, 1, None, create_gloo_process_groups=True)
+result = {"set": changed(), "built": alive()}
+p.destroy_model_parallel()
+result |= {"left": changed(), "leaked": alive()}
+p.initialize_model_parallel(1, 1, None, create_gloo_process_groups=True)
+result["listed"] = sum(g is not None for g in p._global_process_group_list)
+with use_device("cpu"):
+    destroy_groups()
+result |= {"left_by_us": changed(), "alive": alive()}
+print(json.dumps(result))
+"""
+
+
+def test_megatron_core_forgets_groups_and_globals_and_we_do_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", GROUPS_OF_ONE_RANK, str(tmp_path / "store")]
+    got = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert got.returncode == 0, got.stderr
+    result: dict[str, Any] = json.loads(got.stdout.splitlines()[-1])
+    assert result["left"] and set(result["left"]) <= set(FORGOTTEN_GLOBALS), result
+    assert result["leaked"] > 1 and result["listed"] > 1, result
+    assert result["left_by_us"] == [] and result["alive"] == result["leaked"], result
+
+
+@pytest.mark.parametrize("name", FORGOTTEN_GLOBALS)
+def test_each_global_we_reset_is_there(name: str) -> None:
+    assert name in vars(parallel_state)
+
+
+def parameters_of(function: Any) -> list[str]:
+    """Names of a function's parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+def test_random_states_are_read_and_set_through_two_functions() -> None:
+    assert "clone" in parameters_of(core_random._get_cuda_rng_state)
+    assert parameters_of(core_random._set_cuda_rng_state)[0] == "new_state"
+    source = inspect.getsource(core_random.CudaRNGStatesTracker)
+    assert "_get_cuda_rng_state(" in source and "_set_cuda_rng_state(" in source
+
+
+def test_the_rotary_embedding_keeps_tensors_in_a_cache_that_can_be_cleared() -> None:
+    forward: Any = RotaryEmbedding.forward
+    rotary = RotaryEmbedding(kv_channels=8, rotary_percent=1.0, use_cpu_initialization=True)
+    forward.cache_clear()
+    with use_device("cpu"):
+        rotary(4)
+    assert forward.cache_info().currsize == 1
+    forward.cache_clear()
+    assert forward.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (core_optimizer, "Adam"),
+        (core_optimizer, "USING_PYTORCH_OPTIMIZER"),
+        (distrib_optimizer, "Adam"),
+        (distrib_optimizer, "HAVE_APEX_OR_TE"),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER"),
+    ],
+)
+def test_the_optimizer_looks_up_the_names_we_set(module: Any, name: str) -> None:
+    assert name in vars(module)
+    lines = inspect.getsource(module).splitlines()
+    uses = [line for line in lines if name in line and "import" not in line]
+    assert any(f"{name} =" not in line for line in uses), f"{name} is set and never read"
+
+
+def test_the_norm_is_computed_in_a_method_of_every_optimizer() -> None:
+    assert parameters_of(MegatronOptimizer.get_grad_norm) == ["self"]
+    assert parameters_of(distrib_optimizer.DistributedOptimizer.step) == ["self"]
+
+
+@pytest.mark.parametrize("name", ["_fused_adam_", "_fused_adamw_"])
+def test_the_fused_kernel_updates_in_place_on_this_device(name: str) -> None:
+    p, g, m, v = (torch.full((3,), x) for x in (1.0, 0.5, 0.0, 0.0))
+    options: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0}
+    options |= {"eps": 1e-8, "amsgrad": False, "maximize": False}
+    step = torch.ones(())
+    getattr(torch, name)([p], [g], [m], [v], [], [step], **options, grad_scale=None, found_inf=None)
+    # The first step of Adam has the length of the learning rate.
+    torch.testing.assert_close(p, torch.full((3,), 0.9))
+    torch.testing.assert_close(m, torch.full((3,), 0.05))
+    assert step.item() == 1, "the kernel must leave the step count alone"
+
+
+def test_the_queue_of_the_writers_is_made_once_by_one_function() -> None:
+    assert parameters_of(filesystem_async._get_write_results_queue) == []
+    assert "_results_queue" in vars(filesystem_async)
+
+
+def test_the_common_state_is_saved_by_the_strategy_that_is_registered() -> None:
+    kept = base.get_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1)
+    try:
+        agreed_save.register()
+        found = serialization.get_default_save_common_strategy()
+        assert isinstance(found, agreed_save.AgreedCommonSave)
+        names = parameters_of(common.TorchCommonSaveStrategy.save_common)
+        assert names == parameters_of(agreed_save.AgreedCommonSave.save_common)
+    finally:
+        base.register_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1, kept)
+
+
+def test_a_save_request_can_be_finished_by_us() -> None:
+    assert "finalize_fns" in AsyncRequest._fields and callable(AsyncRequest.execute_sync)
+    # The last finalization marks the checkpoint and then waits for all ranks.
+    source = inspect.getsource(serialization.save)
+    marks = source[source.index("def metadata_finalize_fn") :]
+    assert marks.index("save_config(") < marks.index("torch.distributed.barrier()")
+    assert "finalize_fns.append(metadata_finalize_fn)" in marks
