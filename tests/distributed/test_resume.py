@@ -137,3 +137,16 @@ def test_killed_without_warning_it_goes_on_from_the_last_committed_checkpoint(
     result = train(flags, 2, run).check()
     assert f"(iteration {latest})" in result.stdout
     assert losses_of(run) == pytest.approx(uninterrupted, rel=2e-5)
+
+
+def test_skip_train_evaluates_what_was_loaded_and_saves_nothing(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    trained = train([*long_run(2, save), "--eval-iters", "2"], 1, tmp_path / "first").check()
+    before = sorted(p.name for p in save.iterdir())
+    flags = [*long_run(2, save), "--eval-iters", "2", "--load", str(save), "--skip-train"]
+    result = train([*flags, "--eval-interval", "1"], 1, tmp_path / "second").check()
+    assert sorted(p.name for p in save.iterdir()) == before
+    assert not steps_of(tmp_path / "second")
+    lines = [line for line in trained.stdout.splitlines() if "lm loss value" in line]
+    assert len(lines) == 2
+    assert [line for line in result.stdout.splitlines() if "lm loss value" in line] == lines
