@@ -111,6 +111,8 @@ def test_beginning_again_replaces_and_the_tracker_steps_back(tmp_path: Path) -> 
     assert files.complete_iterations(tmp_path) == [2]
     files.begin(tmp_path, 2)
     assert files.read_latest(tmp_path) is None
+    (make(tmp_path, 6) / files.CORE_MARK).unlink()
+    assert [p.name for p in files.begin(tmp_path, 6).iterdir()] == []
 
 
 def test_what_we_did_not_write_stays(tmp_path: Path) -> None:
