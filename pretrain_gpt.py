@@ -63,7 +63,16 @@ def _fail(error: Exception, code: int) -> int:
     sys.stdout.flush()
     where = f" on rank {rank}" if rank else ""
     print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
+    _leave_world()
     return code
+
+
+def _leave_world() -> None:
+    """Closes what a failed run left open: gloo's threads would end the interpreter with SIGABRT."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
