@@ -69,9 +69,8 @@ def _fail(error: Exception, code: int) -> int:
 
 def _leave_world() -> None:
     """Closes what a failed run left open: gloo's threads would end the interpreter with SIGABRT."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -88,8 +88,8 @@ def _mark_of(root: Path, iteration: int) -> Path:
 def begin(root: Path, iteration: int) -> Path:
     """Makes an empty folder for the checkpoint of an iteration, marked unfinished.
 
-    What is left there of an earlier try goes, and so does a checkpoint of the iteration, complete or
-    damaged, after the tracker names the one before it.
+    What is left there of an earlier try goes, and so does a checkpoint of the iteration, complete
+    or damaged, after the tracker names the one before it.
 
     Raises:
         FileExistsError: there is a folder of that name that is no such checkpoint.
