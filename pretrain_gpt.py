@@ -5,10 +5,13 @@ torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ...
 my_text_document
 """
 
+import argparse
+import dataclasses
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 _PATIENCE_S = 10
 
@@ -20,11 +23,12 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage.
     """
     # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    from copus_ext.config import CopusConfig
     from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.errors import TrainingFailure, UsageError
 
     try:
-        args = parse_args(argv)
+        args = parse_args(argv, {"copus controller": CopusConfig})
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         from megatron.training.guard import check_environment, set_process_defaults
 
@@ -46,12 +50,24 @@ def main(argv: list[str] | None = None) -> int:
             transformer_engine_available=optional.have_transformer_engine(),
             apex_available=optional.have_nvidia_apex(),
         )
-        pretrain(config)
+        pretrain(config, controllers(args))
     except UsageError as error:
         return _fail(error, 2)
     except TrainingFailure as error:
         return _fail(error, 1)
     return 0
+
+
+def controllers(args: argparse.Namespace) -> list[Any]:
+    """The callbacks that `--copus` adds; imports the controller only then."""
+    from copus_ext.config import CopusConfig
+
+    flags = CopusConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(CopusConfig)})
+    if not flags.copus:
+        return []
+    from copus_ext.controller import Controller
+
+    return [Controller(flags)]
 
 
 def _fail(error: Exception, code: int) -> int:
@@ -63,15 +79,22 @@ def _fail(error: Exception, code: int) -> int:
     sys.stdout.flush()
     where = f" on rank {rank}" if rank else ""
     print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
-    _leave_world()
+    _leave_world(code)
     return code
 
 
-def _leave_world() -> None:
-    """Closes what a failed run left open: gloo's threads would end the interpreter with SIGABRT."""
+def _leave_world(code: int) -> None:
+    """Closes what a failed run left open: gloo's threads would end the interpreter with SIGABRT.
+
+    NCCL would wait for ranks that never come: there the process ends at once.
+    """
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
-        dist.destroy_process_group()
+    if dist is None or not dist.is_initialized():
+        return
+    if dist.get_backend() != "gloo":
+        sys.stderr.flush()
+        os._exit(code)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

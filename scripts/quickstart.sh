@@ -12,6 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 steps=${QUICKSTART_STEPS:-60}
 run=${QUICKSTART_DIR:-runs/quickstart}
+run=${run%/}
 python=$(bash scripts/setup_env.sh run)
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 

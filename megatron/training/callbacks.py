@@ -33,7 +33,7 @@ class StepInfo:
     num_zeros: int | None
     """Zeros in the gradient, where counted."""
     learning_rate: float
-    """Rate the step was taken with."""
+    """Rate after the step, which is that of the next one; what Megatron-LM logs."""
     updated: bool
     """Whether the weights changed."""
     elapsed_s: float
@@ -76,6 +76,14 @@ class CallbackContext:
     """Whether the step left the weights unchanged."""
     step: StepInfo | None = None
     """The finished step."""
+    global_batch_size: int | None = None
+    """Samples of the step about to start."""
+    microbatch_tokens: Any = None
+    """[num_microbatches] loss tokens of this replica, on ranks of the last stage."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """Values by tag for TensorBoard and its like; filled by `on_train_step_end`."""
+    step_fields: dict[str, Any] = field(default_factory=dict)
+    """Fields for the step's record; filled by `on_train_step_end`."""
     log_fragments: list[str] = field(default_factory=list)
     """Lines to print after the log line; filled by `on_log`."""
     checkpoint_iteration: int | None = None

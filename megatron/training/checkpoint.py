@@ -78,7 +78,7 @@ def common_state(config: Config, state: TrainState, scheduler: Any) -> dict[str,
         iteration=state.iteration,
         consumed_train_samples=state.consumed_samples,
         consumed_valid_samples=0,
-        skipped_train_samples=0,
+        skipped_train_samples=state.skipped_samples,
     )
     return {
         "args": arguments,
@@ -216,12 +216,14 @@ class Checkpointer:
         problem = None
         if dist.get_rank() == 0:
             try:
-                files.begin(self.root, iteration)
+                self.root.mkdir(parents=True, exist_ok=True)
                 free = shutil.disk_usage(self.root).free
                 if free < _SPACE_MARGIN * needed:
                     problem = (
                         f"{free / 1e6:.0f} MB are free and about {needed / 1e6:.0f} MB are needed"
                     )
+                else:
+                    files.begin(self.root, iteration)
             except (OSError, ValueError) as error:
                 problem = _root_cause(error)
         return from_rank_zero(problem)
@@ -285,8 +287,14 @@ class Checkpointer:
         left = f"the last complete checkpoint is iteration {latest}" if latest else "none is saved"
         raise TrainingFailure(
             f"saving iteration {iteration} to --save {self.root} failed: {problem}; {left}; "
-            "make room or name another --save and start again with --load"
+            f"{_way_out(problem)}start again with --load"
         )
+
+
+def _way_out(problem: str) -> str:
+    """What to do before the next try, where the file system is to blame."""
+    is_storage = any(word in problem for word in ("Errno", " are free ", "disk full"))
+    return "make room or name another --save and " if is_storage else ""
 
 
 def _start_writer_helper() -> None:

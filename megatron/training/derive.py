@@ -158,6 +158,11 @@ def _derive_device(draft: Draft, environment: Environment) -> None:
     )
     if draft["device"] == "auto":
         draft["device"] = "cuda" if environment.cuda else "cpu"
+    draft.require(
+        draft["device"] == "cuda" or not (environment.transformer_engine or environment.apex),
+        "--device cpu (or no GPU) does not go with Transformer Engine or apex, whose GPU kernels "
+        "megatron-core then calls everywhere; use an environment without them",
+    )
     if draft["device"] == "cpu" and draft["distributed_backend"] == "nccl":
         draft.notes.append("CPU run: --distributed-backend nccl becomes gloo")
         draft["distributed_backend"] = "gloo"
@@ -295,7 +300,7 @@ def _derive_precision(draft: Draft, environment: Environment) -> None:
 
 def _derive_kernels(draft: Draft, environment: Environment) -> None:
     cpu = draft["device"] == "cpu"
-    engine = environment.transformer_engine and not cpu
+    engine = environment.transformer_engine
     if draft["transformer_impl"] == "transformer_engine" and not engine:
         draft["transformer_impl"] = "local"
         why = "CPU run" if cpu else "Transformer Engine is not installed"

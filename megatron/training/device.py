@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.training.errors import UsageError
+
 _CPU = torch.device("cpu")
 
 
@@ -34,11 +36,6 @@ class Device:
     def is_cuda(self) -> bool:
         """Whether the run is on a GPU."""
         return self.kind == "cuda"
-
-    def synchronize(self) -> None:
-        """Wait until the work queued on this device is done (nothing to wait for on CPU)."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
 
 
 class _CpuAnswersForCuda(TorchFunctionMode):
@@ -112,10 +109,17 @@ def use_device(kind: str, *, local_rank: int = 0, backend: str | None = None) ->
 
     Raises:
         ValueError: for another kind, or NCCL on CPU.
+        UsageError: this node has fewer GPUs than ranks.
     """
     if kind not in ("cuda", "cpu"):
         raise ValueError(f"--device must be cuda or cpu here, not {kind!r}")
     if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"local rank {local_rank} has no GPU of its own, this node has "
+                f"{torch.cuda.device_count()}; start torchrun with --nproc-per-node "
+                f"{torch.cuda.device_count()}"
+            )
         torch.cuda.set_device(local_rank)
         device = torch.device("cuda", local_rank)
         yield Device(kind="cuda", torch_device=device, backend=backend or "nccl")

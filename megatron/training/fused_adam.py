@@ -56,14 +56,6 @@ class FusedAdam(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def materialise(self) -> None:
-        """Creates zero moments for every parameter, so that a checkpoint can be saved or loaded at
-        step 0."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._moments(param)
-
     def _moments(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         state = self.state[param]
         if not state:

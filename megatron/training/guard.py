@@ -76,14 +76,18 @@ def namespace_problem(megatron_folders: list[Path]) -> str | None:
 def _package_problem() -> str | None:
     if importlib.util.find_spec("psutil") is None:
         return "psutil is missing and checkpoints would hang without it; run: pip install psutil"
-    if (
-        importlib.util.find_spec("apex") is not None
-        and importlib.util.find_spec("apex.optimizers") is None
-    ):
+    if importlib.util.find_spec("apex") is not None and not _has_optimizers("apex"):
         return (
             "the installed apex is not NVIDIA's and breaks megatron-core; run: pip uninstall apex"
         )
     return None
+
+
+def _has_optimizers(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(f"{package}.optimizers") is not None
+    except Exception:  # the search imports the package itself, whatever that does
+        return False
 
 
 def set_process_defaults() -> None:

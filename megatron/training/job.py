@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -59,8 +58,6 @@ class Job:
     """Why this rank alone would leave after the given iteration."""
     flops_per_sample: float
     """Model FLOPs of one sample, forward and backward."""
-    started: float = field(default_factory=time.monotonic)
-    """Start of the loop on the monotonic clock, seconds."""
 
     def fire(self, event: str, **values: Any) -> Any:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""

@@ -23,7 +23,7 @@ class StepReport:
     elapsed_per_iteration_ms: float
     """Mean wall time of a step, milliseconds."""
     learning_rate: float
-    """Learning rate of this step."""
+    """Learning rate after this step, that of the next one."""
     global_batch_size: int
     """Samples of this step, all ranks together."""
     losses: Mapping[str, float]

@@ -21,10 +21,11 @@ def train(job: Job) -> str | None:
     why: str | None = None
     saved, evaluated = state.iteration, -1
     while why is None and job.next_batch_fits:
+        batch = job.batch_schedule.at(state.consumed_samples)
         if state.iteration + 1 in config.batch.iterations_to_skip:
-            state.pass_over(job.batch_schedule.at(state.consumed_samples))
+            state.pass_over(batch)
             continue
-        job.fire("on_train_step_start")
+        job.fire("on_train_step_start", global_batch_size=batch)
         info, stop = train_step(job)
         request = job.fire(
             "on_train_step_end",

@@ -55,10 +55,6 @@ class Model:
         """The GPTModels inside the data-parallel and half-precision wrappers."""
         return [_unwrap(chunk) for chunk in self.chunks]
 
-    def num_parameters(self) -> int:
-        """Parameters on this rank."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-
     def detach_hooks(self) -> None:
         """Cuts the references that would keep the model alive after its last user is gone
         (docs/decisions/001)."""

@@ -90,9 +90,8 @@ def build_optimizer(
         pg_collection=None if config.parallel.enable_gloo_process_groups else groups,
     )
     for part in _parts(optimizer):
-        inner = getattr(part, "optimizer", None)
-        if isinstance(inner, FusedAdam):
-            inner.materialise()
+        if part.optimizer is not None:
+            part.init_state_fn(part.optimizer, core)
     model.core_config.grad_scale_func = optimizer.scale_loss
     _refuse_bad_gradients(optimizer)
     return optimizer

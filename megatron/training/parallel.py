@@ -90,6 +90,8 @@ def destroy_groups() -> None:
     Order matters: references first, then groups, then globals (docs/decisions/001).
     """
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
     dist.barrier()
     for group in parallel_state._global_process_group_list or []:

@@ -23,9 +23,12 @@ def is_last_rank() -> bool:
 
 @torch.no_grad()
 def parameter_norm(job: Job) -> float:
-    """L2 norm of all weights, each counted once. Collective over the model-parallel group."""
+    """L2 norm of all weights, each counted once. Collective over the world."""
     total = torch.zeros((), dtype=torch.float32, device=job.device.torch_device)
     for chunk in job.model.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            # Else the other ranks' updates only come with the next forward pass.
+            chunk.start_param_sync(force_sync=True)
         for param in chunk.parameters():
             if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
                 total += param.detach().float().square().sum()
@@ -38,13 +41,15 @@ class _Interval:
     """What happened since the last log line."""
 
     losses: list[float] = field(default_factory=list)
-    """Losses that are finite."""
+    """Losses of the steps that updated the weights."""
     steps: int = 0
     """Steps done."""
     samples: int = 0
     """Samples consumed."""
     skipped: int = 0
     """Steps without an update."""
+    nan: int = 0
+    """Steps with a loss that is not finite."""
     elapsed_s: float = 0.0
     """Wall time of the steps."""
 
@@ -54,7 +59,8 @@ class _Interval:
         self.samples += info.global_batch_size
         self.skipped += not info.updated
         self.elapsed_s += info.elapsed_s
-        if math.isfinite(info.loss):
+        self.nan += not math.isfinite(info.loss)
+        if info.updated:
             self.losses.append(info.loss)
 
 
@@ -72,19 +78,26 @@ class Reporter:
         single = _Interval()
         single.add(info)
         self.interval.add(info)
+        logging, context = self.job.config.logging, self.job.context
+        is_due = not self.printed or info.iteration % logging.log_interval == 0
+        norm = parameter_norm(self.job) if is_due and logging.log_params_norm else None
         self.job.tracker.step(
-            self._report(info, single),
-            extra=self._extra(),
+            self._report(info, single, {"lm loss": info.loss}, norm),
+            extra={**self._extra(), **context.scalars},
             micro_batch_size=info.micro_batch_size,
             num_microbatches=info.num_microbatches,
             updated=info.updated,
+            **context.step_fields,
         )
-        if not self.printed or info.iteration % self.job.config.logging.log_interval == 0:
-            self._print(info)
+        context.scalars.clear()
+        context.step_fields.clear()
+        if is_due:
+            self._print(info, norm)
 
-    def _print(self, info: StepInfo) -> None:
-        norm = parameter_norm(self.job) if self.job.config.logging.log_params_norm else None
-        report = self._report(info, self.interval, params_norm=norm)
+    def _print(self, info: StepInfo, norm: float | None) -> None:
+        losses = self.interval.losses
+        means = {"lm loss": sum(losses) / len(losses)} if losses else {}
+        report = self._report(info, self.interval, means, norm)
         fragments = self.job.context.log_fragments
         fragments.clear()
         self.job.fire("on_log")
@@ -95,12 +108,15 @@ class Reporter:
         self.interval = _Interval()
 
     def _report(
-        self, info: StepInfo, over: _Interval, params_norm: float | None = None
+        self,
+        info: StepInfo,
+        over: _Interval,
+        losses: dict[str, float],
+        params_norm: float | None,
     ) -> StepReport:
         job, config = self.job, self.job.config
         left = job.batch_schedule.iterations_left(info.consumed_samples, config.batch.train_samples)
         flops = job.flops_per_sample * over.samples / over.elapsed_s / config.layout.world_size
-        mean = sum(over.losses) / len(over.losses) if over.losses else math.nan
         return StepReport(
             iteration=info.iteration,
             train_iterations=info.iteration + left,
@@ -108,14 +124,15 @@ class Reporter:
             elapsed_per_iteration_ms=1000.0 * over.elapsed_s / over.steps,
             learning_rate=info.learning_rate,
             global_batch_size=info.global_batch_size,
-            losses={"lm loss": mean},
+            losses=losses,
             loss_scale=float(job.optimizer.get_loss_scale().item()),
             grad_norm=info.grad_norm,
             num_zeros=info.num_zeros,
             params_norm=params_norm,
             throughput_tflops_per_gpu=flops / 1e12 if config.logging.log_throughput else None,
+            skipped_samples=job.state.skipped_samples,
             skipped_iterations=over.skipped,
-            nan_iterations=over.steps - len(over.losses),
+            nan_iterations=over.nan,
         )
 
     def _extra(self) -> dict[str, float]:

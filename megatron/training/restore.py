@@ -162,6 +162,7 @@ def _read_common(folder: Path, iteration: int) -> Stored:
             iteration=int(common.get("iteration", iteration)),
             consumed_samples=consumed,
             lr_samples=consumed,
+            skipped_samples=int(arguments.get("skipped_train_samples", 0)),
         )
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     return Stored(
@@ -280,9 +281,13 @@ def load_weights(
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if problem := first_problem(problem):
         raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
-    for i, chunk in enumerate(model.chunks):
+    left: list[str] = []
+    for i, chunk in enumerate(model.unwrapped):
         key = "model" if len(model.chunks) == 1 else f"model{i}"
-        chunk.module.load_state_dict(loaded[key])
+        keys = chunk.load_state_dict(loaded[key], strict=False)
+        left += [k for k in (*keys.missing_keys, *keys.unexpected_keys) if _matters(k)]
+    if problem := first_problem(f"{left[0]} does not fit this model" if left else None):
+        raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
     if with_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
     else:
@@ -297,8 +302,7 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
         unexpected: keys that the model asks for and the checkpoint lacks.
         with_optimizer: whether the optimizer was asked for.
     """
-    unexpected = {k for k in unexpected if "_extra_state" not in k}
-    missing = {k for k in missing if "_extra_state" not in k}
+    unexpected, missing = set(filter(_matters, unexpected)), set(filter(_matters, missing))
     if not with_optimizer:
         missing = {k for k in missing if not k.startswith("optimizer.")}
     if unexpected:
@@ -306,3 +310,8 @@ def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> 
     if missing:
         return f"it holds {len(missing)} tensors unknown to this model, the first is {min(missing)}"
     return None
+
+
+def _matters(key: str) -> bool:
+    """Whether a missing key is an error: Transformer Engine's extra state holds FP8 scales only."""
+    return "_extra_state" not in key

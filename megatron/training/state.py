@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,12 +18,17 @@ class TrainState:
     """Training samples read so far, those of skipped steps included; the data position."""
     lr_samples: int = 0
     """Samples of the steps that updated the weights; the position in the learning-rate schedule."""
+    skipped_samples: int = 0
+    """Samples that `--iterations-to-skip` passed over; part of `consumed_samples`."""
     skipped_iterations: int = 0
     """Steps without an update: fp16 overflow or a gradient that is not finite."""
     nan_iterations: int = 0
     """Steps whose loss was NaN or inf."""
     floating_point_operations: float = 0.0
     """Model FLOPs spent so far."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What callbacks keep in checkpoints, by a name of their own: plain JSON types, the same on
+    every rank."""
 
     def advance(self, *, samples: int, updated: bool, finite_loss: bool, flops: float) -> None:
         """Counts one step over `samples` samples."""
@@ -39,6 +44,7 @@ class TrainState:
         is trained."""
         self.iteration += 1
         self.consumed_samples += samples
+        self.skipped_samples += samples
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

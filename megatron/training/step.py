@@ -61,7 +61,7 @@ def forward_step(device: torch.device, batches: Iterator[Batch] | None, chunk: A
 
 def run_schedule(
     job: Job, batches: Iterator[Batch] | None, num_microbatches: int, *, forward_only: bool
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Runs megatron-core's pipeline schedule once.
 
     Args:
@@ -71,7 +71,8 @@ def run_schedule(
         forward_only: no backward pass.
 
     Returns:
-        [sum of losses, number of tokens] of this replica, fp32; zeros on all but the last stage.
+        [num_microbatches, 2]: sum of the losses and number of tokens of each micro-batch of this
+        replica, fp32; None on all but the last stage.
     """
     # At most one chunk of a rank holds the first or last stage of a pipeline of two or more ranks.
     iterators: list[Any] = [
@@ -87,27 +88,26 @@ def run_schedule(
         micro_batch_size=job.config.batch.micro_batch_size,
         forward_only=forward_only,
     )
-    total = torch.zeros(2, dtype=torch.float32, device=job.device.torch_device)
-    for report in reports:
-        total += report["lm loss"]
-    return total
+    return torch.stack([report["lm loss"] for report in reports]) if reports else None
 
 
-def share_numbers(job: Job, losses: torch.Tensor, stop_code: int) -> tuple[float, float, int]:
+def share_numbers(
+    job: Job, losses: torch.Tensor | None, stop_code: int
+) -> tuple[float, float, int]:
     """Gives every rank the loss, and the stop code any rank asks for. One small all-gather over the
     world.
 
     Args:
         job: supplies the groups.
-        losses: [sum, tokens] of this replica on its last stage, zeros elsewhere.
+        losses: of this replica, from `run_schedule`.
         stop_code: 0, or why this rank wants to leave.
 
     Returns:
         Sum of the losses of all replicas, tokens counted, largest stop code.
     """
     own = torch.zeros(3, dtype=torch.float64, device=job.device.torch_device)
-    if job.groups.tp.rank() == 0:
-        own[:2] = losses
+    if losses is not None and job.groups.tp.rank() == 0:
+        own[:2] = losses.double().sum(dim=0)
     own[2] = stop_code
     gathered = torch.empty(dist.get_world_size() * 3, dtype=torch.float64, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
@@ -143,9 +143,8 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     losses = run_schedule(job, batches, num_microbatches, forward_only=False)
-    job.fire("on_grads_ready")
+    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
     _empty_cache(job, level=1)
-    rate = learning_rate(job.optimizer)
     result = optimizer_step(job.optimizer)
     _empty_cache(job, level=2)
     if result.updated:
@@ -168,7 +167,7 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         loss=loss,
         grad_norm=result.grad_norm,
         num_zeros=result.num_zeros,
-        learning_rate=rate,
+        learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
         elapsed_s=time.monotonic() - started,
     )

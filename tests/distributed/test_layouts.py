@@ -32,6 +32,7 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     assert len(row["losses"]) == 20
     assert row["losses"] == pytest.approx(first["losses"], rel=loss)
     assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=norm)
+    assert row["params_norms"] == pytest.approx(first["params_norms"], rel=loss)
     assert len(row["evaluations"]) == 3, "two of the validation, one of the test samples"
     assert row["evaluations"] == pytest.approx(first["evaluations"], rel=loss)
 

@@ -62,5 +62,6 @@ def test_iterations_that_are_left_out_use_their_samples(runs: dict[str, Any]) ->
     steps, plain = runs["skip"]["steps"], runs["plain"]["steps"]
     assert [step["iteration"] for step in steps] == [1, 3, 5, 6]
     assert [step["consumed_samples"] for step in steps] == [8, 24, 40, 48]
+    assert [step["skipped_samples"] for step in steps] == [0, 8, 16, 16]
     assert steps[0]["losses"] == plain[0]["losses"]
     assert steps[1]["losses"] != plain[2]["losses"], "its weights have one step less"

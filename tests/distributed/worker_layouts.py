@@ -37,7 +37,7 @@ CASES = [
     ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
     ("llama-bf16", 1, 2, 2, f"--no-create-attention-mask-in-dataloader {RECOMPUTE}"),
 ]
-EVALUATION = "--eval-iters 2 --eval-interval 10"
+EVALUATION = "--eval-iters 2 --eval-interval 10 --log-params-norm --log-interval 1"
 
 
 def main(output: Path) -> None:
@@ -56,6 +56,7 @@ def main(output: Path) -> None:
             {
                 "losses": [step["losses"]["lm loss"] for step in steps],
                 "grad_norms": [step["grad_norm"] for step in steps],
+                "params_norms": [step["params_norm"] for step in steps],
                 "evaluations": evaluations_of(output / str(number)) if steps else [],
                 "num_fds": process.num_fds(),
                 "num_threads": process.num_threads(),

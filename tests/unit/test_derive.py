@@ -150,9 +150,11 @@ def test_on_cpu_and_on_gpu() -> None:
     assert not bare.kernels.gradient_accumulation_fusion
     assert bare.kernels.bias_dropout_fusion
 
-    forced = config_of("--device cpu", cuda_available=True, transformer_engine_available=True)
+    forced = config_of("--device cpu", cuda_available=True)
     assert forced.parallel.distributed_backend == "gloo"
     assert forced.kernels.transformer_impl == "local"
+    with pytest.raises(UsageError, match=r"--device cpu .* Transformer Engine"):
+        config_of("--device cpu", cuda_available=True, transformer_engine_available=True)
     gloo = config_of("--distributed-backend gloo", cuda_available=True)
     assert gloo.parallel.distributed_backend == "gloo"
 

@@ -100,7 +100,8 @@ def test_a_shell_script_parses(script: Path) -> None:
 def house(tmp_path: Path) -> Path:
     """A copy of the packages and of the layers' configuration."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")
+    for package in ("megatron", "copus_ext"):
+        shutil.copytree(ROOT / package, tmp_path / package)
     return tmp_path
 
 

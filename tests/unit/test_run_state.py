@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron.training import guard
-from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
+from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request, StepInfo
+from megatron.training.errors import UsageError
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.initialise import weight_std
 from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
+from megatron.training.reporting import _Interval
 from megatron.training.state import TrainState
 
 
@@ -27,6 +30,7 @@ def test_state_counts_and_survives_json() -> None:
     state.advance(samples=8, updated=False, finite_loss=False, flops=3.0)
     state.pass_over(16)
     assert (state.iteration, state.consumed_samples, state.lr_samples) == (3, 32, 8)
+    assert state.skipped_samples == 16
     assert (state.skipped_iterations, state.nan_iterations) == (1, 1)
     assert TrainState.from_json(json.loads(json.dumps(state.to_json()))) == state
 
@@ -132,3 +136,39 @@ def test_the_private_names_that_tear_down_uses_exist() -> None:
     assert callable(RotaryEmbedding.forward.cache_clear)  # pyright: ignore[reportFunctionMemberAccess]
     assert hasattr(param_and_grad_buffer, "_ParamAndGradBucketGroup")
     assert callable(torch._fused_adam_) and callable(torch._fused_adamw_)
+
+
+def test_an_apex_that_breaks_on_import_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("import pyramid_of_another_project\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="pip uninstall apex"):
+        guard.check_environment()
+
+
+def step_info(**changes: Any) -> StepInfo:
+    values: dict[str, Any] = {
+        "iteration": 1,
+        "consumed_samples": 8,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "num_microbatches": 4,
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "num_zeros": None,
+        "learning_rate": 1e-3,
+        "updated": True,
+        "elapsed_s": 0.5,
+    }
+    return StepInfo(**{**values, **changes})
+
+
+def test_the_mean_loss_is_that_of_the_steps_taken() -> None:
+    interval = _Interval()
+    for changes in ({}, {"loss": 4.0}, {"loss": 1e9, "updated": False}):
+        interval.add(step_info(**changes))
+    interval.add(step_info(loss=math.nan, updated=False))
+    assert interval.losses == [2.0, 4.0]
+    assert (interval.steps, interval.skipped, interval.nan) == (4, 2, 1)

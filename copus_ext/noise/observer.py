@@ -1,0 +1,140 @@
+"""The noise scale of a run: one average per parameter group, its age and its evidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from copus_ext.noise.estimators import Estimate
+from copus_ext.noise.smoothing import Smoothed, half_life_tokens
+from copus_ext.types import NoiseScale, NoiseStatus
+
+VERSION = 1
+CONTROL = "layers"
+_BATCH_DOUBT = 2.0
+
+
+class NoiseObserver:
+    """Averages the estimates of a run; the same on every rank, and part of every checkpoint.
+
+    Args:
+        half_life_tokens: of the averages; None takes the default, which grows with the run.
+    """
+
+    def __init__(self, *, half_life_tokens: float | None = None) -> None:
+        self._half_life = half_life_tokens
+        self._averages: dict[str, Smoothed] = {}
+        self._samples_since = 0
+        self._batch: int | None = None
+        self._tokens_per_sample = 0.0
+        self._estimator = "none"
+        self.layout_estimator: str | None = None
+        """What could measure the present step, or None."""
+        self.latest: dict[str, Estimate] = {}
+        """One-step estimates of the last measurement, by parameter set."""
+        self.num_measured = 0
+        """Measurements taken in."""
+        self.num_skipped = 0
+        """Steps without one."""
+
+    def take(
+        self,
+        estimates: dict[str, Estimate],
+        *,
+        estimator: str,
+        global_batch_size: int,
+        consumed_samples: int,
+        tokens: float,
+    ) -> None:
+        """Takes in a measured step.
+
+        Args:
+            estimates: by parameter set; sets that the layout cannot measure are left out.
+            estimator: how they came about.
+            global_batch_size: samples of the step.
+            consumed_samples: samples of the run, this step's included.
+            tokens: loss tokens of the step.
+        """
+        per_sample = tokens / global_batch_size
+        stands_for = (self._samples_since + global_batch_size) * per_sample
+        half_life = self._half_life or half_life_tokens(consumed_samples * per_sample, stands_for)
+        changed = self._batch is not None and self._batch != global_batch_size
+        for name, estimate in estimates.items():
+            average = self._averages.get(name, Smoothed())
+            if changed:
+                # The optimizer now moves through other curvature: half the evidence.
+                average = average.doubt(_BATCH_DOUBT)
+            self._averages[name] = average.update(estimate, tokens=stands_for, half_life=half_life)
+        if CONTROL in estimates:
+            a = 2.0 ** (-stands_for / half_life) if self._tokens_per_sample else 0.0
+            self._tokens_per_sample = a * self._tokens_per_sample + (1 - a) * per_sample
+        self.latest, self._estimator = dict(estimates), estimator
+        self._samples_since, self._batch = 0, global_batch_size
+        self.num_measured += 1
+
+    def skip(self, global_batch_size: int) -> None:
+        """Counts a step that was not measured; the averages stay and age."""
+        self._samples_since += global_batch_size
+        self.num_skipped += 1
+        self.latest = {}
+
+    @property
+    def age_tokens(self) -> float:
+        """Tokens trained since the last measurement."""
+        return self._samples_since * self._tokens_per_sample
+
+    def noise(self, name: str = CONTROL) -> NoiseScale:
+        """The noise scale of a parameter set as known now."""
+        average = self._averages.get(name, Smoothed())
+        if self._samples_since and average.weight and self._batch:
+            step = self._batch * self._tokens_per_sample
+            half_life = self._half_life or half_life_tokens(0, step)
+            average = average.drift(tokens=self.age_tokens, half_life=half_life)
+        interval = average.read()
+        status: NoiseStatus = "none"
+        if average.weight:
+            status = "ok" if interval.high is not None else "lower_bound_only"
+        return NoiseScale(
+            status=status,
+            phi_samples=interval.ratio,
+            low_samples=interval.low,
+            high_samples=interval.high,
+            g2=average.g2 if average.weight else None,
+            v=average.v if average.weight else None,
+            tokens_per_sample=self._tokens_per_sample,
+            effective_steps=average.effective_steps,
+            estimator=self._estimator if average.weight else (self.layout_estimator or "none"),
+            age_tokens=self.age_tokens,
+        )
+
+    def ratios(self) -> dict[str, float | None]:
+        """phi in samples of every parameter set."""
+        return {name: average.read().ratio for name, average in self._averages.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return {
+            "version": VERSION,
+            "averages": {name: average.to_json() for name, average in self._averages.items()},
+            "samples_since": self._samples_since,
+            "batch": self._batch,
+            "tokens_per_sample": self._tokens_per_sample,
+            "estimator": self._estimator,
+            "num_measured": self.num_measured,
+            "num_skipped": self.num_skipped,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], *, half_life_tokens: float | None) -> NoiseObserver:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: the record is of another version.
+        """
+        if data.get("version") != VERSION:
+            raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
+        new = cls(half_life_tokens=half_life_tokens)
+        new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
+        new._samples_since, new._batch = data["samples_since"], data["batch"]
+        new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
+        new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]
+        return new

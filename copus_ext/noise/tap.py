@@ -1,0 +1,267 @@
+"""Takes squared gradient norms out of megatron-core's gradient buffers while it trains.
+
+The only file that knows where an unreduced gradient can be seen:
+
+- `micro`: a hook on each parameter is given one micro-batch's gradient before it is accumulated;
+- `rank`: a bucket's entry into its data-parallel reduction, where this replica's gradient is whole;
+- `half`: a hook behind the accumulation, after half of the micro-batches.
+
+Nothing is changed: the steps are bit for bit those of a run without the tap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.noise.estimators import Estimate, Weights, group_weights, solve
+from copus_ext.noise.parameters import GROUPS, Measured, measured_parameters
+
+Estimator = Literal["micro", "rank", "half"]
+ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
+
+_NUM = len(GROUPS)
+# Behind the squares of small and big gradients: small signal and noise, batch W and A, tokens.
+_WEIGHTS = slice(2 * _NUM, 2 * _NUM + 5)
+
+
+def unavailable(
+    estimator: Estimator, *, dp: int, num_microbatches: int, fused_accumulation: bool
+) -> str | None:
+    """Why an estimator cannot measure a step, or None if it can."""
+    if estimator == "micro":
+        if fused_accumulation:
+            return "--gradient-accumulation-fusion adds up gradients where no hook sees them"
+        if num_microbatches < 2:
+            return "there is one micro-batch per replica, for which `rank` does the same"
+    if estimator == "rank" and dp < 2:
+        return "there is one replica"
+    if estimator == "half" and num_microbatches < 2:
+        return "there is one micro-batch per replica, which cannot be halved"
+    return None
+
+
+def choose(
+    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool
+) -> Estimator | None:
+    """The estimator of a step: the one wanted, or with `auto` the one of least variance that can.
+
+    None when the step cannot be measured.
+    """
+    for estimator in ESTIMATORS if wanted == "auto" else (wanted,):
+        assert estimator in ESTIMATORS
+        if not unavailable(
+            estimator,
+            dp=dp,
+            num_microbatches=num_microbatches,
+            fused_accumulation=fused_accumulation,
+        ):
+            return estimator
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNorms:
+    """What was measured in one step; the same on every rank."""
+
+    estimator: Estimator
+    """How the small norms came about."""
+    small: dict[str, float]
+    """Sum over the small gradients of their squared norm, by parameter group."""
+    big: dict[str, float]
+    """Squared norm of the batch's gradient, by parameter group."""
+    small_weights: Weights
+    """What averaging did, summed over the small gradients."""
+    big_weights: Weights
+    """What averaging did in the batch's gradient."""
+    tokens: float
+    """Loss tokens of the batch."""
+    tokens_per_sample: float
+    """Loss tokens of a sample."""
+
+    def estimate(self, names: tuple[str, ...]) -> Estimate:
+        """Signal and noise of some parameter groups together."""
+        return solve(
+            sum(self.small[name] for name in names),
+            self.small_weights,
+            sum(self.big[name] for name in names),
+            self.big_weights,
+        )
+
+    @property
+    def all_squares(self) -> float:
+        """Squared norm of the whole gradient, which the optimizer also computes."""
+        return sum(self.big.values())
+
+
+class GradientTap:
+    """Measures steps of one layout. Every rank makes one and calls the same methods.
+
+    Args:
+        chunks: data-parallel wrappers of this rank's model chunks.
+        groups: process groups of the layout.
+        per_token: `--calculate-per-token-loss`.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self, chunks: list[Any], groups: Any, *, per_token: bool, device: torch.device
+    ) -> None:
+        self._groups, self._per_token = groups, per_token
+        self._measured = measured_parameters(chunks, groups)
+        self._by_param = {m.param: m for m in self._measured}
+        self._mode: Estimator | None = None
+        self._num_microbatches = 0
+        self._num_accumulated: dict[torch.nn.Parameter, int] = {}
+        self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
+        owned = [m for m in self._measured if m.reduced is not None]
+        self._reduced = [m.reduced for m in owned]
+        self._reduced_index = _indices(owned, device)
+        self._undo: list[Callable[[], None]] = []
+        for m in self._measured:
+            self._watch(m)
+        for chunk in chunks:
+            for bucket_group in chunk.bucket_groups:
+                self._wrap(bucket_group, device)
+
+    def _watch(self, m: Measured) -> None:
+        """Hooks before and behind the accumulation of a parameter's gradient."""
+        before = m.param.register_hook(lambda grad: self._on_gradient(m, grad))
+        # The node that accumulates; the data-parallel wrapper holds it and its hook came first.
+        view: Any = m.param.expand_as(m.param)
+        node = view.grad_fn.next_functions[0][0]
+        behind = node.register_hook(lambda *_: self._on_accumulated(m))
+        self._undo += [before.remove, behind.remove]
+
+    def _wrap(self, bucket_group: Any, device: torch.device) -> None:
+        """Looks at a group of buckets on its way into the reduction."""
+        part = [
+            self._by_param[param]
+            for bucket in bucket_group.buckets
+            for param in bucket.params_list
+            if param in self._by_param
+        ]
+        index = _indices(part, device)
+        start = bucket_group.start_grad_sync
+
+        def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
+            # With a reduction under way the call does nothing.
+            if self._mode == "rank" and bucket_group.grad_reduce_handle is None:
+                self._add([m.param.main_grad for m in part], index, 0)  # pyright: ignore[reportAttributeAccessIssue]
+            return start(*args, **kwargs)
+
+        bucket_group.start_grad_sync = start_grad_sync
+        self._undo.append(lambda: delattr(bucket_group, "start_grad_sync"))
+
+    def begin(self, estimator: Estimator | None, num_microbatches: int) -> None:
+        """Measures the step that follows, or with None lets it pass."""
+        self._mode, self._num_microbatches = estimator, num_microbatches
+        if estimator is not None:
+            self._numbers.zero_()
+            self._num_accumulated.clear()
+
+    def _on_gradient(self, m: Measured, grad: torch.Tensor) -> None:
+        if self._mode == "micro":
+            self._add_one(m.group, grad)
+
+    def _on_accumulated(self, m: Measured) -> None:
+        if self._mode == "half":
+            count = self._num_accumulated.get(m.param, 0) + 1
+            self._num_accumulated[m.param] = count
+            if count == self._num_microbatches // 2:
+                self._add_one(m.group, m.param.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _add_one(self, position: int, grad: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).double()
+        self._numbers[position].addcmul_(norm, norm)
+
+    def _add(self, grads: list[Any], index: torch.Tensor, offset: int) -> None:
+        """Adds squared norms, fp32 within a tensor and fp64 across tensors."""
+        if grads:
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
+            self._numbers[offset : offset + _NUM].index_add_(0, index, norms.square())
+
+    @torch.no_grad()
+    def reduce(self, microbatch_tokens: torch.Tensor | None) -> Any:
+        """Starts the one all-reduce of a measured step, when the gradients are reduced and neither
+        clipped nor used.
+
+        Args:
+            microbatch_tokens: loss tokens of this replica's micro-batches, on ranks of the last
+                stage; None elsewhere.
+
+        Returns:
+            A handle for `finish`, or None if the step is not measured.
+        """
+        if self._mode is None:
+            return None
+        self._add(self._reduced, self._reduced_index, _NUM)
+        if microbatch_tokens is not None and self._groups.tp.rank() == 0:
+            weights = self._own_weights(microbatch_tokens.tolist())
+            self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
+        return dist.all_reduce(self._numbers, async_op=True)
+
+    def _own_weights(self, tokens: list[float]) -> list[float]:
+        """This replica's share of: small signal, small noise, batch W, batch A, tokens."""
+        count = len(tokens)
+        form: Any = {
+            "divisor": 1 if self._per_token else count,
+            "per_token": self._per_token,
+            "tokens_per_sample": 1.0,
+        }
+        parts = {
+            "micro": [[n] for n in tokens],
+            "rank": [tokens],
+            "half": [tokens[: count // 2]],
+        }
+        assert self._mode is not None
+        small = sum(
+            (group_weights(part, **form) for part in parts[self._mode]),
+            start=Weights(signal=0.0, noise=0.0),
+        )
+        whole = group_weights(tokens, **form)
+        return [small.signal, small.noise, whole.signal**0.5, whole.noise, sum(tokens)]
+
+    def finish(self, handle: Any, *, global_batch_size: int, loss_scale: float) -> StepNorms | None:
+        """What the step that `reduce` ended has shown; None if a number is not finite.
+
+        Args:
+            handle: of `reduce`.
+            global_batch_size: samples of the step.
+            loss_scale: the gradients were multiplied by.
+        """
+        handle.wait()
+        numbers = self._numbers.tolist()
+        estimator, self._mode = self._mode, None
+        assert estimator is not None
+        small_signal, small_noise, w, a, tokens = numbers[_WEIGHTS]
+        if not torch.isfinite(self._numbers).all().item() or not tokens:
+            return None
+        dp, per_sample = self._groups.dp.size(), tokens / global_batch_size
+        # After the reduction the sums over tokens have become a mean, the means of replicas one.
+        big = (1.0, 1.0 / tokens) if self._per_token else ((w / dp) ** 2, a / dp**2)
+        scale = loss_scale**2
+        return StepNorms(
+            estimator=estimator,
+            small=dict(zip(GROUPS, (x / scale for x in numbers[:_NUM]))),
+            big=dict(zip(GROUPS, (x / scale for x in numbers[_NUM : 2 * _NUM]))),
+            small_weights=Weights(signal=small_signal, noise=small_noise * per_sample),
+            big_weights=Weights(signal=big[0], noise=big[1] * per_sample),
+            tokens=tokens,
+            tokens_per_sample=per_sample,
+        )
+
+    def close(self) -> None:
+        """Takes out every hook. The tap is not used after that."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._measured, self._by_param, self._reduced = [], {}, []
+
+
+def _indices(part: list[Measured], device: torch.device) -> torch.Tensor:
+    return torch.tensor([m.group for m in part], dtype=torch.long, device=device)

@@ -1,0 +1,111 @@
+"""Averages keep what they should and their interval covers the truth."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from copus_ext.noise.estimators import Estimate
+from copus_ext.noise.smoothing import (
+    Smoothed,
+    half_life_of_factor,
+    half_life_tokens,
+    ratio_interval,
+)
+
+H = 1000.0
+
+
+def feed(values: list[tuple[float, float]], *, tokens: float = 100.0, h: float = H) -> Smoothed:
+    state = Smoothed()
+    for g2, v in values:
+        state = state.update(Estimate(g2=g2, v=v), tokens=tokens, half_life=h)
+    return state
+
+
+def test_a_constant_is_returned_from_the_first_value_on() -> None:
+    for count in (1, 2, 50):
+        state = feed([(0.3, 7.0)] * count)
+        assert state.g2 == pytest.approx(0.3, rel=1e-12)
+        assert state.v == pytest.approx(7.0, rel=1e-12)
+        assert state.p_gg == pytest.approx(0, abs=1e-24)
+
+
+def test_one_step_of_twice_the_tokens_is_two_steps() -> None:
+    start = feed([(1.0, 2.0), (3.0, 1.0)])
+    new = Estimate(g2=-2.0, v=5.0)
+    twice = start.update(new, tokens=100, half_life=H).update(new, tokens=100, half_life=H)
+    once = start.update(new, tokens=200, half_life=H)
+    assert (once.g2, once.v) == pytest.approx((twice.g2, twice.v), rel=1e-12)
+    assert once.weight == pytest.approx(twice.weight, rel=1e-12)
+
+
+def test_after_a_half_life_a_value_counts_half() -> None:
+    state = Smoothed(sum_g2=1.0, sum_v=1.0, weight=1.0, weight2=1.0)
+    after = state.update(Estimate(g2=0.0, v=0.0), tokens=H, half_life=H)
+    assert after.g2 == pytest.approx(0.5, abs=1e-12)
+
+
+def test_half_lives() -> None:
+    assert half_life_of_factor(0.99, 16 * 2048) == pytest.approx(2.26e6, abs=0.01e6)
+    assert half_life_tokens(0, 1) == 0.44e6
+    assert half_life_tokens(1e9, 1) == 5e7
+    assert half_life_tokens(0, 1e6) == 16e6
+
+
+def test_negatives_are_kept_and_clamping_them_would_bias() -> None:
+    rng = np.random.default_rng(5)
+    draws = rng.normal(1.0, 1.6, 20_000)
+    state = feed([(x, 1.0) for x in draws], tokens=1.0, h=1e5)
+    clamped = feed([(max(x, 0.0), 1.0) for x in draws], tokens=1.0, h=1e5)
+    assert abs(state.g2 - 1.0) < 3 * 1.6 / math.sqrt(state.effective_steps)
+    assert clamped.g2 == pytest.approx(1.26, abs=0.05)
+
+
+@pytest.mark.parametrize("relative", [0.14, 0.26])
+def test_the_interval_covers_the_truth(relative: float) -> None:
+    rng = np.random.default_rng(int(1000 * relative))
+    runs, steps, covered = 1500, 60, 0
+    # Weights of an exponential average over about three half-lives.
+    one = relative * math.sqrt(feed([(1, 1)] * steps, tokens=50).effective_steps)
+    for _ in range(runs):
+        g2 = rng.normal(1.0, one, steps)
+        v = rng.normal(50.0, 5.0, steps) - 2.0 * (g2 - 1.0)
+        interval = feed(list(zip(g2, v)), tokens=50).read()
+        assert interval.low is not None
+        covered += interval.low <= 50.0 and (interval.high is None or interval.high >= 50.0)
+    assert 0.86 <= covered / runs <= 0.935, covered / runs
+
+
+def test_without_signal_only_the_lower_end_is_known() -> None:
+    interval = ratio_interval(0.1, 50.0, 1.0, 4.0, 0.0, z=1.645)
+    assert interval.high is None and interval.low is not None
+    # The lower end is what a signal at its upper end would give.
+    assert 50 / (0.1 + 1.645 * 1.1) < interval.low < 50 / (0.1 + 1.645 * 0.9)
+    assert ratio_interval(-5.0, 50.0, 1.0, 4.0, 0.0, z=1.645).high is None
+    assert Smoothed().read().low is None
+
+
+def test_delta_method_and_fieller_agree_when_all_is_known_well() -> None:
+    interval = ratio_interval(1.0, 50.0, 0.02**2, 1.0, -0.01, z=1.0)
+    assert interval.log_variance is not None and interval.low and interval.high
+    half_width = math.log(interval.high / interval.low) / 2
+    assert half_width == pytest.approx(math.sqrt(interval.log_variance), rel=0.01)
+
+
+def test_doubt_and_drift_widen_and_change_no_value() -> None:
+    state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 4.8)] * 20)
+    base = state.read()
+    for wider in (state.doubt(2), state.drift(tokens=500, half_life=H)):
+        read = wider.read()
+        assert read.ratio == base.ratio
+        assert read.low and base.low and read.high and base.high
+        assert read.low < base.low and read.high > base.high
+
+
+def test_the_state_survives_json_bit_for_bit() -> None:
+    state = feed([(0.1, 7.3), (0.7, 1 / 3)])
+    assert Smoothed.from_json(json.loads(json.dumps(state.to_json()))) == state
