@@ -5,6 +5,7 @@ from setuptools import find_namespace_packages, setup
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
+BENCH = ["matplotlib>=3.9"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
 
 setup(
@@ -29,6 +30,7 @@ setup(
         "wandb": WANDB,
         "hf": HF,
         "report": REPORT,
+        "bench": BENCH,
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

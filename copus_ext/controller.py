@@ -42,7 +42,12 @@ class Controller(Callback):
         self.observer = NoiseObserver(half_life_tokens=half_life)
         self.tap: GradientTap | None = None
         self._handle: Any = None
+        self._norms: StepNorms | None = None
         self._broken = False
+
+    def settings(self) -> dict[str, Any]:
+        """The controller's flags."""
+        return dataclasses.asdict(self.flags)
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Checks that the layout can be measured, hooks into the gradients and takes over what the
@@ -113,16 +118,18 @@ class Controller(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Takes the measurement in and hands the noise scale to the record."""
         assert self.tap is not None and context.step is not None
-        norms = None
+        self._norms = None
         if self._handle is not None:
-            norms = self.tap.finish(
+            self._norms = self.tap.finish(
                 self._handle,
                 global_batch_size=context.step.global_batch_size,
                 loss_scale=float(self._loss_scale),
             )
             self._handle = None
-        if norms is not None and context.step.updated and self._is_sound(norms, context):
-            self._take(norms, context)
+        if not (self._norms and context.step.updated and self._is_sound(self._norms, context)):
+            self._norms = None
+        if self._norms is not None:
+            self._take(self._norms, context)
         else:
             self.observer.skip(context.step.global_batch_size)
         context.state.callbacks[STATE_KEY] = self.observer.to_json()
@@ -168,10 +175,13 @@ class Controller(Callback):
         noise, latest = self.observer.noise(), self.observer.latest
         context.step_fields["noise"] = {
             **noise.to_json(),
-            "measured": self.observer.age_tokens == 0.0,
+            "measured": bool(latest),
             "step": {name: dataclasses.asdict(e) for name, e in latest.items()},
             "groups": self.observer.ratios(),
         }
+        if self._norms is not None:
+            kept = [name for name in GROUPS if name in self.sets]
+            context.step_fields["noise"]["squares"] = self._norms.squares(kept)
         named = {
             "noise-scale/phi-samples": noise.phi_samples,
             "noise-scale/phi-samples-low": noise.low_samples,
@@ -206,7 +216,7 @@ def noise_line(noise: NoiseScale) -> str:
     )
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     return (
-        f" noise scale (samples): {phi} | 90% interval: {low} to {high} | "
+        f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "
         f"|G|^2: {noise.g2:.6E} | tr(Sigma): {noise.v:.6E} | "
         f"estimator: {noise.estimator} | age (tokens): {noise.age_tokens:.0f} |"
     )

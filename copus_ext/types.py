@@ -18,7 +18,7 @@ class NoiseScale:
     """phi in samples: the batch at which noise and signal are equal. None while |G|^2 is
     not positive."""
     low_samples: float | None
-    """Lower end of the 90 % interval, samples. None when nothing was measured."""
+    """Lower end of the 95 % interval, samples. None when nothing was measured."""
     high_samples: float | None
     """Upper end, samples; None when unbounded."""
     g2: float | None

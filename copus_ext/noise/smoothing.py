@@ -17,8 +17,8 @@ MIN_HALF_LIFE_TOKENS = 0.44e6
 """What the paper's factor 0.95 per step amounts to at its first batch (16 x 2,048 tokens)."""
 HALF_LIFE_FRACTION = 0.05
 MIN_HALF_LIFE_STEPS = 16
-Z_90 = 1.6448536269514722
-"""Two-sided 90 % of a normal distribution."""
+Z_95 = 1.959963984540054
+"""Two-sided 95 % of a normal distribution."""
 _BLIND_DRIFT = 0.05
 
 
@@ -132,7 +132,7 @@ class Smoothed:
         grow = tokens / half_life * _BLIND_DRIFT**2 * self.weight**2
         return replace(self, p_gg=self.p_gg + grow * self.g2**2, p_vv=self.p_vv + grow * self.v**2)
 
-    def read(self, z: float = Z_90) -> Interval:
+    def read(self, z: float = Z_95) -> Interval:
         """The ratio with Fieller's interval at `z` standard deviations.
 
         Unbounded above when |G|^2 is not known to be positive. Few measurements say little about

@@ -92,6 +92,15 @@ class StepNorms:
             self.big_weights,
         )
 
+    def squares(self, names: list[str]) -> dict[str, dict[str, float]]:
+        """Mean squared norm of a small gradient, and squared norm of the batch's, by parameter
+        group; both as if averaged with total weight 1."""
+        signal = self.small_weights.signal, self.big_weights.signal
+        return {
+            "small": {name: self.small[name] / signal[0] for name in names},
+            "big": {name: self.big[name] / signal[1] for name in names},
+        }
+
     @property
     def all_squares(self) -> float:
         """Squared norm of the whole gradient, which the optimizer also computes."""

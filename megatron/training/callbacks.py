@@ -97,6 +97,10 @@ class Callback:
     wins over any `save`.
     """
 
+    def settings(self) -> dict[str, Any]:
+        """Flags of its own, printed and saved with the resolved configuration. Plain JSON types."""
+        return {}
+
     def on_setup_start(self, context: CallbackContext) -> None:
         """Groups, model and optimizer exist; weights are initial or loaded."""
 
@@ -154,6 +158,10 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = tuple(callbacks)
+
+    def settings(self) -> dict[str, Any]:
+        """The flags of all of them."""
+        return {name: value for c in self._callbacks for name, value in c.settings().items()}
 
     def fire(self, event: str, context: CallbackContext) -> Request | None:
         """Fires one event.

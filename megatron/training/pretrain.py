@@ -96,7 +96,7 @@ def _run(
     state = TrainState()
     if stored is not None and not config.checkpoint.finetune:
         state = stored.state
-    with open_run(config, stored, state) as tracker:
+    with open_run(config, stored, state, callbacks.settings()) as tracker:
         job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
         job.local_stop = lambda iteration: stop_reason(
             iteration=iteration,
@@ -285,14 +285,26 @@ def tear_down(job: Job) -> None:
     destroy_groups()
 
 
-def open_run(config: Config, stored: Stored | None, state: TrainState) -> NullTracker:
+def open_run(
+    config: Config,
+    stored: Stored | None,
+    state: TrainState,
+    more_settings: dict[str, Any] | None = None,
+) -> NullTracker:
     """Makes the run directory, prints and saves the resolved configuration, and opens the record on
     rank 0.
+
+    Args:
+        config: resolved.
+        stored: the checkpoint the run continues from, or None.
+        state: counters at the start.
+        more_settings: flags of the callbacks, printed and saved with the rest.
 
     Raises:
         UsageError: on every rank, when the directory cannot be written.
     """
     run_dir, launch, problem = None, "", None
+    settings = {**config.flat(), **(more_settings or {})}
     if dist.get_rank() == 0:
         now = datetime.now(timezone.utc)
         run_dir = Path(
@@ -304,7 +316,7 @@ def open_run(config: Config, stored: Stored | None, state: TrainState) -> NullTr
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             launch = metrics.launch_id(os.environ, now, metrics.previous_launches(run_dir))
-            write_atomically(run_dir / "config.json", json.dumps(config.flat(), indent=1))
+            write_atomically(run_dir / "config.json", json.dumps(settings, indent=1))
         except OSError as error:
             problem = f"the run directory {run_dir} cannot be written ({error}); set --run-dir"
     if problem := from_rank_zero(problem):
@@ -314,16 +326,16 @@ def open_run(config: Config, stored: Stored | None, state: TrainState) -> NullTr
     tracker = Tracker(
         run_dir,
         launch=launch,
-        sinks=open_sinks(config.logging, run_dir, config=config.flat()),
+        sinks=open_sinks(config.logging, run_dir, config=settings),
         timers_to_sinks=config.logging.log_timers_to_tensorboard,
         ppl_to_sinks=config.logging.log_validation_ppl_to_tensorboard,
     )
-    _print_configuration(config, run_dir)
+    _print_configuration(config, settings, run_dir)
     tracker.event(
         "run.start",
         iteration=state.iteration,
         consumed_samples=state.consumed_samples,
-        config=config.flat(),
+        config=settings,
         layout=str(config.layout),
         loaded=str(stored.folder) if stored else None,
         versions=_versions(),
@@ -344,9 +356,9 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
-def _print_configuration(config: Config, run_dir: Path) -> None:
+def _print_configuration(config: Config, settings: dict[str, Any], run_dir: Path) -> None:
     print("------------------------ arguments ------------------------", flush=True)
-    for name, value in sorted(config.flat().items()):
+    for name, value in sorted(settings.items()):
         print(f"  {name} {'.' * max(2, 48 - len(name))} {value}")
     print("-------------------- end of arguments ---------------------")
     for note in config.runtime.notes:

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from copus_ext.config import CopusConfig
 from megatron.training.config import GROUPS
 from megatron.training.config.fields import option_specs
 from megatron.training.known_flags import known_flags
@@ -20,7 +21,7 @@ HOW = (
 def command_line() -> dict[str, dict]:
     """Describes every implemented option by its canonical spelling, and every known one."""
     flags: dict[str, dict] = {}
-    for title, group in GROUPS.items():
+    for title, group in {**GROUPS, "copus": CopusConfig}.items():
         for spec in option_specs(group):
             default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
             flags[spec.strings[0]] = {

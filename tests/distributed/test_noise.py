@@ -1,0 +1,122 @@
+"""What the gradient tap measures is a property of batch and weights, not of the layout, and
+measuring changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_noise import FAMILIES, SPOILT, STEPS, case_name
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_noise.py")
+CASES = [(*family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    output = tmp_path_factory.mktemp("noise")
+    run_ranks([WORKER, output], 4, timeout_s=500).check()
+    return json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.timeout(520)
+@pytest.mark.parametrize("case", CASES, ids=[case_name(*case) for case in CASES])
+def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: Any) -> None:
+    model, estimator, group, _ = case
+    run = runs[case_name(*case)]
+    first = runs[case_name(model, estimator, group, FAMILIES[model, estimator, group][0])]
+    assert len(run["noise"]) == STEPS and run["same_on_all_ranks"]
+    for noise, reference in zip(run["noise"], first["noise"], strict=True):
+        assert noise["measured"] and noise["estimator"] == estimator
+        shared = noise["squares"]["big"].keys() & reference["squares"]["big"].keys()
+        assert {"attention", "mlp"} <= shared
+        for size in ("small", "big"):
+            got, want = ({n: x["squares"][size][n] for n in shared} for x in (noise, reference))
+            assert got == pytest.approx(want, rel=1e-5), size
+        assert noise["step"]["layers"]["v"] > 0 or estimator == "half"
+
+
+def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> None:
+    """Same batch, same weights: the more samples, the smaller the norm."""
+    families = [("llama", "micro", "1"), ("llama", "rank", "4 one by one")]
+    one, four = (
+        runs[case_name(*family, FAMILIES[family][0])]["noise"][0]["squares"] for family in families
+    )
+    for group in ("attention", "mlp"):
+        assert one["small"][group] > four["small"][group] > four["big"][group]
+
+
+@pytest.mark.parametrize("estimator", ["micro", "rank", "half"])
+def test_observing_changes_no_bit(runs: dict[str, Any], estimator: str) -> None:
+    plain, observed = runs["plain"], runs[f"observed {estimator}"]
+    assert observed["losses"] == plain["losses"]
+    assert observed["grad_norms"] == plain["grad_norms"]
+    assert all(noise["measured"] for noise in observed["noise"])
+
+
+def test_one_collective_per_measured_step_and_none_otherwise(runs: dict[str, Any]) -> None:
+    plain = runs["plain"]["collectives"]
+    assert runs["observed micro"]["collectives"] == plain + 6
+    assert runs["every second"]["collectives"] == plain + 3
+    assert [n["measured"] for n in runs["every second"]["noise"]] == [False, True] * 3
+    ages = [n["age_tokens"] for n in runs["every second"]["noise"]]
+    assert ages == pytest.approx([0, 0, 8 * 32, 0, 8 * 32, 0], rel=0.1)
+
+
+def test_a_step_with_a_bad_gradient_is_not_measured(runs: dict[str, Any]) -> None:
+    run = runs["spoilt"]
+    assert run["same_on_all_ranks"] and not run["broken"]
+    assert [n["measured"] for n in run["noise"]] == [i != SPOILT for i in range(1, 7)]
+    before, after = run["states"][SPOILT - 2], run["states"][SPOILT - 1]
+    assert after["averages"] == before["averages"]
+    assert after["num_skipped"] == before["num_skipped"] + 1
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("bf16", 0.1), ("fp16 8", 0.03)])
+def test_half_precision_measures_the_same(
+    runs: dict[str, Any], name: str, tolerance: float
+) -> None:
+    assert not runs[name]["broken"]
+    for noise, reference in zip(runs[name]["noise"], runs["fp32"]["noise"], strict=True):
+        assert noise["measured"]
+        for size in ("small", "big"):
+            got, want = (x["squares"][size]["mlp"] for x in (noise, reference))
+            assert got == pytest.approx(want, rel=tolerance)
+
+
+def test_the_loss_scale_cancels(runs: dict[str, Any]) -> None:
+    for a, b in zip(runs["fp16 8"]["noise"], runs["fp16 12"]["noise"], strict=True):
+        for size in ("small", "big"):
+            assert a["squares"][size] == pytest.approx(b["squares"][size], rel=1e-2)
+
+
+def test_auto_takes_what_the_layout_allows(runs: dict[str, Any]) -> None:
+    assert {n["estimator"] for n in runs["auto 1"]["noise"]} == {"micro"}
+    assert {n["estimator"] for n in runs["auto 2"]["noise"]} == {"rank"}
+    blind = runs["blind"]["noise"]
+    assert {(n["status"], n["estimator"], n["measured"]) for n in blind} == {
+        ("none", "none", False)
+    }
+
+
+def test_the_state_moves_to_another_layout(runs: dict[str, Any]) -> None:
+    stored, moved, unmoved = runs["first half"], runs["moved"], runs["unmoved"]
+    assert moved["at_setup"] == stored["states"][-1]
+    assert moved["states"][-1]["num_measured"] == 8
+    got, want = (run["states"][-1]["averages"]["layers"] for run in (moved, unmoved))
+    assert got == pytest.approx(want, rel=1e-4)
+    got, want = (run["noise"][-1]["phi_samples"] for run in (moved, unmoved))
+    assert got == pytest.approx(want, rel=1e-4)
+
+
+def test_norms_counted_on_every_rank_would_be_found(runs: dict[str, Any]) -> None:
+    """The comparison of layouts can fail."""
+    right = runs[case_name(*CASES[0])]["noise"][0]["squares"]
+    wrong = runs["wrong"]["noise"][0]["squares"]
+    assert wrong["big"]["mlp"] == pytest.approx(right["big"]["mlp"], rel=1e-5)
+    for size in ("small", "big"):
+        assert wrong[size]["vectors"] == pytest.approx(4 * right[size]["vectors"], rel=1e-5)

@@ -1,0 +1,204 @@
+"""Trains the same steps under many layouts with the gradient tap open, in the same processes.
+
+worker_noise.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+
+SHARDED = "--use-distributed-optimizer"
+REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
+OVERLAP = f"{REDUCE} --overlap-param-gather"
+BASES = {"llama": TINY, "gpt2": TINY_GPT2}
+STEPS = 3
+SPOILT = 3
+# Model, estimator, samples of a small group; then layouts of four ranks that must agree: tp, pp,
+# vpp, flags. Replicas read whole micro-batches in turn, so that the samples of `rank` depend on
+# their size.
+FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
+    ("llama", "micro", "1"): [
+        (1, 1, 1, ""),
+        (1, 1, 1, SHARDED),
+        (1, 1, 1, OVERLAP),
+        (1, 1, 1, f"{OVERLAP} --calculate-per-token-loss"),
+        (2, 1, 1, SHARDED),
+        (2, 1, 1, "--sequence-parallel --overlap-grad-reduce"),
+        (4, 1, 1, "--sequence-parallel"),
+        (1, 2, 1, OVERLAP),
+        (1, 4, 1, SHARDED),
+        (2, 2, 1, f"{SHARDED} --sequence-parallel"),
+        (1, 2, 2, OVERLAP),
+        (2, 2, 2, ""),
+        (2, 1, 1, "--use-tp-pp-dp-mapping --calculate-per-token-loss"),
+    ],
+    ("gpt2", "micro", "1"): [
+        (1, 1, 1, OVERLAP),
+        (4, 1, 1, "--sequence-parallel"),
+        (2, 2, 1, f"--recompute-activations {SHARDED}"),
+        (1, 4, 1, ""),
+        (1, 2, 2, SHARDED),
+    ],
+    ("llama", "rank", "4 one by one"): [
+        (2, 1, 1, ""),
+        (2, 1, 1, f"{OVERLAP} --sequence-parallel"),
+        (1, 2, 2, REDUCE),
+        (1, 2, 1, f"{SHARDED} --calculate-per-token-loss"),
+    ],
+    ("llama", "rank", "4 in twos"): [
+        (2, 1, 1, "--micro-batch-size 2"),
+        (1, 2, 1, f"{OVERLAP} --micro-batch-size 2"),
+    ],
+    ("llama", "rank", "4 at once"): [
+        (2, 1, 1, f"{SHARDED} --micro-batch-size 4 --calculate-per-token-loss"),
+        (1, 2, 1, f"{OVERLAP} --micro-batch-size 4"),
+    ],
+    ("gpt2", "rank", "2"): [
+        (1, 1, 1, "--micro-batch-size 2"),
+        (1, 1, 1, f"{OVERLAP} --micro-batch-size 2"),
+    ],
+    ("llama", "half", "4"): [
+        (4, 1, 1, ""),
+        (4, 1, 1, "--sequence-parallel --micro-batch-size 2"),
+        (1, 4, 1, f"{SHARDED} --micro-batch-size 4"),
+        (2, 2, 2, f"{SHARDED} --overlap-grad-reduce --micro-batch-size 1"),
+        (2, 2, 1, "--calculate-per-token-loss --micro-batch-size 2"),
+    ],
+    ("gpt2", "half", "1"): [(1, 1, 1, ""), (1, 1, 1, OVERLAP)],
+}
+
+
+def main(output: Path) -> None:
+    """Writes what was measured in every case."""
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.config import CopusConfig
+    from copus_ext.controller import STATE_KEY, Controller
+    from megatron.training.callbacks import CallbackContext
+
+    class Watched(Controller):
+        """Keeps what the controller knew at set-up and after every step."""
+
+        def __init__(self, *, spoil: bool = False, **flags: Any) -> None:
+            super().__init__(CopusConfig(copus=True, **flags))
+            self.spoil, self.at_setup, self.states = spoil, {}, []
+
+        def on_setup_start(self, context: CallbackContext) -> None:
+            super().on_setup_start(context)
+            self.at_setup = self.observer.to_json()
+
+        def on_grads_ready(self, context: CallbackContext) -> None:
+            if self.spoil and context.state.iteration + 1 == SPOILT and dist.get_rank() == 1:
+                context.model[0].buffers[0].grad_data.fill_(math.nan)
+            super().on_grads_ready(context)
+
+        def on_train_step_end(self, context: CallbackContext) -> None:
+            super().on_train_step_end(context)
+            self.states.append(json.dumps(context.state.callbacks[STATE_KEY]))
+
+    join()
+    result: dict[str, Any] = {}
+
+    def record(name: str, flags: str, base: str = TINY, *, plain: bool = False, **how: Any) -> Any:
+        watched = Watched(**how)
+        folder = output / name.replace("/", "_").replace(" ", "")
+        before = count.total
+        steps = run(flags.split(), folder, [] if plain else [watched], base=base)
+        seen: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seen, watched.states)
+        if dist.get_rank() == 0:
+            result[name] = {
+                "losses": [step["losses"]["lm loss"] for step in steps],
+                "grad_norms": [step["grad_norm"] for step in steps],
+                "updated": [step["updated"] for step in steps],
+                "noise": [step.get("noise") for step in steps],
+                "same_on_all_ranks": all(states == seen[0] for states in seen),
+                "at_setup": watched.at_setup,
+                "states": [json.loads(state) for state in watched.states],
+                "collectives": count.total - before,
+                "broken": watched._broken,
+            }
+            (output / "result.json").write_text(json.dumps(result))
+
+    count = _CollectiveCount(dist)
+    for (model, estimator, group), layouts in FAMILIES.items():
+        for tp, pp, vpp, more in layouts:
+            flags = " ".join([*layout_flags(tp, pp, vpp), more, f"--train-iters {STEPS}"])
+            name = case_name(model, estimator, group, (tp, pp, vpp, more))
+            record(name, flags, BASES[model], copus_gns_estimator=estimator)
+    six = f"--train-iters 6 {OVERLAP}"
+    record("plain", six, plain=True)
+    for estimator in ("micro", "rank", "half"):
+        record(f"observed {estimator}", six, copus_gns_estimator=estimator)
+    record("every second", six, copus_gns_interval=2)
+    record("spoilt", f"{layout_flags_text(2, 1)} --train-iters 6", spoil=True)
+    record("bf16", f"{six} --bf16")
+    record("fp32", six)
+    for bits in (8, 12):
+        record(f"fp16 {bits}", f"{six} --fp16 --loss-scale {2**bits}")
+    for mbs in (1, 2):
+        flags = f"--train-iters 2 --micro-batch-size {mbs} --global-batch-size 8"
+        record(f"auto {mbs}", flags)
+    record("blind", f"{layout_flags_text(4, 1)} --train-iters 2 --micro-batch-size 8")
+    saved = output / "saved"
+    save = f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 8 --save {saved}"
+    record("first half", f"{save} --exit-interval 4")
+    move = f"{layout_flags_text(1, 2)} {SHARDED} --train-iters 8 --load {saved}"
+    record("moved", move)
+    record("unmoved", f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 8")
+    with _counting_norms_on_every_rank():
+        record("wrong", f"{layout_flags_text(4, 1)} --train-iters 2")
+    torch.distributed.destroy_process_group()
+
+
+def case_name(model: str, estimator: str, group: str, layout: tuple[int, int, int, str]) -> str:
+    """Name of a case of `FAMILIES`."""
+    return f"{model} {estimator} {group} {layout}"
+
+
+def layout_flags_text(tp: int, pp: int) -> str:
+    """Flags of a layout as text."""
+    return " ".join(layout_flags(tp, pp, 1))
+
+
+class _CollectiveCount:
+    """Counts the collectives that this rank starts."""
+
+    def __init__(self, dist: Any) -> None:
+        self.total = 0
+        names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast")
+        for name in names:
+            setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def _counted(self, function: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.total += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+class _counting_norms_on_every_rank:
+    """A mistake that the comparison of layouts is there to find."""
+
+    def __enter__(self) -> None:
+        from copus_ext.noise import parameters
+
+        self.right = parameters.param_is_not_tensor_parallel_duplicate
+        parameters.param_is_not_tensor_parallel_duplicate = lambda _param: True
+
+    def __exit__(self, *_: object) -> None:
+        from copus_ext.noise import parameters
+
+        parameters.param_is_not_tensor_parallel_duplicate = self.right
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
