@@ -12,27 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8
---seq-length 128 --max-position-embeddings 128 --swiglu --normalization RMSNorm
---position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
---attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 16 --lr 2e-3
---min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --use-distributed-optimizer
---tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-iters 0 --log-interval 50 --copus"""
+from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin, torchrun
+
+_BATCH = 16
+MODEL = f"""{QUICKSTART_MODEL} --micro-batch-size 4 --global-batch-size {_BATCH} --lr 2e-3
+--min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --split 95,4,1 --log-interval 50
+--copus"""
 LAYOUTS = {
     "DP 2": ["--tensor-model-parallel-size", "1"],
     "PP 2": ["--pipeline-model-parallel-size", "2"],
 }
-_BATCH = 16
 
 
 def train(layout: list[str], steps: int, data: str) -> list[dict[str, Any]]:
@@ -40,8 +35,7 @@ def train(layout: list[str], steps: int, data: str) -> list[dict[str, Any]]:
     from megatron.training.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as run_dir:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", str(ROOT / "pretrain_gpt.py"), *MODEL.split()]
+        command = torchrun(2, ROOT / "pretrain_gpt.py", *MODEL.split())
         command += ["--data-path", data, "--data-cache-path", run_dir, "--run-dir", run_dir]
         command += ["--train-iters", str(steps), *layout]
         subprocess.run(command, check=True, cwd=ROOT)
@@ -124,24 +118,20 @@ def main() -> int:
     """Trains twice, compares, writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/results/noise_layouts.json")
+    parser.add_argument("--steps", type=int, default=850)
+    parser.add_argument("--output", type=Path, default=RESULTS / "noise_layouts.json")
     args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(ROOT))
+    open_source()
     data = str(Path(args.data_path).resolve())
     curves = {name: curve(train(flags, args.steps, data)) for name, flags in LAYOUTS.items()}
     first, second = curves.values()
-    commit = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     result = {
         "what": "noise scale per step of one run under two layouts",
         "comparison": compare(first, second),
         "phi_of_vectors_over_phi_of_layers": vectors_against_layers(first),
         "global_batch_size": _BATCH,
         "ranks": 2,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core", "numpy")},
+        **origin(),
         "curves": curves,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

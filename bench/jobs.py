@@ -1,0 +1,77 @@
+"""A job of the trainer that a benchmark steps by hand, inside one process per rank."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+
+def parse(flags: list[str], world_size: int = 1) -> Any:
+    """The resolved configuration of some flags."""
+    from megatron.training.arguments import parse_args, resolve
+
+    return resolve(parse_args(flags), world_size)
+
+
+@contextlib.contextmanager
+def open_job(flags: list[str]) -> Iterator[Any]:
+    """A job with record and data, as `pretrain` makes it, without callbacks."""
+    from megatron.training.guard import check_environment, set_process_defaults
+
+    set_process_defaults()
+    check_environment()
+    import torch
+
+    from megatron.training.callbacks import Callbacks
+    from megatron.training.device import use_device
+    from megatron.training.parallel import init_distributed
+    from megatron.training.pretrain import _tokenizer_flags, build_job, open_run, tear_down
+    from megatron.training.settle import settle
+    from megatron.training.state import TrainState
+    from megatron.training.tokenizer import build_tokenizer
+
+    torch.set_num_threads(1)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    config = parse(flags, int(os.environ["WORLD_SIZE"]))
+    with use_device(
+        config.runtime.device,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        backend=config.parallel.distributed_backend,
+    ) as device:
+        init_distributed(device, timeout_minutes=10)
+        tokenizer = build_tokenizer(**_tokenizer_flags(config))
+        config = settle(config, None, vocab_size=tokenizer.vocab_size)
+        state = TrainState()
+        with open_run(config, None, state) as tracker:
+            job = build_job(config, None, state, tokenizer, device, Callbacks(()), tracker)
+            yield job
+            tear_down(job)
+        torch.distributed.destroy_process_group()
+
+
+def step_of_loop(job: Any, reporter: Any) -> None:
+    """One step as `loop.train` takes it, without evaluation and saving."""
+    from megatron.training.step import train_step
+
+    batch = job.batch_schedule.at(job.state.consumed_samples)
+    job.fire("on_train_step_start", global_batch_size=batch)
+    info, _ = train_step(job)
+    job.fire(
+        "on_train_step_end",
+        step=info,
+        loss_dict={"lm loss": info.loss},
+        grad_norm=info.grad_norm,
+        skipped_iter=not info.updated,
+    )
+    reporter.record(info)
+
+
+def batch_flags(args: argparse.Namespace) -> list[str]:
+    """The batch sizes of a benchmark's command line as flags of the trainer."""
+    sizes = ["--micro-batch-size", args.micro_batch_size, "--global-batch-size", args.batch_size]
+    return [str(x) for x in sizes]

@@ -1,0 +1,246 @@
+"""B1: is the noise scale right? Every estimator against per-sample gradients by brute force.
+
+    python bench/noise_accuracy.py
+
+Trains a tiny GPT on this Python's own sources, then holds its weights still and
+
+1. takes the gradient of every sample of the data set by itself (steps of one sample), which gives
+   |G|^2 and tr(Sigma) of this population exactly;
+2. takes steps of 16 samples over the same samples on several ranks with each estimator, and
+   compares the means of their one-step estimates with the truth, in standard errors;
+3. draws runs of 60 steps from those estimates, smooths each as a run does, and counts how often
+   the 95 % interval holds the true noise scale;
+4. measures one batch under every layout of four ranks.
+
+Writes docs/results/noise_accuracy.json. About 15 minutes on 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import RESULTS, ROOT, open_source, origin, torchrun
+
+SEQ_LENGTH = 32
+MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
+--max-position-embeddings {SEQ_LENGTH} --swiglu --normalization RMSNorm --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --tokenizer-type ByteLevelTokenizer --split 100,0,0 --eval-iters 0
+--log-interval 100 --pad-vocab-for-tensor-parallel-size 4"""
+STILL = "--lr 1e-30 --min-lr 0 --weight-decay 0 --no-load-optim --finetune"
+BATCH = 16
+# Estimator, ranks, micro-batch size.
+ESTIMATORS = [
+    ("micro", 1, 1),
+    ("micro", 2, 2),
+    ("micro", 2, 4),
+    ("rank", 2, 2),
+    ("rank", 4, 1),
+    ("half", 1, 2),
+    ("half", 2, 2),
+]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2, 2, 1)]
+
+
+def worker(kind: str, output: Path, flags: list[str]) -> None:
+    """One training run on the ranks of this launch; `truth` adds up gradients by itself."""
+    from megatron.training.guard import set_process_defaults
+
+    set_process_defaults()
+    import torch
+
+    from copus_ext.config import CopusConfig
+    from copus_ext.controller import Controller
+    from copus_ext.noise.parameters import group_of
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.pretrain import pretrain
+
+    class Truth(Callback):
+        """Adds up the gradients of single samples, and their squares, in double precision."""
+
+        def __init__(self) -> None:
+            self.count, self.total, self.squares = 0, {}, {}
+
+        def on_grads_ready(self, context: CallbackContext) -> None:
+            model = context.model[0]
+            while hasattr(model, "module"):
+                model = model.module
+            groups: dict[str, list[torch.Tensor]] = {}
+            for name, param in model.named_parameters():
+                groups.setdefault(group_of(name, param), []).append(param.main_grad.view(-1))
+            for name, parts in groups.items():
+                gradient = torch.cat(parts).double()
+                self.total[name] = self.total.get(name, 0) + gradient
+                self.squares[name] = self.squares.get(name, 0.0) + gradient.square().sum().item()
+            self.count += 1
+
+        def result(self) -> dict[str, Any]:
+            """|G|^2 and tr(Sigma) of the samples seen, by parameter group."""
+            g2 = {n: (t / self.count).square().sum().item() for n, t in self.total.items()}
+            v = {n: self.squares[n] / self.count - g2[n] for n in g2}
+            return {"samples": self.count, "g2": g2, "v": v}
+
+    torch.set_num_threads(1)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    truth = Truth()
+    callbacks: list[Callback] = []
+    if kind == "truth":
+        callbacks = [truth]
+    elif kind != "train":
+        callbacks = [Controller(CopusConfig(copus=True, copus_gns_estimator=kind))]
+    pretrain(resolve(parse_args(flags), world), callbacks)
+    if kind == "truth":
+        output.write_text(json.dumps(truth.result()))
+
+
+class Bench:
+    """Launches the runs in one scratch directory."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch
+        self.number = 0
+
+    def launch(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
+        """Step records of one run, and the file its worker may have written."""
+        from megatron.training.metrics import read_metrics
+
+        self.number += 1
+        run_dir = self.scratch / f"run{self.number}"
+        output = self.scratch / f"result{self.number}.json"
+        print(f"-- {kind} on {ranks} ranks: {flags}", flush=True)
+        command = torchrun(ranks, Path(__file__).resolve(), "--worker", kind, output)
+        command += [*MODEL.split(), *flags.split()]
+        command += ["--data-path", str(self.scratch / "data_text_document")]
+        command += ["--data-cache-path", str(self.scratch / "cache"), "--run-dir", str(run_dir)]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return [r for r in read_metrics(run_dir) if r["kind"] == "step"], output
+
+    def prepare(self, steps: int) -> None:
+        """Makes the data set and trains a while, so that the noise is no longer small."""
+        tool = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--python-stdlib"]
+        tool += ["--output-prefix", str(self.scratch / "data"), "--append-eod"]
+        subprocess.run(tool, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        flags = f"--micro-batch-size 4 --global-batch-size {BATCH} --lr 2e-3 --min-lr 2e-3"
+        self.launch(
+            "train",
+            2,
+            f"{flags} --train-iters {steps} --save {self.weights} --save-interval {steps}",
+        )
+
+    @property
+    def weights(self) -> Path:
+        """Where the weights lie that all measurements share."""
+        return self.scratch / "weights"
+
+    def still(self, kind: str, ranks: int, *, batch: int, mbs: int, samples: int, more: str = ""):
+        """Steps over the first samples of the data set with weights that do not move."""
+        flags = f"{STILL} --load {self.weights} --train-samples {samples} {more}"
+        flags += f" --global-batch-size {batch} --micro-batch-size {mbs}"
+        return self.launch(kind, ranks, flags)
+
+
+def judge(steps: list[dict[str, Any]], truth: dict[str, float]) -> dict[str, Any]:
+    """Bias of the one-step estimates in standard errors, and coverage of the interval."""
+    pairs = [step["noise"]["step"]["layers"] for step in steps if step["noise"]["measured"]]
+    result: dict[str, Any] = {"steps": len(pairs)}
+    for name in ("g2", "v"):
+        values = [pair[name] for pair in pairs]
+        error = statistics.stdev(values) / math.sqrt(len(values))
+        result[name] = {
+            "mean_over_truth": statistics.fmean(values) / truth[name],
+            "bias_in_standard_errors": (statistics.fmean(values) - truth[name]) / error,
+            "one_step_relative_sd": statistics.stdev(values) / truth[name],
+        }
+    result["coverage"] = coverage(pairs, truth["v"] / truth["g2"])
+    return result
+
+
+def coverage(pairs: list[dict[str, float]], phi: float, *, runs: int = 4000, steps: int = 60):
+    """How often the interval holds phi after `steps` measurements drawn from `pairs`."""
+    from copus_ext.noise.estimators import Estimate
+    from copus_ext.noise.smoothing import Smoothed
+
+    rng = np.random.default_rng(1)
+    held = bounded = 0
+    for _ in range(runs):
+        state = Smoothed()
+        for i in rng.integers(len(pairs), size=steps):
+            state = state.update(Estimate(**pairs[i]), tokens=1.0, half_life=20.0)
+        interval = state.read()
+        bounded += interval.high is not None
+        low, high = interval.low or 0.0, interval.high or math.inf
+        held += low <= phi <= high
+    return {"held": held / runs, "bounded": bounded / runs, "runs": runs}
+
+
+def layouts(bench: Bench) -> dict[str, float]:
+    """Largest relative difference of any squared norm between layouts of four ranks."""
+    reference, worst = None, {"small": 0.0, "big": 0.0}
+    for tp, pp, vpp in LAYOUTS:
+        more = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+        more += " --num-layers 8" + (
+            f" --num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
+        )
+        flags = f"{more} --lr 1e-3 --train-iters 3 --micro-batch-size 1 --global-batch-size {BATCH}"
+        steps, _ = bench.launch("micro", 4, flags)
+        squares = [step["noise"]["squares"] for step in steps]
+        reference = reference or squares
+        for now, first in zip(squares, reference):
+            for size in worst:
+                differences = [abs(now[size][n] / first[size][n] - 1) for n in first[size]]
+                worst[size] = max(worst[size], *differences)
+    return {"layouts": len(LAYOUTS), **worst}
+
+
+def main() -> int:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--samples", type=int, default=12_800)
+    parser.add_argument("--train-steps", type=int, default=400)
+    parser.add_argument("--output", type=Path, default=RESULTS / "noise_accuracy.json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(Path(scratch))
+        bench.prepare(args.train_steps)
+        _, file = bench.still("truth", 1, batch=1, mbs=1, samples=args.samples)
+        exact = json.loads(file.read_text())
+        truth = {k: exact[k]["attention"] + exact[k]["mlp"] for k in ("g2", "v")}
+        rows = []
+        for kind, ranks, mbs in ESTIMATORS:
+            steps, _ = bench.still(kind, ranks, batch=BATCH, mbs=mbs, samples=args.samples)
+            row = {"estimator": kind, "replicas": ranks, "micro_batch_size": mbs}
+            rows.append({**row, **judge(steps, truth)})
+            print(json.dumps(rows[-1]), flush=True)
+        across = layouts(bench)
+    result = {
+        "what": "one-step estimates of |G|^2 and tr(Sigma) against per-sample gradients",
+        "global_batch_size": BATCH,
+        "truth": {**truth, "phi_samples": truth["v"] / truth["g2"], "samples": exact["samples"]},
+        "phi_by_group": {n: exact["v"][n] / exact["g2"][n] for n in exact["g2"]},
+        "estimators": rows,
+        "largest_relative_difference_between_layouts": across,
+        **origin(),
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    open_source()
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    else:
+        sys.exit(main())
