@@ -15,7 +15,7 @@ class CopusConfig:
     """Measure the gradient noise scale while training."""
     copus_mode: str = option("observe", choices=("observe", "act"))
     """observe: measure and record, change nothing. act (change batch and layout) is not built
-   yet."""
+    yet."""
     copus_gns_estimator: str = option("auto", choices=("auto", "micro", "rank", "half"))
     """Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
    rank, or of the first half of the micro-batches; auto takes the first of these that the layout

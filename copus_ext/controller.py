@@ -72,17 +72,25 @@ class Controller(Callback):
         self.sets["layers"] = CONTROL_SET
         if not left_out:
             self.sets["all"] = GROUPS
-        stored = context.state.callbacks.get(STATE_KEY)
-        if stored is not None:
-            self.observer = NoiseObserver.from_json(
-                stored, half_life_tokens=self.flags.copus_gns_half_life_tokens
-            )
+        self._take_over(context.state.callbacks.get(STATE_KEY))
         self.tap = GradientTap(
             context.model,
             context.groups,
             per_token=config.batch.calculate_per_token_loss,
             device=config.runtime.device,
         )
+
+    def _take_over(self, stored: dict[str, Any] | None) -> None:
+        """Goes on with the averages of a checkpoint, or starts empty."""
+        if stored is None:
+            return
+        half_life = self.flags.copus_gns_half_life_tokens
+        try:
+            self.observer = NoiseObserver.from_json(stored, half_life_tokens=half_life)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning(
+                "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
+            )
 
     def _check_estimator(self, config: Any, wanted: str) -> None:
         if wanted == "auto":
