@@ -90,7 +90,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--estimators", nargs="+", choices=ESTIMATORS, default=ESTIMATORS)
     parser.add_argument("--blocks", type=int, default=30, help="rows of four blocks")
-    parser.add_argument("--steps", type=int, default=2, help="of a block")
+    parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--output", type=Path, default=RESULTS / "noise_overhead.json")

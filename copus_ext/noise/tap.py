@@ -11,6 +11,7 @@ Nothing is changed: the steps are bit for bit those of a run without the tap.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,40 +122,58 @@ class GradientTap:
         self, chunks: list[Any], groups: Any, *, per_token: bool, device: torch.device
     ) -> None:
         self._groups, self._per_token = groups, per_token
+        self._chunks, self._device = chunks, device
         self._measured = measured_parameters(chunks, groups)
-        self._by_param = {m.param: m for m in self._measured}
+        self._index = _indices(self._measured, device)
         self._mode: Estimator | None = None
         self._num_microbatches = 0
-        self._num_accumulated: dict[torch.nn.Parameter, int] = {}
         self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
+        self._norms = torch.zeros((0, len(self._measured)), device=device)
+        # Per parameter: the slots for norms not yet used in this step, and accumulations seen.
+        self._slots: list[list[torch.Tensor]] = []
+        self._seen = [0] * len(self._measured)
         owned = [m for m in self._measured if m.reduced is not None]
         self._reduced = [m.reduced for m in owned]
         self._reduced_index = _indices(owned, device)
+        self._hooked: Estimator | None = None
         self._undo: list[Callable[[], None]] = []
-        for m in self._measured:
-            self._watch(m)
-        for chunk in chunks:
-            for bucket_group in chunk.bucket_groups:
-                self._wrap(bucket_group, device)
 
-    def _watch(self, m: Measured) -> None:
-        """Hooks before and behind the accumulation of a parameter's gradient."""
-        before = m.param.register_hook(lambda grad: self._on_gradient(m, grad))
-        # The node that accumulates; the data-parallel wrapper holds it and its hook came first.
-        view: Any = m.param.expand_as(m.param)
-        node = view.grad_fn.next_functions[0][0]
-        behind = node.register_hook(lambda *_: self._on_accumulated(m))
-        self._undo += [before.remove, behind.remove]
+    def _hook(self, estimator: Estimator) -> None:
+        """Puts in the hooks that an estimator needs, in place of others."""
+        self._unhook()
+        self._hooked = estimator
+        if estimator == "rank":
+            by_param = {m.param: m for m in self._measured}
+            for chunk in self._chunks:
+                for bucket_group in chunk.bucket_groups:
+                    self._wrap(bucket_group, by_param)
+            return
+        for number, m in enumerate(self._measured):
+            if estimator == "micro":
+                handle = m.param.register_hook(functools.partial(self._on_gradient, number))
+            else:
+                # The node that accumulates; the data-parallel wrapper holds it and its hook came
+                # first.
+                view: Any = m.param.expand_as(m.param)
+                node = view.grad_fn.next_functions[0][0]
+                handle = node.register_hook(functools.partial(self._on_accumulated, number))
+            self._undo.append(handle.remove)
 
-    def _wrap(self, bucket_group: Any, device: torch.device) -> None:
+    def _unhook(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._hooked = None
+
+    def _wrap(self, bucket_group: Any, by_param: dict[Any, Measured]) -> None:
         """Looks at a group of buckets on its way into the reduction."""
         part = [
-            self._by_param[param]
+            by_param[param]
             for bucket in bucket_group.buckets
             for param in bucket.params_list
-            if param in self._by_param
+            if param in by_param
         ]
-        index = _indices(part, device)
+        index = _indices(part, self._device)
         start = bucket_group.start_grad_sync
 
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
@@ -169,24 +188,35 @@ class GradientTap:
     def begin(self, estimator: Estimator | None, num_microbatches: int) -> None:
         """Measures the step that follows, or with None lets it pass."""
         self._mode, self._num_microbatches = estimator, num_microbatches
-        if estimator is not None:
-            self._numbers.zero_()
-            self._num_accumulated.clear()
+        if estimator is None:
+            return
+        if estimator != self._hooked:
+            self._hook(estimator)
+        self._numbers.zero_()
+        self._make_slots({"micro": num_microbatches, "rank": 0, "half": 1}[estimator])
 
-    def _on_gradient(self, m: Measured, grad: torch.Tensor) -> None:
+    def _make_slots(self, per_parameter: int) -> None:
+        """Empties the slots, one number per parameter and small gradient of this rank."""
+        if len(self._norms) != per_parameter:
+            shape = (per_parameter, len(self._measured))
+            self._norms = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self._norms.zero_()
+        self._slots = [list(column.unbind()) for column in self._norms.unbind(1)]
+        self._seen = [0] * len(self._measured)
+
+    def _on_gradient(self, number: int, grad: torch.Tensor) -> None:
         if self._mode == "micro":
-            self._add_one(m.group, grad)
+            self._note(number, grad)
 
-    def _on_accumulated(self, m: Measured) -> None:
+    def _on_accumulated(self, number: int, *_: Any) -> None:
         if self._mode == "half":
-            count = self._num_accumulated.get(m.param, 0) + 1
-            self._num_accumulated[m.param] = count
-            if count == self._num_microbatches // 2:
-                self._add_one(m.group, m.param.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
+            self._seen[number] += 1
+            if self._seen[number] == self._num_microbatches // 2:
+                self._note(number, self._measured[number].param.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _add_one(self, position: int, grad: torch.Tensor) -> None:
-        norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32).double()
-        self._numbers[position].addcmul_(norm, norm)
+    def _note(self, number: int, grad: torch.Tensor) -> None:
+        slot = self._slots[number].pop()
+        torch.linalg.vector_norm(grad.detach(), dtype=torch.float32, out=slot)
 
     def _add(self, grads: list[Any], index: torch.Tensor, offset: int) -> None:
         """Adds squared norms, fp32 within a tensor and fp64 across tensors."""
@@ -209,6 +239,9 @@ class GradientTap:
         if self._mode is None:
             return None
         self._add(self._reduced, self._reduced_index, _NUM)
+        if len(self._norms):
+            squares = self._norms.double().square().sum(dim=0)
+            self._numbers[:_NUM].index_add_(0, self._index, squares)
         if microbatch_tokens is not None and self._groups.tp.rank() == 0:
             weights = self._own_weights(microbatch_tokens.tolist())
             self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
@@ -266,10 +299,8 @@ class GradientTap:
 
     def close(self) -> None:
         """Takes out every hook. The tap is not used after that."""
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        self._measured, self._by_param, self._reduced = [], {}, []
+        self._unhook()
+        self._measured, self._chunks, self._reduced, self._slots = [], [], [], []
 
 
 def _indices(part: list[Measured], device: torch.device) -> torch.Tensor:

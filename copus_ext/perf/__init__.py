@@ -1,0 +1,1 @@
+"""Step time and memory of a configuration: predicted from physics, fitted, measured."""

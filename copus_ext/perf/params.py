@@ -1,0 +1,40 @@
+"""Parameters that a rank holds, exactly as megatron-core builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.rows import Rows
+
+
+def layer_parameters(rows: Rows) -> Any:
+    """Parameters of one layer on one tensor-parallel rank."""
+    h, tp = rows.hidden_size, rows.tp
+    heads = rows.num_attention_heads * rows.kv_channels
+    matrices = h * rows.attention_width + heads * h + rows.mlp_matrices * h * rows.ffn_hidden_size
+    up = (rows.mlp_matrices - 1) * rows.ffn_hidden_size
+    split_biases = np.where(rows.has_bias, rows.attention_width + up, 0)
+    whole_biases = np.where(rows.has_bias, 2 * h, 0)
+    return (matrices + split_biases) / tp + whole_biases + 2 * rows.norm_vectors * h
+
+
+def stage_parameters(rows: Rows) -> Any:
+    """Parameters of every stage on one tensor-parallel rank.
+
+    Returns:
+        [max pp, n]: zero beyond a row's own stages.
+    """
+    num = len(rows)
+    pp = np.broadcast_to(rows.pp, num)
+    stage = np.arange(int(pp.max()))[:, None]
+    inside = stage < pp
+    last = stage == pp - 1
+    layers = rows.num_layers / rows.pp * layer_parameters(rows)
+    word = rows.padded_vocab_size / rows.tp * rows.hidden_size
+    first = word + rows.learned_positions * rows.hidden_size
+    # A tied output layer of another stage is a copy; of the same stage it is the embedding itself.
+    output = np.where(np.logical_and(rows.tied, pp == 1), 0.0, word)
+    end = output + rows.norm_vectors * rows.hidden_size
+    return np.where(inside, layers + np.where(stage == 0, first, 0.0) + np.where(last, end, 0.0), 0)

@@ -1,0 +1,129 @@
+"""Many configurations as columns of numbers: what the cost model computes on.
+
+A row is one model on one kind of hardware under one layout. Fields are arrays of one length or
+scalars; nothing here knows where they come from (a search, a fit, a single question).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL = 0, 1, 2
+"""Codes of `Rows.recompute`; selective recomputes the core of the attention."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Arrays of shape [n], or scalars that hold for all."""
+
+    num_layers: Any
+    """Transformer layers of the model."""
+    hidden_size: Any
+    """Width of the residual stream."""
+    ffn_hidden_size: Any
+    """Width of the MLP."""
+    num_attention_heads: Any
+    """Query heads."""
+    num_query_groups: Any
+    """Key-value heads."""
+    kv_channels: Any
+    """Width of a head."""
+    padded_vocab_size: Any
+    """Rows of the embedding."""
+    seq_length: Any
+    """Tokens of a sample."""
+    mlp_matrices: Any
+    """3 with a gated MLP, else 2."""
+    fused_attention: Any
+    """Whether attention runs as one kernel that skips the masked half."""
+    dropout: Any
+    """Whether hidden dropout is on."""
+    tied: Any
+    """Whether the output layer is the word embedding."""
+    learned_positions: Any
+    """Rows of a learned position embedding; 0 without one."""
+    has_bias: Any
+    """Whether linear layers have biases."""
+    norm_vectors: Any
+    """Vectors of one normalisation: 1 RMSNorm, 2 LayerNorm."""
+    element_bytes: Any
+    """Bytes of an activation element and of a weight: 2 or 4."""
+    gradient_bytes: Any
+    """Bytes of a gradient element as it is reduced."""
+    peak_flops: Any
+    """Dense peak of one GPU at this precision, FLOP/s."""
+    hbm_bytes_per_s: Any
+    """Memory bandwidth of one GPU."""
+    num_sms: Any
+    """Multiprocessors of one GPU."""
+    gpus_per_node: Any
+    """GPUs that share fast links."""
+    intra_bytes_per_s: Any
+    """Link of one GPU inside a node, one direction, nominal."""
+    nic_bytes_per_s: Any
+    """Network of one node, one direction, nominal."""
+    tp: Any
+    """Tensor parallel size."""
+    pp: Any
+    """Pipeline parallel size."""
+    vpp: Any
+    """Chunks of a stage."""
+    dp: Any
+    """Replicas."""
+    micro_batch_size: Any
+    """Samples of a micro-batch."""
+    num_microbatches: Any
+    """Micro-batches of a replica and step."""
+    recompute: Any
+    """`RECOMPUTE_*`."""
+    sequence_parallel: Any
+    """Whether activations are split over the sequence."""
+    use_distributed_optimizer: Any
+    """Whether optimizer state is split over the replicas."""
+    overlap_grad_reduce: Any
+    """Whether gradients are reduced while the backward pass runs."""
+    overlap_param_gather: Any
+    """Whether weights are gathered while the forward pass runs."""
+
+    def __len__(self) -> int:
+        return max(np.size(getattr(self, f.name)) for f in fields(self))
+
+    @property
+    def tokens(self) -> Any:
+        """Tokens of a micro-batch."""
+        return self.micro_batch_size * self.seq_length
+
+    @property
+    def layers_of_chunk(self) -> Any:
+        """Layers of a model chunk, all chunks being equal."""
+        return self.num_layers / (self.pp * self.vpp)
+
+    @property
+    def attention_width(self) -> Any:
+        """Columns of queries, keys and values together."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+    def full(self) -> Rows:
+        """The same with every field an array of the common length."""
+        num = len(self)
+        values = {f.name: np.broadcast_to(getattr(self, f.name), num) for f in fields(self)}
+        return Rows(**values)
+
+    def take(self, at: Any) -> Rows:
+        """Some of the rows."""
+        return Rows(**{f.name: np.asarray(getattr(self, f.name))[at] for f in fields(self)})
+
+    def change(self, **values: Any) -> Rows:
+        """The same with other values."""
+        return replace(self, **values)
+
+
+def concatenate(parts: list[Rows]) -> Rows:
+    """All rows of several tables."""
+    full = [part.full() for part in parts]
+    return Rows(
+        **{f.name: np.concatenate([getattr(p, f.name) for p in full]) for f in fields(Rows)}
+    )

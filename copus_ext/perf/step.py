@@ -1,0 +1,174 @@
+"""Seconds of one optimizer step, and where they go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf import comm, compute
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.params import stage_parameters
+from copus_ext.perf.rows import Rows
+from copus_ext.perf.schedule import pipeline_time
+
+PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host")
+_ADAM_BYTES = 30.0
+"""Read gradient, master and two moments, write master, moments and weight, per owned parameter."""
+_SWEEP_BYTES = 16.0
+"""Gradient norm, clipping and zeroing, per parameter."""
+_HIDDEN_SHARE = 0.7
+"""Part of the last backward pass behind which a reduction can hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step of many configurations."""
+
+    step_s: Any
+    """[n] seconds."""
+    parts: dict[str, Any]
+    """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
+    `step_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stages:
+    """Seconds of one micro-batch on every stage: [pp, n], chunks together."""
+
+    compute: Any
+    recompute: Any
+    tp_forward: Any
+    tp_backward: Any
+    forward: Any
+    backward: Any
+
+
+def step_time(rows: Rows, c: Constants) -> StepTime:
+    """Predicts the seconds of a step of every row."""
+    rows = rows.full()
+    num = len(rows)
+    step = np.empty(num)
+    parts = {name: np.empty(num) for name in PARTS}
+    shapes = np.stack([rows.pp, rows.vpp], axis=1).astype(np.int64)
+    for pp, vpp in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == (pp, vpp)).all(axis=1))
+        found = _of_one_shape(rows.take(at), c, int(pp), int(vpp))
+        step[at] = found.step_s
+        for name in PARTS:
+            parts[name][at] = found.parts[name]
+    return StepTime(step_s=step, parts=parts)
+
+
+def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
+    stages = _stages(rows, c, pp)
+    hop = comm.hop_s(rows, c)
+    count = rows.num_microbatches.astype(np.int64)
+    forward, backward = _chunks(rows, c, stages, pp, vpp)
+    clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
+    reduce, gather, optimizer = _end_of_step(rows, c, stages, pp)
+    done = clocks + reduce
+    worst = np.argmax(done + optimizer + gather, axis=0)
+
+    def of(values: Any) -> Any:
+        return np.take_along_axis(np.broadcast_to(values, done.shape), worst[None], axis=0)[0]
+
+    transfers = _transfers(hop, count, pp, vpp)
+    parts = {
+        "compute": of(count * stages.compute),
+        "recompute": of(count * stages.recompute),
+        "tp": of(count * (stages.tp_forward + stages.tp_backward)),
+        "pp": of(transfers),
+        "dp": of(reduce + gather),
+        "optimizer": of(optimizer),
+        "host": np.full(len(count), c.step_s),
+    }
+    busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
+    bubble = of(clocks) - busy
+    # Messages of the interleaved schedule may hide: what does not fit was not waited for.
+    parts["pp"] = parts["pp"] + np.minimum(bubble, 0.0)
+    parts["bubble"] = np.maximum(bubble, 0.0)
+    return StepTime(step_s=sum(parts.values()), parts=parts)
+
+
+def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
+    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
+    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
+    first_s, last_s = comm.tp_ends_s(rows, c)
+    layers = rows.num_layers / rows.pp
+    stage = np.arange(pp)[:, None]
+    first, last = stage == 0, stage == pp - 1
+
+    def whole(inner: Any, at_first: Any = 0.0, at_last: Any = 0.0) -> Any:
+        return layers * inner + np.where(first, at_first, 0.0) + np.where(last, at_last, 0.0)
+
+    work_forward = whole(layer.forward, table.forward, head.forward)
+    work_backward = whole(layer.backward, table.backward, head.backward)
+    again = whole(layer.recompute)
+    send_forward = whole(tp_forward, first_s, last_s / 2)
+    send_backward = whole(tp_backward + tp_again, 0.0, last_s / 2)
+    return _Stages(
+        compute=work_forward + work_backward,
+        recompute=again,
+        tp_forward=send_forward,
+        tp_backward=send_backward,
+        forward=work_forward + send_forward,
+        backward=work_backward + again + send_backward,
+    )
+
+
+def _chunks(rows: Rows, c: Constants, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
+    """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last."""
+    if vpp == 1:
+        return stages.forward[:, None], stages.backward[:, None]
+    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
+    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
+    first_s, last_s = comm.tp_ends_s(rows, c)
+    layers = rows.layers_of_chunk
+    shape = (pp, vpp, len(rows))
+    forward = np.broadcast_to(layers * (layer.forward + tp_forward), shape).copy()
+    backward = np.broadcast_to(
+        layers * (layer.backward + layer.recompute + tp_backward + tp_again), shape
+    ).copy()
+    forward[0, 0] += table.forward + first_s
+    backward[0, 0] += table.backward
+    forward[-1, -1] += head.forward + last_s / 2
+    backward[-1, -1] += head.backward + last_s / 2
+    return forward, backward
+
+
+def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
+    """Seconds that each stage spends in its own pipeline messages: [pp, n]."""
+    total = np.zeros((pp, len(count)))
+    if pp == 1:
+        return total
+    if vpp > 1:
+        # Sent eagerly: only those of the first and last pass are surely waited for.
+        total += 2 * hop.sum(axis=0) / pp
+        return total
+    for r in range(pp - 1):
+        meetings = count + np.minimum(pp - 1 - r, count)
+        total[r] += meetings * hop[r]
+        total[r + 1] += meetings * hop[r]
+    return total
+
+
+def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> tuple[Any, Any, Any]:
+    """Seconds behind the last backward pass, per stage: reduction, gathering, optimizer."""
+    held = stage_parameters(rows)[:pp]
+    sharded = rows.use_distributed_optimizer
+    once = comm.ring_s(rows, c, rows.gradient_bytes * held)
+    reduce = np.where(sharded, once, 2.0 * once)
+    first = np.arange(pp)[:, None] == 0
+    hidden = np.where(rows.overlap_grad_reduce & first, _HIDDEN_SHARE * stages.backward, 0.0)
+    bucket = np.minimum(held, np.maximum(40e6, 1e6 * rows.dp))
+    exposed = comm.ring_s(rows, c, rows.gradient_bytes * bucket)
+    least = np.where(sharded, exposed, 2.0 * exposed)
+    reduce = np.where(rows.overlap_grad_reduce & first, np.maximum(least, reduce - hidden), reduce)
+    gather = np.where(sharded, comm.ring_s(rows, c, rows.element_bytes * held), 0.0)
+    started = comm.ring_s(rows, c, rows.element_bytes * bucket)
+    gather = np.where(rows.overlap_param_gather, np.minimum(gather, started), gather)
+    owned = np.where(sharded, held / rows.dp, held)
+    moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
+    return reduce, gather, c.optimizer_factor * moved / rows.hbm_bytes_per_s

@@ -1,0 +1,1 @@
+"""Which configurations are legal, which fit, and which is fastest."""

@@ -1,0 +1,49 @@
+"""Corrections go where the data point, and no further."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from copus_ext.perf.correct import Spread, correct
+
+KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
+
+
+def test_without_data_nothing_changes() -> None:
+    got = correct(KEYS, [], [])
+    assert (got.factor == 1).all()
+    s = Spread()
+    want = math.sqrt(s.common**2 + s.tensor**2 + s.pipeline**2 + s.own**2)
+    assert got.relative_sd == pytest.approx(want)
+
+
+def test_a_measured_row_returns_to_its_measurement() -> None:
+    got = correct(KEYS, [KEYS[3]], [0.2])
+    assert got.factor[3] == pytest.approx(math.exp(0.2), rel=0.01)
+    assert got.relative_sd[3] < 0.011
+
+
+def test_others_move_towards_the_common_factor_and_never_beyond_the_data() -> None:
+    ratios = [0.2, 0.25, 0.3]
+    got = correct(KEYS, KEYS[:3], ratios)
+    others = np.log(got.factor[3:])
+    assert (others > 0.05).all() and (others <= 0.3).all()
+    prior = correct(KEYS, [], []).relative_sd
+    assert (got.relative_sd <= prior + 1e-12).all()
+    # The nearer relative is moved further.
+    near, far = KEYS.index((1, 2, 2)), KEYS.index((4, 2, 2))
+    one = correct(KEYS, [(1, 1, 1)], [0.2])
+    assert one.factor[near] > one.factor[far] > 1
+
+
+def test_the_order_of_arrival_does_not_matter_and_repeats_count() -> None:
+    a = correct(KEYS, KEYS[:4], [0.1, -0.1, 0.2, 0.0])
+    order = [2, 0, 3, 1]
+    b = correct(KEYS, [KEYS[i] for i in order], [[0.1, -0.1, 0.2, 0.0][i] for i in order])
+    np.testing.assert_allclose(a.factor, b.factor, rtol=1e-12)
+    np.testing.assert_allclose(a.relative_sd, b.relative_sd, rtol=1e-9)
+    once, twice = (correct(KEYS, KEYS[:1] * n, [0.1] * n).relative_sd[0] for n in (1, 2))
+    assert twice < once
