@@ -23,5 +23,5 @@ class CopusConfig:
     copus_gns_interval: int = option(1)
     """Steps between two measurements."""
     copus_gns_half_life_tokens: float | None = option(None)
-    """Tokens after which a measurement counts half. Default: a twentieth of the tokens trained, at
-   least 0.44 million and at least 16 measurements."""
+    """Tokens after which a measurement counts half. Default: 0.44 million or a twentieth of the
+    tokens trained, whichever is more, at most a quarter of them, at least 16 measurements."""

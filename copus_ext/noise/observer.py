@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from copus_ext.noise.estimators import Estimate
-from copus_ext.noise.smoothing import Smoothed, half_life_tokens
+from copus_ext.noise.smoothing import MIN_HALF_LIFE_TOKENS, Smoothed, half_life_tokens
 from copus_ext.types import NoiseScale, NoiseStatus
 
 VERSION = 1
@@ -27,6 +27,7 @@ class NoiseObserver:
         self._batch: int | None = None
         self._tokens_per_sample = 0.0
         self._estimator = "none"
+        self._last_half_life = MIN_HALF_LIFE_TOKENS
         self.layout_estimator: str | None = None
         """What could measure the present step, or None."""
         self.latest: dict[str, Estimate] = {}
@@ -57,6 +58,7 @@ class NoiseObserver:
         per_sample = tokens / global_batch_size
         stands_for = (self._samples_since + global_batch_size) * per_sample
         half_life = self._half_life or half_life_tokens(consumed_samples * per_sample, stands_for)
+        self._last_half_life = half_life
         changed = self._batch is not None and self._batch != global_batch_size
         for name, estimate in estimates.items():
             average = self._averages.get(name, Smoothed())
@@ -86,9 +88,7 @@ class NoiseObserver:
         """The noise scale of a parameter set as known now."""
         average = self._averages.get(name, Smoothed())
         if self._samples_since and average.weight and self._batch:
-            step = self._batch * self._tokens_per_sample
-            half_life = self._half_life or half_life_tokens(0, step)
-            average = average.drift(tokens=self.age_tokens, half_life=half_life)
+            average = average.drift(tokens=self.age_tokens, half_life=self._last_half_life)
         interval = average.read()
         status: NoiseStatus = "none"
         if average.weight:
@@ -119,6 +119,7 @@ class NoiseObserver:
             "batch": self._batch,
             "tokens_per_sample": self._tokens_per_sample,
             "estimator": self._estimator,
+            "half_life_tokens": self._last_half_life,
             "num_measured": self.num_measured,
             "num_skipped": self.num_skipped,
         }
@@ -136,5 +137,6 @@ class NoiseObserver:
         new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
         new._samples_since, new._batch = data["samples_since"], data["batch"]
         new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
+        new._last_half_life = data["half_life_tokens"]
         new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]
         return new

@@ -16,6 +16,8 @@ from copus_ext.noise.estimators import Estimate
 MIN_HALF_LIFE_TOKENS = 0.44e6
 """What the paper's factor 0.95 per step amounts to at its first batch (16 x 2,048 tokens)."""
 HALF_LIFE_FRACTION = 0.05
+MAX_HALF_LIFE_FRACTION = 0.25
+"""Of the run so far: more would never forget its first steps, whose gradients are the largest."""
 MIN_HALF_LIFE_STEPS = 16
 Z_95 = 1.959963984540054
 """Two-sided 95 % of a normal distribution."""
@@ -23,13 +25,11 @@ _BLIND_DRIFT = 0.05
 
 
 def half_life_tokens(consumed_tokens: float, tokens_per_measurement: float) -> float:
-    """Default half-life: a twentieth of the run so far, and not less than 0.44M tokens or 16
-    measurements."""
-    return max(
-        HALF_LIFE_FRACTION * consumed_tokens,
-        MIN_HALF_LIFE_TOKENS,
-        MIN_HALF_LIFE_STEPS * tokens_per_measurement,
-    )
+    """Default half-life: 0.44M tokens or a twentieth of the run so far, whichever is more, but not
+    more than a quarter of the run so far and not less than 16 measurements."""
+    wanted = max(HALF_LIFE_FRACTION * consumed_tokens, MIN_HALF_LIFE_TOKENS)
+    young = min(wanted, MAX_HALF_LIFE_FRACTION * consumed_tokens)
+    return max(young, MIN_HALF_LIFE_STEPS * tokens_per_measurement)
 
 
 def half_life_of_factor(alpha: float, tokens_per_step: float) -> float:

@@ -1,8 +1,9 @@
 """Corrects predictions of configurations not measured by those that were.
 
-The logarithm of measured over predicted is a common factor, plus one for the tensor and one for the
-pipeline size, plus one for each (tensor, pipeline, micro-batch), plus noise: independent Gaussians
-with mean zero. Their posterior is one small linear solve, the same in whatever order data come.
+The logarithm of measured over predicted is a common factor, plus one for the tensor and one for
+the pipeline size, plus one for their pair that changes slowly with the micro-batch, plus one for
+each (tensor, pipeline, micro-batch), plus noise: independent Gaussians with mean zero. Their
+posterior is one small linear solve, the same in whatever order data come.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-Key = tuple[int, int, int]
-"""Tensor size, pipeline size, micro-batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +25,20 @@ class Spread:
     """Of that of a tensor size."""
     pipeline: float = 0.05
     """Of that of a pipeline size."""
+    pair: float = 0.08
+    """Of that of a (tensor, pipeline) pair, which changes slowly with the micro-batch."""
+    octaves: float = 3.0
+    """Doublings of the micro-batch after which the pair's factor is another one by 1 - 1/e."""
     own: float = 0.04
     """Of that of a configuration, whatever its global batch."""
     noise: float = 0.01
     """Of a measurement."""
+
+    @property
+    def variance(self) -> float:
+        """Of the logarithm of a factor before anything was measured."""
+        parts = (self.common, self.tensor, self.pipeline, self.pair, self.own)
+        return sum(part**2 for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +52,8 @@ class Correction:
 
 
 def correct(
-    keys: Sequence[Key],
-    measured_keys: Sequence[Key],
+    keys: Any,
+    measured_keys: Any,
     log_ratios: Sequence[float],
     *,
     spread: Spread | None = None,
@@ -54,8 +62,8 @@ def correct(
     """The posterior of the factors of some configurations.
 
     Args:
-        keys: [n] configurations to correct.
-        measured_keys: [m] configurations measured, repeats allowed.
+        keys: [n, 3] configurations to correct: tensor, pipeline, micro-batch size.
+        measured_keys: [m, 3] configurations measured, repeats allowed.
         log_ratios: [m] ln(measured / predicted).
         spread: of the parts.
         noise: [m] standard deviation of each measurement, instead of the spread's.
@@ -65,7 +73,7 @@ def correct(
     """
     s = spread or Spread()
     ask = np.asarray(keys, dtype=np.int64).reshape(-1, 3)
-    prior = s.common**2 + s.tensor**2 + s.pipeline**2 + s.own**2
+    prior = s.variance
     if not len(measured_keys):
         ones = np.ones(len(ask))
         return Correction(factor=ones, relative_sd=ones * np.sqrt(prior))
@@ -83,4 +91,12 @@ def _kernel(a: Any, b: Any, s: Spread) -> Any:
     same = a[:, None, :] == b[None, :, :]
     tensor, pipeline = same[..., 0], same[..., 1]
     own = same.all(axis=2)
-    return s.common**2 + s.tensor**2 * tensor + s.pipeline**2 * pipeline + s.own**2 * own
+    octaves = np.abs(np.log2(a[:, None, 2] / b[None, :, 2]))
+    pair = (tensor & pipeline) * np.exp(-octaves / s.octaves)
+    return (
+        s.common**2
+        + s.tensor**2 * tensor
+        + s.pipeline**2 * pipeline
+        + s.pair**2 * pair
+        + s.own**2 * own
+    )

@@ -167,76 +167,93 @@ def _stage_program(r: int, pp: int, count: int) -> list[tuple[str, int]]:
     return program + ([*down, ("b", r), *up]) * warm
 
 
+_Pass = tuple[int, int, int, int]
+"""Stage, direction (0 forward, 1 backward), chunk, micro-batch."""
+_FEW_GROUPS = 5
+"""Groups of pp micro-batches that are simulated first; growth has mostly settled by then."""
+
+
 def _by_count(
     forward: Array, backward: Array, hop: Array, num_microbatches: NDArray[np.int64]
 ) -> Array:
-    """Interleaved 1F1B: simulated, and prolonged group by group where growth has settled."""
+    """Interleaved 1F1B: simulated, and prolonged by whole groups once a group moves every clock and
+    every message under way by the same time."""
     pp = len(forward)
     clocks = np.empty((pp, len(num_microbatches)))
-    for count in np.unique(num_microbatches):
-        at = np.flatnonzero(num_microbatches == count)
-        f, g, c = forward[..., at], backward[..., at], hop[:, at]
-        groups = int(count) // pp
-        if groups <= _GROUPS + 2:
-            clocks[:, at] = _interleaved(f, g, c, int(count))
-            continue
-        three = [_interleaved(f, g, c, (_GROUPS + i) * pp) for i in range(3)]
-        step = three[2] - three[1]
-        tolerance = _SAME * three[2].max(axis=0) * 100
-        even = (np.abs(step - (three[1] - three[0])) <= tolerance).all(axis=0) & (
-            np.ptp(step, axis=0) <= tolerance
-        )
-        clocks[:, at] = three[2] + (groups - _GROUPS - 2) * step
-        if not even.all():
-            odd = ~even
-            clocks[:, at[odd]] = _interleaved(f[..., odd], g[..., odd], c[:, odd], int(count))
+    groups = num_microbatches // pp
+    left = np.ones(len(groups), dtype=bool)
+    limit = _FEW_GROUPS
+    while left.any():
+        for count in np.unique(np.minimum(groups[left], limit)):
+            at = np.flatnonzero(left & (np.minimum(groups, limit) == count))
+            f, g, c = forward[..., at], backward[..., at], hop[:, at]
+            found, period = _interleaved(f, g, c, int(count) * pp)
+            more = groups[at] - count
+            ok = (more == 0) | np.isfinite(period)
+            clocks[:, at[ok]] = found[:, ok] + np.where(more == 0, 0.0, more * period)[ok]
+            left[at[ok]] = False
+        limit *= 4
     return clocks
 
 
-_GROUPS = 6
-"""Groups of pp micro-batches after which the growth of the interleaved schedule is looked at."""
-
-
 @functools.lru_cache(maxsize=64)
-def _interleaved_order(pp: int, vpp: int, count: int) -> list[tuple[int, int, int, int]]:
-    """Operations (stage, direction, chunk, micro-batch) in an order that respects all needs."""
+def _interleaved_order(pp: int, vpp: int, count: int) -> list[list[_Pass]]:
+    """All passes in an order that respects every need, cut where a group of the steady phase ends.
+
+    At such a cut stage r has done r pairs more than stage 0, which is what the messages between
+    them ask for.
+    """
     total = count * vpp
-    passes = []
-    for group in range(0, count, pp):
-        for chunk in range(vpp):
-            passes += [(chunk, m) for m in range(group, min(group + pp, count))]
-    programs = []
+    passes = [
+        (chunk, m)
+        for group in range(0, count, pp)
+        for chunk in range(vpp)
+        for m in range(group, group + pp)
+    ]
+    programs, warm = [], []
     for r in range(pp):
-        warm = min(2 * (pp - r - 1) + (vpp - 1) * pp, total)
-        program = [(0, *passes[q]) for q in range(warm)]
-        for q in range(total - warm):
-            program.append((0, *passes[q + warm]))
+        early = min(2 * (pp - r - 1) + (vpp - 1) * pp, total)
+        program = [(0, *passes[q]) for q in range(early)]
+        for q in range(total - early):
+            program.append((0, *passes[q + early]))
             program.append((1, vpp - 1 - passes[q][0], passes[q][1]))
-        program += [(1, vpp - 1 - c, m) for c, m in passes[total - warm :]]
+        program += [(1, vpp - 1 - c, m) for c, m in passes[total - early :]]
         programs.append(program)
-    return _merge(programs, pp, vpp)
+        warm.append(early)
+    rounds = min((total - warm[r] - r) // (pp * vpp) for r in range(pp))
+    at, done = [0] * pp, set()
+    segments = []
+    for k in range(rounds + 1):
+        until = [warm[r] + 2 * (k * pp * vpp + r) for r in range(pp)]
+        segments.append(_merge(programs, at, until, done, pp, vpp))
+    segments.append(_merge(programs, at, [len(p) for p in programs], done, pp, vpp))
+    return segments
 
 
-def _merge(programs: list[Any], pp: int, vpp: int) -> list[tuple[int, int, int, int]]:
-    done: set[tuple[int, int, int, int]] = set()
-    at, merged = [0] * pp, []
-    while len(merged) < sum(map(len, programs)):
+def _merge(
+    programs: list[Any], at: list[int], until: list[int], done: set[_Pass], pp: int, vpp: int
+) -> list[_Pass]:
+    """Passes of all stages up to some place in each, in an order that respects every need."""
+    merged: list[_Pass] = []
+    while any(a < b for a, b in zip(at, until)):
+        before = len(merged)
         for r in range(pp):
-            while at[r] < len(programs[r]):
+            while at[r] < until[r]:
                 direction, chunk, m = programs[r][at[r]]
-                need = _needed(r, direction, chunk, m, pp, vpp)
+                one = (r, direction, chunk, m)
+                need = _needed(*one, pp, vpp)
                 if need is not None and need not in done:
                     break
-                done.add((r, direction, chunk, m))
-                merged.append((r, direction, chunk, m))
+                done.add(one)
+                merged.append(one)
                 at[r] += 1
+        if len(merged) == before:
+            raise AssertionError(f"pp {pp}, vpp {vpp}: the schedule waits for itself")
     return merged
 
 
-def _needed(
-    r: int, direction: int, chunk: int, m: int, pp: int, vpp: int
-) -> tuple[int, int, int, int] | None:
-    """The pass whose message a pass waits for."""
+def _needed(r: int, direction: int, chunk: int, m: int, pp: int, vpp: int) -> _Pass | None:
+    """The pass whose result a pass waits for."""
     if direction == 0:
         if r > 0:
             return (r - 1, 0, chunk, m)
@@ -246,20 +263,34 @@ def _needed(
     return (0, 1, chunk + 1, m) if chunk < vpp - 1 else (r, 0, chunk, m)
 
 
-def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> Array:
+def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tuple[Array, Array]:
+    """Clocks after so many micro-batches, and the time of a further group: NaN where the growth has
+    not settled."""
     pp, vpp, num = forward.shape
     x = np.zeros((pp, num))
-    # Times at which messages arrive, by (stage, direction, chunk, micro-batch) that waits for them.
-    ends: dict[tuple[int, int, int, int], Array] = {}
-    for r, direction, chunk, m in _interleaved_order(pp, vpp, count):
-        need = _needed(r, direction, chunk, m, pp, vpp)
-        if need is not None and need[0] != r:
-            np.maximum(x[r], ends.pop(need), out=x[r])
-        x[r] += (backward if direction else forward)[r, chunk]
-        boundary = _boundary_out(r, direction, chunk, pp, vpp)
-        if boundary is not None:
-            ends[r, direction, chunk, m] = x[r] + hop[boundary]
-    return x
+    # When messages arrive, by the pass that sent them.
+    arrivals: dict[_Pass, Array] = {}
+    period = np.full(num, np.nan)
+    previous: dict[Any, Array] | None = None
+    segments = _interleaved_order(pp, vpp, count)
+    for number, segment in enumerate(segments):
+        for r, direction, chunk, m in segment:
+            need = _needed(r, direction, chunk, m, pp, vpp)
+            if need is not None and need[0] != r:
+                np.maximum(x[r], arrivals.pop(need), out=x[r])
+            x[r] += (backward if direction else forward)[r, chunk]
+            boundary = _boundary_out(r, direction, chunk, pp, vpp)
+            if boundary is not None:
+                arrivals[r, direction, chunk, m] = x[r] + hop[boundary]
+        if number < len(segments) - 1:
+            state = {(r, d, k, m - number * pp): at for (r, d, k, m), at in arrivals.items()}
+            state |= {r: x[r].copy() for r in range(pp)}
+            if previous is not None and previous.keys() == state.keys():
+                steps = np.stack([state[key] - previous[key] for key in state])
+                same = np.ptp(steps, axis=0) <= _SAME * x.max(axis=0)
+                period[same] = steps[0, same]
+            previous = state
+    return x, period
 
 
 def _boundary_out(r: int, direction: int, chunk: int, pp: int, vpp: int) -> int | None:

@@ -61,6 +61,28 @@ def step_time(rows: Rows, c: Constants) -> StepTime:
     return StepTime(step_s=step, parts=parts)
 
 
+def least_step_s(rows: Rows, c: Constants) -> Any:
+    """A lower bound of the seconds of a step, for less than a simulation: every stage's own work,
+    after the first micro-batch has come down to it and before its gradient has gone back up.
+
+    Returns:
+        [n] seconds.
+    """
+    rows = rows.full()
+    least = np.empty(len(rows))
+    for pp in np.unique(rows.pp):
+        at = np.flatnonzero(rows.pp == pp)
+        part = rows.take(at)
+        stages = _stages(part, c, int(pp))
+        hop = comm.hop_s(part, c)
+        above = (stages.forward + stages.backward) / part.vpp + 2 * hop
+        before = np.cumsum(above, axis=0) - above
+        clocks = part.num_microbatches * (stages.forward + stages.backward) + before
+        reduce, gather, optimizer = _end_of_step(part, c, stages, int(pp))
+        least[at] = (clocks + reduce + gather + optimizer).max(axis=0) + c.step_s
+    return least
+
+
 def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     stages = _stages(rows, c, pp)
     hop = comm.hop_s(rows, c)

@@ -16,8 +16,8 @@ def test_without_data_nothing_changes() -> None:
     got = correct(KEYS, [], [])
     assert (got.factor == 1).all()
     s = Spread()
-    want = math.sqrt(s.common**2 + s.tensor**2 + s.pipeline**2 + s.own**2)
-    assert got.relative_sd == pytest.approx(want)
+    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own)
+    assert got.relative_sd == pytest.approx(math.hypot(*parts))
 
 
 def test_a_measured_row_returns_to_its_measurement() -> None:

@@ -53,9 +53,22 @@ def test_after_a_half_life_a_value_counts_half() -> None:
 
 def test_half_lives() -> None:
     assert half_life_of_factor(0.99, 16 * 2048) == pytest.approx(2.26e6, abs=0.01e6)
-    assert half_life_tokens(0, 1) == 0.44e6
+    assert half_life_tokens(0, 1) == 16
+    assert half_life_tokens(1e6, 1) == 0.25e6
+    assert half_life_tokens(4e6, 1) == 0.44e6
     assert half_life_tokens(1e9, 1) == 5e7
     assert half_life_tokens(0, 1e6) == 16e6
+
+
+def test_the_first_steps_are_forgotten_in_time() -> None:
+    """Gradients of the first steps can be a hundred times larger; after ten times as many steps
+    they must not show."""
+    state, tokens = Smoothed(), 2048.0
+    for step in range(1, 301):
+        g2 = 100.0 if step <= 30 else 1.0
+        half_life = half_life_tokens(step * tokens, tokens)
+        state = state.update(Estimate(g2=g2, v=50.0), tokens=tokens, half_life=half_life)
+    assert state.read().ratio == pytest.approx(50.0, rel=0.25)
 
 
 def test_negatives_are_kept_and_clamping_them_would_bias() -> None:

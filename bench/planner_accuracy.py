@@ -1,0 +1,236 @@
+"""B3: does the planner predict step times it has not seen?
+
+    python bench/planner_accuracy.py
+
+Fits the constants of the cost model on published measurements (bench/data) and predicts rows that
+the fit has not seen: whole models left out, random fifths, other people's clusters. Writes
+docs/results/planner_accuracy.json and .svg, and the constants that ship with the planner,
+copus_ext/perf/data/*.json. About 4 minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner_data import Measured, h100_weak_scaling, korthikanti, narayanan, vtrain
+from support import RESULTS, ROOT, open_source, origin
+
+SINGLE_WEIGHT = 0.15
+"""Of a row of one node in a fit for many."""
+SEEDS = 20
+SHIPPED = ROOT / "copus_ext" / "perf" / "data"
+
+
+def errors(predicted: Any, measured: Any) -> dict[str, float]:
+    """Relative errors: mean of the absolute, median, 90th percentile, bias, worst."""
+    relative = predicted / measured - 1
+    size = np.abs(relative)
+    return {
+        "rows": len(size),
+        "mean": float(size.mean()),
+        "median": float(np.median(size)),
+        "p90": float(np.quantile(size, 0.9)),
+        "bias": float(relative.mean()),
+        "worst": float(size.max()),
+    }
+
+
+def fit(parts: list[tuple[Measured, float]], **how: Any) -> Any:
+    """Constants from several tables with a weight each."""
+    from copus_ext.perf.constants import Constants
+    from copus_ext.perf.fit import fit_constants
+    from copus_ext.perf.rows import concatenate
+
+    how.setdefault("prior", Constants())
+    return fit_constants(
+        concatenate([part.rows for part, _ in parts]),
+        np.concatenate([part.seconds for part, _ in parts]),
+        weights=np.concatenate([np.full(len(part.seconds), w) for part, w in parts]),
+        **how,
+    )
+
+
+def predict(table: Measured, constants: Any) -> Any:
+    """[n] predicted seconds."""
+    from copus_ext.perf.step import step_time
+
+    return step_time(table.rows, constants).step_s
+
+
+def leave_model_out(table: Measured, others: list[tuple[Measured, float]]) -> Any:
+    """[n] predictions, each from a fit that saw no row of its model."""
+    predicted = np.empty(len(table.seconds))
+    for model in np.unique(table.models):
+        out = table.models == model
+        found = fit([(table.take(~out), 1.0), *others])
+        predicted[out] = predict(table.take(out), found.constants)
+        print(f"   without {model:.0f}: {errors(predicted[out], table.seconds[out])}", flush=True)
+    return predicted
+
+
+def random_fifths(table: Measured, others: list[tuple[Measured, float]]) -> dict[str, Any]:
+    """Errors on a random fifth, plain and corrected by the measured rows of the same model."""
+    rng = np.random.default_rng(0)
+    plain, corrected = [], []
+    rows = table.rows
+    keys = np.stack([rows.tp, rows.pp, rows.micro_batch_size], axis=1).astype(int)
+    for _ in range(SEEDS):
+        test = np.zeros(len(keys), dtype=bool)
+        test[rng.permutation(len(keys))[: len(keys) // 5]] = True
+        predicted = predict(table, fit([(table.take(~test), 1.0), *others]).constants)
+        better = corrected_by_kin(table, keys, predicted, test)
+        plain.append(errors(predicted[test], table.seconds[test])["mean"])
+        corrected.append(errors(better[test], table.seconds[test])["mean"])
+    return {
+        "seeds": SEEDS,
+        "mean_without_correction": float(np.mean(plain)),
+        "mean": float(np.mean(corrected)),
+        "worst_seed": float(np.max(corrected)),
+    }
+
+
+def corrected_by_kin(table: Measured, keys: Any, predicted: Any, test: Any) -> Any:
+    """Predictions of the rows `test`, corrected by the other rows of the same model."""
+    from copus_ext.perf.correct import correct
+
+    better = predicted.copy()
+    for model in np.unique(table.models):
+        mine = table.models == model
+        ask, known = np.flatnonzero(mine & test), np.flatnonzero(mine & ~test)
+        ratios = np.log(table.seconds[known] / predicted[known])
+        better[ask] *= correct(keys[ask], keys[known], ratios).factor
+    return better
+
+
+def choice(table: Measured, predicted: Any) -> dict[str, Any]:
+    """What picking the best predicted layout costs, over sweeps of one (model, GPUs, batch)."""
+    from scipy.stats import kendalltau
+
+    r = table.rows
+    batch = r.micro_batch_size * r.num_microbatches * r.dp
+    sweep = np.stack([table.models, r.tp * r.pp * r.dp, batch], axis=1)
+    regrets, order = [], []
+    for one in np.unique(sweep, axis=0):
+        at = np.flatnonzero((sweep == one).all(axis=1))
+        if len(at) >= 3:
+            seconds = table.seconds[at]
+            regrets.append(seconds[np.argmin(predicted[at])] / seconds.min() - 1)
+            order.append(float(kendalltau(predicted[at], seconds)[0]))  # pyright: ignore[reportArgumentType]
+    return {
+        "sweeps": len(regrets),
+        "regret_mean": float(np.mean(regrets)),
+        "regret_worst": float(np.max(regrets)),
+        "kendall_tau": float(np.mean(order)),
+    }
+
+
+def ship(name: str, constants: Any, fitted_on: str, residual: dict[str, Any] | None) -> None:
+    """Writes constants that come with the planner."""
+    record = {
+        "name": name,
+        "fitted_on": fitted_on,
+        "residual": residual,
+        "constants": {k: float(f"{v:.4g}") for k, v in constants.to_json().items()},
+    }
+    SHIPPED.mkdir(exist_ok=True)
+    (SHIPPED / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def ship_all(everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
+    """Writes the constants of every kind of GPU; returns the residual of the H100 ones."""
+    import dataclasses
+
+    source = "vTrain multi (109 rows) and single (1,440 rows, weight 0.15), bench/data"
+    ship("a100-80g", everything.constants, source, joint)
+    # Newer software: fused kernels, fewer launches; links of its own, to start from.
+    start = dataclasses.replace(
+        everything.constants,
+        attention_efficiency=0.5,
+        launch_s=8e-6,
+        tp_bytes_per_s=350e9,
+        dp_bytes_per_s=300e9,
+        nic_bytes_per_s=300e9,
+        step_s=2e-3,
+    )
+    table = h100_weak_scaling()
+    found = fit([(table, 1.0)], prior=start, prior_weight=0.3)
+    residual = errors(predict(table, found.constants), table.seconds)
+    source = "Megatron-LM's H100 table (9 rows, micro-batch 1 assumed), priors from the A100 fit"
+    ship("h100-80g", found.constants, source, residual)
+    ship("h200-141g", found.constants, "no rows of its own: those of h100-80g", None)
+    start = dataclasses.replace(
+        everything.constants, attention_efficiency=0.3, tp_bytes_per_s=60e9, dp_bytes_per_s=50e9
+    )
+    ship("mi210-64g", start, "no rows of its own: the A100 fit with assumed links", None)
+    return residual
+
+
+def draw(tables: dict[str, tuple[Any, Any]], path: Path) -> None:
+    """Predicted against measured seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "copus"
+    figure, axes = pyplot.subplots(figsize=(5.5, 5.5), layout="constrained")
+    for name, (measured, predicted) in tables.items():
+        label = f"{name}: {100 * errors(predicted, measured)['mean']:.1f} %"
+        axes.scatter(measured, predicted, s=9, alpha=0.5, linewidths=0, label=label)
+    ends = [0.05, 200]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="measured step, s", ylabel="predicted step, s (model not in the fit)")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def listed(table: Measured, predicted: Any) -> list[list[float]]:
+    """Every row: model, tp, pp, dp, micro-batch, micro-batches, measured, predicted."""
+    r = table.rows
+    columns = [table.models, r.tp, r.pp, r.dp, r.micro_batch_size, r.num_microbatches]
+    rows = np.stack([*columns, table.seconds, predicted], axis=1)
+    return [[float(f"{x:.6g}") for x in row] for row in rows]
+
+
+def main() -> int:
+    """Fits, predicts, prints and writes."""
+    open_source()
+    multi, single = vtrain("multi"), vtrain("single")
+    others = [(single, SINGLE_WEIGHT)]
+    left = {
+        "vtrain multi": (multi, leave_model_out(multi, others)),
+        "vtrain single": (single, leave_model_out(single, [])),
+    }
+    everything = fit([(multi, 1.0), *others])
+    joint = errors(predict(multi, everything.constants), multi.seconds)
+    transfer = {t.name: (t, predict(t, everything.constants)) for t in (korthikanti(), narayanan())}
+    result = {
+        "what": "relative error of predicted step times, models left out of the fit",
+        "leave_model_out": {n: errors(p, t.seconds) for n, (t, p) in left.items()},
+        "random_80_20_multi": random_fifths(multi, others),
+        "choice": {n: choice(t, p) for n, (t, p) in left.items()},
+        "transfer": {n: errors(p, t.seconds) for n, (t, p) in transfer.items()},
+        "in_sample_multi": joint,
+        "h100_in_sample": ship_all(everything, joint),
+        "constants": everything.constants.to_json(),
+        **origin(),
+        "columns": ["model", "tp", "pp", "dp", "micro_batch", "M", "measured_s", "predicted_s"],
+        "rows": {n: listed(t, p) for n, (t, p) in {**left, **transfer}.items()},
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "planner_accuracy.json"
+    path.write_text(json.dumps(result) + "\n")
+    draw(
+        {n: (t.seconds, p) for n, (t, p) in {**left, **transfer}.items()}, path.with_suffix(".svg")
+    )
+    print(json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The machine: GPUs, nodes, links; by preset, from a JSON file, or given number by number."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.model_spec import SpecError
+
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+_CONSTANTS = Path(__file__).parent / "data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpec:
+    """One kind of GPU (or CPU rank)."""
+
+    name: str
+    """What to call it."""
+    memory_bytes: float
+    """Memory of one."""
+    peak_flops: float
+    """Dense bf16 peak, FLOP/s."""
+    hbm_bytes_per_s: float
+    """Memory bandwidth."""
+    num_sms: int
+    """Multiprocessors."""
+    fp32_peak_flops: float | None = None
+    """Peak in fp32 (TF32 where that is the default); None: half of the bf16 one."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not (math.isfinite(value) and value > 0):
+                raise SpecError(f"gpu.{field.name} {value!r} must be positive")
+
+    def peak(self, precision: str) -> float:
+        """Dense peak at a precision."""
+        if precision != "fp32":
+            return self.peak_flops
+        return self.fp32_peak_flops or self.peak_flops / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """Equal nodes of equal GPUs."""
+
+    gpu: GpuSpec
+    """What a rank runs on."""
+    num_nodes: int
+    """Nodes."""
+    gpus_per_node: int
+    """GPUs of a node."""
+    intra_bytes_per_s: float
+    """Link of a GPU to the others of its node, one direction."""
+    nic_bytes_per_s: float
+    """Network of a whole node, one direction."""
+    constants: str = "a100-80g"
+    """Name of the fitted constants (`copus_ext/perf/data/NAME.json`)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "gpus_per_node", "intra_bytes_per_s", "nic_bytes_per_s"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+                raise SpecError(f"cluster.{name} {value!r} must be positive")
+
+    @property
+    def world_size(self) -> int:
+        """GPUs in all."""
+        return self.num_nodes * self.gpus_per_node
+
+    def row_fields(self, precision: str) -> dict[str, Any]:
+        """The machine's fields of `Rows`."""
+        return {
+            "peak_flops": self.gpu.peak(precision),
+            "hbm_bytes_per_s": self.gpu.hbm_bytes_per_s,
+            "num_sms": self.gpu.num_sms,
+            "gpus_per_node": self.gpus_per_node,
+            "intra_bytes_per_s": self.intra_bytes_per_s,
+            "nic_bytes_per_s": self.nic_bytes_per_s,
+        }
+
+    def load_constants(self) -> Constants:
+        """The constants that go with this machine.
+
+        Raises:
+            SpecError: no such file.
+        """
+        path = _CONSTANTS / f"{self.constants}.json"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in _CONSTANTS.glob("*.json")))
+            raise SpecError(f"constants {self.constants!r} are unknown; known: {known}")
+        return Constants.load(path)
+
+    def resize(self, world_size: int) -> ClusterSpec:
+        """The same kind of machine with so many GPUs.
+
+        Raises:
+            SpecError: they do not fill whole nodes.
+        """
+        if world_size < 1:
+            raise SpecError(f"a cluster needs at least 1 GPU, not {world_size}")
+        if world_size <= self.gpus_per_node:
+            return replace(self, num_nodes=1, gpus_per_node=world_size)
+        if world_size % self.gpus_per_node:
+            raise SpecError(
+                f"{world_size} GPUs do not fill nodes of {self.gpus_per_node}; use a multiple"
+            )
+        return replace(self, num_nodes=world_size // self.gpus_per_node)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ClusterSpec:
+        """Reads what `to_json` wrote; sizes may be texts with units.
+
+        Raises:
+            SpecError: an unknown or missing key, or a bad value.
+        """
+        gpu = data.get("gpu")
+        if isinstance(gpu, str):
+            gpu = asdict(gpu_named(gpu))
+        if not isinstance(gpu, dict):
+            raise SpecError("cluster.gpu must name a GPU or describe one")
+        own = _checked(cls, {**data, "gpu": None}, "cluster")
+        return cls(**{**own, "gpu": GpuSpec(**_checked(GpuSpec, gpu, "gpu"))})
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterSpec:
+        """Reads a JSON file."""
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except json.JSONDecodeError as error:
+            raise SpecError(f"{path.name} is no JSON: {error}") from error
+        except SpecError as error:
+            raise SpecError(f"{path.name}: {error}") from error
+
+
+def _checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
+    names = {f.name: f for f in fields(kind)}  # pyright: ignore[reportArgumentType]
+    unknown = sorted(set(data) - set(names))
+    if unknown:
+        raise SpecError(f"unknown {what} keys: {', '.join(unknown)}")
+    missing = [n for n, f in names.items() if n not in data and f.default is f.default_factory]
+    if missing:
+        raise SpecError(f"{what} lacks {', '.join(missing)}")
+    texts = ("name", "constants")
+    return {n: quantity(v) if isinstance(v, str) and n not in texts else v for n, v in data.items()}
+
+
+def quantity(text: str) -> float:
+    """Bytes, bytes per second or FLOP/s of a text such as `80GiB`, `400Gb/s` (bits) or `50GB/s`.
+
+    Raises:
+        SpecError: not such a text.
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]i?)?(b|B|FLOP)?(/s)?", text.strip())
+    if not found:
+        raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
+    number, prefix, unit, _ = found.groups()
+    return float(number) * _UNITS[prefix or ""] / (8 if unit == "b" else 1)
+
+
+def _gpu(name: str, gib: float, tflops: float, tbps: float, sms: int, fp32: float) -> GpuSpec:
+    return GpuSpec(
+        name=name,
+        memory_bytes=gib * 2**30,
+        peak_flops=tflops * 1e12,
+        hbm_bytes_per_s=tbps * 1e12,
+        num_sms=sms,
+        fp32_peak_flops=fp32 * 1e12,
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100-40GB", 40, 312, 1.555, 108, 156),
+        _gpu("A100-80GB", 80, 312, 2.039, 108, 156),
+        _gpu("H100-80GB", 80, 989, 3.35, 132, 494),
+        _gpu("H200-141GB", 141, 989, 4.8, 132, 494),
+        _gpu("B200-180GB", 180, 2250, 8.0, 148, 1125),
+        _gpu("MI210-64GB", 64, 181, 1.6, 104, 22.6),
+        _gpu("MI250-128GB", 128, 362, 3.2, 208, 45.3),
+        _gpu("CPU-rank", 8, 0.06, 0.01, 1, 0.06),
+    )
+}
+"""Data sheets: memory GiB, dense bf16 TFLOP/s, TB/s, multiprocessors, TF32 or fp32 TFLOP/s."""
+
+_KINDS = {
+    "a100-40g": ("A100-40GB", 8, 300e9, 100e9, "a100-80g"),
+    "a100-80g": ("A100-80GB", 8, 300e9, 100e9, "a100-80g"),
+    "h100-80g": ("H100-80GB", 8, 450e9, 400e9, "h100-80g"),
+    "h200-141g": ("H200-141GB", 8, 450e9, 400e9, "h200-141g"),
+    "b200-180g": ("B200-180GB", 8, 900e9, 400e9, "h100-80g"),
+    "mi210-64g": ("MI210-64GB", 8, 100e9, 25e9, "mi210-64g"),
+    "mi250-128g": ("MI250-128GB", 4, 100e9, 100e9, "mi210-64g"),
+    "cpu": ("CPU-rank", 2, 2e9, 2e9, "cpu"),
+}
+
+
+def gpu_named(name: str) -> GpuSpec:
+    """A GPU of the list.
+
+    Raises:
+        SpecError: it is not there.
+    """
+    if name not in GPUS:
+        raise SpecError(
+            f"--gpu {name}: unknown; known: {', '.join(GPUS)}, or give --cluster with memory_bytes "
+            "and peak_flops"
+        )
+    return GPUS[name]
+
+
+def preset(text: str) -> ClusterSpec:
+    """A cluster such as `h100-80g:1024`: kind and number of GPUs.
+
+    Raises:
+        SpecError: an unknown kind, or a number that does not fill nodes.
+    """
+    kind, _, number = text.partition(":")
+    if kind not in _KINDS:
+        raise SpecError(
+            f"--cluster {text}: unknown kind; known: {', '.join(_KINDS)} as KIND:GPUS, or give a "
+            "JSON file"
+        )
+    if not number.isdigit() or not int(number):
+        raise SpecError(f"--cluster {text}: give the number of GPUs as {kind}:8")
+    gpu, per_node, intra, nic, constants = _KINDS[kind]
+    spec = ClusterSpec(
+        gpu=GPUS[gpu],
+        num_nodes=1,
+        gpus_per_node=per_node,
+        intra_bytes_per_s=intra,
+        nic_bytes_per_s=nic,
+        constants=constants,
+    )
+    return spec.resize(int(number))

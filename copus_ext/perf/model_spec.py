@@ -1,0 +1,336 @@
+"""The shape of a model, from Megatron's flags, from a Hugging Face `config.json`, or by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_DENSE_TYPES = {
+    "llama": {"gated": True, "bias": False, "normalization": "RMSNorm"},
+    "mistral": {"gated": True, "bias": False, "normalization": "RMSNorm"},
+    "qwen2": {"gated": True, "bias": False, "normalization": "RMSNorm"},
+    "qwen3": {"gated": True, "bias": False, "normalization": "RMSNorm"},
+    "gpt2": {"gated": False, "bias": True, "normalization": "LayerNorm"},
+}
+_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+
+class SpecError(ValueError):
+    """A model or cluster that cannot be described; one line that names field, value and fix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A dense GPT as Megatron's flags describe it."""
+
+    name: str = "model"
+    """What to call it."""
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Query heads of a layer."""
+    seq_length: int
+    """Tokens of a sample."""
+    ffn_hidden_size: int | None = None
+    """Width of the MLP; None: 4 h, or int(8h/3/64) 64 when gated."""
+    num_query_groups: int | None = None
+    """Key-value heads; None: as many as query heads."""
+    kv_channels: int | None = None
+    """Width of a head; None: h / heads."""
+    vocab_size: int = 51200
+    """Tokens before padding."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor size."""
+    gated: bool = False
+    """Gated MLP (SwiGLU)."""
+    bias: bool = True
+    """Biases in linear layers."""
+    normalization: str = "LayerNorm"
+    """LayerNorm or RMSNorm."""
+    tied: bool = True
+    """Output layer and word embedding are one."""
+    learned_positions: int = 0
+    """Rows of a learned position embedding; 0 for rotary."""
+    dropout: bool = False
+    """Hidden and attention dropout are on."""
+    precision: str = "bf16"
+    """bf16, fp16 or fp32."""
+    fused_attention: bool = True
+    """Attention runs as one kernel (flash)."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                least = 0 if field.name == "learned_positions" else 1
+                if value < least:
+                    raise SpecError(f"{field.name} {value} must be at least {least}")
+        if self.precision not in ("bf16", "fp16", "fp32"):
+            raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise SpecError(
+                f"hidden_size {self.hidden_size} does not divide by num_attention_heads "
+                f"{self.num_attention_heads}; give kv_channels"
+            )
+
+    @property
+    def ffn(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(8 * self.hidden_size / 3 / 64) * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def channels(self) -> int:
+        """Width of a head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def padded_vocab_size(self, tp: Any) -> Any:
+        """Rows of the embedding under a tensor size."""
+        multiple = self.make_vocab_size_divisible_by * np.asarray(tp)
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, vocabulary padded for one rank."""
+        h, k = self.hidden_size, self.channels
+        width = (self.num_attention_heads + 2 * self.groups) * k
+        matrices = 3 if self.gated else 2
+        norm = h * (1 if self.normalization == "RMSNorm" else 2)
+        layer = h * width + self.num_attention_heads * k * h + matrices * h * self.ffn + 2 * norm
+        if self.bias:
+            layer += width + (matrices - 1) * self.ffn + 2 * h
+        tables = int(self.padded_vocab_size(1)) * h * (1 if self.tied else 2)
+        return self.num_layers * layer + tables + self.learned_positions * h + norm
+
+    def row_fields(self, tp: Any) -> dict[str, Any]:
+        """The model's fields of `Rows` under some tensor sizes."""
+        wide = self.precision == "fp32"
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn,
+            "num_attention_heads": self.num_attention_heads,
+            "num_query_groups": self.groups,
+            "kv_channels": self.channels,
+            "padded_vocab_size": self.padded_vocab_size(tp),
+            "seq_length": self.seq_length,
+            "mlp_matrices": 3 if self.gated else 2,
+            "fused_attention": self.fused_attention,
+            "dropout": self.dropout,
+            "tied": self.tied,
+            "learned_positions": self.learned_positions,
+            "has_bias": self.bias,
+            "norm_vectors": 1 if self.normalization == "RMSNorm" else 2,
+            "element_bytes": 4 if wide else 2,
+            "gradient_bytes": 4,
+        }
+
+    def with_seq_length(self, seq_length: int) -> ModelSpec:
+        """The same with another sample length."""
+        positions = self.learned_positions and max(self.learned_positions, seq_length)
+        return replace(self, seq_length=seq_length, learned_positions=positions)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ModelSpec:
+        """Inverse of `to_json`.
+
+        Raises:
+            SpecError: an unknown or missing key, or a bad value.
+        """
+        unknown = sorted(set(data) - {f.name for f in fields(cls)})
+        if unknown:
+            raise SpecError(f"unknown model keys: {', '.join(unknown)}")
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise SpecError(f"model: {error}") from error
+
+    @classmethod
+    def from_megatron_flags(cls, flags: list[str]) -> ModelSpec:
+        """Reads the flags of a Megatron-LM command line.
+
+        Raises:
+            SpecError: a flag of the shape is missing.
+            UsageError: an unknown or refused flag.
+        """
+        from megatron.training.arguments import parse_args
+
+        args = parse_args(flags)
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+            if getattr(args, name) is None:
+                raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
+        learned = args.position_embedding_type == "learned_absolute"
+        return cls(
+            name="megatron-args",
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            num_attention_heads=args.num_attention_heads,
+            seq_length=args.seq_length,
+            ffn_hidden_size=args.ffn_hidden_size,
+            num_query_groups=args.num_query_groups if args.group_query_attention else None,
+            kv_channels=args.kv_channels,
+            vocab_size=args.vocab_size or 51200,
+            make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+            gated=args.swiglu,
+            bias=args.add_bias_linear,
+            normalization=args.normalization,
+            tied=not args.untie_embeddings_and_output_weights,
+            learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
+            dropout=args.hidden_dropout > 0,
+            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            fused_attention=args.attention_backend != "unfused",
+        )
+
+    @classmethod
+    def from_hugging_face(cls, path: Path, *, seq_length: int | None) -> ModelSpec:
+        """Reads a `config.json`.
+
+        Raises:
+            SpecError: an unknown model type, experts, or no sample length.
+        """
+        data = json.loads(path.read_text())
+        for key in _EXPERT_KEYS:
+            if data.get(key):
+                raise SpecError(
+                    f"{path.name}: {key}={data[key]}: mixture of experts is not modelled yet"
+                )
+        kind = data.get("model_type")
+        if kind not in _DENSE_TYPES:
+            raise SpecError(
+                f"{path.name}: model_type {kind!r} is not known; known: "
+                f"{', '.join(sorted(_DENSE_TYPES))}, or describe it with --megatron-args"
+            )
+        if seq_length is None:
+            longest = data.get("max_position_embeddings") or data.get("n_positions")
+            raise SpecError(
+                f"--seq-length is required with --model {path.name} "
+                f"(max_position_embeddings is {longest})"
+            )
+
+        def get(*names: str, default: Any = None) -> Any:
+            return next((data[n] for n in names if data.get(n) is not None), default)
+
+        heads = get("num_attention_heads", "n_head")
+        known = _DENSE_TYPES[kind]
+        learned = get("n_positions", default=1024) if kind == "gpt2" else 0
+        return cls(
+            name=str(get("_name_or_path", default=path.parent.name) or kind),
+            num_layers=get("num_hidden_layers", "n_layer"),
+            hidden_size=get("hidden_size", "n_embd"),
+            num_attention_heads=heads,
+            seq_length=seq_length,
+            ffn_hidden_size=get("intermediate_size", "n_inner"),
+            num_query_groups=get("num_key_value_heads", default=heads),
+            kv_channels=get("head_dim"),
+            vocab_size=get("vocab_size"),
+            tied=bool(get("tie_word_embeddings", default=kind == "gpt2")),
+            learned_positions=learned,
+            **known,
+        )
+
+
+def _llama(name: str, **shape: Any) -> ModelSpec:
+    common = {"gated": True, "bias": False, "normalization": "RMSNorm", "tied": False}
+    return ModelSpec(name=name, **{**common, **shape})
+
+
+PRESETS = {
+    spec.name: spec
+    for spec in (
+        ModelSpec(
+            name="gpt3-175b",
+            num_layers=96,
+            hidden_size=12288,
+            num_attention_heads=96,
+            seq_length=2048,
+            vocab_size=51200,
+            learned_positions=2048,
+        ),
+        _llama(
+            "llama-3.2-3b",
+            num_layers=28,
+            hidden_size=3072,
+            num_attention_heads=24,
+            num_query_groups=8,
+            kv_channels=128,
+            ffn_hidden_size=8192,
+            vocab_size=128256,
+            seq_length=2048,
+            tied=True,
+        ),
+        _llama(
+            "llama-2-7b",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            ffn_hidden_size=11008,
+            vocab_size=32000,
+            seq_length=2048,
+        ),
+        _llama(
+            "llama-2-13b",
+            num_layers=40,
+            hidden_size=5120,
+            num_attention_heads=40,
+            ffn_hidden_size=13824,
+            vocab_size=32000,
+            seq_length=2048,
+        ),
+        _llama(
+            "qwen2.5-32b",
+            num_layers=64,
+            hidden_size=5120,
+            num_attention_heads=40,
+            num_query_groups=8,
+            kv_channels=128,
+            ffn_hidden_size=27648,
+            vocab_size=152064,
+            seq_length=2048,
+        ),
+        _llama(
+            "llama-3-70b",
+            num_layers=80,
+            hidden_size=8192,
+            num_attention_heads=64,
+            num_query_groups=8,
+            ffn_hidden_size=28672,
+            vocab_size=128256,
+            seq_length=8192,
+        ),
+        _llama(
+            "copus-quickstart",
+            num_layers=8,
+            hidden_size=256,
+            num_attention_heads=8,
+            ffn_hidden_size=1024,
+            vocab_size=257,
+            seq_length=128,
+            precision="fp32",
+            fused_attention=False,
+        ),
+    )
+}
+"""Models by name, their usual sample length included."""
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

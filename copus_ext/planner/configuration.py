@@ -1,0 +1,157 @@
+"""One way to run a step, and what is predicted for it. Frozen, JSON both ways, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""By the codes of `copus_ext.perf.rows`."""
+REJECTION_CODES = (
+    "heads",
+    "query_groups",
+    "ffn",
+    "sequence",
+    "layers",
+    "virtual",
+    "batch",
+    "interleave_microbatches",
+    "cross_node_tp",
+    "memory",
+)
+"""Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """Layout, batch and memory options of a step."""
+
+    tp: int
+    """Tensor parallel size."""
+    pp: int
+    """Pipeline parallel size."""
+    vpp: int = 1
+    """Chunks of a pipeline stage."""
+    dp: int
+    """Replicas."""
+    micro_batch_size: int
+    """Samples of a micro-batch."""
+    global_batch_size: int
+    """Samples of a step."""
+    recompute: Recompute = "none"
+    """Activations computed again: none, the core of the attention, or every layer."""
+    sequence_parallel: bool = False
+    """Activations split over the sequence between tensor-parallel regions."""
+    use_distributed_optimizer: bool = True
+    """Optimizer state split over the replicas."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a replica and step."""
+        return self.global_batch_size // (self.dp * self.micro_batch_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the noise scale cannot be measured: one micro-batch on one replica."""
+        return self.dp == 1 and self.num_microbatches == 1
+
+    def to_flags(self) -> list[str]:
+        """Megatron's flags."""
+        flags = ["--tensor-model-parallel-size", str(self.tp)]
+        flags += ["--pipeline-model-parallel-size", str(self.pp)]
+        if self.vpp > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        flags += ["--micro-batch-size", str(self.micro_batch_size)]
+        flags += ["--global-batch-size", str(self.global_batch_size)]
+        if self.sequence_parallel:
+            flags += ["--sequence-parallel"]
+        if self.use_distributed_optimizer:
+            flags += ["--use-distributed-optimizer"]
+        if self.recompute == "full":
+            flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
+            flags += ["--recompute-num-layers", "1"]
+        elif self.recompute == "selective":
+            flags += ["--recompute-granularity", "selective"]
+        return flags
+
+    def __str__(self) -> str:
+        """Short text that `--explain` reads back."""
+        parts = [f"tp={self.tp}", f"pp={self.pp}"]
+        parts += [f"vpp={self.vpp}"] if self.vpp > 1 else []
+        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}"]
+        parts += [
+            f"sp={int(self.sequence_parallel)}",
+            f"zero={int(self.use_distributed_optimizer)}",
+        ]
+        return ",".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "num_microbatches": self.num_microbatches}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds and bytes of a configuration."""
+
+    step_s: float
+    """Seconds of a step."""
+    samples_per_s: float
+    """Throughput of all ranks."""
+    tokens_per_s: float
+    """The same in tokens."""
+    tflops_per_gpu: float
+    """Model arithmetic per GPU as Megatron logs it, TFLOP/s."""
+    mfu: float
+    """That over the peak."""
+    step_rel_sd: float
+    """Relative uncertainty of `step_s`."""
+    source: str
+    """`measured`, `corrected` or `predicted`."""
+    blind: bool
+    """Whether the noise scale cannot be measured there."""
+    time_s: dict[str, float]
+    """Seconds by part, along the stage that finishes last; they add up to `step_s`."""
+    peak_bytes: float
+    """Bytes of the stage that needs most."""
+    worst_stage: int
+    """Which stage that is."""
+    limit_bytes: float
+    """Bytes that may be used."""
+    fit_probability: float
+    """That the peak is below the limit."""
+    stage_bytes: list[dict[str, float]] = field(default_factory=list)
+    """Bytes by kind, for every stage."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = asdict(self)
+        names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
+        memory = {name: data.pop(name) for name in names}
+        return {**data, "memory": {**memory, "stages": data.pop("stage_bytes")}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """Configurations that are no candidates, for one reason."""
+
+    code: str
+    """One of `REJECTION_CODES`."""
+    count: int
+    """How many."""
+    example: Configuration
+    """One of them; with `memory` the one that needs least."""
+    detail: str
+    """The numbers."""
+    fix: str
+    """What would help."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "example": self.example.to_json()}

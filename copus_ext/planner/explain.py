@@ -1,0 +1,91 @@
+"""Says in words why a configuration is no candidate, and what would help."""
+
+from __future__ import annotations
+
+from copus_ext.perf.model_spec import ModelSpec, divisors
+from copus_ext.planner.configuration import Configuration
+
+GIB = 2.0**30
+
+
+def reason(
+    code: str, model: ModelSpec, c: Configuration, peak_bytes: float | None, limit_bytes: float
+) -> tuple[str, str]:
+    """What speaks against a configuration.
+
+    Args:
+        code: one of `REJECTION_CODES`.
+        model: what is trained.
+        c: the configuration.
+        peak_bytes: what it needs, with the code `memory`.
+        limit_bytes: what there is.
+
+    Returns:
+        The numbers, and the fix.
+    """
+    heads, layers = model.num_attention_heads, model.num_layers
+    legal_tp = [t for t in divisors(heads) if model.ffn % t == 0]
+    legal_pp = divisors(layers)
+    replicas = f"data-parallel size {c.dp} times micro-batch {c.micro_batch_size}"
+    texts = {
+        "heads": (
+            f"{heads} attention heads are not divisible by {c.tp}",
+            f"legal: {_list(legal_tp)}",
+        ),
+        "query_groups": (
+            f"{model.groups} query groups and tp={c.tp} do not divide each other",
+            f"legal: {_list([t for t in legal_tp if _divide(model.groups, t)])}",
+        ),
+        "ffn": (
+            f"the MLP's {model.ffn} columns are not divisible by {c.tp}",
+            f"legal: {_list(legal_tp)}",
+        ),
+        "sequence": (
+            f"{model.seq_length} tokens are not divisible by {c.tp}",
+            f"use a multiple of {c.tp} tokens or another tp",
+        ),
+        "cross_node_tp": (
+            f"tp={c.tp} spans nodes",
+            "use a smaller tp or --allow-cross-node-tp",
+        ),
+        "layers": (f"{layers} layers are not divisible by {c.pp}", f"legal: {_list(legal_pp)}"),
+        "virtual": (
+            f"{layers // c.pp} layers of a stage are not divisible by vpp={c.vpp}",
+            f"legal: {_list(divisors(max(layers // c.pp, 1)))}",
+        ),
+        "batch": (
+            f"{replicas} does not divide global batch {c.global_batch_size}",
+            f"nearest legal: {_nearest(c)}",
+        ),
+        "interleave_microbatches": (
+            f"vpp={c.vpp},pp={c.pp} needs a multiple of {c.pp} micro-batches, global batch "
+            f"{c.global_batch_size} gives {c.num_microbatches}",
+            f"use global batch {_interleaved_batch(c)} or vpp=1",
+        ),
+    }
+    if code == "memory":
+        assert peak_bytes is not None
+        return (
+            f"smallest peak {peak_bytes / GIB:.1f} GiB of {limit_bytes / GIB:.1f} GiB usable ({c})",
+            f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
+        )
+    return texts[code]
+
+
+def _divide(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+def _list(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _nearest(c: Configuration) -> str:
+    unit = c.dp * c.micro_batch_size
+    below = c.global_batch_size // unit * unit
+    return ", ".join(str(x) for x in (below, below + unit) if x > 0)
+
+
+def _interleaved_batch(c: Configuration) -> int:
+    unit = c.dp * c.micro_batch_size * c.pp
+    return -(-c.global_batch_size // unit) * unit

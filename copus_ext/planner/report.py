@@ -1,0 +1,153 @@
+"""The planner's answer as a table, as JSON, as flags, as a figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.planner.explain import GIB
+from copus_ext.planner.search import Plan, Ranked
+
+SCHEMA = "copus.plan/1"
+_COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
+_COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
+
+
+def to_json(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    plans: Sequence[Plan],
+    *,
+    constants: dict[str, Any],
+    elapsed_s: float | None = None,
+) -> dict[str, Any]:
+    """The answer of `tools/plan.py --json`; the meaning of its fields is that of `SCHEMA`."""
+    rejected: dict[str, int] = {}
+    for plan in plans:
+        for r in plan.rejected:
+            rejected[r.code] = rejected.get(r.code, 0) + r.count
+    ranked = sum(plan.num_ranked for plan in plans)
+    answer: dict[str, Any] = {
+        "schema": SCHEMA,
+        "inputs": {
+            "model": model.to_json(),
+            "cluster": cluster.to_json(),
+            "constants": constants,
+        },
+        "counts": {
+            "enumerated": ranked + sum(rejected.values()),
+            "ranked": ranked,
+            "rejected": rejected,
+        },
+        "plans": [
+            {
+                "global_batch_size": plan.global_batch_size,
+                "status": plan.status,
+                "ranked": [r.to_json(i + 1) for i, r in enumerate(plan.ranked)],
+                "rejected": [r.to_json() for r in plan.rejected],
+            }
+            for plan in plans
+        ],
+    }
+    if elapsed_s is not None:
+        answer["elapsed_s"] = round(elapsed_s, 3)
+    return answer
+
+
+def cells(rank: int, answer: Ranked) -> list[str]:
+    """One line of the table."""
+    c, p = answer.configuration, answer.prediction
+    return [
+        str(rank),
+        str(c.global_batch_size),
+        *(str(x) for x in (c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.num_microbatches)),
+        c.recompute,
+        "yes" if c.use_distributed_optimizer else "no",
+        f"{p.step_s:.4g}",
+        f"{p.tokens_per_s / c.world_size:.0f}",
+        f"{100 * p.mfu:.1f}",
+        f"{100 * p.time_s['bubble'] / p.step_s:.1f}",
+        f"{p.peak_bytes / GIB:.1f}",
+        f"{100 * p.fit_probability:.0f}",
+        f"{100 * p.step_rel_sd:.0f}",
+    ]
+
+
+def table(plans: Sequence[Plan]) -> str:
+    """All plans as text; columns are as wide as they need to be."""
+    lines = []
+    for plan in plans:
+        rows = [list(_COLUMNS), *(cells(i + 1, r) for i, r in enumerate(plan.ranked))]
+        if plan.ranked:
+            widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
+            lines += ["  ".join(x.rjust(w) for x, w in zip(row, widths)) for row in rows]
+        else:
+            lines.append(f"global batch {plan.global_batch_size}: {plan.status}")
+        lines.append(f"{plan.num_ranked} configurations fit global batch {plan.global_batch_size}")
+        for r in plan.rejected:
+            lines.append(f"{r.count} rejected, {r.code}: such as {r.detail}; {r.fix}")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def breakdown(answer: Ranked) -> str:
+    """One configuration, part by part."""
+    c, p = answer.configuration, answer.prediction
+    lines = [
+        f"{c}, global batch {c.global_batch_size}, dp={c.dp}, {c.num_microbatches} micro-batches",
+        f"step {p.step_s:.4g} s +- {100 * p.step_rel_sd:.0f} % ({p.source}), "
+        f"{p.tokens_per_s:.0f} tokens/s, {p.tflops_per_gpu:.1f} TFLOP/s/GPU, "
+        f"MFU {100 * p.mfu:.1f} %",
+        "seconds along the stage that finishes last:",
+    ]
+    for name, seconds in p.time_s.items():
+        lines.append(f"  {name:10s} {seconds:10.4f} s  {100 * seconds / p.step_s:5.1f} %")
+    lines.append(
+        f"memory: peak {p.peak_bytes / GIB:.1f} of {p.limit_bytes / GIB:.1f} GiB on stage "
+        f"{p.worst_stage}, fits with probability {100 * p.fit_probability:.0f} %"
+    )
+    names = list(p.stage_bytes[0])
+    lines.append("  GiB    " + "".join(f"{name:>14s}" for name in names))
+    shown = sorted({0, 1, p.worst_stage, len(p.stage_bytes) - 1} & set(range(len(p.stage_bytes))))
+    for stage in shown:
+        values = "".join(f"{p.stage_bytes[stage][n] / GIB:14.2f}" for n in names)
+        lines.append(f"  stage {stage:<2d}{values[1:]}")
+    lines.append("flags: " + " ".join(c.to_flags()))
+    return "\n".join(lines)
+
+
+def plot(plans: Sequence[Plan], path: Path) -> None:
+    """Throughput against global batch, one curve per layout, as a page that needs no network.
+
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    import importlib
+
+    go: Any = importlib.import_module("plotly.graph_objects")
+
+    curves: dict[str, dict[int, float]] = {}
+    for plan in plans:
+        for r in plan.ranked:
+            c = r.configuration
+            name = f"tp{c.tp} pp{c.pp}" + (f" vpp{c.vpp}" if c.vpp > 1 else "") + f" dp{c.dp}"
+            best = curves.setdefault(name, {})
+            batch = c.global_batch_size
+            best[batch] = max(best.get(batch, 0.0), r.prediction.samples_per_s)
+    figure = go.Figure()
+    for name, curve in sorted(curves.items(), key=lambda item: -max(item[1].values())):
+        x = sorted(curve)
+        figure.add_scatter(x=x, y=[curve[b] for b in x], mode="lines+markers", name=name)
+    figure.update_xaxes(type="log", title="global batch, samples")
+    figure.update_yaxes(title="samples/s")
+    figure.update_layout(title="Throughput of the best configuration of each layout")
+    path.write_text(figure.to_html(include_plotlyjs=True, full_html=True))
+
+
+def dump(answer: dict[str, Any]) -> str:
+    """JSON text, the same for the same answer."""
+    return json.dumps(answer, indent=1, sort_keys=True)

@@ -1,0 +1,335 @@
+"""Ranks the whole space of configurations by predicted throughput, for many global batches at once.
+
+Order of work: rules, then bytes, then a lower bound of the time, then the exact simulation of those
+that could still be among the best. The ranking is that of simulating everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.correct import Correction, Spread, correct
+from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, static_bytes
+from copus_ext.perf.model_spec import ModelSpec, SpecError
+from copus_ext.perf.step import PARTS, least_step_s, step_time
+from copus_ext.planner.configuration import REJECTION_CODES, Configuration, Prediction, Rejected
+from copus_ext.planner.explain import reason
+from copus_ext.planner.space import LEGAL, Limits, Points, enumerate_points, to_rows
+from megatron.training.flops import training_flops_per_sample
+
+MEMORY = REJECTION_CODES.index("memory")
+MEMORY_MARGIN = 0.04
+"""Share of a GPU's memory that is left alone."""
+Z_SURE = 1.2816
+"""Standard deviations for a probability of 90 % to fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """A measured step time, to correct predictions with."""
+
+    tp: int
+    """Tensor size."""
+    pp: int
+    """Pipeline size."""
+    micro_batch_size: int
+    """Samples of a micro-batch."""
+    log_ratio: float
+    """ln(measured / predicted)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A candidate and what is predicted for it."""
+
+    configuration: Configuration
+    """How to run."""
+    prediction: Prediction
+    """What it gives."""
+
+    def to_json(self, rank: int) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "rank": rank,
+            "flags": self.configuration.to_flags(),
+            "configuration": self.configuration.to_json(),
+            "prediction": self.prediction.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer for one global batch."""
+
+    global_batch_size: int
+    """Samples of a step."""
+    ranked: list[Ranked]
+    """The best, fastest first."""
+    num_ranked: int
+    """Configurations that are legal and fit."""
+    rejected: list[Rejected]
+    """The others, by reason."""
+
+    @property
+    def status(self) -> str:
+        """`ok`, `no_legal` or `none_fits`."""
+        if self.num_ranked:
+            return "ok"
+        return "none_fits" if any(r.code == "memory" for r in self.rejected) else "no_legal"
+
+
+class Planner:
+    """Searches the space of one model on one cluster.
+
+    Args:
+        model: what is trained.
+        cluster: on what.
+        constants: of the cost model; None takes the ones that go with the cluster.
+        limits: what to leave out.
+        memory_margin: share of a GPU's memory left alone.
+        measurements: what was timed, to correct predictions with.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        *,
+        constants: Constants | None = None,
+        limits: Limits | None = None,
+        memory_margin: float = MEMORY_MARGIN,
+        measurements: Sequence[Measurement] = (),
+    ) -> None:
+        self.model, self.cluster = model, cluster
+        self.constants = constants or cluster.load_constants()
+        self.limits = limits or Limits()
+        self.measurements = list(measurements)
+        self.limit_bytes = cluster.gpu.memory_bytes * (1 - memory_margin)
+        # A run that dies of a wrong "fits" costs more than one slower by a few percent.
+        self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
+
+    def rank(self, batch_sizes: Sequence[int], *, top: int = 10) -> list[Plan]:
+        """The best configurations of every global batch.
+
+        Args:
+            batch_sizes: samples of a step.
+            top: how many to return of each.
+        """
+        points, fits, peaks = self._judged(batch_sizes)
+        seconds = self._exact_where_needed(points, fits, top)
+        plans = []
+        for batch in batch_sizes:
+            mine = points.global_batch_size == batch
+            able = np.flatnonzero(mine & fits)
+            order = able[np.lexsort((able, seconds[able]))][:top]
+            order = order[np.isfinite(seconds[order])]
+            ranked = self._answers(points.take(order))
+            rejected = self._rejected(points, mine, peaks)
+            plans.append(
+                Plan(
+                    global_batch_size=batch,
+                    ranked=ranked,
+                    num_ranked=len(able),
+                    rejected=rejected,
+                )
+            )
+        return plans
+
+    def _judged(self, batch_sizes: Sequence[int]) -> tuple[Points, Any, Any]:
+        """All points with their codes, which of them are candidates, and the bytes of the legal."""
+        parts = [
+            enumerate_points(self.model, self.cluster, batch, self.limits) for batch in batch_sizes
+        ]
+        points = _joined(parts)
+        legal = np.flatnonzero(points.code == LEGAL)
+        peaks = np.full(len(points), np.nan)
+        if len(legal):
+            rows = to_rows(self.model, self.cluster, points.take(legal)).full()
+            least = static_bytes(rows)
+            peaks[legal] = least
+            alive = np.flatnonzero(least <= self.safe_bytes)
+            if len(alive):
+                peaks[legal[alive]] = self._peaks(rows.take(alive))
+        too_big = np.nan_to_num(peaks, nan=0.0) > self.safe_bytes
+        points.code[too_big] = MEMORY
+        return points, points.code == LEGAL, peaks
+
+    def _peaks(self, rows: Any) -> Any:
+        return memory(rows, context_bytes=self._context_bytes).peak_bytes
+
+    @property
+    def _context_bytes(self) -> float:
+        return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
+
+    def _exact_where_needed(self, points: Points, fits: Any, top: int) -> Any:
+        """[n] predicted seconds of every candidate that could be among the best of its batch, and
+        infinity for the others."""
+        seconds = np.full(len(points), np.inf)
+        at = np.flatnonzero(fits)
+        if not len(at):
+            return seconds
+        some = points.take(at)
+        rows = to_rows(self.model, self.cluster, some).full()
+        factor = self._correction(some).factor
+        bound = least_step_s(rows, self.constants) * factor
+        exact = np.full(len(at), np.inf)
+        done = np.zeros(len(at), dtype=bool)
+        first = np.concatenate(
+            [
+                mine[np.argsort(bound[mine], kind="stable")[: 2 * top]]
+                for batch in np.unique(some.global_batch_size)
+                for mine in [np.flatnonzero(some.global_batch_size == batch)]
+            ]
+        )
+        for which in (first, None):
+            if which is None:
+                which = np.flatnonzero(~done & (bound <= self._kth(some, exact, top)))
+            if len(which):
+                found = step_time(rows.take(which), self.constants).step_s
+                exact[which] = found * factor[which]
+                done[which] = True
+        seconds[at] = exact
+        return seconds
+
+    @staticmethod
+    def _kth(points: Points, exact: Any, top: int) -> Any:
+        """[n] the time of the `top`-th best known candidate of the same batch."""
+        limit = np.full(len(exact), np.inf)
+        for batch in np.unique(points.global_batch_size):
+            mine = np.flatnonzero(points.global_batch_size == batch)
+            known = np.sort(exact[mine])
+            limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
+        return limit
+
+    def _correction(self, points: Points) -> Correction:
+        return correct(
+            np.stack([points.tp, points.pp, points.micro_batch_size], axis=1),
+            [(m.tp, m.pp, m.micro_batch_size) for m in self.measurements],
+            [m.log_ratio for m in self.measurements],
+            spread=Spread(),
+        )
+
+    def _answers(self, points: Points) -> list[Ranked]:
+        """Full predictions of a few points."""
+        if not len(points):
+            return []
+        rows = to_rows(self.model, self.cluster, points).full()
+        times, bytes_ = (
+            step_time(rows, self.constants),
+            memory(rows, context_bytes=self._context_bytes),
+        )
+        correction = self._correction(points)
+        measured = {(m.tp, m.pp, m.micro_batch_size) for m in self.measurements}
+        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)
+        flops = self._flops_per_sample()
+        answers = []
+        for i in range(len(points)):
+            c = points.configuration(i)
+            factor = float(correction.factor[i])
+            step_s = float(times.step_s[i]) * factor
+            per_gpu = flops * c.global_batch_size / step_s / c.world_size
+            key = (c.tp, c.pp, c.micro_batch_size)
+            source = "predicted" if not measured else "corrected"
+            answers.append(
+                Ranked(
+                    configuration=c,
+                    prediction=Prediction(
+                        step_s=step_s,
+                        samples_per_s=c.global_batch_size / step_s,
+                        tokens_per_s=c.global_batch_size * self.model.seq_length / step_s,
+                        tflops_per_gpu=per_gpu / 1e12,
+                        mfu=per_gpu / self.cluster.gpu.peak(self.model.precision),
+                        step_rel_sd=float(correction.relative_sd[i]),
+                        source="measured" if key in measured else source,
+                        blind=c.is_blind,
+                        time_s={p: float(times.parts[p][i]) * factor for p in PARTS},
+                        peak_bytes=float(bytes_.peak_bytes[i]),
+                        worst_stage=int(bytes_.worst_stage[i]),
+                        limit_bytes=self.limit_bytes,
+                        fit_probability=float(likely[i]),
+                        stage_bytes=[
+                            {k: float(bytes_.stages[k][r, i]) for k in KINDS} for r in range(c.pp)
+                        ],
+                    ),
+                )
+            )
+        return answers
+
+    def _flops_per_sample(self) -> float:
+        m = self.model
+        return training_flops_per_sample(
+            num_layers=m.num_layers,
+            hidden_size=m.hidden_size,
+            ffn_hidden_size=m.ffn,
+            num_attention_heads=m.num_attention_heads,
+            num_query_groups=m.groups,
+            kv_channels=m.channels,
+            seq_length=m.seq_length,
+            padded_vocab_size=int(m.padded_vocab_size(1)),
+            gated_mlp=m.gated,
+        )
+
+    def _rejected(self, points: Points, mine: Any, peaks: Any) -> list[Rejected]:
+        found = []
+        for code, name in enumerate(REJECTION_CODES):
+            at = np.flatnonzero(mine & (points.code == code))
+            if not len(at):
+                continue
+            i = int(at[np.argmin(self._needs(points, at))]) if name == "memory" else int(at[0])
+            example = points.configuration(i)
+            peak = float(self._needs(points, np.array([i]))[0]) if name == "memory" else None
+            detail, fix = reason(name, self.model, example, peak, self.safe_bytes)
+            found.append(
+                Rejected(code=name, count=len(at), example=example, detail=detail, fix=fix)
+            )
+        return found
+
+    def _needs(self, points: Points, at: Any) -> Any:
+        """[n] full bytes of some points."""
+        return self._peaks(to_rows(self.model, self.cluster, points.take(at)).full())
+
+    def explain(self, configuration: Configuration) -> Ranked | Rejected:
+        """Prices one configuration, or says what speaks against it.
+
+        Raises:
+            SpecError: it is no point of this space.
+        """
+        c = configuration
+        fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
+        limits = replace(self.limits, fixed=fixed, recompute=(c.recompute,), cross_node_tp=True)
+        planner = Planner(self.model, self.cluster, constants=self.constants, limits=limits)
+        planner.limit_bytes, planner.safe_bytes = self.limit_bytes, self.safe_bytes
+        planner.measurements = self.measurements
+        points, fits, peaks = planner._judged([c.global_batch_size])
+        at = np.flatnonzero(points.use_distributed_optimizer == c.use_distributed_optimizer)
+        if not len(at):
+            raise SpecError(f"{c} is no configuration of {self.cluster.world_size} GPUs")
+        if fits[at[0]]:
+            return planner._answers(points.take(at[:1]))[0]
+        only = np.zeros(len(points), dtype=bool)
+        only[at[0]] = True
+        return planner._rejected(points, only, peaks)[0]
+
+
+def _joined(parts: list[Points]) -> Points:
+    names = Points.__dataclass_fields__
+    return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+def gpus_needed(model: ModelSpec, cluster: ClusterSpec, batch: int, **how: Any) -> int | None:
+    """The smallest number of GPUs of this kind, by doubling and then by nodes, on which some
+    configuration fits; None if 64 times as many are not enough."""
+    world = cluster.world_size
+    for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
+        larger = cluster.resize(world * times)
+        dividing = batch if batch % (world * times) == 0 else batch * times
+        if Planner(model, larger, **how).rank([dividing], top=1)[0].num_ranked:
+            return world * times
+    return None

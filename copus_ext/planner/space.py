@@ -1,0 +1,204 @@
+"""Every configuration of a model on a cluster, and which rule speaks against it.
+
+The rules are those of megatron-core 0.16.1; `tests/distributed/test_planner_rules.py` holds them
+against it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
+from copus_ext.perf.rows import Rows
+from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
+
+LEGAL = -1
+"""Code of a point that no rule speaks against."""
+_SIZES = ("tp", "pp", "vpp", "dp", "micro_batch_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a search leaves out."""
+
+    fixed: dict[str, int] = field(default_factory=dict)
+    """Sizes (`tp`, `pp`, `vpp`, `dp`, `micro_batch`) that must have a value."""
+    largest: dict[str, int] = field(default_factory=dict)
+    """Sizes that must not exceed a value."""
+    recompute: tuple[str, ...] = RECOMPUTE
+    """Recomputation to consider."""
+    cross_node_tp: bool = False
+    """Whether a tensor-parallel group may span nodes."""
+    max_micro_batch: int = 64
+    """Largest micro-batch to consider."""
+
+    def allows(self, **sizes: int) -> bool:
+        """Whether some sizes may be used together."""
+        return all(
+            self.fixed.get(name, value) == value and value <= self.largest.get(name, value)
+            for name, value in sizes.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Enumerated configurations as columns."""
+
+    tp: Any
+    """[n] tensor size."""
+    pp: Any
+    """[n] pipeline size."""
+    vpp: Any
+    """[n] chunks of a stage."""
+    dp: Any
+    """[n] replicas."""
+    micro_batch_size: Any
+    """[n] samples of a micro-batch."""
+    global_batch_size: Any
+    """[n] samples of a step."""
+    recompute: Any
+    """[n] codes of `rows.RECOMPUTE_*`."""
+    use_distributed_optimizer: Any
+    """[n] bool."""
+    code: Any
+    """[n] index into `REJECTION_CODES`, or `LEGAL`."""
+
+    def __len__(self) -> int:
+        return len(self.tp)
+
+    @property
+    def num_microbatches(self) -> Any:
+        """[n] micro-batches of a replica."""
+        return self.global_batch_size // (self.dp * self.micro_batch_size)
+
+    def take(self, at: Any) -> Points:
+        """Some of the points."""
+        return Points(**{f.name: getattr(self, f.name)[at] for f in fields(self)})
+
+    def configuration(self, i: int) -> Configuration:
+        """One point as a value."""
+        return Configuration(
+            **{name: int(getattr(self, name)[i]) for name in (*_SIZES, "global_batch_size")},
+            recompute=RECOMPUTE[int(self.recompute[i])],
+            sequence_parallel=bool(self.tp[i] > 1),
+            use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
+        )
+
+
+def enumerate_points(
+    model: ModelSpec, cluster: ClusterSpec, global_batch_size: int, limits: Limits
+) -> Points:
+    """All points of one global batch; sequence parallelism is on wherever tensor parallelism is.
+
+    Raises:
+        SpecError: the limits leave no size to enumerate.
+    """
+    shapes = _shapes(model, cluster, limits)
+    columns: list[tuple[int, ...]] = []
+    for tp, pp, vpp in shapes:
+        dp = cluster.world_size // (tp * pp)
+        if not limits.allows(dp=dp):
+            continue
+        share = global_batch_size // dp if global_batch_size % dp == 0 else 0
+        sizes = [b for b in divisors(share) if b <= limits.max_micro_batch] if share else [1]
+        columns += [(tp, pp, vpp, dp, b) for b in sizes if limits.allows(micro_batch=b)]
+    if not columns:
+        raise SpecError(_nothing_left(model, cluster, limits))
+    options = [(r, z) for r in range(3) if RECOMPUTE[r] in limits.recompute for z in (1, 0)]
+    table = np.array([(*c, *o) for c in columns for o in options], dtype=np.int64).T
+    points = Points(
+        **dict(zip(_SIZES, table[:5])),
+        global_batch_size=np.full(table.shape[1], global_batch_size),
+        recompute=table[5],
+        use_distributed_optimizer=table[6].astype(bool),
+        code=np.full(table.shape[1], LEGAL),
+    )
+    return judge(model, cluster, points, limits)
+
+
+def _nothing_left(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> str:
+    asked = ",".join(f"{name}={value}" for name, value in limits.fixed.items())
+    tp, world = limits.fixed.get("tp", 1), cluster.world_size
+    if model.num_attention_heads % tp:
+        legal = [t for t in divisors(model.num_attention_heads) if world % t == 0]
+        return (
+            f"--fix {asked}: {model.num_attention_heads} attention heads are not divisible by "
+            f"{tp}; legal: {', '.join(map(str, legal))}"
+        )
+    if world % (tp * limits.fixed.get("pp", 1)):
+        return f"--fix {asked}: tp x pp does not divide {world} GPUs; use divisors of {world}"
+    return f"--fix {asked} and --max leave nothing to consider on {world} GPUs; relax one of them"
+
+
+def _shapes(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> list[tuple[int, int, int]]:
+    world = cluster.world_size
+    widest = world if limits.cross_node_tp else cluster.gpus_per_node
+    shapes = []
+    for tp in divisors(world):
+        # A size asked for is judged; others beyond a node or the heads are not worth listing.
+        asked = limits.fixed.get("tp") == tp
+        if not limits.allows(tp=tp) or not (asked or tp <= widest):
+            continue
+        for pp in divisors(world // tp):
+            if pp > model.num_layers or not limits.allows(pp=pp):
+                continue
+            per_stage = model.num_layers // pp
+            chunks = divisors(per_stage) if pp > 1 else [1]
+            if "vpp" in limits.fixed:
+                chunks = [limits.fixed["vpp"]]
+            shapes += [(tp, pp, v) for v in chunks if limits.allows(vpp=v)]
+    return shapes
+
+
+def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits) -> Points:
+    """The same points with the code of the first rule that each breaks."""
+    code = np.full(len(points), LEGAL)
+
+    def reject(name: str, broken: Any) -> None:
+        code[(code == LEGAL) & broken] = REJECTION_CODES.index(name)
+
+    p, groups = points, model.groups
+    reject("heads", model.num_attention_heads % p.tp != 0)
+    reject("query_groups", (groups % p.tp != 0) & (p.tp % groups != 0))
+    reject("ffn", model.ffn % p.tp != 0)
+    reject("sequence", (p.tp > 1) & (model.seq_length % p.tp != 0))
+    if not limits.cross_node_tp:
+        reject("cross_node_tp", p.tp > cluster.gpus_per_node)
+    reject("layers", model.num_layers % p.pp != 0)
+    reject("virtual", (model.num_layers // p.pp % p.vpp != 0) | ((p.vpp > 1) & (p.pp == 1)))
+    reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
+    reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
+    return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
+
+
+def to_rows(
+    model: ModelSpec, cluster: ClusterSpec, points: Points, *, overlap: bool = True
+) -> Rows:
+    """Points as rows of the cost model.
+
+    Args:
+        model: whose shape to fill in.
+        cluster: whose hardware to fill in.
+        points: legal ones.
+        overlap: `--overlap-grad-reduce` and `--overlap-param-gather`.
+    """
+    sharded = points.use_distributed_optimizer
+    return Rows(
+        **model.row_fields(points.tp),
+        **cluster.row_fields(model.precision),
+        tp=points.tp,
+        pp=points.pp,
+        vpp=points.vpp,
+        dp=points.dp,
+        micro_batch_size=points.micro_batch_size,
+        num_microbatches=points.num_microbatches,
+        recompute=points.recompute,
+        sequence_parallel=points.tp > 1,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=np.logical_and(sharded, overlap),
+    )

@@ -1,0 +1,311 @@
+#!/usr/bin/env python3
+"""Plans a training run before it is launched: which layout, will it fit, how fast.
+
+python tools/plan.py --model gpt3-175b --cluster a100-80g:1024 --global-batch-size 1536
+
+Exit codes: 0 every batch has a configuration, 2 wrong flags, 3 some batch has no legal one, 4 some
+batch has legal ones but none fits, 5 an input file cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
+
+
+class _Usage(Exception):
+    """Wrong flags or values."""
+
+
+class _Input(Exception):
+    """A file that is missing, unreadable or inconsistent."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Usage(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = _Parser(prog="plan.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    model = p.add_argument_group("model")
+    model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
+    model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
+    model.add_argument("--seq-length", type=int, help="tokens of a sample")
+    where = p.add_argument_group("cluster")
+    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, or a JSON file")
+    where.add_argument("--nodes", type=int)
+    where.add_argument("--gpus-per-node", type=int, default=8)
+    where.add_argument("--gpu", help="such as H100-80GB")
+    where.add_argument("--nic", default="400Gb/s", help="network of a node, one direction")
+    where.add_argument("--intra", default="450GB/s", help="link of a GPU inside its node")
+    search = p.add_argument_group("search")
+    search.add_argument(
+        "--global-batch-size", required=True, help="512, or 64,128, or 64:4096:x2, or 64:256:+64"
+    )
+    search.add_argument("--top", type=int, default=10, help="how many to show per batch")
+    search.add_argument("--fix", default="", help="such as tp=4,pp=2")
+    search.add_argument("--max", default="", help="such as tp=8,micro_batch=16")
+    search.add_argument("--recompute", default="none,selective,full")
+    search.add_argument("--allow-cross-node-tp", action="store_true")
+    search.add_argument("--memory-margin", type=float, default=0.04)
+    search.add_argument("--constants", type=Path, help="JSON with fitted constants")
+    out = p.add_argument_group("answer")
+    out.add_argument("--explain", metavar="CONFIG", help="such as tp=2,pp=4,micro_batch=1")
+    out.add_argument("--format", choices=("table", "json", "flags"), default="table")
+    out.add_argument("--json", action="store_const", const="json", dest="format")
+    out.add_argument("--output", type=Path, help="write the answer there")
+    out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
+    return p
+
+
+def batches(text: str) -> list[int]:
+    """Reads `512`, `64,128`, `64:4096:x2` or `64:1024:+64`."""
+    try:
+        if ":" not in text:
+            sizes = [int(part) for part in text.split(",")]
+        else:
+            first, last, step = text.split(":")
+            sizes, size = [], int(first)
+            if step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
+                raise ValueError
+            while size <= int(last):
+                sizes.append(size)
+                size = size * int(step[1:]) if step[0] == "x" else size + int(step[1:])
+    except (ValueError, IndexError):
+        raise _Usage(
+            f"--global-batch-size {text}: write 512, or 64,128, or 64:4096:x2, or 64:256:+64"
+        ) from None
+    if not sizes or min(sizes) < 1:
+        raise _Usage(f"--global-batch-size {text}: sizes must be at least 1")
+    return sorted(set(sizes))
+
+
+def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Reads `tp=4,pp=2`."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name in extra and value:
+            found[name] = value
+        elif name in SIZES and value.isdigit() and int(value):
+            found[name] = int(value)
+        else:
+            raise _Usage(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
+    return found
+
+
+def model_of(args: argparse.Namespace) -> Any:
+    """The model asked for."""
+    from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
+
+    if (args.model is None) == (args.megatron_args is None):
+        raise _Usage("give one of --model and --megatron-args")
+    if args.megatron_args is not None:
+        spec = ModelSpec.from_megatron_flags(shlex.split(args.megatron_args))
+    elif args.model in PRESETS:
+        spec = PRESETS[args.model]
+    elif args.model.endswith(".json"):
+        try:
+            return ModelSpec.from_hugging_face(Path(args.model), seq_length=args.seq_length)
+        except (OSError, UnicodeDecodeError) as error:
+            raise _Input(f"--model {args.model}: {error}") from error
+        except SpecError as error:
+            if "required" in str(error):
+                raise _Usage(str(error)) from error
+            raise _Input(str(error)) from error
+        except (ValueError, TypeError) as error:
+            raise _Input(f"--model {args.model} is no config.json: {error}") from error
+    else:
+        raise _Usage(
+            f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"
+        )
+    return spec.with_seq_length(args.seq_length) if args.seq_length else spec
+
+
+def cluster_of(args: argparse.Namespace) -> Any:
+    """The cluster asked for."""
+    from copus_ext.perf.cluster_spec import ClusterSpec, gpu_named, preset, quantity
+    from copus_ext.perf.model_spec import SpecError
+
+    if args.cluster is not None and args.cluster.endswith(".json"):
+        try:
+            return ClusterSpec.load(Path(args.cluster))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _Input(f"--cluster {args.cluster}: {error}") from error
+        except SpecError as error:
+            raise _Input(str(error)) from error
+    if args.cluster is not None:
+        return preset(args.cluster)
+    if args.gpu is None or args.nodes is None:
+        raise _Usage("give --cluster, or --nodes, --gpus-per-node and --gpu")
+    gpu = gpu_named(args.gpu)
+    kind = "a100-80g" if gpu.name.startswith("A100") else "h100-80g"
+    return ClusterSpec(
+        gpu=gpu,
+        num_nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        intra_bytes_per_s=quantity(args.intra),
+        nic_bytes_per_s=quantity(args.nic),
+        constants=kind,
+    )
+
+
+def planner_of(args: argparse.Namespace) -> Any:
+    """The planner with all limits."""
+    from copus_ext.perf.constants import Constants
+    from copus_ext.planner.configuration import RECOMPUTE
+    from copus_ext.planner.search import Planner
+    from copus_ext.planner.space import Limits
+
+    kinds = tuple(args.recompute.split(","))
+    if not set(kinds) <= set(RECOMPUTE):
+        raise _Usage(f"--recompute {args.recompute}: use some of {', '.join(RECOMPUTE)}")
+    if not 0 <= args.memory_margin < 1:
+        raise _Usage(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
+    if args.top < 1:
+        raise _Usage(f"--top {args.top} must be at least 1")
+    constants = None
+    if args.constants is not None:
+        try:
+            constants = Constants.load(args.constants)
+        except (OSError, ValueError, KeyError) as error:
+            raise _Input(f"--constants {args.constants}: {error}") from error
+    limits = Limits(
+        fixed=sizes("--fix", args.fix),
+        largest=sizes("--max", args.max),
+        recompute=kinds,
+        cross_node_tp=args.allow_cross_node_tp,
+    )
+    return Planner(
+        model_of(args),
+        cluster_of(args),
+        constants=constants,
+        limits=limits,
+        memory_margin=args.memory_margin,
+    )
+
+
+def explain(args: argparse.Namespace, planner: Any, batch: int) -> tuple[str, int]:
+    """Prices the configuration asked for."""
+    from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.report import breakdown
+    from copus_ext.planner.search import Ranked
+
+    given = sizes("--explain", args.explain, ("recompute", "sp", "zero"))
+    tp, pp = given.get("tp", 1), given.get("pp", 1)
+    world = planner.cluster.world_size
+    if world % (tp * pp):
+        raise _Usage(f"--explain {args.explain}: tp x pp = {tp * pp} does not divide {world} GPUs")
+    configuration = Configuration(
+        tp=tp,
+        pp=pp,
+        vpp=given.get("vpp", 1),
+        dp=world // (tp * pp),
+        micro_batch_size=given.get("micro_batch", 1),
+        global_batch_size=batch,
+        recompute=given.get("recompute", "none"),
+        use_distributed_optimizer=given.get("zero", "1") != "0",
+    )
+    found = planner.explain(configuration)
+    if isinstance(found, Ranked):
+        return breakdown(found), 0
+    code = 4 if found.code == "memory" else 3
+    return f"{configuration}, global batch {batch}: {found.code}: {found.detail}; {found.fix}", code
+
+
+def failure(plan: Any, planner: Any) -> str:
+    """One line on a batch that has no configuration."""
+    from copus_ext.planner.search import gpus_needed
+
+    where = f"global batch {plan.global_batch_size}"
+    if plan.status == "no_legal":
+        worst = min(plan.rejected, key=lambda r: (r.code == "memory", -r.count))
+        return f"{where}: {worst.detail}; {worst.fix}"
+    memory = next(r for r in plan.rejected if r.code == "memory")
+    needed = gpus_needed(planner.model, planner.cluster, plan.global_batch_size)
+    more = f"needs about {needed} GPUs of this kind" if needed else "no number of these GPUs helps"
+    return f"{where}: {memory.count} legal configurations, none fits: {memory.detail}; {more}"
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Searches, prints and writes; returns the exit code."""
+    from copus_ext.planner import report
+
+    started = time.monotonic()
+    planner = planner_of(args)
+    wanted = batches(args.global_batch_size)
+    if args.explain is not None:
+        text, code = explain(args, planner, wanted[0])
+        _put(text, args.output)
+        return code
+    plans = planner.rank(wanted, top=args.top)
+    if args.format == "json":
+        elapsed = None if args.output else time.monotonic() - started
+        record = report.to_json(
+            planner.model,
+            planner.cluster,
+            plans,
+            constants=planner.constants.to_json(),
+            elapsed_s=elapsed,
+        )
+        _put(report.dump(record), args.output)
+    elif args.format == "flags":
+        lines = [" ".join(p.ranked[0].configuration.to_flags()) for p in plans if p.ranked]
+        _put("\n".join(lines), args.output)
+    else:
+        _put(report.table(plans), args.output)
+    if args.plot is not None:
+        try:
+            report.plot(plans, args.plot)
+        except ImportError:
+            raise _Usage('--plot needs plotly; run: pip install "copus[report]"') from None
+    failed = [plan for plan in plans if plan.status != "ok"]
+    for plan in failed:
+        print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
+    if any(plan.status == "no_legal" for plan in failed):
+        return 3
+    return 4 if failed else 0
+
+
+def _put(text: str, output: Path | None) -> None:
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads flags, answers, and turns problems into one line and an exit code."""
+    from copus_ext.perf.model_spec import SpecError
+    from megatron.training.errors import UsageError
+
+    try:
+        return answer(parser().parse_args(argv))
+    except (_Usage, SpecError, UsageError) as error:
+        print(f"plan.py: error: {error}", file=sys.stderr)
+        return 2
+    except _Input as error:
+        print(f"plan.py: error: {error}", file=sys.stderr)
+        return 5
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):
+            os.close(sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
