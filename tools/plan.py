@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--recompute", default="none,selective,full")
     search.add_argument("--allow-cross-node-tp", action="store_true")
     search.add_argument("--memory-margin", type=float, default=0.04)
+    search.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
     out = p.add_argument_group("answer")
     out.add_argument("--explain", metavar="CONFIG", help="such as tp=2,pp=4,micro_batch=1")
@@ -182,6 +183,7 @@ def planner_of(args: argparse.Namespace) -> Any:
             constants = Constants.load(args.constants)
         except (OSError, ValueError, KeyError) as error:
             raise _Input(f"--constants {args.constants}: {error}") from error
+    model = model_of(args)
     limits = Limits(
         fixed=sizes("--fix", args.fix),
         largest=sizes("--max", args.max),
@@ -189,12 +191,27 @@ def planner_of(args: argparse.Namespace) -> Any:
         cross_node_tp=args.allow_cross_node_tp,
     )
     return Planner(
-        model_of(args),
+        model,
         cluster_of(args),
+        timings=timings_of(args.profile, model) if args.profile is not None else (),
         constants=constants,
         limits=limits,
         memory_margin=args.memory_margin,
     )
+
+
+def timings_of(path: Path, model: Any) -> list[Any]:
+    """The measured times of this model."""
+    from copus_ext.perf.profile import ForeignProfile, read_profile
+
+    try:
+        machine, timings = read_profile(path)
+    except (OSError, ForeignProfile, TypeError) as error:
+        raise _Input(f"--profile {path}: {error}") from error
+    own = {**model.to_json(), "name": None}
+    if {**machine.get("model", {}), "name": None} != own:
+        raise _Input(f"--profile {path} was measured with another model; measure this one")
+    return timings
 
 
 def explain(args: argparse.Namespace, planner: Any, batch: int) -> tuple[str, int]:

@@ -206,6 +206,8 @@ class ModelSpec:
             SpecError: an unknown model type, experts, or no sample length.
         """
         data = json.loads(path.read_text())
+        if not isinstance(data, dict):
+            raise SpecError(f"{path.name} is no config.json: it holds no object")
         for key in _EXPERT_KEYS:
             if data.get(key):
                 raise SpecError(

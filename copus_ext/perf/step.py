@@ -63,7 +63,8 @@ def step_time(rows: Rows, c: Constants) -> StepTime:
 
 def least_step_s(rows: Rows, c: Constants) -> Any:
     """A lower bound of the seconds of a step, for less than a simulation: every stage's own work,
-    after the first micro-batch has come down to it and before its gradient has gone back up.
+    after the first micro-batch has come down to it; and, for the first stage, before the last
+    gradient has come back up from there.
 
     Returns:
         [n] seconds.
@@ -75,11 +76,13 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         part = rows.take(at)
         stages = _stages(part, c, int(pp))
         hop = comm.hop_s(part, c)
-        above = (stages.forward + stages.backward) / part.vpp + 2 * hop
-        before = np.cumsum(above, axis=0) - above
-        clocks = part.num_microbatches * (stages.forward + stages.backward) + before
-        reduce, gather, optimizer = _end_of_step(part, c, stages, int(pp))
-        least[at] = (clocks + reduce + gather + optimizer).max(axis=0) + c.step_s
+        down = stages.forward / part.vpp + hop
+        up = stages.backward / part.vpp + hop
+        work = part.num_microbatches * (stages.forward + stages.backward)
+        own = work + np.cumsum(down, axis=0) - down
+        end = np.sum(_end_of_step(part, c, stages, int(pp)), axis=0)
+        back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
+        least[at] = np.maximum((own + end).max(axis=0), back + end[0]) + c.step_s
     return least
 
 

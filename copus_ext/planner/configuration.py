@@ -113,7 +113,7 @@ class Prediction:
     step_rel_sd: float
     """Relative uncertainty of `step_s`."""
     source: str
-    """`measured`, `corrected` or `predicted`."""
+    """`profiled`: read off measured times; `corrected` by those of its kin; or `predicted`."""
     blind: bool
     """Whether the noise scale cannot be measured there."""
     time_s: dict[str, float]

@@ -15,13 +15,20 @@ import numpy as np
 
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.constants import Constants
-from copus_ext.perf.correct import Correction, Spread, correct
+from copus_ext.perf.correct import correct
 from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, static_bytes
 from copus_ext.perf.model_spec import ModelSpec, SpecError
+from copus_ext.perf.profile import Lines, Timing
 from copus_ext.perf.step import PARTS, least_step_s, step_time
-from copus_ext.planner.configuration import REJECTION_CODES, Configuration, Prediction, Rejected
+from copus_ext.planner.configuration import (
+    RECOMPUTE,
+    REJECTION_CODES,
+    Configuration,
+    Prediction,
+    Rejected,
+)
 from copus_ext.planner.explain import reason
-from copus_ext.planner.space import LEGAL, Limits, Points, enumerate_points, to_rows
+from copus_ext.planner.space import LEGAL, SIZES, Limits, Points, enumerate_points, to_rows
 from megatron.training.flops import training_flops_per_sample
 
 MEMORY = REJECTION_CODES.index("memory")
@@ -29,20 +36,6 @@ MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
 Z_SURE = 1.2816
 """Standard deviations for a probability of 90 % to fit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """A measured step time, to correct predictions with."""
-
-    tp: int
-    """Tensor size."""
-    pp: int
-    """Pipeline size."""
-    micro_batch_size: int
-    """Samples of a micro-batch."""
-    log_ratio: float
-    """ln(measured / predicted)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +87,7 @@ class Planner:
         constants: of the cost model; None takes the ones that go with the cluster.
         limits: what to leave out.
         memory_margin: share of a GPU's memory left alone.
-        measurements: what was timed, to correct predictions with.
+        timings: what was measured; beats predictions, and corrects those of its kin.
     """
 
     def __init__(
@@ -105,12 +98,14 @@ class Planner:
         constants: Constants | None = None,
         limits: Limits | None = None,
         memory_margin: float = MEMORY_MARGIN,
-        measurements: Sequence[Measurement] = (),
+        timings: Sequence[Timing] = (),
     ) -> None:
         self.model, self.cluster = model, cluster
         self.constants = constants or cluster.load_constants()
         self.limits = limits or Limits()
-        self.measurements = list(measurements)
+        self.timings = list(timings)
+        self.lines = Lines(self.timings)
+        self._known = self._compare(self.timings)
         self.limit_bytes = cluster.gpu.memory_bytes * (1 - memory_margin)
         # A run that dies of a wrong "fits" costs more than one slower by a few percent.
         self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
@@ -177,8 +172,11 @@ class Planner:
             return seconds
         some = points.take(at)
         rows = to_rows(self.model, self.cluster, some).full()
-        factor = self._correction(some).factor
-        bound = least_step_s(rows, self.constants) * factor
+        bound = least_step_s(rows, self.constants)
+        if self.timings:
+            # A measured time may lie below any bound of a prediction: leave nothing out.
+            seconds[at] = self._corrected(some, step_time(rows, self.constants).step_s)[0]
+            return seconds
         exact = np.full(len(at), np.inf)
         done = np.zeros(len(at), dtype=bool)
         first = np.concatenate(
@@ -192,8 +190,7 @@ class Planner:
             if which is None:
                 which = np.flatnonzero(~done & (bound <= self._kth(some, exact, top)))
             if len(which):
-                found = step_time(rows.take(which), self.constants).step_s
-                exact[which] = found * factor[which]
+                exact[which] = step_time(rows.take(which), self.constants).step_s
                 done[which] = True
         seconds[at] = exact
         return seconds
@@ -208,12 +205,49 @@ class Planner:
             limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
         return limit
 
-    def _correction(self, points: Points) -> Correction:
-        return correct(
-            np.stack([points.tp, points.pp, points.micro_batch_size], axis=1),
-            [(m.tp, m.pp, m.micro_batch_size) for m in self.measurements],
-            [m.log_ratio for m in self.measurements],
-            spread=Spread(),
+    def _compare(self, timings: list[Timing]) -> tuple[list[tuple[int, int, int]], list[float]]:
+        """Keys of what was measured, and ln(measured / predicted)."""
+        if not timings:
+            return [], []
+        points = Points(
+            **{n: np.array([getattr(x, n) for x in timings]) for n in SIZES},
+            global_batch_size=np.array(
+                [x.num_microbatches * x.dp * x.micro_batch_size for x in timings]
+            ),
+            recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings]),
+            use_distributed_optimizer=np.array([x.use_distributed_optimizer for x in timings]),
+            code=np.full(len(timings), LEGAL),
+        )
+        predicted = step_time(to_rows(self.model, self.cluster, points), self.constants).step_s
+        measured = np.array([x.step_s for x in timings])
+        keys = [(x.tp, x.pp, x.micro_batch_size) for x in timings]
+        return keys, np.log(measured / predicted).tolist()
+
+    def _corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
+        """Seconds, relative uncertainty and source of each, given the raw predictions."""
+        keys = np.stack([points.tp, points.pp, points.micro_batch_size], axis=1)
+        found = correct(keys, *self._known)
+        seconds, sd = predicted * found.factor, found.relative_sd
+        source = ["corrected" if self.timings else "predicted"] * len(points)
+        if self.timings:
+            for i in range(len(points)):
+                line = self._line(points, i)
+                if line in self.lines:
+                    read = self.lines.seconds(line, int(points.num_microbatches[i]))
+                    if read is not None:
+                        seconds[i], sd[i] = read
+                        source[i] = "profiled"
+        return seconds, sd, source
+
+    @staticmethod
+    def _line(points: Points, i: int) -> tuple[Any, ...]:
+        return (
+            int(points.tp[i]),
+            int(points.pp[i]),
+            int(points.vpp[i]),
+            int(points.micro_batch_size[i]),
+            RECOMPUTE[int(points.recompute[i])],
+            bool(points.use_distributed_optimizer[i]),
         )
 
     def _answers(self, points: Points) -> list[Ranked]:
@@ -225,18 +259,15 @@ class Planner:
             step_time(rows, self.constants),
             memory(rows, context_bytes=self._context_bytes),
         )
-        correction = self._correction(points)
-        measured = {(m.tp, m.pp, m.micro_batch_size) for m in self.measurements}
+        seconds, sd, source = self._corrected(points, times.step_s)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)
         flops = self._flops_per_sample()
         answers = []
         for i in range(len(points)):
             c = points.configuration(i)
-            factor = float(correction.factor[i])
-            step_s = float(times.step_s[i]) * factor
+            step_s = float(seconds[i])
+            factor = step_s / float(times.step_s[i])
             per_gpu = flops * c.global_batch_size / step_s / c.world_size
-            key = (c.tp, c.pp, c.micro_batch_size)
-            source = "predicted" if not measured else "corrected"
             answers.append(
                 Ranked(
                     configuration=c,
@@ -246,8 +277,8 @@ class Planner:
                         tokens_per_s=c.global_batch_size * self.model.seq_length / step_s,
                         tflops_per_gpu=per_gpu / 1e12,
                         mfu=per_gpu / self.cluster.gpu.peak(self.model.precision),
-                        step_rel_sd=float(correction.relative_sd[i]),
-                        source="measured" if key in measured else source,
+                        step_rel_sd=float(sd[i]),
+                        source=source[i],
                         blind=c.is_blind,
                         time_s={p: float(times.parts[p][i]) * factor for p in PARTS},
                         peak_bytes=float(bytes_.peak_bytes[i]),
@@ -304,9 +335,14 @@ class Planner:
         c = configuration
         fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
         limits = replace(self.limits, fixed=fixed, recompute=(c.recompute,), cross_node_tp=True)
-        planner = Planner(self.model, self.cluster, constants=self.constants, limits=limits)
+        planner = Planner(
+            self.model,
+            self.cluster,
+            constants=self.constants,
+            limits=limits,
+            timings=self.timings,
+        )
         planner.limit_bytes, planner.safe_bytes = self.limit_bytes, self.safe_bytes
-        planner.measurements = self.measurements
         points, fits, peaks = planner._judged([c.global_batch_size])
         at = np.flatnonzero(points.use_distributed_optimizer == c.use_distributed_optimizer)
         if not len(at):

@@ -18,7 +18,7 @@ from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configur
 
 LEGAL = -1
 """Code of a point that no rule speaks against."""
-_SIZES = ("tp", "pp", "vpp", "dp", "micro_batch_size")
+SIZES = ("tp", "pp", "vpp", "dp", "micro_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Points:
     def configuration(self, i: int) -> Configuration:
         """One point as a value."""
         return Configuration(
-            **{name: int(getattr(self, name)[i]) for name in (*_SIZES, "global_batch_size")},
+            **{name: int(getattr(self, name)[i]) for name in (*SIZES, "global_batch_size")},
             recompute=RECOMPUTE[int(self.recompute[i])],
             sequence_parallel=bool(self.tp[i] > 1),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
@@ -111,7 +111,7 @@ def enumerate_points(
     options = [(r, z) for r in range(3) if RECOMPUTE[r] in limits.recompute for z in (1, 0)]
     table = np.array([(*c, *o) for c in columns for o in options], dtype=np.int64).T
     points = Points(
-        **dict(zip(_SIZES, table[:5])),
+        **dict(zip(SIZES, table[:5])),
         global_batch_size=np.full(table.shape[1], global_batch_size),
         recompute=table[5],
         use_distributed_optimizer=table[6].astype(bool),

@@ -1,0 +1,115 @@
+"""B5: how fast does the planner search?
+
+    python bench/planner_speed.py
+
+GPT-3 175B on 1,024 and 4,096 A100: the whole space of one global batch, and of ten at once; a
+re-plan of 2,000 configurations; and the ranking against one that simulates everything. Each three
+times, the best counts. Writes docs/results/planner_speed.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from support import RESULTS, open_source, origin
+
+LADDER = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
+
+
+def best_of(action: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """Least seconds of some runs, and what the last returned."""
+    seconds, result = [], None
+    for _ in range(times):
+        start = time.perf_counter()
+        result = action()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), result
+
+
+def space(gpus: int, batches: list[int]) -> dict[str, Any]:
+    """Configurations per second over the whole space, cold and warm."""
+    from copus_ext.perf import schedule
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.planner.search import Planner
+
+    planner = Planner(PRESETS["gpt3-175b"], preset(f"a100-80g:{gpus}"))
+    schedule._interleaved_order.cache_clear()
+    start = time.perf_counter()
+    plans = planner.rank(batches)
+    cold = time.perf_counter() - start
+    warm, _ = best_of(lambda: planner.rank(batches))
+    count = sum(p.num_ranked + sum(r.count for r in p.rejected) for p in plans)
+    return {
+        "gpus": gpus,
+        "batches": len(batches),
+        "configurations": count,
+        "ranked": sum(p.num_ranked for p in plans),
+        "first_s": cold,
+        "again_s": warm,
+        "configurations_per_s": count / warm,
+        "best": [str(p.ranked[0].configuration) if p.ranked else p.status for p in plans],
+    }
+
+
+def replan() -> dict[str, Any]:
+    """A table of about 2,000 configurations priced again."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.perf.step import step_time
+    from copus_ext.planner.search import Planner
+    from copus_ext.planner.space import to_rows
+
+    planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
+    points, fits, _ = planner._judged([16, 32, 64, 128])
+    some = points.take(np.flatnonzero(fits)[:2000])
+    rows = to_rows(planner.model, planner.cluster, some).full()
+    predicted = step_time(rows, planner.constants).step_s
+    corrected, _ = best_of(lambda: planner._corrected(some, predicted.copy()), 10)
+    priced, _ = best_of(lambda: step_time(rows, planner.constants), 10)
+    return {"configurations": len(some), "corrected_s": corrected, "priced_anew_s": priced}
+
+
+def against_everything() -> dict[str, Any]:
+    """The pruned ranking of a large space, and the one that simulates all of it."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.perf.step import step_time
+    from copus_ext.planner.search import Planner
+    from copus_ext.planner.space import to_rows
+
+    planner = Planner(PRESETS["gpt3-175b"], preset("a100-80g:1024"))
+    points, fits, _ = planner._judged(LADDER)
+    equal, compared = True, 0
+    for plan in planner.rank(LADDER):
+        mine = np.flatnonzero(fits & (points.global_batch_size == plan.global_batch_size))
+        rows = to_rows(planner.model, planner.cluster, points.take(mine)).full()
+        seconds = np.sort(step_time(rows, planner.constants).step_s)[: len(plan.ranked)]
+        got = [r.prediction.step_s for r in plan.ranked]
+        equal &= bool(np.allclose(got, seconds, rtol=1e-12))
+        compared += len(mine)
+    return {"configurations": len(points), "simulated": compared, "same_ranking": equal}
+
+
+def main() -> int:
+    """Measures, prints and writes."""
+    open_source()
+    result = {
+        "what": "seconds of the planner's search, NumPy on one core",
+        "spaces": [space(1024, [1536]), space(1024, LADDER), space(4096, [4096])],
+        "replan": replan(),
+        "exactness": against_everything(),
+        **origin(),
+    }
+    (RESULTS / "planner_speed.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What the planner calls legal runs, with the parameters it counts; what it rejects by rule the
+trainer and megatron-core refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed.worker_planner import BATCH, tiny_spec
+from tests.helpers.jobs import TINY
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_planner.py")
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
+    run_ranks([WORKER, tmp_path], world, timeout_s=300).check()
+    rows = json.loads((tmp_path / "result.json").read_text())
+    assert len(rows) >= {2: 12, 4: 16}[world], [row["name"] for row in rows]
+    first: dict[str, float] = {}
+    for row in rows:
+        assert len(row["losses"]) == 1, row["name"]
+        # The vocabulary is padded for the tensor size, which changes the softmax.
+        tp = row["name"].split(",")[0]
+        assert row["losses"][0] == pytest.approx(first.setdefault(tp, row["losses"][0]), rel=1e-5)
+        for counted, predicted in row["parameters"]:
+            assert counted == predicted, row["name"]
+
+
+def rejected_examples(world: int) -> list[Any]:
+    """One configuration for every rule that rejects some."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.planner.configuration import REJECTION_CODES
+    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+
+    found = []
+    for batch, limits in (
+        (BATCH, Limits(cross_node_tp=True)),
+        (6, Limits(cross_node_tp=True)),
+        (BATCH, Limits(fixed={"tp": 8, "vpp": 1}, cross_node_tp=True)),
+        (BATCH, Limits(fixed={"pp": 2, "vpp": 4})),
+    ):
+        size = 8 if limits.fixed.get("tp") else world
+        points = enumerate_points(tiny_spec(), preset(f"cpu:{size}"), batch, limits)
+        for code in np.unique(points.code[points.code != LEGAL]):
+            i = int(np.flatnonzero(points.code == code)[0])
+            found.append((REJECTION_CODES[code], points.configuration(i)))
+    return found
+
+
+def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.errors import UsageError
+
+    examples = rejected_examples(6) + rejected_examples(4)
+    assert {"heads", "layers", "virtual", "batch"} <= {code for code, _ in examples}
+    for code, configuration in examples:
+        flags = [*TINY.split(), *configuration.to_flags(), "--train-iters", "1"]
+        with pytest.raises(UsageError):
+            resolve(parse_args(flags), configuration.world_size)
+            pytest.fail(f"{code}: {configuration} was accepted")
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 3},
+        {"tensor_model_parallel_size": 8},
+        {"pipeline_model_parallel_size": 3},
+        {"num_query_groups": 2, "tensor_model_parallel_size": 3},
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
+    ],
+    ids=str,
+)
+def test_megatron_core_refuses_the_same(sizes: dict[str, int]) -> None:
+    import torch
+    from megatron.core.transformer import transformer_config
+
+    shape: dict[str, Any] = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    build: Any = transformer_config.TransformerConfig
+    good = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    build(**shape, **good, pipeline_dtype=torch.float32)
+    with pytest.raises((ValueError, AssertionError)):
+        config = build(**{**shape, **sizes}, pipeline_dtype=torch.float32)
+        _layers_of_chunk(config)
+
+
+def _layers_of_chunk(config: Any) -> None:
+    """What megatron-core checks when it cuts the layers."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    get_num_layers_to_build(config, vp_stage=0, pp_rank=0)
+
+
+@pytest.mark.parametrize(("batch", "micro_batch", "replicas"), [(6, 1, 4), (8, 3, 1)])
+def test_megatron_core_refuses_a_batch_that_does_not_divide(
+    batch: int, micro_batch: int, replicas: int
+) -> None:
+    from megatron.core.num_microbatches_calculator import ConstantNumMicroBatchesCalculator
+
+    with pytest.raises(AssertionError):
+        ConstantNumMicroBatchesCalculator(batch, micro_batch, replicas, False, 0)

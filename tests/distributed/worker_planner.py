@@ -1,0 +1,98 @@
+"""Runs every configuration the planner calls legal for one step, and counts parameters.
+
+worker_planner.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.helpers.jobs import TINY, join, run
+
+BATCH = 8
+
+
+def tiny_spec() -> Any:
+    """The model of `TINY`, vocabulary padded for the tensor size of each run."""
+    from copus_ext.perf.model_spec import ModelSpec
+
+    return ModelSpec(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        seq_length=32,
+        vocab_size=128,
+        gated=True,
+        bias=False,
+        normalization="RMSNorm",
+        tied=False,
+        precision="fp32",
+        fused_attention=False,
+    )
+
+
+def legal_configurations(world_size: int) -> list[Any]:
+    """One configuration per layout and micro-batch, recomputation and sharding taking turns."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+
+    cluster = preset(f"cpu:{world_size}")
+    points = enumerate_points(tiny_spec(), cluster, BATCH, Limits(cross_node_tp=True))
+    at = np.flatnonzero(points.code == LEGAL)
+    chosen, seen = [], set()
+    for i in at:
+        c = points.configuration(int(i))
+        key = (c.tp, c.pp, c.vpp, c.micro_batch_size)
+        turn = len(seen) % 6
+        options = [("none", 1), ("full", 0), ("selective", 1), ("none", 0), ("full", 1)]
+        options.append(("selective", 0))
+        if key not in seen and (c.recompute, int(c.use_distributed_optimizer)) == options[turn]:
+            seen.add(key)
+            chosen.append((int(i), c))
+    return [(c, points.take(np.array([i]))) for i, c in chosen]
+
+
+def main(output: Path) -> None:
+    """Writes what each configuration did."""
+    import torch.distributed as dist
+
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.params import stage_parameters
+    from copus_ext.planner.space import to_rows
+    from megatron.training.callbacks import Callback, CallbackContext
+
+    class Count(Callback):
+        """Counts the parameters of this rank."""
+
+        number, stage = 0, 0
+
+        def on_setup_start(self, context: CallbackContext) -> None:
+            chunks = context.model
+            self.number = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+            self.stage = context.groups.pp.rank()
+
+    join()
+    world = dist.get_world_size()
+    rows = []
+    for number, (configuration, point) in enumerate(legal_configurations(world)):
+        count = Count()
+        base = TINY.replace("--pad-vocab-for-tensor-parallel-size 4", "--lr-warmup-iters 0")
+        flags = [*configuration.to_flags(), "--train-iters", "1"]
+        steps = run(flags, output / str(number), [count], base=base)
+        want = stage_parameters(to_rows(tiny_spec(), preset(f"cpu:{world}"), point))[:, 0]
+        seen: list[Any] = [None] * world
+        dist.all_gather_object(seen, (count.number, want[count.stage]))
+        if dist.get_rank() == 0:
+            losses = [step["losses"]["lm loss"] for step in steps]
+            rows.append({"name": str(configuration), "losses": losses, "parameters": seen})
+            (output / "result.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,184 @@
+"""The cost model has the properties of what it models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.perf.cluster_spec import ClusterSpec, GpuSpec, preset, quantity
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory
+from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.perf.rows import RECOMPUTE_FULL, Rows, concatenate
+from copus_ext.perf.step import PARTS, least_step_s, step_time
+from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows
+
+MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
+
+
+def some_rows(batch: int = 96) -> Rows:
+    points = enumerate_points(MODEL, CLUSTER, batch, Limits(max_micro_batch=4))
+    legal = points.take(points.code == LEGAL)
+    return to_rows(MODEL, CLUSTER, legal).full()
+
+
+ROWS = some_rows()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt3-175b", 174.6),
+        ("llama-3.2-3b", 3.21),
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.02),
+        ("qwen2.5-32b", 32.76),
+        ("llama-3-70b", 70.55),
+    ],
+)
+def test_known_models_have_their_known_size(name: str, billions: float) -> None:
+    assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_parts_add_up_and_none_is_negative() -> None:
+    times = step_time(ROWS, Constants())
+    assert set(times.parts) == set(PARTS)
+    np.testing.assert_allclose(sum(times.parts.values()), times.step_s, rtol=1e-12)
+    assert all((values >= -1e-12).all() for values in times.parts.values())
+    for name, values in times.parts.items():
+        assert (values <= times.step_s).all(), name
+
+
+def test_a_step_takes_at_least_its_lower_bound() -> None:
+    exact, least = step_time(ROWS, Constants()).step_s, least_step_s(ROWS, Constants())
+    assert (least <= exact * (1 + 1e-12)).all()
+    assert np.median(least / exact) > 0.85
+
+
+@pytest.mark.parametrize(
+    ("field", "faster"),
+    [
+        ("gemm_efficiency", 1.1),
+        ("attention_efficiency", 1.5),
+        ("memory_factor", 0.5),
+        ("launch_s", 0.5),
+        ("exchange_s", 0.5),
+        ("tp_bytes_per_s", 2.0),
+        ("tp_latency_s", 0.5),
+        ("dp_bytes_per_s", 2.0),
+        ("nic_bytes_per_s", 2.0),
+        ("optimizer_factor", 0.5),
+        ("step_s", 0.5),
+    ],
+)
+def test_better_hardware_is_never_slower(field: str, faster: float) -> None:
+    base = Constants()
+    better = dataclasses.replace(base, **{field: getattr(base, field) * faster})
+    before, after = (step_time(ROWS, c).step_s for c in (base, better))
+    assert (after <= before * (1 + 1e-12)).all()
+    assert (after < before).any()
+
+
+def test_more_peak_and_bandwidth_of_the_data_sheet_too() -> None:
+    before = step_time(ROWS, Constants()).step_s
+    for name in ("peak_flops", "hbm_bytes_per_s", "nic_bytes_per_s", "intra_bytes_per_s"):
+        better = ROWS.change(**{name: getattr(ROWS, name) * 2})
+        assert (step_time(better, Constants()).step_s <= before * (1 + 1e-12)).all(), name
+
+
+def test_rows_are_priced_one_by_one_as_together() -> None:
+    together = step_time(ROWS, Constants()).step_s
+    for i in range(0, len(ROWS), 97):
+        alone = step_time(ROWS.take(np.array([i])), Constants()).step_s[0]
+        assert alone == pytest.approx(together[i], rel=1e-12)
+    twice = step_time(concatenate([ROWS, ROWS]), Constants()).step_s
+    np.testing.assert_allclose(twice, np.tile(together, 2), rtol=1e-12)
+
+
+def test_activations_follow_the_published_formula() -> None:
+    """arXiv 2205.05198: n h (10 + 24/t + 5 a s / (h t)) with dropout and unfused attention."""
+    model = ModelSpec(
+        num_layers=4,
+        hidden_size=1024,
+        num_attention_heads=16,
+        seq_length=512,
+        dropout=True,
+        fused_attention=False,
+    )
+    points = enumerate_points(model, preset("a100-80g:8"), 8, Limits(recompute=("none",)))
+    rows = to_rows(model, preset("a100-80g:8"), points.take(points.code == LEGAL))
+    rows = rows.change(sequence_parallel=False).full()
+    n, h, t = rows.tokens, rows.hidden_size, rows.tp
+    want = n * h * (10 + 24 / t + 5 * 16 * 512 / (h * t))
+    np.testing.assert_allclose(layer_activation_bytes(rows), want, rtol=1e-12)
+    split = layer_activation_bytes(rows.change(sequence_parallel=True))
+    np.testing.assert_allclose(split, want - n * h * 10 * (1 - 1 / t), rtol=1e-12)
+
+
+def test_memory_adds_up_and_recomputation_saves() -> None:
+    found = memory(ROWS)
+    assert set(found.stages) == set(KINDS)
+    total = np.sum(list(found.stages.values()), axis=0)
+    np.testing.assert_allclose(total.max(axis=0), found.peak_bytes)
+    full = memory(ROWS.change(recompute=np.full(len(ROWS), RECOMPUTE_FULL)))
+    assert (full.peak_bytes <= found.peak_bytes * (1 + 1e-9)).all()
+    sharded = memory(ROWS.change(use_distributed_optimizer=np.ones(len(ROWS), dtype=bool)))
+    assert (sharded.peak_bytes <= found.peak_bytes * (1 + 1e-9)).all()
+
+
+def test_static_bytes_of_one_gpu_are_18_per_parameter() -> None:
+    model, cluster = PRESETS["llama-2-7b"], preset("h100-80g:1")
+    points = enumerate_points(model, cluster, 1, Limits(recompute=("none",)))
+    stages = memory(to_rows(model, cluster, points).full()).stages
+    held = sum(stages[kind][0, 0] for kind in ("weights", "grads", "optimizer"))
+    assert held == 18 * model.num_parameters
+
+
+def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:
+    peaks = np.array([60.0, 76.0, 90.0])
+    found = fit_probability(peaks, 76.0)
+    assert found[1] == pytest.approx(0.5, abs=1e-6)
+    assert found[0] > 0.999 and found[2] < 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("80GiB", 80 * 2**30), ("400Gb/s", 50e9), ("50GB/s", 50e9), ("1e12FLOP/s", 1e12), ("7", 7)],
+)
+def test_sizes_with_units(text: str, value: float) -> None:
+    assert quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GB", "10 apples", "-5GB", "1.2.3"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises((SpecError, ValueError)):
+        quantity(text)
+
+
+def test_specs_survive_json_and_refuse_nonsense() -> None:
+    assert ClusterSpec.from_json(CLUSTER.to_json()) == CLUSTER
+    assert ModelSpec.from_json(MODEL.to_json()) == MODEL
+    with pytest.raises(SpecError, match="colour"):
+        ModelSpec.from_json({**MODEL.to_json(), "colour": 1})
+    with pytest.raises(SpecError, match="num_nodes 0"):
+        ClusterSpec.from_json({**CLUSTER.to_json(), "num_nodes": 0})
+    with pytest.raises(SpecError, match="memory_bytes"):
+        GpuSpec(name="x", memory_bytes=-1, peak_flops=1, hbm_bytes_per_s=1, num_sms=1)
+    with pytest.raises(SpecError, match="do not fill"):
+        preset("h100-80g:12")
+
+
+def test_shipped_constants_say_where_they_come_from() -> None:
+    import json
+
+    from copus_ext.perf import cluster_spec
+
+    files = sorted(cluster_spec._CONSTANTS.glob("*.json"))
+    assert {"a100-80g", "h100-80g", "h200-141g", "mi210-64g", "cpu"} <= {f.stem for f in files}
+    for file in files:
+        record: dict[str, Any] = json.loads(file.read_text())
+        assert record["fitted_on"] and "residual" in record
+        Constants.from_json(record["constants"])

@@ -1,0 +1,66 @@
+"""Measured times survive a kill, know their machine, and are prolonged only where that is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from copus_ext.perf.profile import ForeignProfile, Lines, ProfileStore, Timing, read_profile
+
+MACHINE = {"model": {"num_layers": 4}, "gpu": "cpu", "torch": "2.13"}
+
+
+def timing(count: int, step_s: float, pp: int = 2) -> Timing:
+    return Timing(
+        tp=1, pp=pp, dp=2, micro_batch_size=2, num_microbatches=count, step_s=step_s, spread_s=0.01
+    )
+
+
+def test_what_is_added_is_read_back_and_the_last_wins(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path / "a" / "profile.jsonl", MACHINE)
+    assert store.read() == []
+    for one in (timing(2, 1.0), timing(4, 2.0), timing(2, 1.5)):
+        store.add(one)
+    assert store.read() == [timing(2, 1.5), timing(4, 2.0)]
+    assert read_profile(store.path) == (MACHINE, store.read())
+
+
+def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    store = ProfileStore(tmp_path / "profile.jsonl", MACHINE)
+    store.add(timing(2, 1.0))
+    with store.path.open("a") as file:
+        file.write('{"fingerprint": "x", "step')
+    assert store.read() == [timing(2, 1.0)]
+
+
+def test_times_of_another_machine_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.jsonl"
+    ProfileStore(path, MACHINE).add(timing(2, 1.0))
+    other = ProfileStore(path, {**MACHINE, "torch": "2.14"})
+    with pytest.raises(ForeignProfile, match="measure again"):
+        other.read()
+    other.add(timing(2, 9.0))
+    assert other.read() == [timing(2, 9.0)]
+    with pytest.raises(ForeignProfile, match="mixes machines"):
+        read_profile(path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ForeignProfile, match="no profile"):
+        read_profile(tmp_path / "empty")
+
+
+def test_a_line_through_two_counts() -> None:
+    lines = Lines([timing(2, 1.0), timing(8, 4.0)])
+    line = timing(2, 1.0).line
+    assert line in lines and timing(2, 1.0, pp=4).line not in lines
+    seconds, sd = lines.seconds(line, 4) or (0.0, 0.0)
+    assert seconds == pytest.approx(2.0) and sd == 0.03
+    assert lines.seconds(line, 2) == (1.0, 0.01)
+    assert (lines.seconds(line, 40) or (0, 0))[1] > 0.03, "far outside is less certain"
+    assert lines.seconds(line, 1) is None, "fewer micro-batches than stages"
+    assert Lines([timing(2, 1.0)]).seconds(line, 4) is None, "one point is no line"
+
+
+def test_a_time_must_be_a_time() -> None:
+    with pytest.raises(ValueError, match="positive"):
+        timing(2, 0.0)

@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Times layouts on the ranks it is started on, for tools/plan.py and the controller.
+
+torchrun --nproc-per-node 2 tools/profile_layouts.py --store profile.jsonl -- FLAGS OF YOUR RUN
+
+For every layout and micro-batch two counts of micro-batches are timed, which give every global
+batch. What is already in the store is not timed again, so that an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Own flags before `--`, the trainer's behind it."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--store", type=Path, required=True, help="JSON-lines file, appended to")
+    p.add_argument("--max-micro-batch", type=int, default=8)
+    p.add_argument("--recompute", default="none", help="some of none,selective,full")
+    p.add_argument("--steps", type=int, default=5, help="timed steps of each count")
+    p.add_argument("--warm-up", type=int, default=2, help="steps before them")
+    p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
+    p.add_argument("--batches", default="", help="time these instead, such as 8,16")
+    p.add_argument("--fix", default="", help="such as tp=2,pp=1")
+    p.add_argument("--max", default="", help="such as vpp=1")
+    return p.parse_args(argv[:at]), argv[at + 1 :]
+
+
+def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
+    """One configuration per layout and micro-batch, largest throughput expected first."""
+    from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+    from tools.plan import sizes
+
+    limits = Limits(
+        fixed=sizes("--fix", args.fix),
+        largest=sizes("--max", args.max),
+        recompute=tuple(args.recompute.split(",")),
+        max_micro_batch=args.max_micro_batch,
+        cross_node_tp=True,
+    )
+    points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
+    found: dict[Any, Configuration] = {}
+    for i in range(len(points)):
+        if points.code[i] == LEGAL and points.use_distributed_optimizer[i]:
+            c = points.configuration(i)
+            found[c.tp, c.pp, c.vpp, c.micro_batch_size, c.recompute] = c
+    return list(found.values())
+
+
+def _cluster(world: int) -> Any:
+    from copus_ext.perf.cluster_spec import preset
+
+    return preset("cpu:2").resize(world) if world % 2 == 0 else preset("cpu:1")
+
+
+def counts(c: Any, args: argparse.Namespace) -> list[int]:
+    """Two numbers of micro-batches: the least of the steady schedule, and twice that; or those of
+    the batches asked for."""
+    unit = c.dp * c.micro_batch_size
+    if args.batches:
+        asked = [int(b) for b in args.batches.split(",")]
+        fit = [b // unit for b in asked if b % unit == 0]
+        return [n for n in fit if c.vpp == 1 or n % c.pp == 0]
+    first = max(c.pp, 2)
+    if c.vpp > 1:
+        first = -(-first // c.pp) * c.pp
+    most = args.global_batch_size // unit
+    return [n for n in (first, 2 * first) if n <= most] or ([most] if most else [])
+
+
+def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
+    """Seconds of some steps, after a warm-up."""
+    from megatron.training.step import train_step
+
+    seconds = []
+    for number in range(args.warm_up + args.steps):
+        job.fire(
+            "on_train_step_start",
+            global_batch_size=job.batch_schedule.at(job.state.consumed_samples),
+        )
+        info, _ = train_step(job)
+        if number >= args.warm_up:
+            seconds.append(info.elapsed_s)
+    return seconds
+
+
+def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any) -> None:
+    """Times one configuration at both counts; the job is built once."""
+    import torch.distributed as dist
+
+    from copus_ext.perf.profile import Timing
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.batch_schedule import BatchSchedule
+    from megatron.training.callbacks import Callbacks
+    from megatron.training.pretrain import _tokenizer_flags, build_job, tear_down
+    from megatron.training.settle import settle
+    from megatron.training.state import TrainState
+    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.tracker import NullTracker
+
+    def config_of(count: int) -> Any:
+        batch = str(count * c.dp * c.micro_batch_size)
+        own = [*flags, *c.to_flags(), "--global-batch-size", batch]
+        return resolve(parse_args(own), dist.get_world_size(), **_environment())
+
+    wanted = counts(c, args)
+    config = config_of(wanted[0])
+    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    config = settle(config, None, vocab_size=tokenizer.vocab_size)
+    state = TrainState()
+    with contextlib.redirect_stdout(io.StringIO()):
+        job = build_job(config, None, state, tokenizer, device, Callbacks(()), NullTracker())
+    for count in wanted:
+        job.batch_schedule = BatchSchedule.of(config_of(count))
+        state.consumed_samples = 0
+        seconds = time_steps(job, args)
+        middle = statistics.median(seconds)
+        timing = Timing(
+            tp=c.tp,
+            pp=c.pp,
+            vpp=c.vpp,
+            dp=c.dp,
+            micro_batch_size=c.micro_batch_size,
+            recompute=c.recompute,
+            use_distributed_optimizer=c.use_distributed_optimizer,
+            num_microbatches=count,
+            step_s=middle,
+            spread_s=statistics.median(abs(s - middle) for s in seconds),
+            num_steps=len(seconds),
+        )
+        if dist.get_rank() == 0:
+            store.add(timing)
+            rate = count * c.dp * c.micro_batch_size / middle
+            print(f"{c}, {count} micro-batches: {middle:.4f} s, {rate:.2f} samples/s", flush=True)
+    tear_down(job)
+
+
+def _environment() -> dict[str, bool]:
+    import torch
+
+    from megatron.training import optional
+
+    return {
+        "cuda_available": torch.cuda.is_available(),
+        "transformer_engine_available": optional.have_transformer_engine(),
+        "apex_available": optional.have_nvidia_apex(),
+    }
+
+
+def machine(model: Any, world: int) -> dict[str, Any]:
+    """What the times belong to."""
+    import platform
+    from importlib.metadata import version
+
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return {
+        "model": model.to_json(),
+        "world_size": world,
+        "gpu": gpu or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Measures everything that is not in the store."""
+    from copus_ext.perf.model_spec import ModelSpec, SpecError
+    from copus_ext.perf.profile import ForeignProfile, ProfileStore
+    from megatron.training.errors import UsageError
+    from megatron.training.guard import check_environment, set_process_defaults
+
+    args, flags = parse(argv)
+    set_process_defaults()
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    try:
+        check_environment()
+        import torch.distributed as dist
+
+        from megatron.training.device import use_device
+        from megatron.training.parallel import init_distributed
+
+        model = ModelSpec.from_megatron_flags(flags)
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("MASTER_PORT", "0")
+        kind = "cuda" if _environment()["cuda_available"] else "cpu"
+        with use_device(kind, local_rank=int(os.environ.get("LOCAL_RANK", "0"))) as device:
+            init_distributed(device, timeout_minutes=10)
+            store = ProfileStore(args.store, machine(model, world))
+            known: list[Any] = [store.read() if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(known, src=0)
+            done = {(t.line, t.num_microbatches) for t in known[0]}
+            for c in lines(model, args, world):
+                line = (c.tp, c.pp, c.vpp, c.micro_batch_size, c.recompute, True)
+                if any((line, n) not in done for n in counts(c, args)):
+                    measure(c, flags, args, device, store)
+            dist.destroy_process_group()
+    except (UsageError, SpecError, ForeignProfile) as error:
+        print(f"profile_layouts.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
