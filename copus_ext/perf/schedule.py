@@ -11,6 +11,7 @@ once a round moves every clock by the same amount all later rounds do, and the r
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -263,33 +264,92 @@ def _needed(r: int, direction: int, chunk: int, m: int, pp: int, vpp: int) -> _P
     return (0, 1, chunk + 1, m) if chunk < vpp - 1 else (r, 0, chunk, m)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
+    """One pass, with the places of its messages in a table of arrival times."""
+
+    stage: int
+    direction: int
+    chunk: int
+    waits_for: int
+    """Row of the message it waits for, or -1."""
+    boundary: int
+    """Boundary over which its result goes, or -1 at the ends of the model."""
+    sends_to: int
+    """Row of the message it sends, or -1."""
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(pp: int, vpp: int, count: int) -> tuple[list[list[_Operation]], list[Any], int]:
+    """The passes of `_interleaved_order` with their messages in numbered rows.
+
+    Returns:
+        Operations by segment; at each cut the rows under way in an order that repeats from cut to
+        cut (None where it does not); the number of rows.
+    """
+    rows: dict[_Pass, int] = {}
+    free: list[int] = []
+    num_rows = 0
+    segments, cuts = [], []
+    for number, segment in enumerate(_interleaved_order(pp, vpp, count)):
+        operations = []
+        for r, direction, chunk, m in segment:
+            need = _needed(r, direction, chunk, m, pp, vpp)
+            waits_for = -1
+            if need is not None and need[0] != r:
+                waits_for = rows.pop(need)
+                free.append(waits_for)
+            boundary = _boundary_out(r, direction, chunk, pp, vpp)
+            sends_to = -1
+            if boundary is not None:
+                if free:
+                    sends_to = free.pop()
+                else:
+                    sends_to, num_rows = num_rows, num_rows + 1
+                rows[r, direction, chunk, m] = sends_to
+            operations.append(
+                _Operation(
+                    stage=r,
+                    direction=direction,
+                    chunk=chunk,
+                    waits_for=waits_for,
+                    boundary=-1 if boundary is None else boundary,
+                    sends_to=sends_to,
+                )
+            )
+        segments.append(operations)
+        shifted = {(r, d, k, m - number * pp): row for (r, d, k, m), row in rows.items()}
+        cuts.append((sorted(shifted), [shifted[key] for key in sorted(shifted)]))
+    return segments, cuts[:-1], num_rows
+
+
 def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tuple[Array, Array]:
     """Clocks after so many micro-batches, and the time of a further group: NaN where the growth has
     not settled."""
     pp, vpp, num = forward.shape
     x = np.zeros((pp, num))
-    # When messages arrive, by the pass that sent them.
-    arrivals: dict[_Pass, Array] = {}
     period = np.full(num, np.nan)
-    previous: dict[Any, Array] | None = None
-    segments = _interleaved_order(pp, vpp, count)
-    for number, segment in enumerate(segments):
-        for r, direction, chunk, m in segment:
-            need = _needed(r, direction, chunk, m, pp, vpp)
-            if need is not None and need[0] != r:
-                np.maximum(x[r], arrivals.pop(need), out=x[r])
-            x[r] += (backward if direction else forward)[r, chunk]
-            boundary = _boundary_out(r, direction, chunk, pp, vpp)
-            if boundary is not None:
-                arrivals[r, direction, chunk, m] = x[r] + hop[boundary]
-        if number < len(segments) - 1:
-            state = {(r, d, k, m - number * pp): at for (r, d, k, m), at in arrivals.items()}
-            state |= {r: x[r].copy() for r in range(pp)}
-            if previous is not None and previous.keys() == state.keys():
-                steps = np.stack([state[key] - previous[key] for key in state])
+    segments, cuts, num_rows = _compiled(pp, vpp, count)
+    arrivals = np.empty((num_rows, num))
+    clock, message, hops = list(x), list(arrivals), list(hop)
+    work = [[list(chunks) for chunks in part] for part in (forward, backward)]
+    previous: tuple[Any, Array] | None = None
+    for number, operations in enumerate(segments):
+        for o in operations:
+            now = clock[o.stage]
+            if o.waits_for >= 0:
+                np.maximum(now, message[o.waits_for], out=now)
+            now += work[o.direction][o.stage][o.chunk]
+            if o.sends_to >= 0:
+                np.add(now, hops[o.boundary], out=message[o.sends_to])
+        if number < len(cuts):
+            names, at = cuts[number]
+            state = np.concatenate([x, arrivals[at]])
+            if previous is not None and previous[0] == names:
+                steps = state - previous[1]
                 same = np.ptp(steps, axis=0) <= _SAME * x.max(axis=0)
                 period[same] = steps[0, same]
-            previous = state
+            previous = names, state
     return x, period
 
 

@@ -34,6 +34,7 @@ from megatron.training.flops import training_flops_per_sample
 MEMORY = REJECTION_CODES.index("memory")
 MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
+_LOOKED_AT = 64
 Z_SURE = 1.2816
 """Standard deviations for a probability of 90 % to fit."""
 
@@ -119,23 +120,21 @@ class Planner:
         """
         points, fits, peaks = self._judged(batch_sizes)
         seconds = self._exact_where_needed(points, fits, top)
-        plans = []
+        orders = []
         for batch in batch_sizes:
-            mine = points.global_batch_size == batch
-            able = np.flatnonzero(mine & fits)
+            able = np.flatnonzero(fits & (points.global_batch_size == batch))
             order = able[np.lexsort((able, seconds[able]))][:top]
-            order = order[np.isfinite(seconds[order])]
-            ranked = self._answers(points.take(order))
-            rejected = self._rejected(points, mine, peaks)
-            plans.append(
-                Plan(
-                    global_batch_size=batch,
-                    ranked=ranked,
-                    num_ranked=len(able),
-                    rejected=rejected,
-                )
+            orders.append(order[np.isfinite(seconds[order])])
+        answers = iter(self._answers(points.take(np.concatenate(orders))))
+        return [
+            Plan(
+                global_batch_size=batch,
+                ranked=[next(answers) for _ in order],
+                num_ranked=int((fits & (points.global_batch_size == batch)).sum()),
+                rejected=self._rejected(points, points.global_batch_size == batch, peaks),
             )
-        return plans
+            for batch, order in zip(batch_sizes, orders)
+        ]
 
     def _judged(self, batch_sizes: Sequence[int]) -> tuple[Points, Any, Any]:
         """All points with their codes, which of them are candidates, and the bytes of the legal."""
@@ -313,18 +312,18 @@ class Planner:
             at = np.flatnonzero(mine & (points.code == code))
             if not len(at):
                 continue
-            i = int(at[np.argmin(self._needs(points, at))]) if name == "memory" else int(at[0])
+            i, peak = int(at[0]), None
+            if name == "memory":
+                # Of most only weights and optimizer were counted: look closer at the smallest.
+                near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
+                needs = self._peaks(to_rows(self.model, self.cluster, points.take(near)).full())
+                i, peak = int(near[np.argmin(needs)]), float(needs.min())
             example = points.configuration(i)
-            peak = float(self._needs(points, np.array([i]))[0]) if name == "memory" else None
             detail, fix = reason(name, self.model, example, peak, self.safe_bytes)
             found.append(
                 Rejected(code=name, count=len(at), example=example, detail=detail, fix=fix)
             )
         return found
-
-    def _needs(self, points: Points, at: Any) -> Any:
-        """[n] full bytes of some points."""
-        return self._peaks(to_rows(self.model, self.cluster, points.take(at)).full())
 
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
         """Prices one configuration, or says what speaks against it.
