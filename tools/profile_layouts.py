@@ -34,7 +34,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
     p.add_argument("--batches", default="", help="time these instead, such as 8,16")
     p.add_argument("--fix", default="", help="such as tp=2,pp=1")
-    p.add_argument("--max", default="", help="such as vpp=1")
+    p.add_argument("--largest", default="", help="such as vpp=1")
     return p.parse_args(argv[:at]), argv[at + 1 :]
 
 
@@ -46,7 +46,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
 
     limits = Limits(
         fixed=sizes("--fix", args.fix),
-        largest=sizes("--max", args.max),
+        largest=sizes("--largest", args.largest),
         recompute=tuple(args.recompute.split(",")),
         max_micro_batch=args.max_micro_batch,
         cross_node_tp=True,

@@ -1,0 +1,206 @@
+"""B4: does the planner predict this machine after measuring two points per layout?
+
+    python bench/planner_here.py --data-path runs/quickstart/data/stdlib_text_document
+
+Two CPU ranks, the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts of
+every layout and micro-batch; the planner predicts every legal configuration of other batches from
+them; then those are measured. Also fits the constants that ship for CPU ranks
+(copus_ext/perf/data/cpu.json). Writes docs/results/planner_here.json and .svg. One rank per core,
+nothing else running; about 12 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner_accuracy import errors, ship
+from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin, torchrun
+
+MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
+--global-batch-size 2 --vocab-size 257"""
+
+
+def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
+    """Runs the tool on two ranks."""
+    tool = [ROOT / "tools/profile_layouts.py", "--store", store, "--largest", "vpp=2"]
+    own = ["--max-micro-batch", "4", "--steps", str(args.steps), *more]
+    data = ["--data-path", args.data_path, "--data-cache-path", store.parent / "cache"]
+    command = torchrun(2, *tool, *own, "--", *MODEL.split(), *data)
+    subprocess.run(command, check=True, cwd=ROOT)
+
+
+def planner_of(store: Path, **how: Any) -> tuple[Any, list[Any]]:
+    """A planner for two CPU ranks with the times of a store, and these times."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.perf.profile import read_profile
+    from copus_ext.planner.search import Planner
+    from copus_ext.planner.space import Limits
+
+    machine, timings = read_profile(store)
+    model = ModelSpec.from_json(machine["model"])
+    limits = Limits(cross_node_tp=True, max_micro_batch=4)
+    return Planner(model, preset("cpu:2"), limits=limits, **how), timings
+
+
+def fit_here(timings: list[Any], model: Any) -> Any:
+    """Constants of these ranks from all measured times."""
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.constants import Constants
+    from copus_ext.perf.fit import fit_constants
+
+    prior = Constants(
+        launch_s=5e-6,
+        step_s=5e-3,
+        exchange_s=1e-4,
+        tp_bytes_per_s=1e9,
+        tp_cross_bytes_per_s=1e9,
+        tp_latency_s=2e-4,
+        dp_bytes_per_s=1e9,
+        nic_bytes_per_s=1e9,
+    )
+    rows = rows_of(timings, model, preset("cpu:2"))
+    seconds = np.array([t.step_s for t in timings])
+    return fit_constants(rows, seconds, prior=prior)
+
+
+def rows_of(timings: list[Any], model: Any, cluster: Any) -> Any:
+    """Measured configurations as rows of the cost model."""
+    from copus_ext.planner.configuration import RECOMPUTE
+    from copus_ext.planner.space import LEGAL, SIZES, Points, to_rows
+
+    points = Points(
+        **{n: np.array([getattr(t, n) for t in timings]) for n in SIZES},
+        global_batch_size=np.array(
+            [t.num_microbatches * t.dp * t.micro_batch_size for t in timings]
+        ),
+        recompute=np.array([RECOMPUTE.index(t.recompute) for t in timings]),
+        use_distributed_optimizer=np.ones(len(timings), dtype=bool),
+        code=np.full(len(timings), LEGAL),
+    )
+    return to_rows(model, cluster, points, overlap=False).full()
+
+
+def compare(store: Path, truth: list[Any]) -> list[dict[str, Any]]:
+    """Every measured configuration beside its prediction."""
+    from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.search import Ranked
+
+    base, timings = planner_of(store)
+    profiled, _ = planner_of(store, timings=timings)
+    rows = []
+    for t in truth:
+        names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
+        c = Configuration(
+            **{n: getattr(t, n) for n in names},
+            global_batch_size=t.num_microbatches * t.dp * t.micro_batch_size,
+            sequence_parallel=t.tp > 1,
+        )
+        found, plain = profiled.explain(c), base.explain(c)
+        assert isinstance(found, Ranked) and isinstance(plain, Ranked), c
+        rows.append(
+            {
+                "configuration": str(c),
+                "global_batch_size": c.global_batch_size,
+                "measured_s": t.step_s,
+                "predicted_s": found.prediction.step_s,
+                "source": found.prediction.source,
+                "constants_alone_s": plain.prediction.step_s,
+            }
+        )
+    return rows
+
+
+def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors, and whether the fastest of each batch is among the two predicted fastest."""
+    measured = np.array([r["measured_s"] for r in rows])
+    top = {}
+    for batch in sorted({r["global_batch_size"] for r in rows}):
+        mine = [r for r in rows if r["global_batch_size"] == batch]
+        best = min(mine, key=lambda r: r["measured_s"])
+        order = sorted(mine, key=lambda r: r["predicted_s"])
+        top[batch] = {
+            "configurations": len(mine),
+            "fastest": best["configuration"],
+            "predicted_rank_of_fastest": order.index(best) + 1,
+            "regret": order[0]["measured_s"] / best["measured_s"] - 1,
+        }
+    return {
+        "profiled": errors(np.array([r["predicted_s"] for r in rows]), measured),
+        "constants_alone": errors(np.array([r["constants_alone_s"] for r in rows]), measured),
+        "choice": top,
+    }
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Throughput against batch by layout: measured points on predicted lines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "copus"
+    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for r in rows:
+        key = (r["configuration"].split(",micro")[0], r["global_batch_size"])
+        if key not in best or r["measured_s"] < best[key]["measured_s"]:
+            best[key] = r
+    for i, layout in enumerate(sorted({name for name, _ in best})):
+        batches = sorted(b for name, b in best if name == layout)
+        some = [best[layout, b] for b in batches]
+        colour = f"C{i}"
+        axes.plot(batches, [b / r["predicted_s"] for b, r in zip(batches, some)], color=colour)
+        points = [b / r["measured_s"] for b, r in zip(batches, some)]
+        axes.plot(batches, points, "o", color=colour, label=layout)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="global batch, samples", ylabel="samples/s (points measured, lines predicted)")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> int:
+    """Measures, predicts, prints and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a configuration")
+    parser.add_argument("--batches", default="8,16,32")
+    args = parser.parse_args()
+    args.data_path = str(Path(args.data_path).resolve())
+    open_source()
+    before = origin()
+    with tempfile.TemporaryDirectory() as scratch:
+        two, every = Path(scratch) / "two.jsonl", Path(scratch) / "every.jsonl"
+        profile(two, args)
+        profile(every, args, "--batches", args.batches)
+        planner, timings = planner_of(two)
+        _, truth = planner_of(every)
+        found = fit_here(timings, planner.model)
+        residual = errors(np.exp(found.residuals), 1.0)
+        source = f"{len(timings)} times of this benchmark on {before['nproc']} cores"
+        ship("cpu", found.constants, source, residual)
+        rows = compare(two, truth)
+    result = {
+        "what": "step times on two CPU ranks, predicted from two counts per layout and micro-batch",
+        **judged(rows),
+        "constants_residual": residual,
+        **before,
+        "timings": [dataclasses.asdict(t) for t in timings],
+        "rows": rows,
+    }
+    (RESULTS / "planner_here.json").write_text(json.dumps(result) + "\n")
+    draw(rows, RESULTS / "planner_here.svg")
+    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "timings")}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
