@@ -11,6 +11,7 @@ copus_ext/perf/data/*.json. About 4 minutes.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,24 @@ def choice(table: Measured, predicted: Any) -> dict[str, Any]:
     }
 
 
+def refused_for_memory(tables: list[Measured]) -> dict[str, Any]:
+    """False alarms: rows that ran on 80 GB and are predicted not to fit. Misses cannot be seen
+    here: no row ran out of memory."""
+    from copus_ext.perf.memory import PEAK_SD, memory
+    from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
+
+    found = {}
+    for table in tables:
+        peaks = memory(table.rows).peak_bytes
+        limit = 80 * 2**30 * (1 - MEMORY_MARGIN) * math.exp(-Z_SURE * PEAK_SD)
+        found[table.name] = {
+            "ran": len(peaks),
+            "refused": int((peaks > limit).sum()),
+            "largest_peak_gib": float(peaks.max() / 2**30),
+        }
+    return found
+
+
 def ship(name: str, constants: Any, fitted_on: str, residual: dict[str, Any] | None) -> None:
     """Writes constants that come with the planner."""
     record = {
@@ -216,6 +235,7 @@ def main() -> int:
         "choice": {n: choice(t, p) for n, (t, p) in left.items()},
         "transfer": {n: errors(p, t.seconds) for n, (t, p) in transfer.items()},
         "in_sample_multi": joint,
+        "memory": refused_for_memory([multi, single, korthikanti(), narayanan()]),
         "h100_in_sample": ship_all(everything, joint),
         "constants": everything.constants.to_json(),
         **origin(),

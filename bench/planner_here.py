@@ -3,10 +3,10 @@
     python bench/planner_here.py --data-path runs/quickstart/data/stdlib_text_document
 
 Two CPU ranks, the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts of
-every layout and micro-batch; the planner predicts every legal configuration of other batches from
-them; then those are measured. Also fits the constants that ship for CPU ranks
-(copus_ext/perf/data/cpu.json). Writes docs/results/planner_here.json and .svg. One rank per core,
-nothing else running; about 12 minutes.
+every layout and micro-batch; the planner predicts every configuration of three batches from them
+(vpp up to 2, micro-batch up to 4); then those are measured, the profiled ones again. Also fits the
+constants that ship for CPU ranks (copus_ext/perf/data/cpu.json). Writes
+docs/results/planner_here.json and .svg. One rank per core, nothing else running; about 8 minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from planner_accuracy import errors, ship
 from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin, torchrun
 
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
---global-batch-size 2 --vocab-size 257"""
+--global-batch-size 2"""
 
 
 def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
@@ -86,16 +86,17 @@ def rows_of(timings: list[Any], model: Any, cluster: Any) -> Any:
         use_distributed_optimizer=np.ones(len(timings), dtype=bool),
         code=np.full(len(timings), LEGAL),
     )
-    return to_rows(model, cluster, points, overlap=False).full()
+    return to_rows(model, cluster, points).full()
 
 
 def compare(store: Path, truth: list[Any]) -> list[dict[str, Any]]:
     """Every measured configuration beside its prediction."""
+    from copus_ext.planner.answers import Ranked
     from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.search import Ranked
 
     base, timings = planner_of(store)
     profiled, _ = planner_of(store, timings=timings)
+    points = {(t.line, t.num_microbatches) for t in timings}
     rows = []
     for t in truth:
         names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
@@ -113,6 +114,7 @@ def compare(store: Path, truth: list[Any]) -> list[dict[str, Any]]:
                 "measured_s": t.step_s,
                 "predicted_s": found.prediction.step_s,
                 "source": found.prediction.source,
+                "was_profiled": (t.line, t.num_microbatches) in points,
                 "constants_alone_s": plain.prediction.step_s,
             }
         )
@@ -121,7 +123,7 @@ def compare(store: Path, truth: list[Any]) -> list[dict[str, Any]]:
 
 def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Errors, and whether the fastest of each batch is among the two predicted fastest."""
-    measured = np.array([r["measured_s"] for r in rows])
+    new, old = ([r for r in rows if r["was_profiled"] is was] for was in (False, True))
     top = {}
     for batch in sorted({r["global_batch_size"] for r in rows}):
         mine = [r for r in rows if r["global_batch_size"] == batch]
@@ -134,10 +136,16 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
             "regret": order[0]["measured_s"] / best["measured_s"] - 1,
         }
     return {
-        "profiled": errors(np.array([r["predicted_s"] for r in rows]), measured),
-        "constants_alone": errors(np.array([r["constants_alone_s"] for r in rows]), measured),
+        "not_measured_before": _errors(new, "predicted_s"),
+        "measured_again": _errors(old, "predicted_s"),
+        "constants_alone": _errors(rows, "constants_alone_s"),
         "choice": top,
     }
+
+
+def _errors(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    values = [[r[name], r["measured_s"]] for r in rows]
+    return errors(*np.array(values).T)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

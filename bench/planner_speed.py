@@ -39,11 +39,12 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
     from copus_ext.planner.search import Planner
 
     planner = Planner(PRESETS["gpt3-175b"], preset(f"a100-80g:{gpus}"))
-    schedule._interleaved_order.cache_clear()
+    for cached in (schedule._interleaved_order, schedule._compiled, schedule._program):
+        cached.cache_clear()
     start = time.perf_counter()
     plans = planner.rank(batches)
     cold = time.perf_counter() - start
-    warm, _ = best_of(lambda: planner.rank(batches))
+    warm, _ = best_of(lambda: Planner(planner.model, planner.cluster).rank(batches))
     count = sum(p.num_ranked + sum(r.count for r in p.rejected) for p in plans)
     return {
         "gpus": gpus,
@@ -58,21 +59,32 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
 
 
 def replan() -> dict[str, Any]:
-    """A table of about 2,000 configurations priced again."""
+    """A table of about 2,000 configurations ranked again after a new measured time."""
     from copus_ext.perf.cluster_spec import preset
     from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.perf.step import step_time
+    from copus_ext.perf.profile import Timing
     from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import to_rows
 
     planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
-    points, fits, _ = planner._judged([16, 32, 64, 128])
-    some = points.take(np.flatnonzero(fits)[:2000])
-    rows = to_rows(planner.model, planner.cluster, some).full()
-    predicted = step_time(rows, planner.constants).step_s
-    corrected, _ = best_of(lambda: planner._corrected(some, predicted.copy()), 10)
-    priced, _ = best_of(lambda: step_time(rows, planner.constants), 10)
-    return {"configurations": len(some), "corrected_s": corrected, "priced_anew_s": priced}
+    batches = [32, 48, 64]
+    timings = []
+    for plan in planner.rank(batches, top=12):
+        for r in plan.ranked:
+            c = r.configuration
+            names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
+            sizes = {n: getattr(c, n) for n in (*names, "use_distributed_optimizer")}
+            seconds = 1.1 * r.prediction.step_s
+            timings.append(Timing(**sizes, num_microbatches=c.num_microbatches, step_s=seconds))
+    planner.retime(timings[:-1])
+    planner.rank(batches)
+
+    def again() -> None:
+        planner.retime(timings)
+        planner.rank(batches)
+
+    seconds, _ = best_of(again, 10)
+    candidates = len(planner._judged(batches).candidates)
+    return {"configurations": candidates, "timings": len(timings), "seconds": seconds}
 
 
 def against_everything() -> dict[str, Any]:
@@ -84,10 +96,11 @@ def against_everything() -> dict[str, Any]:
     from copus_ext.planner.space import to_rows
 
     planner = Planner(PRESETS["gpt3-175b"], preset("a100-80g:1024"))
-    points, fits, _ = planner._judged(LADDER)
+    space = planner._judged(LADDER)
+    points = space.points
     equal, compared = True, 0
     for plan in planner.rank(LADDER):
-        mine = np.flatnonzero(fits & (points.global_batch_size == plan.global_batch_size))
+        mine = np.flatnonzero(space.fits & (points.global_batch_size == plan.global_batch_size))
         rows = to_rows(planner.model, planner.cluster, points.take(mine)).full()
         seconds = np.sort(step_time(rows, planner.constants).step_s)[: len(plan.ranked)]
         got = [r.prediction.step_s for r in plan.ranked]

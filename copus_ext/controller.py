@@ -6,8 +6,10 @@ import dataclasses
 import logging
 from typing import Any
 
+import torch.distributed as dist
+
 from copus_ext.config import CopusConfig
-from copus_ext.noise.estimators import NoSplit
+from copus_ext.noise.estimators import Estimate, NoSplit
 from copus_ext.noise.observer import NoiseObserver
 from copus_ext.noise.parameters import CONTROL_SET, GROUPS, unavailable_groups
 from copus_ext.noise.tap import GradientTap, StepNorms, choose, unavailable
@@ -20,6 +22,10 @@ logger = logging.getLogger(__name__)
 STATE_KEY = "copus_noise"
 _NORM_TOLERANCE = 1e-3
 _NEGATIVE_TOLERANCE = 1e-6
+
+
+class Contradiction(ArithmeticError):
+    """Measured numbers that cannot all be true."""
 
 
 class Controller(Callback):
@@ -39,11 +45,10 @@ class Controller(Callback):
         if half_life is not None and half_life <= 0:
             raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
         self.flags = flags
-        self.observer = NoiseObserver(half_life_tokens=half_life)
+        self.observer = NoiseObserver(half_life_tokens=half_life, interval=flags.copus_gns_interval)
         self.tap: GradientTap | None = None
         self._handle: Any = None
         self._norms: StepNorms | None = None
-        self._broken = False
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
@@ -72,7 +77,8 @@ class Controller(Callback):
         self.sets["layers"] = CONTROL_SET
         if not left_out:
             self.sets["all"] = GROUPS
-        self._take_over(context.state.callbacks.get(STATE_KEY))
+        is_resumed = context.state.iteration > 0
+        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
         self.tap = GradientTap(
             context.model,
             context.groups,
@@ -80,13 +86,18 @@ class Controller(Callback):
             device=config.runtime.device,
         )
 
-    def _take_over(self, stored: dict[str, Any] | None) -> None:
+    def _take_over(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
         """Goes on with the averages of a checkpoint, or starts empty."""
         if stored is None:
+            if is_resumed and dist.get_rank() == 0:
+                logger.warning("the checkpoint holds no noise scale: it starts afresh")
             return
-        half_life = self.flags.copus_gns_half_life_tokens
         try:
-            self.observer = NoiseObserver.from_json(stored, half_life_tokens=half_life)
+            self.observer = NoiseObserver.from_json(
+                stored,
+                half_life_tokens=self.flags.copus_gns_half_life_tokens,
+                interval=self.flags.copus_gns_interval,
+            )
         except (ValueError, KeyError, TypeError) as error:
             logger.warning(
                 "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
@@ -114,7 +125,8 @@ class Controller(Callback):
             self.flags.copus_gns_estimator, num_microbatches=num_microbatches, **self.layout
         )
         self.observer.layout_estimator = estimator
-        self.tap.begin(estimator if due and not self._broken else None, num_microbatches)
+        is_open = due and not self.observer.is_broken
+        self.tap.begin(estimator if is_open else None, num_microbatches)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         """Reads the reduced gradients before they are clipped."""
@@ -126,58 +138,60 @@ class Controller(Callback):
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Takes the measurement in and hands the noise scale to the record."""
         assert self.tap is not None and context.step is not None
-        self._norms = None
+        norms, self._norms = None, None
         if self._handle is not None:
-            self._norms = self.tap.finish(
+            norms = self.tap.finish(
                 self._handle,
                 global_batch_size=context.step.global_batch_size,
                 loss_scale=float(self._loss_scale),
             )
             self._handle = None
-        if not (self._norms and context.step.updated and self._is_sound(self._norms, context)):
-            self._norms = None
-        if self._norms is not None:
-            self._take(self._norms, context)
+        try:
+            estimates = self._estimates(norms, context)
+        except Contradiction as error:
+            self._end(f"{error}. Please report it")
+            estimates = {}
+        if norms is not None and estimates:
+            self._norms = norms
+            self.observer.take(
+                estimates,
+                estimator=norms.estimator,
+                global_batch_size=context.step.global_batch_size,
+                consumed_samples=context.step.consumed_samples,
+                tokens=norms.tokens,
+            )
         else:
-            self.observer.skip(context.step.global_batch_size)
+            self.observer.skip(context.step.consumed_samples)
         context.state.callbacks[STATE_KEY] = self.observer.to_json()
         self._record(context)
 
-    def _take(self, norms: StepNorms, context: CallbackContext) -> None:
-        assert context.step is not None
+    def _estimates(self, norms: StepNorms | None, context: CallbackContext) -> dict[str, Estimate]:
+        """Estimates of a step by parameter set; empty where it has none.
+
+        Raises:
+            Contradiction: the batch's norm is not the one that the optimizer found (a wrong scale
+                or count), or small gradients of equal weight have less norm than their mean.
+        """
+        want = context.grad_norm
+        if norms is None or want is None or not context.step or not context.step.updated:
+            return {}
+        got = norms.all_squares**0.5
+        if abs(got - want) > _NORM_TOLERANCE * max(want, got):
+            raise Contradiction(f"its gradient norm is {got:.6g} and the optimizer's is {want:.6g}")
         try:
             estimates = {name: norms.estimate(names) for name, names in self.sets.items()}
         except NoSplit:
-            self.observer.skip(context.step.global_batch_size)
-            return
-        self.observer.take(
-            estimates,
-            estimator=norms.estimator,
-            global_batch_size=context.step.global_batch_size,
-            consumed_samples=context.step.consumed_samples,
-            tokens=norms.tokens,
-        )
+            return {}
+        v, limit = norms.estimate(CONTROL_SET).v, _NEGATIVE_TOLERANCE * norms.all_squares
+        if norms.are_small_equal and v < -limit * context.step.global_batch_size:
+            raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
+        return estimates
 
-    def _is_sound(self, norms: StepNorms, context: CallbackContext) -> bool:
-        """Compares with the optimizer's own norm, which finds a wrong group, scale or count."""
-        want = context.grad_norm
-        if want is None:
-            return False
-        got = norms.all_squares**0.5
-        problem = None
-        if abs(got - want) > _NORM_TOLERANCE * max(want, got):
-            problem = f"its gradient norm is {got:.6g} and the optimizer's is {want:.6g}"
-        elif norms.estimator != "half":
-            v, limit = norms.estimate(CONTROL_SET).v, _NEGATIVE_TOLERANCE * norms.all_squares
-            if v < -limit * context.step.global_batch_size:  # pyright: ignore[reportOptionalMemberAccess]
-                problem = f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give"
-        if problem:
-            self._broken = True
-            logger.error(
-                "the noise scale is no longer measured: %s; training goes on. Please report it",
-                problem,
-            )
-        return problem is None
+    def _end(self, why: str) -> None:
+        """Measures no more; every rank comes to it with the same numbers."""
+        self.observer.is_broken = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.error("the noise scale is no longer measured: %s; training goes on", why)
 
     def _record(self, context: CallbackContext) -> None:
         noise, latest = self.observer.noise(), self.observer.latest
@@ -185,7 +199,7 @@ class Controller(Callback):
             **noise.to_json(),
             "measured": bool(latest),
             "step": {name: dataclasses.asdict(e) for name, e in latest.items()},
-            "groups": self.observer.ratios(),
+            "groups": self.observer.ratios(self.sets),
         }
         if self._norms is not None:
             kept = [name for name in GROUPS if name in self.sets]
@@ -201,7 +215,8 @@ class Controller(Callback):
 
     def on_log(self, context: CallbackContext) -> None:
         """Adds a line below the log line."""
-        context.log_fragments.append(noise_line(self.observer.noise()))
+        ended = self.observer.is_broken
+        context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Takes the hooks out."""
@@ -210,13 +225,15 @@ class Controller(Callback):
             self.tap = None
 
 
-def noise_line(noise: NoiseScale) -> str:
+def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
     """The line that a log shows of the noise scale."""
+    if ended:
+        return " noise scale: no longer measured, see the error above |"
     if noise.status == "none":
         why = (
             "not measured yet"
             if noise.estimator != "none"
-            else "not measurable with one micro-batch on one replica"
+            else "this layout and batch leave nothing to compare (docs/gns.md)"
         )
         return f" noise scale: {why} |"
     low, high = (

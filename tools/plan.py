@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import shlex
 import sys
@@ -44,12 +45,12 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
     model.add_argument("--seq-length", type=int, help="tokens of a sample")
     where = p.add_argument_group("cluster")
-    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, or a JSON file")
+    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
     where.add_argument("--nodes", type=int)
     where.add_argument("--gpus-per-node", type=int, default=8)
     where.add_argument("--gpu", help="such as H100-80GB")
-    where.add_argument("--nic", default="400Gb/s", help="network of a node, one direction")
-    where.add_argument("--intra", default="450GB/s", help="link of a GPU inside its node")
+    where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
+    where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
     search = p.add_argument_group("search")
     search.add_argument(
         "--global-batch-size", required=True, help="512, or 64,128, or 64:4096:x2, or 64:256:+64"
@@ -79,7 +80,7 @@ def batches(text: str) -> list[int]:
         else:
             first, last, step = text.split(":")
             sizes, size = [], int(first)
-            if step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
+            if size < 1 or step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
                 raise ValueError
             while size <= int(last):
                 sizes.append(size)
@@ -114,7 +115,11 @@ def model_of(args: argparse.Namespace) -> Any:
     if (args.model is None) == (args.megatron_args is None):
         raise _Usage("give one of --model and --megatron-args")
     if args.megatron_args is not None:
-        spec = ModelSpec.from_megatron_flags(shlex.split(args.megatron_args))
+        try:
+            flags = shlex.split(args.megatron_args)
+        except ValueError as error:
+            raise _Usage(f"--megatron-args: {error}") from error
+        spec = ModelSpec.from_megatron_flags(flags)
     elif args.model in PRESETS:
         spec = PRESETS[args.model]
     elif args.model.endswith(".json"):
@@ -132,12 +137,12 @@ def model_of(args: argparse.Namespace) -> Any:
         raise _Usage(
             f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"
         )
-    return spec.with_seq_length(args.seq_length) if args.seq_length else spec
+    return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
 def cluster_of(args: argparse.Namespace) -> Any:
     """The cluster asked for."""
-    from copus_ext.perf.cluster_spec import ClusterSpec, gpu_named, preset, quantity
+    from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset, quantity
     from copus_ext.perf.model_spec import SpecError
 
     if args.cluster is not None and args.cluster.endswith(".json"):
@@ -147,20 +152,16 @@ def cluster_of(args: argparse.Namespace) -> Any:
             raise _Input(f"--cluster {args.cluster}: {error}") from error
         except SpecError as error:
             raise _Input(str(error)) from error
+    if args.cluster == "here":
+        return here()
     if args.cluster is not None:
         return preset(args.cluster)
     if args.gpu is None or args.nodes is None:
         raise _Usage("give --cluster, or --nodes, --gpus-per-node and --gpu")
-    gpu = gpu_named(args.gpu)
-    kind = "a100-80g" if gpu.name.startswith("A100") else "h100-80g"
-    return ClusterSpec(
-        gpu=gpu,
-        num_nodes=args.nodes,
-        gpus_per_node=args.gpus_per_node,
-        intra_bytes_per_s=quantity(args.intra),
-        nic_bytes_per_s=quantity(args.nic),
-        constants=kind,
-    )
+    spec = of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node)
+    links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
+    given = {name: quantity(text) for name, text in links.items() if text is not None}
+    return dataclasses.replace(spec, **given)
 
 
 def planner_of(args: argparse.Namespace) -> Any:
@@ -181,7 +182,7 @@ def planner_of(args: argparse.Namespace) -> Any:
     if args.constants is not None:
         try:
             constants = Constants.load(args.constants)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Input(f"--constants {args.constants}: {error}") from error
     model = model_of(args)
     limits = Limits(
@@ -190,56 +191,85 @@ def planner_of(args: argparse.Namespace) -> Any:
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
     )
+    cluster = cluster_of(args)
     return Planner(
         model,
-        cluster_of(args),
-        timings=timings_of(args.profile, model) if args.profile is not None else (),
+        cluster,
+        timings=timings_of(args.profile, model, cluster) if args.profile is not None else (),
         constants=constants,
         limits=limits,
         memory_margin=args.memory_margin,
     )
 
 
-def timings_of(path: Path, model: Any) -> list[Any]:
-    """The measured times of this model."""
-    from copus_ext.perf.profile import ForeignProfile, read_profile
+def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
+    """The measured times, if they are of this model on such a cluster."""
+    from copus_ext.perf.profile import read_profile
 
     try:
         machine, timings = read_profile(path)
-    except (OSError, ForeignProfile, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise _Input(f"--profile {path}: {error}") from error
     own = {**model.to_json(), "name": None}
     if {**machine.get("model", {}), "name": None} != own:
         raise _Input(f"--profile {path} was measured with another model; measure this one")
+    measured = machine.get("world_size"), machine.get("gpu")
+    if measured != (cluster.world_size, cluster.gpu.name):
+        raise _Input(
+            f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster is "
+            f"{cluster.world_size} x {cluster.gpu.name}; measure there"
+        )
     return timings
 
 
-def explain(args: argparse.Namespace, planner: Any, batch: int) -> tuple[str, int]:
-    """Prices the configuration asked for."""
-    from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.report import breakdown
-    from copus_ext.planner.search import Ranked
+def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
+    """What the configuration asked for gives, or why it is none; and the exit code."""
+    from copus_ext.planner.answers import Ranked
+    from copus_ext.planner.configuration import RECOMPUTE, Configuration
 
     given = sizes("--explain", args.explain, ("recompute", "sp", "zero"))
-    tp, pp = given.get("tp", 1), given.get("pp", 1)
-    world = planner.cluster.world_size
-    if world % (tp * pp):
-        raise _Usage(f"--explain {args.explain}: tp x pp = {tp * pp} does not divide {world} GPUs")
+    tp, pp, world = given.get("tp", 1), given.get("pp", 1), planner.cluster.world_size
+    dp = world // (tp * pp)
+    if world % (tp * pp) or given.get("dp", dp) != dp:
+        raise _Usage(f"--explain {args.explain}: tp x pp x dp is not {world} GPUs")
+    if given.get("recompute", "none") not in RECOMPUTE:
+        raise _Usage(f"--explain {args.explain}: recompute is one of {', '.join(RECOMPUTE)}")
+    if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
+        raise _Usage(f"--explain {args.explain}: sp goes with tp, which is {tp}; leave it out")
     configuration = Configuration(
         tp=tp,
         pp=pp,
         vpp=given.get("vpp", 1),
-        dp=world // (tp * pp),
+        dp=dp,
         micro_batch_size=given.get("micro_batch", 1),
         global_batch_size=batch,
         recompute=given.get("recompute", "none"),
+        sequence_parallel=tp > 1,
         use_distributed_optimizer=given.get("zero", "1") != "0",
     )
     found = planner.explain(configuration)
     if isinstance(found, Ranked):
-        return breakdown(found), 0
-    code = 4 if found.code == "memory" else 3
-    return f"{configuration}, global batch {batch}: {found.code}: {found.detail}; {found.fix}", code
+        return found, 0
+    return found, 4 if found.code == "memory" else 3
+
+
+def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
+    """Prices the configuration asked for at every batch."""
+    from copus_ext.planner import report
+
+    answers = [explained(args, planner, batch) for batch in wanted]
+    if args.format == "json":
+        records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
+        _put(report.dump({"schema": report.SCHEMA, "explained": records}), args.output)
+    else:
+        texts = [
+            report.breakdown(a)
+            if code == 0
+            else f"{a.example}, global batch {b}: {a.code}: {a.detail}; {a.fix}"
+            for (a, code), b in zip(answers, wanted)
+        ]
+        _put("\n\n".join(texts), args.output)
+    return max(code for _, code in answers)
 
 
 def failure(plan: Any, planner: Any) -> str:
@@ -251,8 +281,8 @@ def failure(plan: Any, planner: Any) -> str:
         worst = min(plan.rejected, key=lambda r: (r.code == "memory", -r.count))
         return f"{where}: {worst.detail}; {worst.fix}"
     memory = next(r for r in plan.rejected if r.code == "memory")
-    needed = gpus_needed(planner.model, planner.cluster, plan.global_batch_size)
-    more = f"needs about {needed} GPUs of this kind" if needed else "no number of these GPUs helps"
+    needed = gpus_needed(planner, plan.global_batch_size)
+    more = f"needs about {needed} GPUs of this kind" if needed else "more of these GPUs do not help"
     return f"{where}: {memory.count} legal configurations, none fits: {memory.detail}; {more}"
 
 
@@ -264,9 +294,7 @@ def answer(args: argparse.Namespace) -> int:
     planner = planner_of(args)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
-        text, code = explain(args, planner, wanted[0])
-        _put(text, args.output)
-        return code
+        return explain(args, planner, wanted)
     plans = planner.rank(wanted, top=args.top)
     if args.format == "json":
         elapsed = None if args.output else time.monotonic() - started
@@ -288,6 +316,8 @@ def answer(args: argparse.Namespace) -> int:
             report.plot(plans, args.plot)
         except ImportError:
             raise _Usage('--plot needs plotly; run: pip install "copus[report]"') from None
+        except OSError as error:
+            raise _Usage(f"--plot {args.plot}: {error}") from error
     failed = [plan for plan in plans if plan.status != "ok"]
     for plan in failed:
         print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
@@ -299,8 +329,11 @@ def answer(args: argparse.Namespace) -> int:
 def _put(text: str, output: Path | None) -> None:
     if output is None:
         print(text)
-    else:
+        return
+    try:
         output.write_text(text + "\n")
+    except OSError as error:
+        raise _Usage(f"--output {output}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:

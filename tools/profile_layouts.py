@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import logging
 import os
@@ -61,9 +62,10 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
 
 
 def _cluster(world: int) -> Any:
-    from copus_ext.perf.cluster_spec import preset
+    """One node of all ranks: any layout may be measured."""
+    from copus_ext.perf.cluster_spec import of_gpu
 
-    return preset("cpu:2").resize(world) if world % 2 == 0 else preset("cpu:1")
+    return of_gpu("CPU-rank", nodes=1, gpus_per_node=world)
 
 
 def counts(c: Any, args: argparse.Namespace) -> list[int]:
@@ -167,20 +169,49 @@ def machine(model: Any, world: int) -> dict[str, Any]:
 
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
     return {
         "model": model.to_json(),
         "world_size": world,
-        "gpu": gpu or platform.machine(),
+        "gpu": _gpu(),
+        "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
 
 
+def _gpu() -> str:
+    """The name that the planner's presets give to what a rank runs on."""
+    import torch
+
+    from copus_ext.perf.cluster_spec import kind_of, preset
+    from copus_ext.perf.model_spec import SpecError
+
+    if not torch.cuda.is_available():
+        return "CPU-rank"
+    found = torch.cuda.get_device_properties(0)
+    try:
+        return preset(f"{kind_of(found.name, found.total_memory / 2**20)}:1").gpu.name
+    except SpecError:
+        return found.name
+
+
+def model_of(flags: list[str], world: int) -> Any:
+    """The model of some flags, with the vocabulary of its tokenizer."""
+    from copus_ext.perf.model_spec import ModelSpec
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.pretrain import _tokenizer_flags
+    from megatron.training.tokenizer import build_tokenizer
+
+    config = resolve(parse_args(flags), world, **_environment())
+    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    spec = ModelSpec.from_megatron_flags(flags)
+    return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+
+
 def main(argv: list[str]) -> int:
     """Measures everything that is not in the store."""
-    from copus_ext.perf.model_spec import ModelSpec, SpecError
+    from copus_ext.perf.model_spec import SpecError
     from copus_ext.perf.profile import ForeignProfile, ProfileStore
     from megatron.training.errors import UsageError
     from megatron.training.guard import check_environment, set_process_defaults
@@ -195,8 +226,8 @@ def main(argv: list[str]) -> int:
         from megatron.training.device import use_device
         from megatron.training.parallel import init_distributed
 
-        model = ModelSpec.from_megatron_flags(flags)
         world = int(os.environ.get("WORLD_SIZE", "1"))
+        model = model_of(flags, world)
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1")):
             os.environ.setdefault(name, value)
         os.environ.setdefault("MASTER_PORT", "0")
@@ -208,7 +239,7 @@ def main(argv: list[str]) -> int:
             dist.broadcast_object_list(known, src=0)
             done = {(t.line, t.num_microbatches) for t in known[0]}
             for c in lines(model, args, world):
-                line = (c.tp, c.pp, c.vpp, c.micro_batch_size, c.recompute, True)
+                line = (c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.recompute, True)
                 if any((line, n) not in done for n in counts(c, args)):
                     measure(c, flags, args, device, store)
             dist.destroy_process_group()

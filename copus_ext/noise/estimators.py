@@ -40,7 +40,8 @@ class Estimate:
 
 
 class NoSplit(ValueError):
-    """Small and big gradient average the same samples: one equation for two unknowns."""
+    """Small and big gradient average the same samples, or one of them none: fewer equations than
+    unknowns."""
 
 
 def solve(small_squares: float, small: Weights, big_squares: float, big: Weights) -> Estimate:
@@ -53,8 +54,10 @@ def solve(small_squares: float, small: Weights, big_squares: float, big: Weights
         big: its weights.
 
     Raises:
-        NoSplit: the two averages do not differ.
+        NoSplit: the two averages do not differ, or one of them is empty.
     """
+    if not (small.signal > 0 and big.signal > 0):
+        raise NoSplit("one side holds no loss tokens")
     q_small, a_small = small_squares / small.signal, small.noise / small.signal
     q_big, a_big = big_squares / big.signal, big.noise / big.signal
     if not a_small > a_big * (1 + 1e-9):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from copus_ext.noise.estimators import Estimate
@@ -18,20 +19,24 @@ class NoiseObserver:
 
     Args:
         half_life_tokens: of the averages; None takes the default, which grows with the run.
+        interval: steps from one measurement to the next.
     """
 
-    def __init__(self, *, half_life_tokens: float | None = None) -> None:
-        self._half_life = half_life_tokens
+    def __init__(self, *, half_life_tokens: float | None = None, interval: int = 1) -> None:
+        self._half_life, self._interval = half_life_tokens, interval
         self._averages: dict[str, Smoothed] = {}
-        self._samples_since = 0
+        self._measured_at: dict[str, int] = {}
+        self._consumed_samples = 0
         self._batch: int | None = None
         self._tokens_per_sample = 0.0
         self._estimator = "none"
         self._last_half_life = MIN_HALF_LIFE_TOKENS
         self.layout_estimator: str | None = None
         """What could measure the present step, or None."""
+        self.is_broken = False
+        """Whether a measurement contradicted itself: nothing is published any more."""
         self.latest: dict[str, Estimate] = {}
-        """One-step estimates of the last measurement, by parameter set."""
+        """One-step estimates of the last step, by parameter set; empty if it was not measured."""
         self.num_measured = 0
         """Measurements taken in."""
         self.num_skipped = 0
@@ -56,43 +61,56 @@ class NoiseObserver:
             tokens: loss tokens of the step.
         """
         per_sample = tokens / global_batch_size
-        stands_for = (self._samples_since + global_batch_size) * per_sample
-        half_life = self._half_life or half_life_tokens(consumed_samples * per_sample, stands_for)
+        usual_samples = self._interval * global_batch_size
+        usual = usual_samples * per_sample
+        half_life = self._half_life or half_life_tokens(consumed_samples * per_sample, usual)
         self._last_half_life = half_life
         changed = self._batch is not None and self._batch != global_batch_size
         for name, estimate in estimates.items():
             average = self._averages.get(name, Smoothed())
+            since = consumed_samples - self._measured_at.get(name, consumed_samples)
+            gap = max(since - usual_samples, 0) * per_sample
+            if gap and average.weight:
+                average = average.drift(tokens=gap, half_life=half_life)
+                average = average.decay(tokens=gap, half_life=half_life)
             if changed:
                 # The optimizer now moves through other curvature: half the evidence.
                 average = average.doubt(_BATCH_DOUBT)
-            self._averages[name] = average.update(estimate, tokens=stands_for, half_life=half_life)
+            self._averages[name] = average.update(estimate, tokens=usual, half_life=half_life)
+            self._measured_at[name] = consumed_samples
         if CONTROL in estimates:
-            a = 2.0 ** (-stands_for / half_life) if self._tokens_per_sample else 0.0
+            a = 2.0 ** (-usual / half_life) if self._tokens_per_sample else 0.0
             self._tokens_per_sample = a * self._tokens_per_sample + (1 - a) * per_sample
         self.latest, self._estimator = dict(estimates), estimator
-        self._samples_since, self._batch = 0, global_batch_size
+        self._consumed_samples, self._batch = consumed_samples, global_batch_size
         self.num_measured += 1
 
-    def skip(self, global_batch_size: int) -> None:
-        """Counts a step that was not measured; the averages stay and age."""
-        self._samples_since += global_batch_size
+    def skip(self, consumed_samples: int) -> None:
+        """Counts a step that was not measured; the averages stay and age.
+
+        Args:
+            consumed_samples: samples of the run, this step's included.
+        """
+        self._consumed_samples = consumed_samples
         self.num_skipped += 1
         self.latest = {}
 
     @property
     def age_tokens(self) -> float:
-        """Tokens trained since the last measurement."""
-        return self._samples_since * self._tokens_per_sample
+        """Tokens trained since the last measurement of the control set."""
+        at = self._measured_at.get(CONTROL, self._consumed_samples)
+        return (self._consumed_samples - at) * self._tokens_per_sample
 
     def noise(self, name: str = CONTROL) -> NoiseScale:
         """The noise scale of a parameter set as known now."""
-        average = self._averages.get(name, Smoothed())
-        if self._samples_since and average.weight and self._batch:
+        average = Smoothed() if self.is_broken else self._averages.get(name, Smoothed())
+        if self.age_tokens and average.weight:
             average = average.drift(tokens=self.age_tokens, half_life=self._last_half_life)
         interval = average.read()
         status: NoiseStatus = "none"
         if average.weight:
             status = "ok" if interval.high is not None else "lower_bound_only"
+        known = self._estimator if average.weight else self.layout_estimator
         return NoiseScale(
             status=status,
             phi_samples=interval.ratio,
@@ -102,40 +120,49 @@ class NoiseObserver:
             v=average.v if average.weight else None,
             tokens_per_sample=self._tokens_per_sample,
             effective_steps=average.effective_steps,
-            estimator=self._estimator if average.weight else (self.layout_estimator or "none"),
+            estimator=known if known and self.layout_estimator and not self.is_broken else "none",
             age_tokens=self.age_tokens,
         )
 
-    def ratios(self) -> dict[str, float | None]:
-        """phi in samples of every parameter set."""
-        return {name: average.read().ratio for name, average in self._averages.items()}
+    def ratios(self, names: Iterable[str]) -> dict[str, float | None]:
+        """phi in samples of some parameter sets, of those that were measured."""
+        kept = [] if self.is_broken else [name for name in names if name in self._averages]
+        return {name: self._averages[name].read().ratio for name in kept}
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
         return {
             "version": VERSION,
             "averages": {name: average.to_json() for name, average in self._averages.items()},
-            "samples_since": self._samples_since,
+            "measured_at": dict(self._measured_at),
+            "consumed_samples": self._consumed_samples,
             "batch": self._batch,
             "tokens_per_sample": self._tokens_per_sample,
             "estimator": self._estimator,
             "half_life_tokens": self._last_half_life,
+            "is_broken": self.is_broken,
             "num_measured": self.num_measured,
             "num_skipped": self.num_skipped,
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], *, half_life_tokens: float | None) -> NoiseObserver:
+    def from_json(
+        cls, data: dict[str, Any], *, half_life_tokens: float | None, interval: int = 1
+    ) -> NoiseObserver:
         """Inverse of `to_json`.
 
         Raises:
-            ValueError: the record is of another version.
+            ValueError: the record is of another version, or of a measurement that contradicted
+                itself.
         """
         if data.get("version") != VERSION:
             raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
-        new = cls(half_life_tokens=half_life_tokens)
+        if data["is_broken"]:
+            raise ValueError("its measurement had ended with an error")
+        new = cls(half_life_tokens=half_life_tokens, interval=interval)
         new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
-        new._samples_since, new._batch = data["samples_since"], data["batch"]
+        new._measured_at = dict(data["measured_at"])
+        new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]
         new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
         new._last_half_life = data["half_life_tokens"]
         new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]

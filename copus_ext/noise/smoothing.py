@@ -118,6 +118,20 @@ class Smoothed:
             p_gv=keep**2 * self.p_gv + a**2 * (g_old * v_new + v_old * g_new) / 2,
         )
 
+    def decay(self, *, tokens: float, half_life: float) -> Smoothed:
+        """Ages what is known by tokens that nothing was measured in; the value stays, its weight
+        against what comes does not."""
+        k = 2.0 ** (-tokens / half_life)
+        return Smoothed(
+            sum_g2=k * self.sum_g2,
+            sum_v=k * self.sum_v,
+            weight=k * self.weight,
+            weight2=k * k * self.weight2,
+            p_gg=k * k * self.p_gg,
+            p_vv=k * k * self.p_vv,
+            p_gv=k * k * self.p_gv,
+        )
+
     def doubt(self, factor: float) -> Smoothed:
         """Widens the covariance: by 2 after a change of batch or learning rate, by 4 after one of
         the data."""

@@ -53,6 +53,8 @@ def choose(
 
     None when the step cannot be measured.
     """
+    if wanted == "micro" and num_microbatches == 1 and dp > 1:
+        wanted = "rank"  # the same gradients, seen a moment later
     for estimator in ESTIMATORS if wanted == "auto" else (wanted,):
         assert estimator in ESTIMATORS
         if not unavailable(
@@ -83,6 +85,9 @@ class StepNorms:
     """Loss tokens of the batch."""
     tokens_per_sample: float
     """Loss tokens of a sample."""
+    are_small_equal: bool
+    """Whether the small gradients have equal weights, so that their mean square cannot be less than
+    the batch's (Jensen)."""
 
     def estimate(self, names: tuple[str, ...]) -> Estimate:
         """Signal and noise of some parameter groups together."""
@@ -287,6 +292,7 @@ class GradientTap:
         # After the reduction the sums over tokens have become a mean, the means of replicas one.
         big = (1.0, 1.0 / tokens) if self._per_token else ((w / dp) ** 2, a / dp**2)
         scale = loss_scale**2
+        count = {"micro": dp * self._num_microbatches, "rank": dp, "half": 0}[estimator]
         return StepNorms(
             estimator=estimator,
             small=dict(zip(GROUPS, (x / scale for x in numbers[:_NUM]))),
@@ -295,6 +301,7 @@ class GradientTap:
             big_weights=Weights(signal=big[0], noise=big[1] * per_sample),
             tokens=tokens,
             tokens_per_sample=per_sample,
+            are_small_equal=abs(count * small_signal - w * w) <= 1e-9 * w * w,
         )
 
     def close(self) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,8 @@ class ClusterSpec:
         Raises:
             SpecError: an unknown or missing key, or a bad value.
         """
+        if not isinstance(data, dict):
+            raise SpecError("a cluster is described by a JSON object")
         gpu = data.get("gpu")
         if isinstance(gpu, str):
             gpu = asdict(gpu_named(gpu))
@@ -161,7 +165,9 @@ def quantity(text: str) -> float:
     Raises:
         SpecError: not such a text.
     """
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]i?)?(b|B|FLOP)?(/s)?", text.strip())
+    found = re.fullmatch(
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kMGT]i?)?(b|B|FLOP)?(/s)?", text.strip()
+    )
     if not found:
         raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
     number, prefix, unit, _ = found.groups()
@@ -206,6 +212,17 @@ _KINDS = {
 }
 
 
+def of_gpu(gpu: str, *, nodes: int, gpus_per_node: int) -> ClusterSpec:
+    """Nodes of a GPU of the list, with that kind's usual links.
+
+    Raises:
+        SpecError: it is not in the list.
+    """
+    spec = gpu_named(gpu)
+    kind = next(kind for kind, (name, *_) in _KINDS.items() if name == spec.name)
+    return replace(preset(f"{kind}:1"), num_nodes=nodes, gpus_per_node=gpus_per_node)
+
+
 def gpu_named(name: str) -> GpuSpec:
     """A GPU of the list.
 
@@ -244,3 +261,39 @@ def preset(text: str) -> ClusterSpec:
         constants=constants,
     )
     return spec.resize(int(number))
+
+
+def here() -> ClusterSpec:
+    """This machine: its GPUs as `nvidia-smi` lists them, else one CPU rank per core.
+
+    Raises:
+        SpecError: GPUs that no preset describes.
+    """
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        gpus = [line.rsplit(",", 1) for line in listed.stdout.splitlines() if line.strip()]
+    except (OSError, subprocess.SubprocessError):
+        gpus = []
+    if not gpus:
+        cores = os.cpu_count() or 1
+        return replace(preset("cpu:1"), gpus_per_node=cores)
+    name, memory_mib = gpus[0][0].strip(), float(gpus[0][1])
+    return replace(preset(f"{kind_of(name, memory_mib)}:1"), gpus_per_node=len(gpus))
+
+
+def kind_of(name: str, memory_mib: float) -> str:
+    """The preset kind of a GPU as its driver calls it.
+
+    Raises:
+        SpecError: none describes it.
+    """
+    for kind, (gpu, *_) in _KINDS.items():
+        model = gpu.split("-")[0]
+        nominal = GPUS[gpu].memory_bytes / 2**20
+        if model in name and 0.85 < memory_mib / nominal < 1.15:
+            return kind
+    raise SpecError(
+        f"--cluster here: no preset describes {name} with {memory_mib:.0f} MiB; describe it in a "
+        "JSON file"
+    )

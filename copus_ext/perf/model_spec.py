@@ -229,7 +229,12 @@ class ModelSpec:
         def get(*names: str, default: Any = None) -> Any:
             return next((data[n] for n in names if data.get(n) is not None), default)
 
+        for names in (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"), ("vocab_size",)):
+            if not isinstance(get(*names), int):
+                raise SpecError(f"{path.name}: {names[0]} is missing or no whole number")
         heads = get("num_attention_heads", "n_head")
+        if not isinstance(heads, int):
+            raise SpecError(f"{path.name}: num_attention_heads is missing or no whole number")
         known = _DENSE_TYPES[kind]
         learned = get("n_positions", default=1024) if kind == "gpt2" else 0
         return cls(
@@ -325,7 +330,6 @@ PRESETS = {
             vocab_size=257,
             seq_length=128,
             precision="fp32",
-            fused_attention=False,
         ),
     )
 }

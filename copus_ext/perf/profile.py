@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Timing:
             self.tp,
             self.pp,
             self.vpp,
+            self.dp,
             self.micro_batch_size,
             self.recompute,
             self.use_distributed_optimizer,
@@ -92,12 +93,14 @@ class ProfileStore:
     def add(self, timing: Timing) -> None:
         """Appends a timing; a kill loses at most this line."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        record = {"fingerprint": self.key, **asdict(timing)}
-        is_new = not self.path.exists() or not self.path.stat().st_size
+        header = {"machine": self.parts, "fingerprint": self.key}
+        known = any("machine" in r and r.get("fingerprint") == self.key for r in _lines(self.path))
+        text = "" if known else json.dumps(header) + "\n"
+        text += json.dumps({"fingerprint": self.key, **asdict(timing)}) + "\n"
+        cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as file:
-            if is_new:
-                file.write(json.dumps({"machine": self.parts, "fingerprint": self.key}) + "\n")
-            file.write(json.dumps(record) + "\n")
+            # A line that a kill cut short ends here, so that it spoils no other.
+            file.write("\n" * (cut and self.path.stat().st_size > 0) + text)
             file.flush()
             os.fsync(file.fileno())
 
@@ -171,8 +174,8 @@ class Lines:
         for timing in timings:
             self._points.setdefault(timing.line, []).append(timing)
 
-    def __contains__(self, line: Any) -> bool:
-        return len(self._points.get(line, [])) > 0
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self._points)
 
     def seconds(self, line: Any, num_microbatches: int) -> tuple[float, float] | None:
         """Seconds and relative uncertainty at some number of micro-batches.

@@ -73,6 +73,9 @@ class Configuration:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
             flags += ["--use-distributed-optimizer"]
+        if self.dp > 1:
+            flags += ["--overlap-grad-reduce"]
+            flags += ["--overlap-param-gather"] if self.use_distributed_optimizer else []
         if self.recompute == "full":
             flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
             flags += ["--recompute-num-layers", "1"]

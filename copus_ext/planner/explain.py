@@ -49,7 +49,9 @@ def reason(
             "use a smaller tp or --allow-cross-node-tp",
         ),
         "layers": (f"{layers} layers are not divisible by {c.pp}", f"legal: {_list(legal_pp)}"),
-        "virtual": (
+        "virtual": ("vpp needs a pipeline", "use pp of at least 2 or vpp=1")
+        if c.pp == 1
+        else (
             f"{layers // c.pp} layers of a stage are not divisible by vpp={c.vpp}",
             f"legal: {_list(divisors(max(layers // c.pp, 1)))}",
         ),

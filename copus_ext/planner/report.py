@@ -9,8 +9,8 @@ from typing import Any
 
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.explain import GIB
-from copus_ext.planner.search import Plan, Ranked
 
 SCHEMA = "copus.plan/1"
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]

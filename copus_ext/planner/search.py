@@ -6,6 +6,7 @@ that could still be among the best. The ranking is that of simulating everything
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, stati
 from copus_ext.perf.model_spec import ModelSpec, SpecError
 from copus_ext.perf.profile import Lines, Timing
 from copus_ext.perf.step import PARTS, least_step_s, step_time
+from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
     RECOMPUTE,
     REJECTION_CODES,
@@ -35,48 +37,29 @@ MEMORY = REJECTION_CODES.index("memory")
 MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
 _LOOKED_AT = 64
+_NODE = 8
+_SPACES_KEPT = 4
 Z_SURE = 1.2816
 """Standard deviations for a probability of 90 % to fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A candidate and what is predicted for it."""
+@dataclass(kw_only=True)
+class _Space:
+    """What a search over some batches starts from."""
 
-    configuration: Configuration
-    """How to run."""
-    prediction: Prediction
-    """What it gives."""
+    points: Points
+    """All points, with their codes."""
+    fits: Any
+    """[n] which of them are candidates."""
+    peaks: Any
+    """[n] bytes of the legal ones, at least."""
+    seconds: Any = None
+    """Raw predictions of the candidates, once all of them were needed."""
 
-    def to_json(self, rank: int) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "rank": rank,
-            "flags": self.configuration.to_flags(),
-            "configuration": self.configuration.to_json(),
-            "prediction": self.prediction.to_json(),
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The answer for one global batch."""
-
-    global_batch_size: int
-    """Samples of a step."""
-    ranked: list[Ranked]
-    """The best, fastest first."""
-    num_ranked: int
-    """Configurations that are legal and fit."""
-    rejected: list[Rejected]
-    """The others, by reason."""
-
-    @property
-    def status(self) -> str:
-        """`ok`, `no_legal` or `none_fits`."""
-        if self.num_ranked:
-            return "ok"
-        return "none_fits" if any(r.code == "memory" for r in self.rejected) else "no_legal"
+    @functools.cached_property
+    def candidates(self) -> Points:
+        """The points that fit."""
+        return self.points.take(np.flatnonzero(self.fits))
 
 
 class Planner:
@@ -104,12 +87,18 @@ class Planner:
         self.model, self.cluster = model, cluster
         self.constants = constants or cluster.load_constants()
         self.limits = limits or Limits()
-        self.timings = list(timings)
-        self.lines = Lines(self.timings)
-        self._known = self._compare(self.timings)
+        self.memory_margin = memory_margin
         self.limit_bytes = cluster.gpu.memory_bytes * (1 - memory_margin)
         # A run that dies of a wrong "fits" costs more than one slower by a few percent.
         self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
+        self._space: dict[tuple[int, ...], _Space] = {}
+        self.retime(timings)
+
+    def retime(self, timings: Sequence[Timing]) -> None:
+        """Takes other measured times; what the space is made of stays."""
+        self.timings = list(timings)
+        self.lines = Lines(self.timings)
+        self._known = self._compare(self.timings)
 
     def rank(self, batch_sizes: Sequence[int], *, top: int = 10) -> list[Plan]:
         """The best configurations of every global batch.
@@ -118,8 +107,9 @@ class Planner:
             batch_sizes: samples of a step.
             top: how many to return of each.
         """
-        points, fits, peaks = self._judged(batch_sizes)
-        seconds = self._exact_where_needed(points, fits, top)
+        space = self._judged(batch_sizes)
+        points, fits = space.points, space.fits
+        seconds = self._exact_where_needed(space, top)
         orders = []
         for batch in batch_sizes:
             able = np.flatnonzero(fits & (points.global_batch_size == batch))
@@ -131,13 +121,21 @@ class Planner:
                 global_batch_size=batch,
                 ranked=[next(answers) for _ in order],
                 num_ranked=int((fits & (points.global_batch_size == batch)).sum()),
-                rejected=self._rejected(points, points.global_batch_size == batch, peaks),
+                rejected=self._rejected(space, points.global_batch_size == batch),
             )
             for batch, order in zip(batch_sizes, orders)
         ]
 
-    def _judged(self, batch_sizes: Sequence[int]) -> tuple[Points, Any, Any]:
-        """All points with their codes, which of them are candidates, and the bytes of the legal."""
+    def _judged(self, batch_sizes: Sequence[int]) -> _Space:
+        """All points of some batches; made once."""
+        key = tuple(batch_sizes)
+        if key not in self._space:
+            while len(self._space) >= _SPACES_KEPT:
+                del self._space[next(iter(self._space))]
+            self._space[key] = self._enumerate(batch_sizes)
+        return self._space[key]
+
+    def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
         parts = [
             enumerate_points(self.model, self.cluster, batch, self.limits) for batch in batch_sizes
         ]
@@ -153,7 +151,7 @@ class Planner:
                 peaks[legal[alive]] = self._peaks(rows.take(alive))
         too_big = np.nan_to_num(peaks, nan=0.0) > self.safe_bytes
         points.code[too_big] = MEMORY
-        return points, points.code == LEGAL, peaks
+        return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
     def _peaks(self, rows: Any) -> Any:
         return memory(rows, context_bytes=self._context_bytes).peak_bytes
@@ -162,20 +160,24 @@ class Planner:
     def _context_bytes(self) -> float:
         return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
 
-    def _exact_where_needed(self, points: Points, fits: Any, top: int) -> Any:
+    def _exact_where_needed(self, space: _Space, top: int) -> Any:
         """[n] predicted seconds of every candidate that could be among the best of its batch, and
         infinity for the others."""
+        points = space.points
         seconds = np.full(len(points), np.inf)
-        at = np.flatnonzero(fits)
+        at = np.flatnonzero(space.fits)
         if not len(at):
             return seconds
-        some = points.take(at)
-        rows = to_rows(self.model, self.cluster, some).full()
-        bound = least_step_s(rows, self.constants)
+        some = space.candidates
         if self.timings:
             # A measured time may lie below any bound of a prediction: leave nothing out.
-            seconds[at] = self._corrected(some, step_time(rows, self.constants).step_s)[0]
+            if space.seconds is None:
+                rows = to_rows(self.model, self.cluster, some)
+                space.seconds = step_time(rows, self.constants).step_s
+            seconds[at] = self._corrected(some, space.seconds.copy())[0]
             return seconds
+        rows = to_rows(self.model, self.cluster, some).full()
+        bound = least_step_s(rows, self.constants)
         exact = np.full(len(at), np.inf)
         done = np.zeros(len(at), dtype=bool)
         first = np.concatenate(
@@ -228,26 +230,13 @@ class Planner:
         found = correct(keys, *self._known)
         seconds, sd = predicted * found.factor, found.relative_sd
         source = ["corrected" if self.timings else "predicted"] * len(points)
-        if self.timings:
-            for i in range(len(points)):
-                line = self._line(points, i)
-                if line in self.lines:
-                    read = self.lines.seconds(line, int(points.num_microbatches[i]))
-                    if read is not None:
-                        seconds[i], sd[i] = read
-                        source[i] = "profiled"
+        for line in self.lines:
+            for i in np.flatnonzero(_on_line(points, line)):
+                read = self.lines.seconds(line, int(points.num_microbatches[i]))
+                if read is not None:
+                    seconds[i], sd[i] = read
+                    source[i] = "profiled"
         return seconds, sd, source
-
-    @staticmethod
-    def _line(points: Points, i: int) -> tuple[Any, ...]:
-        return (
-            int(points.tp[i]),
-            int(points.pp[i]),
-            int(points.vpp[i]),
-            int(points.micro_batch_size[i]),
-            RECOMPUTE[int(points.recompute[i])],
-            bool(points.use_distributed_optimizer[i]),
-        )
 
     def _answers(self, points: Points) -> list[Ranked]:
         """Full predictions of a few points."""
@@ -306,7 +295,8 @@ class Planner:
             gated_mlp=m.gated,
         )
 
-    def _rejected(self, points: Points, mine: Any, peaks: Any) -> list[Rejected]:
+    def _rejected(self, space: _Space, mine: Any) -> list[Rejected]:
+        points, peaks = space.points, space.peaks
         found = []
         for code, name in enumerate(REJECTION_CODES):
             at = np.flatnonzero(mine & (points.code == code))
@@ -325,6 +315,17 @@ class Planner:
             )
         return found
 
+    def on(self, cluster: ClusterSpec, limits: Limits | None = None) -> Planner:
+        """The same planner for another cluster or other limits."""
+        return Planner(
+            self.model,
+            cluster,
+            constants=self.constants,
+            limits=limits or self.limits,
+            memory_margin=self.memory_margin,
+            timings=self.timings if cluster == self.cluster else (),
+        )
+
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
         """Prices one configuration, or says what speaks against it.
 
@@ -333,24 +334,27 @@ class Planner:
         """
         c = configuration
         fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
-        limits = replace(self.limits, fixed=fixed, recompute=(c.recompute,), cross_node_tp=True)
-        planner = Planner(
-            self.model,
-            self.cluster,
-            constants=self.constants,
-            limits=limits,
-            timings=self.timings,
-        )
-        planner.limit_bytes, planner.safe_bytes = self.limit_bytes, self.safe_bytes
-        points, fits, peaks = planner._judged([c.global_batch_size])
+        limits = replace(self.limits, fixed=fixed, largest={}, recompute=(c.recompute,))
+        planner = self.on(self.cluster, limits)
+        space = planner._judged([c.global_batch_size])
+        points = space.points
         at = np.flatnonzero(points.use_distributed_optimizer == c.use_distributed_optimizer)
         if not len(at):
             raise SpecError(f"{c} is no configuration of {self.cluster.world_size} GPUs")
-        if fits[at[0]]:
+        if space.fits[at[0]]:
             return planner._answers(points.take(at[:1]))[0]
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
-        return planner._rejected(points, only, peaks)[0]
+        return planner._rejected(space, only)[0]
+
+
+def _on_line(points: Points, line: tuple[Any, ...]) -> Any:
+    """[n] whether a point has the layout, micro-batch and options of a `Timing.line`."""
+    names = (*SIZES, "recompute", "use_distributed_optimizer")
+    same = np.ones(len(points), dtype=bool)
+    for name, value in zip(names, line):
+        same &= getattr(points, name) == (RECOMPUTE.index(value) if name == "recompute" else value)
+    return same
 
 
 def _joined(parts: list[Points]) -> Points:
@@ -358,13 +362,18 @@ def _joined(parts: list[Points]) -> Points:
     return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
-def gpus_needed(model: ModelSpec, cluster: ClusterSpec, batch: int, **how: Any) -> int | None:
-    """The smallest number of GPUs of this kind, by doubling and then by nodes, on which some
-    configuration fits; None if 64 times as many are not enough."""
-    world = cluster.world_size
+def gpus_needed(planner: Planner, batch: int) -> int | None:
+    """A number of GPUs of this kind on which some configuration fits, trying multiples; None if 64
+    times as many are not enough."""
+    cluster = planner.cluster
+    if cluster.num_nodes == 1:
+        cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
+    world = planner.cluster.world_size
     for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
-        larger = cluster.resize(world * times)
+        if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
+            continue
+        larger = planner.on(cluster.resize(world * times))
         dividing = batch if batch % (world * times) == 0 else batch * times
-        if Planner(model, larger, **how).rank([dividing], top=1)[0].num_ranked:
+        if larger.rank([dividing], top=1)[0].num_ranked:
             return world * times
     return None

@@ -105,6 +105,8 @@ def enumerate_points(
             continue
         share = global_batch_size // dp if global_batch_size % dp == 0 else 0
         sizes = [b for b in divisors(share) if b <= limits.max_micro_batch] if share else [1]
+        if "micro_batch" in limits.fixed:
+            sizes = [limits.fixed["micro_batch"]]
         columns += [(tp, pp, vpp, dp, b) for b in sizes if limits.allows(micro_batch=b)]
     if not columns:
         raise SpecError(_nothing_left(model, cluster, limits))
@@ -175,17 +177,9 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
 
 
-def to_rows(
-    model: ModelSpec, cluster: ClusterSpec, points: Points, *, overlap: bool = True
-) -> Rows:
-    """Points as rows of the cost model.
-
-    Args:
-        model: whose shape to fill in.
-        cluster: whose hardware to fill in.
-        points: legal ones.
-        overlap: `--overlap-grad-reduce` and `--overlap-param-gather`.
-    """
+def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
+    """Legal points as rows of the cost model; gradients and weights travel while it computes, as in
+    the flags of a `Configuration`."""
     sharded = points.use_distributed_optimizer
     return Rows(
         **model.row_fields(points.tp),
@@ -199,6 +193,6 @@ def to_rows(
         recompute=points.recompute,
         sequence_parallel=points.tp > 1,
         use_distributed_optimizer=sharded,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=np.logical_and(sharded, overlap),
+        overlap_grad_reduce=True,
+        overlap_param_gather=sharded,
     )

@@ -52,7 +52,8 @@ class Request:
 
 @dataclass(kw_only=True)
 class CallbackContext:
-    """What an event is given; attributes that an event has no value for are None."""
+    """What an event is given. Values of an event stay until the next one of its kind replaces them;
+    before the first they are None."""
 
     model: list[Any]
     """Wrapped chunks of this rank."""

@@ -30,6 +30,7 @@ def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: A
     run = runs[case_name(*case)]
     first = runs[case_name(model, estimator, group, FAMILIES[model, estimator, group][0])]
     assert len(run["noise"]) == STEPS and run["same_on_all_ranks"]
+    assert not run["broken"]
     for noise, reference in zip(run["noise"], first["noise"], strict=True):
         assert noise["measured"] and noise["estimator"] == estimator
         shared = noise["squares"]["big"].keys() & reference["squares"]["big"].keys()
@@ -38,6 +39,8 @@ def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: A
             got, want = ({n: x["squares"][size][n] for n in shared} for x in (noise, reference))
             assert got == pytest.approx(want, rel=1e-5), size
         assert noise["step"]["layers"]["v"] > 0 or estimator == "half"
+        assert noise["step"]["layers"] == pytest.approx(reference["step"]["layers"], rel=1e-3)
+        assert (noise["tokens_per_sample"] < 32) is ("masked" in group)
 
 
 def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> None:
@@ -48,6 +51,14 @@ def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> 
     )
     for group in ("attention", "mlp"):
         assert one["small"][group] > four["small"][group] > four["big"][group]
+
+
+def test_micro_batches_of_one_sample_are_per_sample_gradients(runs: dict[str, Any]) -> None:
+    """Brute force: the optimizer's norm of steps of one sample each, with weights held still."""
+    alone = runs["alone"]["grad_norms"][:8]
+    measured = runs[case_name(*CASES[0])]["noise"][0]["squares"]["small"]
+    want = sum(norm**2 for norm in alone) / 8
+    assert sum(measured.values()) == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["micro", "rank", "half"])

@@ -15,6 +15,7 @@ from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
+MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
 BASES = {"llama": TINY, "gpt2": TINY_GPT2}
 STEPS = 3
@@ -44,6 +45,16 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (2, 2, 1, f"--recompute-activations {SHARDED}"),
         (1, 4, 1, ""),
         (1, 2, 2, SHARDED),
+    ],
+    ("llama", "micro", "1, some tokens masked"): [
+        (1, 1, 1, MASKED),
+        (2, 1, 1, f"{MASKED} --sequence-parallel"),
+        (1, 2, 2, f"{MASKED} {REDUCE}"),
+    ],
+    ("llama", "micro", "1, masked, per token"): [
+        (1, 1, 1, f"{MASKED} --calculate-per-token-loss"),
+        (2, 1, 1, f"{MASKED} --calculate-per-token-loss {SHARDED}"),
+        (1, 4, 1, f"{MASKED} --calculate-per-token-loss"),
     ],
     ("llama", "rank", "4 one by one"): [
         (2, 1, 1, ""),
@@ -123,7 +134,7 @@ def main(output: Path) -> None:
                 "at_setup": watched.at_setup,
                 "states": [json.loads(state) for state in watched.states],
                 "collectives": count.total - before,
-                "broken": watched._broken,
+                "broken": watched.observer.is_broken,
             }
             (output / "result.json").write_text(json.dumps(result))
 
@@ -133,6 +144,8 @@ def main(output: Path) -> None:
             flags = " ".join([*layout_flags(tp, pp, vpp), more, f"--train-iters {STEPS}"])
             name = case_name(model, estimator, group, (tp, pp, vpp, more))
             record(name, flags, BASES[model], copus_gns_estimator=estimator)
+    alone = f"--train-iters {8 * STEPS} --global-batch-size 1 --lr 1e-30 --min-lr 0"
+    record("alone", f"{layout_flags_text(4, 1)} {alone}", plain=True)
     six = f"--train-iters 6 {OVERLAP}"
     record("plain", six, plain=True)
     for estimator in ("micro", "rank", "half"):

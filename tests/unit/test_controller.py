@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from copus_ext.config import CopusConfig
-from copus_ext.controller import Controller, noise_line
+from copus_ext.controller import Contradiction, Controller, noise_line
 from copus_ext.noise.estimators import Weights
 from copus_ext.noise.observer import NoiseObserver
 from copus_ext.noise.parameters import GROUPS, group_of, unavailable_groups
@@ -40,35 +41,68 @@ def norms(*, small: float, big: float, estimator: Any = "micro") -> StepNorms:
         big_weights=Weights(signal=1.0, noise=1 / 8),
         tokens=256.0,
         tokens_per_sample=32.0,
+        are_small_equal=True,
     )
 
 
-def is_sound(step: StepNorms, grad_norm: float | None) -> tuple[bool, Controller]:
+def observed(steps: int, *, small: float = 10.0, start: int = 0, observer: Any = None) -> Any:
+    """An observer that has seen so many equal steps of eight samples."""
+    observer = observer or NoiseObserver()
+    observer.layout_estimator = "micro"
+    for step in range(1, steps + 1):
+        observer.take(
+            {"layers": norms(small=small, big=4.0).estimate(("mlp",))},
+            estimator="micro",
+            global_batch_size=8,
+            consumed_samples=start + 8 * step,
+            tokens=256.0,
+        )
+    return observer
+
+
+def judge(step: StepNorms | None, grad_norm: float | None) -> dict[str, Any]:
     controller = Controller(CopusConfig(copus=True))
-    context: Any = SimpleNamespace(grad_norm=grad_norm, step=SimpleNamespace(global_batch_size=8))
-    return controller._is_sound(step, context), controller
+    controller.sets = {"layers": ("attention", "mlp")}
+    info = SimpleNamespace(global_batch_size=8, updated=True)
+    context: Any = SimpleNamespace(grad_norm=grad_norm, step=info)
+    return controller._estimates(step, context)
 
 
-def test_a_norm_that_is_not_the_optimizers_ends_the_measurement(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert is_sound(norms(small=10.0, big=4.0), 2.0)[0]
-    assert is_sound(norms(small=10.0, big=4.0), 2.0 * 1.0009)[0]
+def test_a_norm_that_is_not_the_optimizers_is_a_contradiction() -> None:
+    assert judge(norms(small=10.0, big=4.0), 2.0)
+    assert judge(norms(small=10.0, big=4.0), 2.0 * 1.0009)
+    with pytest.raises(Contradiction, match=r"2\.1"):
+        judge(norms(small=10.0, big=4.0), 2.1)
+
+
+def test_small_gradients_of_equal_weight_have_no_less_norm_than_their_mean() -> None:
+    with pytest.raises(Contradiction, match="cannot give"):
+        judge(norms(small=3.0, big=4.0), 2.0)
+    unequal = dataclasses.replace(norms(small=3.0, big=4.0), are_small_equal=False)
+    assert judge(unequal, 2.0)["layers"].v < 0
+
+
+def test_a_step_without_numbers_is_no_contradiction() -> None:
+    assert judge(norms(small=10.0, big=4.0), None) == {}
+    assert judge(None, 2.0) == {}
+    masked = dataclasses.replace(
+        norms(small=0.0, big=4.0), small_weights=Weights(signal=0.0, noise=0.0)
+    )
+    assert judge(masked, 2.0) == {}
+
+
+def test_after_a_contradiction_nothing_is_published(caplog: pytest.LogCaptureFixture) -> None:
+    controller = Controller(CopusConfig(copus=True))
+    controller.observer = observed(5)
+    assert controller.observer.noise().status == "ok"
     with caplog.at_level(logging.ERROR):
-        sound, controller = is_sound(norms(small=10.0, big=4.0), 2.1)
-    assert not sound and controller._broken
-    assert "2.1" in caplog.text and "training goes on" in caplog.text
-
-
-def test_micro_batches_with_less_norm_than_the_batch_end_the_measurement() -> None:
-    sound, controller = is_sound(norms(small=3.0, big=4.0), 2.0)
-    assert not sound and controller._broken
-    assert is_sound(norms(small=3.0, big=4.0, estimator="half"), 2.0)[0]
-
-
-def test_a_skipped_step_is_no_contradiction() -> None:
-    sound, controller = is_sound(norms(small=10.0, big=4.0), None)
-    assert not sound and not controller._broken
+        controller._end("two and two are five")
+    noise = controller.observer.noise()
+    assert (noise.status, noise.estimator, noise.phi_samples) == ("none", "none", None)
+    assert "two are five" in caplog.text and "training goes on" in caplog.text
+    assert "no longer measured" in noise_line(noise, ended=True)
+    with pytest.raises(ValueError, match="ended with an error"):
+        NoiseObserver.from_json(controller.observer.to_json(), half_life_tokens=None)
 
 
 @pytest.mark.parametrize(
@@ -88,23 +122,58 @@ def test_auto(dp: int, micro_batches: int, fused: bool, want: str | None) -> Non
     assert got == want
 
 
+def test_micro_with_one_micro_batch_on_each_replica_is_rank() -> None:
+    assert choose("micro", dp=4, num_microbatches=1, fused_accumulation=False) == "rank"
+    assert choose("micro", dp=1, num_microbatches=1, fused_accumulation=False) is None
+
+
 def test_the_line_says_what_is_known() -> None:
     observer = NoiseObserver()
-    assert "one micro-batch on one replica" in noise_line(observer.noise())
+    assert "nothing to compare" in noise_line(observer.noise())
     observer.layout_estimator = "micro"
     assert "not measured yet" in noise_line(observer.noise())
-    step = norms(small=10.0, big=4.0)
-    for _ in range(30):
-        observer.take(
-            {"layers": step.estimate(("mlp",))},
-            estimator="micro",
-            global_batch_size=8,
-            consumed_samples=8,
-            tokens=256.0,
-        )
+    observer = observed(30)
     line = noise_line(observer.noise())
     assert "noise scale (samples): 8.0 | 95% interval: 8.0 to 8.0" in line
     assert "estimator: micro | age (tokens): 0 |" in line
+
+
+def test_a_gap_ages_what_was_known_before_it() -> None:
+    """Ten half-lives without a measurement: the next ones decide."""
+
+    def empty() -> NoiseObserver:
+        return NoiseObserver(half_life_tokens=4096.0)
+
+    known = observed(50, small=10.0, observer=empty())
+    before = known.noise().phi_samples
+    gap = 8 * 50 * 20
+    known.skip(gap)
+    assert known.age_tokens == pytest.approx((gap - 400) * 32)
+    assert known.noise().phi_samples == before
+    after = observed(3, small=6.0, start=gap, observer=known).noise().phi_samples
+    fresh = observed(3, small=6.0, observer=empty()).noise().phi_samples
+    assert after == pytest.approx(fresh, rel=0.02) and after < 0.5 * before
+
+
+def test_a_run_without_the_controller_in_between_is_a_gap() -> None:
+    record = observed(50).to_json()
+    later = NoiseObserver.from_json(record, half_life_tokens=None)
+    later.skip(10_000)
+    assert later.age_tokens == pytest.approx((10_000 - 400) * 32)
+
+
+def test_only_what_the_layout_measures_is_listed() -> None:
+    observer = observed(3)
+    assert list(observer.ratios(["layers", "embedding"])) == ["layers"]
+    assert observer.ratios(["embedding"]) == {}
+
+
+def test_a_layout_that_cannot_measure_says_so_and_keeps_the_value() -> None:
+    observer = observed(5)
+    observer.layout_estimator = None
+    observer.skip(80)
+    noise = observer.noise()
+    assert noise.estimator == "none" and noise.phi_samples and noise.age_tokens > 0
 
 
 def test_a_state_of_another_version_is_refused() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.perf.cluster_spec import ClusterSpec, GpuSpec, preset, quantity
+from copus_ext.perf.cluster_spec import (
+    ClusterSpec,
+    GpuSpec,
+    here,
+    kind_of,
+    preset,
+    quantity,
+)
 from copus_ext.perf.constants import Constants
 from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
@@ -169,6 +176,25 @@ def test_specs_survive_json_and_refuse_nonsense() -> None:
         GpuSpec(name="x", memory_bytes=-1, peak_flops=1, hbm_bytes_per_s=1, num_sms=1)
     with pytest.raises(SpecError, match="do not fill"):
         preset("h100-80g:12")
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40g"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
+        ("NVIDIA H200", 143771, "h200-141g"),
+    ],
+)
+def test_a_driver_name_finds_its_preset(name: str, mib: float, kind: str) -> None:
+    assert kind_of(name, mib) == kind
+
+
+def test_this_machine_is_a_cluster() -> None:
+    assert here().world_size >= 1
+    with pytest.raises(SpecError, match="RTX"):
+        kind_of("NVIDIA GeForce RTX 4090", 24564)
 
 
 def test_shipped_constants_say_where_they_come_from() -> None:

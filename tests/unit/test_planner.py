@@ -17,8 +17,9 @@ from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.model_spec import PRESETS, ModelSpec
 from copus_ext.perf.profile import ProfileStore, Timing
 from copus_ext.perf.step import step_time
+from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.search import Planner, Ranked
+from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits, enumerate_points, to_rows
 from tests.helpers.launch import ROOT
 from tools import plan
@@ -29,8 +30,7 @@ MODEL = PRESETS["llama-2-13b"]
 @pytest.mark.parametrize(("gpus", "batch"), [(16, 64), (32, 96), (64, 512)])
 def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
     planner = Planner(MODEL, preset(f"h100-80g:{gpus}"))
-    points, fits, _ = planner._judged([batch])
-    every = points.take(np.flatnonzero(fits))
+    every = planner._judged([batch]).candidates
     rows = to_rows(MODEL, planner.cluster, every).full()
     seconds = np.sort(step_time(rows, planner.constants).step_s)
     found = planner.rank([batch], top=12)[0]
@@ -184,6 +184,18 @@ SEVEN = "--model llama-2-7b --cluster h100-80g:8"
             ["vpp=2,pp=8 needs a multiple of 8 micro-batches", "use global batch 16 or vpp=1"],
         ),
         (f"{SEVEN} --global-batch-size 0", 2, ["--global-batch-size 0"]),
+        (f"{SEVEN} --global-batch-size 0:64:x2", 2, ["--global-batch-size 0:64:x2"]),
+        (f"{SEVEN} --global-batch-size 8 --seq-length 0", 2, ["seq_length 0"]),
+        (f"{SEVEN} --global-batch-size 8 --output /no/where", 2, ["--output /no/where"]),
+        (f"{SEVEN} --global-batch-size 8 --explain recompute=some", 2, ["recompute is one of"]),
+        (f"{SEVEN} --global-batch-size 8 --explain tp=2,sp=0", 2, ["sp goes with tp"]),
+        (f"{SEVEN} --global-batch-size 8 --explain dp=4", 2, ["is not 8 GPUs"]),
+        (
+            "--model llama-2-7b --nodes 1 --gpu H100-80GB --nic 1.2.3GB --global-batch-size 8",
+            2,
+            ["'1.2.3GB' is no size"],
+        ),
+        ('--megatron-args "--x \'y" --cluster cpu:2 --global-batch-size 8', 2, ["--megatron-args"]),
         (f"{SEVEN} --global-batch-size 4:x", 2, ["--global-batch-size 4:x"]),
         (f"{SEVEN} --global-batch-size 8 --top 0", 2, ["--top 0"]),
         (f"{SEVEN} --global-batch-size 8 --fix colour=1", 2, ["--fix colour=1"]),
@@ -217,6 +229,10 @@ def test_problems_are_one_line_with_a_way_out(
         ({"model_type": "llama", "num_local_experts": 8}, "num_local_experts=8: mixture of"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
         ([], "config.json"),
+        (
+            {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2},
+            "vocab_size is missing",
+        ),
     ],
 )
 def test_a_config_json_that_cannot_be_used(
@@ -268,7 +284,8 @@ def test_a_profile_of_another_model_is_refused(
     path = tmp_path / "profile.jsonl"
     best = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8")).rank([64], top=1)[0].ranked[0]
     count = best.configuration.num_microbatches
-    store = ProfileStore(path, {"model": PRESETS["llama-2-7b"].to_json()})
+    machine = {"model": PRESETS["llama-2-7b"].to_json(), "world_size": 8, "gpu": "H100-80GB"}
+    store = ProfileStore(path, machine)
     store.add(timing(best.configuration, 0.01, count))
     flags = f"--cluster h100-80g:8 --global-batch-size 64 --json --profile {path}"
     code, out, _ = run(capsys, f"--model llama-2-7b {flags}")
@@ -276,6 +293,9 @@ def test_a_profile_of_another_model_is_refused(
     assert code == 0 and (first["source"], first["step_s"]) == ("profiled", 0.01)
     code, _, err = run(capsys, f"--model llama-2-13b {flags}")
     assert code == 5 and "another model" in err
+    for cluster in ("h100-80g:16", "a100-80g:8"):
+        code, _, err = run(capsys, f"--model llama-2-7b {flags.replace('h100-80g:8', cluster)}")
+        assert code == 5 and "was measured on 8 x H100-80GB" in err
     code, _, err = run(capsys, f"--model llama-2-13b {flags} --profile {tmp_path / 'none'}")
     assert code == 5 and "no profile" in err
 
@@ -286,6 +306,20 @@ def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) ->
     assert "bubble" in out and "stage 1" in out and "flags: --tensor-model-parallel-size 2" in out
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --explain pp=8,vpp=3")
     assert code == 3 and "virtual: 4 layers of a stage are not divisible by vpp=3" in out
+
+
+def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fixed = "--fix tp=1,pp=1,micro_batch=4"
+    code, out, err = run(capsys, f"{SEVEN} {fixed} --global-batch-size 16,64 --recompute full")
+    assert code == 3 and "global batch 16" in err
+    assert "configurations fit global batch 64" in out
+
+
+def test_nodes_of_a_gpu_are_its_preset() -> None:
+    args = plan.parser().parse_args(["--nodes", "4", "--gpu", "H100-80GB", "--global-batch-size=8"])
+    assert plan.cluster_of(args) == preset("h100-80g:32")
 
 
 def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
