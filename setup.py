@@ -5,7 +5,7 @@ from setuptools import find_namespace_packages, setup
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
-BENCH = ["matplotlib>=3.9"]
+BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
 
 setup(
@@ -15,6 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
+    package_data={"copus_ext.perf": ["data/*.json"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.17",
         "torch>=2.6",
@@ -39,6 +40,7 @@ setup(
             "pyright>=1.1.400",
             "import-linter>=2.3",
             "pydantic>=2.9",
+            *BENCH,
             *TRACK,
         ],
     },

@@ -37,18 +37,37 @@ def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
 
 
-def planner_of(store: Path, **how: Any) -> tuple[Any, list[Any]]:
-    """A planner for two CPU ranks with the times of a store, and these times."""
+def planner_of(model: Any, timings: list[Any]) -> Any:
+    """A planner for two CPU ranks that knows some times."""
     from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.model_spec import ModelSpec
-    from copus_ext.perf.profile import read_profile
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
 
-    machine, timings = read_profile(store)
-    model = ModelSpec.from_json(machine["model"])
     limits = Limits(cross_node_tp=True, max_micro_batch=4)
-    return Planner(model, preset("cpu:2"), limits=limits, **how), timings
+    return Planner(model, preset("cpu:2"), limits=limits, timings=timings)
+
+
+def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
+    """The model, the two-point profile, and times of every configuration of the batches."""
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.perf.profile import read_profile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        two, every = Path(scratch) / "two.jsonl", Path(scratch) / "every.jsonl"
+        profile(two, args)
+        profile(every, args, "--batches", args.batches)
+        machine, timings = read_profile(two)
+        return ModelSpec.from_json(machine["model"]), timings, read_profile(every)[1]
+
+
+def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
+    """The same from an earlier result."""
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.perf.profile import Timing
+
+    record = json.loads(path.read_text())
+    lists = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
+    return ModelSpec.from_json(record["model"]), *lists
 
 
 def fit_here(timings: list[Any], model: Any) -> Any:
@@ -89,13 +108,12 @@ def rows_of(timings: list[Any], model: Any, cluster: Any) -> Any:
     return to_rows(model, cluster, points).full()
 
 
-def compare(store: Path, truth: list[Any]) -> list[dict[str, Any]]:
+def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:
     """Every measured configuration beside its prediction."""
     from copus_ext.planner.answers import Ranked
     from copus_ext.planner.configuration import Configuration
 
-    base, timings = planner_of(store)
-    profiled, _ = planner_of(store, timings=timings)
+    base, profiled = planner_of(model, []), planner_of(model, timings)
     points = {(t.line, t.num_microbatches) for t in timings}
     rows = []
     for t in truth:
@@ -178,35 +196,34 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 def main() -> int:
     """Measures, predicts, prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
+    parser.add_argument("--data-path", default="", help="prefix of an indexed data set")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a configuration")
     parser.add_argument("--batches", default="8,16,32")
+    parser.add_argument("--again", type=Path, help="predict anew what this result measured")
     args = parser.parse_args()
     args.data_path = str(Path(args.data_path).resolve())
     open_source()
     before = origin()
-    with tempfile.TemporaryDirectory() as scratch:
-        two, every = Path(scratch) / "two.jsonl", Path(scratch) / "every.jsonl"
-        profile(two, args)
-        profile(every, args, "--batches", args.batches)
-        planner, timings = planner_of(two)
-        _, truth = planner_of(every)
-        found = fit_here(timings, planner.model)
-        residual = errors(np.exp(found.residuals), 1.0)
-        source = f"{len(timings)} times of this benchmark on {before['nproc']} cores"
-        ship("cpu", found.constants, source, residual)
-        rows = compare(two, truth)
+    model, timings, truth = measured_before(args.again) if args.again else measure(args)
+    found = fit_here(timings, model)
+    residual = errors(np.exp(found.residuals), 1.0)
+    source = f"{len(timings)} times of bench/planner_here.py on {before['nproc']} cores"
+    ship("cpu", found.constants, source, residual)
+    rows = compare(model, timings, truth)
     result = {
         "what": "step times on two CPU ranks, predicted from two counts per layout and micro-batch",
         **judged(rows),
         "constants_residual": residual,
         **before,
+        "model": model.to_json(),
         "timings": [dataclasses.asdict(t) for t in timings],
+        "truth": [dataclasses.asdict(t) for t in truth],
         "rows": rows,
     }
     (RESULTS / "planner_here.json").write_text(json.dumps(result) + "\n")
     draw(rows, RESULTS / "planner_here.svg")
-    print(json.dumps({k: v for k, v in result.items() if k not in ("rows", "timings")}, indent=1))
+    long = ("rows", "timings", "truth", "model")
+    print(json.dumps({k: v for k, v in result.items() if k not in long}, indent=1))
     return 0
 
 

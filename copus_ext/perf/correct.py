@@ -2,8 +2,9 @@
 
 The logarithm of measured over predicted is a common factor, plus one for the tensor and one for
 the pipeline size, plus one for their pair that changes slowly with the micro-batch, plus one for
-each (tensor, pipeline, micro-batch), plus noise: independent Gaussians with mean zero. Their
-posterior is one small linear solve, the same in whatever order data come.
+each configuration and one for how it grows with its micro-batches, plus noise: independent
+Gaussians with mean zero. Their posterior is one small linear solve, the same in whatever order data
+come.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Spread:
     """Doublings of the micro-batch after which the pair's factor is another one by 1 - 1/e."""
     own: float = 0.04
     """Of that of a configuration, whatever its global batch."""
+    growth: float = 0.03
+    """Of the part of a configuration's factor that goes with the logarithm of its micro-batches."""
     noise: float = 0.01
-    """Of a measurement."""
+    """Of a measurement, at least."""
 
     @property
     def variance(self) -> float:
-        """Of the logarithm of a factor before anything was measured."""
+        """Of the logarithm of a factor before anything was measured, at `USUAL_COUNT`."""
         parts = (self.common, self.tensor, self.pipeline, self.pair, self.own)
         return sum(part**2 for part in parts)
 
@@ -51,34 +54,42 @@ class Correction:
     """[n]: uncertainty of the corrected seconds, without the noise of a measurement."""
 
 
+USUAL_COUNT = 4.0
+"""Micro-batches at which a configuration's growth counts nothing."""
+
+
 def correct(
     keys: Any,
     measured_keys: Any,
-    log_ratios: Sequence[float],
+    log_ratios: Any,
     *,
+    counts: Any = USUAL_COUNT,
+    measured_counts: Any = USUAL_COUNT,
     spread: Spread | None = None,
     noise: Sequence[float] | None = None,
 ) -> Correction:
     """The posterior of the factors of some configurations.
 
     Args:
-        keys: [n, 3] configurations to correct: tensor, pipeline, micro-batch size.
-        measured_keys: [m, 3] configurations measured, repeats allowed.
+        keys: [n, k] configurations to correct: tensor, pipeline, micro-batch size; further columns
+            only tell configurations apart.
+        measured_keys: [m, k] configurations measured, repeats allowed.
         log_ratios: [m] ln(measured / predicted).
+        counts: [n] micro-batches.
+        measured_counts: [m] micro-batches.
         spread: of the parts.
-        noise: [m] standard deviation of each measurement, instead of the spread's.
+        noise: [m] standard deviation of each measurement, where it is more than the spread's.
 
     Returns:
         Factor 1 and the prior's deviation where nothing was measured.
     """
     s = spread or Spread()
-    ask = np.asarray(keys, dtype=np.int64).reshape(-1, 3)
-    prior = s.variance
+    ask = _table(keys, counts)
+    prior = np.einsum("i,i->i", ask[1], ask[1]) * s.growth**2 + s.variance
     if not len(measured_keys):
-        ones = np.ones(len(ask))
-        return Correction(factor=ones, relative_sd=ones * np.sqrt(prior))
-    known = np.asarray(measured_keys, dtype=np.int64).reshape(-1, 3)
-    sd = np.full(len(known), s.noise) if noise is None else np.asarray(noise, dtype=float)
+        return Correction(factor=np.ones(len(ask[0])), relative_sd=np.sqrt(prior))
+    known = _table(measured_keys, measured_counts)
+    sd = np.maximum(s.noise, np.zeros(len(known[0])) if noise is None else noise)
     inner = _kernel(known, known, s) + np.diag(sd**2)
     cross = _kernel(ask, known, s)
     weights = np.linalg.solve(inner, cross.T).T
@@ -87,10 +98,17 @@ def correct(
     return Correction(factor=np.exp(mean), relative_sd=np.sqrt(np.maximum(variance, 0.0)))
 
 
-def _kernel(a: Any, b: Any, s: Spread) -> Any:
-    same = a[:, None, :] == b[None, :, :]
-    tensor, pipeline = same[..., 0], same[..., 1]
-    own = same.all(axis=2)
+def _table(keys: Any, counts: Any) -> tuple[Any, Any]:
+    """Keys as whole numbers, and the logarithm of the micro-batches over the usual."""
+    whole = np.atleast_2d(np.asarray(keys, dtype=np.int64))
+    over = np.log(np.broadcast_to(np.asarray(counts, dtype=float), len(whole)) / USUAL_COUNT)
+    return whole, over
+
+
+def _kernel(one: tuple[Any, Any], other: tuple[Any, Any], s: Spread) -> Any:
+    (a, over_a), (b, over_b) = one, other
+    tensor, pipeline = (a[:, None, i] == b[None, :, i] for i in (0, 1))
+    own = (a[:, None, :] == b[None, :, :]).all(axis=2)
     octaves = np.abs(np.log2(a[:, None, 2] / b[None, :, 2]))
     pair = (tensor & pipeline) * np.exp(-octaves / s.octaves)
     return (
@@ -98,5 +116,5 @@ def _kernel(a: Any, b: Any, s: Spread) -> Any:
         + s.tensor**2 * tensor
         + s.pipeline**2 * pipeline
         + s.pair**2 * pair
-        + s.own**2 * own
+        + own * (s.own**2 + s.growth**2 * np.outer(over_a, over_b))
     )

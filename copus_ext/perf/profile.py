@@ -1,7 +1,7 @@
-"""Measured step times: kept in a file, prolonged to other batches, never mixed between machines.
+"""Measured step times: kept in a file, never mixed between machines.
 
-A step grows with its micro-batches along a straight line from `pp` micro-batches on (exactly so for
-plain 1F1B, docs/planner.md), so that two counts give every batch of a layout and micro-batch.
+Two counts of micro-batches per layout and micro-batch say how a step grows, and so give every batch
+(`copus_ext.perf.correct`).
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-PROFILED_SD = 0.03
-"""Relative uncertainty of a time read off the line between two measured ones."""
-OUTSIDE_SD = 0.06
-"""The same beyond twice the larger count, or below the smaller."""
 
 
 class ForeignProfile(ValueError):
@@ -59,7 +54,7 @@ class Timing:
 
     @property
     def line(self) -> tuple[Any, ...]:
-        """What the straight line over the number of micro-batches belongs to."""
+        """Everything but the number of micro-batches."""
         return (
             self.tp,
             self.pp,
@@ -69,6 +64,11 @@ class Timing:
             self.recompute,
             self.use_distributed_optimizer,
         )
+
+    @property
+    def relative_sd(self) -> float:
+        """Relative standard deviation of a step, from its median absolute deviation."""
+        return 1.4826 * self.spread_s / self.step_s
 
 
 def fingerprint(parts: dict[str, Any]) -> str:
@@ -164,38 +164,3 @@ def _sorted_out(path: Path, key: str) -> tuple[list[Timing], int]:
         timing = Timing(**{k: v for k, v in record.items() if k in names})
         own[(*timing.line, timing.num_microbatches)] = timing
     return list(own.values()), others
-
-
-class Lines:
-    """Seconds of a step as a straight line over the micro-batches, by layout and micro-batch."""
-
-    def __init__(self, timings: Sequence[Timing]) -> None:
-        self._points: dict[Any, list[Timing]] = {}
-        for timing in timings:
-            self._points.setdefault(timing.line, []).append(timing)
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return iter(self._points)
-
-    def seconds(self, line: Any, num_microbatches: int) -> tuple[float, float] | None:
-        """Seconds and relative uncertainty at some number of micro-batches.
-
-        None where the line is not known: nothing measured, one count only that is another, or fewer
-        micro-batches than stages.
-        """
-        points = self._points.get(line, [])
-        exact = [p for p in points if p.num_microbatches == num_microbatches]
-        if exact:
-            return exact[-1].step_s, max(0.01, exact[-1].spread_s / exact[-1].step_s)
-        pp = line[1]
-        steady = [p for p in points if p.num_microbatches >= pp]
-        if len({p.num_microbatches for p in steady}) < 2 or num_microbatches < pp:
-            return None
-        counts = np.array([p.num_microbatches for p in steady], dtype=float)
-        times = np.array([p.step_s for p in steady])
-        slope, start = np.polyfit(counts, times, 1)
-        found = float(start + slope * num_microbatches)
-        if found <= 0:
-            return None
-        inside = counts.min() <= num_microbatches <= 2 * counts.max()
-        return found, PROFILED_SD if inside else OUTSIDE_SD

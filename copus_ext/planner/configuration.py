@@ -116,7 +116,8 @@ class Prediction:
     step_rel_sd: float
     """Relative uncertainty of `step_s`."""
     source: str
-    """`profiled`: read off measured times; `corrected` by those of its kin; or `predicted`."""
+    """`profiled`: times of this layout and micro-batch were measured; `corrected` by those of
+    others; or `predicted`."""
     blind: bool
     """Whether the noise scale cannot be measured there."""
     time_s: dict[str, float]

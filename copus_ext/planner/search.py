@@ -19,7 +19,7 @@ from copus_ext.perf.constants import Constants
 from copus_ext.perf.correct import correct
 from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, static_bytes
 from copus_ext.perf.model_spec import ModelSpec, SpecError
-from copus_ext.perf.profile import Lines, Timing
+from copus_ext.perf.profile import Timing
 from copus_ext.perf.step import PARTS, least_step_s, step_time
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
@@ -97,8 +97,12 @@ class Planner:
     def retime(self, timings: Sequence[Timing]) -> None:
         """Takes other measured times; what the space is made of stays."""
         self.timings = list(timings)
-        self.lines = Lines(self.timings)
-        self._known = self._compare(self.timings)
+        known = self._compare(self.timings)
+        ratios = np.zeros(0)
+        if self.timings:
+            predicted = step_time(to_rows(self.model, self.cluster, known), self.constants).step_s
+            ratios = np.log([x.step_s for x in self.timings] / predicted)
+        self._known = known, ratios, [x.relative_sd for x in self.timings]
 
     def rank(self, batch_sizes: Sequence[int], *, top: int = 10) -> list[Plan]:
         """The best configurations of every global batch.
@@ -206,37 +210,38 @@ class Planner:
             limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
         return limit
 
-    def _compare(self, timings: list[Timing]) -> tuple[list[tuple[int, int, int]], list[float]]:
-        """Keys of what was measured, and ln(measured / predicted)."""
-        if not timings:
-            return [], []
-        points = Points(
-            **{n: np.array([getattr(x, n) for x in timings]) for n in SIZES},
-            global_batch_size=np.array(
-                [x.num_microbatches * x.dp * x.micro_batch_size for x in timings]
+    def _compare(self, timings: list[Timing]) -> Points:
+        """What was measured, as points."""
+        sizes = {n: np.array([getattr(x, n) for x in timings], dtype=np.int64) for n in SIZES}
+        counts = np.array([x.num_microbatches for x in timings], dtype=np.int64)
+        return Points(
+            **sizes,
+            global_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
+            recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings], dtype=np.int64),
+            use_distributed_optimizer=np.array(
+                [x.use_distributed_optimizer for x in timings], dtype=bool
             ),
-            recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings]),
-            use_distributed_optimizer=np.array([x.use_distributed_optimizer for x in timings]),
             code=np.full(len(timings), LEGAL),
         )
-        predicted = step_time(to_rows(self.model, self.cluster, points), self.constants).step_s
-        measured = np.array([x.step_s for x in timings])
-        keys = [(x.tp, x.pp, x.micro_batch_size) for x in timings]
-        return keys, np.log(measured / predicted).tolist()
 
     def _corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each, given the raw predictions."""
-        keys = np.stack([points.tp, points.pp, points.micro_batch_size], axis=1)
-        found = correct(keys, *self._known)
-        seconds, sd = predicted * found.factor, found.relative_sd
-        source = ["corrected" if self.timings else "predicted"] * len(points)
-        for line in self.lines:
-            for i in np.flatnonzero(_on_line(points, line)):
-                read = self.lines.seconds(line, int(points.num_microbatches[i]))
-                if read is not None:
-                    seconds[i], sd[i] = read
-                    source[i] = "profiled"
-        return seconds, sd, source
+        known, ratios, noise = self._known
+        keys, known_keys = _keys(points), _keys(known)
+        found = correct(
+            keys,
+            known_keys,
+            ratios,
+            counts=points.num_microbatches,
+            measured_counts=known.num_microbatches,
+            noise=noise,
+        )
+        if not self.timings:
+            source = ["predicted"] * len(points)
+        else:
+            lines = {tuple(key) for key in known_keys.tolist()}
+            source = ["profiled" if tuple(k) in lines else "corrected" for k in keys.tolist()]
+        return predicted * found.factor, found.relative_sd, source
 
     def _answers(self, points: Points) -> list[Ranked]:
         """Full predictions of a few points."""
@@ -348,13 +353,11 @@ class Planner:
         return planner._rejected(space, only)[0]
 
 
-def _on_line(points: Points, line: tuple[Any, ...]) -> Any:
-    """[n] whether a point has the layout, micro-batch and options of a `Timing.line`."""
-    names = (*SIZES, "recompute", "use_distributed_optimizer")
-    same = np.ones(len(points), dtype=bool)
-    for name, value in zip(names, line):
-        same &= getattr(points, name) == (RECOMPUTE.index(value) if name == "recompute" else value)
-    return same
+def _keys(points: Points) -> Any:
+    """[n, 7] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    configurations apart but the number of micro-batches."""
+    names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "use_distributed_optimizer")
+    return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
 
 
 def _joined(parts: list[Points]) -> Points:

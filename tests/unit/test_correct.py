@@ -47,3 +47,29 @@ def test_the_order_of_arrival_does_not_matter_and_repeats_count() -> None:
     np.testing.assert_allclose(a.relative_sd, b.relative_sd, rtol=1e-9)
     once, twice = (correct(KEYS, KEYS[:1] * n, [0.1] * n).relative_sd[0] for n in (1, 2))
     assert twice < once
+
+
+def test_two_counts_say_how_a_configuration_grows() -> None:
+    """Measured 20 % slow at 2 micro-batches and as predicted at 8: in between in between."""
+    key = KEYS[0]
+    got = correct(
+        [key] * 4,
+        [key] * 2,
+        [0.2, 0.0],
+        counts=[2, 4, 8, 64],
+        measured_counts=[2, 8],
+    )
+    ratio = np.log(got.factor)
+    assert ratio[0] > ratio[1] > ratio[2] > ratio[3] > -0.3
+    assert ratio[1] == pytest.approx(0.1, abs=0.03)
+    assert got.relative_sd[3] > got.relative_sd[1], "far outside is less certain"
+
+
+def test_a_noisy_measurement_counts_less() -> None:
+    sure, unsure = (correct(KEYS, KEYS[:1], [0.3], noise=[sd]).factor[0] for sd in (0.01, 0.3))
+    assert 1 < unsure < sure
+
+
+def test_further_columns_tell_configurations_apart() -> None:
+    got = correct([(1, 2, 1, 1), (1, 2, 1, 2)], [(1, 2, 1, 2)], [0.3])
+    assert 1 < got.factor[0] < got.factor[1]

@@ -208,3 +208,20 @@ def test_shipped_constants_say_where_they_come_from() -> None:
         record: dict[str, Any] = json.loads(file.read_text())
         assert record["fitted_on"] and "residual" in record
         Constants.from_json(record["constants"])
+
+
+def test_a_fit_finds_the_constants_that_made_the_times() -> None:
+    from copus_ext.perf.fit import fit_constants
+
+    truth = dataclasses.replace(Constants(), gemm_efficiency=0.6, tp_bytes_per_s=80e9)
+    seconds = step_time(ROWS, truth).step_s
+    found = fit_constants(ROWS, seconds, prior=Constants(), prior_weight=0.01)
+    assert np.abs(found.residuals).max() < 0.02
+    assert found.constants.gemm_efficiency == pytest.approx(0.6, rel=0.1)
+    assert found.constants.tp_bytes_per_s == pytest.approx(80e9, rel=0.1)
+    # What the data say nothing about stays where it was.
+    assert found.constants.tp_cross_bytes_per_s == pytest.approx(
+        Constants().tp_cross_bytes_per_s, rel=1e-3
+    )
+    with pytest.raises(ValueError, match="positive"):
+        fit_constants(ROWS, -seconds, prior=Constants())

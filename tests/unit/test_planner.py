@@ -79,8 +79,9 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
     planner = Planner(MODEL, cluster, timings=[timing(c, slow, count)])
     again = planner.explain(c)
     assert isinstance(again, Ranked)
-    assert (again.prediction.source, again.prediction.step_s) == ("profiled", slow)
-    assert sum(again.prediction.time_s.values()) == pytest.approx(slow)
+    assert again.prediction.source == "profiled"
+    assert again.prediction.step_s == pytest.approx(slow, rel=0.01)
+    assert sum(again.prediction.time_s.values()) == pytest.approx(again.prediction.step_s)
     assert again.prediction.step_rel_sd < 0.02 < best.prediction.step_rel_sd
     assert planner.rank([64], top=1)[0].ranked[0].configuration != c
     kin = planner.explain(second.configuration)
@@ -90,16 +91,24 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
 
 
 def test_two_counts_give_every_batch() -> None:
+    """A machine with a fixed cost per step that the constants do not know."""
     cluster = preset("h100-80g:16")
-    c = Planner(MODEL, cluster).rank([64], top=1)[0].ranked[0].configuration
-    planner = Planner(MODEL, cluster, timings=[timing(c, 3.0, 4), timing(c, 7.0, 12)])
-    for batch, seconds in ((8 * c.dp * c.micro_batch_size, 5.0), (64, None)):
-        wanted = dataclasses.replace(c, global_batch_size=batch)
-        found = planner.explain(wanted)
+    plain = Planner(MODEL, cluster)
+    c = plain.rank([64], top=1)[0].ranked[0].configuration
+    unit = c.dp * c.micro_batch_size
+
+    def predicted(planner: Planner, count: int) -> float:
+        found = planner.explain(dataclasses.replace(c, global_batch_size=count * unit))
         assert isinstance(found, Ranked)
-        assert found.prediction.source == "profiled"
-        line = 1.0 + 0.5 * wanted.num_microbatches
-        assert found.prediction.step_s == pytest.approx(seconds or line)
+        return found.prediction.step_s
+
+    def truth(count: int) -> float:
+        return 1.02 * predicted(plain, count) + 0.1 * predicted(plain, 4)
+
+    measured = [timing(c, truth(n), n) for n in (4, 16)]
+    planner = Planner(MODEL, cluster, timings=measured)
+    for count in (4, 6, 8, 12, 16, 32):
+        assert predicted(planner, count) == pytest.approx(truth(count), rel=0.02), count
 
 
 def test_a_configuration_becomes_the_flags_of_the_trainer() -> None:
@@ -286,11 +295,12 @@ def test_a_profile_of_another_model_is_refused(
     count = best.configuration.num_microbatches
     machine = {"model": PRESETS["llama-2-7b"].to_json(), "world_size": 8, "gpu": "H100-80GB"}
     store = ProfileStore(path, machine)
-    store.add(timing(best.configuration, 0.01, count))
+    store.add(timing(best.configuration, 0.9 * best.prediction.step_s, count))
     flags = f"--cluster h100-80g:8 --global-batch-size 64 --json --profile {path}"
     code, out, _ = run(capsys, f"--model llama-2-7b {flags}")
     first = json.loads(out)["plans"][0]["ranked"][0]["prediction"]
-    assert code == 0 and (first["source"], first["step_s"]) == ("profiled", 0.01)
+    assert code == 0 and first["source"] == "profiled"
+    assert first["step_s"] == pytest.approx(0.9 * best.prediction.step_s, rel=0.01)
     code, _, err = run(capsys, f"--model llama-2-13b {flags}")
     assert code == 5 and "another model" in err
     for cluster in ("h100-80g:16", "a100-80g:8"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.perf.profile import ForeignProfile, Lines, ProfileStore, Timing, read_profile
+from copus_ext.perf.profile import ForeignProfile, ProfileStore, Timing, read_profile
 
 MACHINE = {"model": {"num_layers": 4}, "gpu": "cpu", "torch": "2.13"}
 
@@ -53,18 +53,6 @@ def test_times_of_another_machine_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(ForeignProfile, match="no profile"):
         read_profile(tmp_path / "empty")
-
-
-def test_a_line_through_two_counts() -> None:
-    lines = Lines([timing(2, 1.0), timing(8, 4.0)])
-    line = timing(2, 1.0).line
-    assert list(lines) == [line]
-    seconds, sd = lines.seconds(line, 4) or (0.0, 0.0)
-    assert seconds == pytest.approx(2.0) and sd == 0.03
-    assert lines.seconds(line, 2) == (1.0, 0.01)
-    assert (lines.seconds(line, 40) or (0, 0))[1] > 0.03, "far outside is less certain"
-    assert lines.seconds(line, 1) is None, "fewer micro-batches than stages"
-    assert Lines([timing(2, 1.0)]).seconds(line, 4) is None, "one point is no line"
 
 
 def test_a_time_must_be_a_time() -> None:
