@@ -66,8 +66,8 @@ def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
     from copus_ext.perf.profile import Timing
 
     record = json.loads(path.read_text())
-    lists = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
-    return ModelSpec.from_json(record["model"]), *lists
+    timings, truth = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
+    return ModelSpec.from_json(record["model"]), timings, truth
 
 
 def fit_here(timings: list[Any], model: Any) -> Any:
