@@ -32,6 +32,23 @@ class StepTime:
     """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
     `step_s`."""
 
+    @classmethod
+    def unknown(cls, num: int) -> StepTime:
+        """Room for so many configurations, none priced yet."""
+        parts = {name: np.full(num, np.nan) for name in PARTS}
+        return cls(step_s=np.full(num, np.nan), parts=parts)
+
+    def put(self, at: Any, found: StepTime) -> None:
+        """Fills in some of them."""
+        self.step_s[at] = found.step_s
+        for name in PARTS:
+            self.parts[name][at] = found.parts[name]
+
+    def take(self, at: Any) -> StepTime:
+        """Some of them."""
+        parts = {name: values[at] for name, values in self.parts.items()}
+        return StepTime(step_s=self.step_s[at], parts=parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Stages:

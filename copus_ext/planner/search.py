@@ -20,7 +20,7 @@ from copus_ext.perf.correct import correct
 from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, static_bytes
 from copus_ext.perf.model_spec import ModelSpec, SpecError
 from copus_ext.perf.profile import Timing
-from copus_ext.perf.step import PARTS, least_step_s, step_time
+from copus_ext.perf.step import PARTS, StepTime, least_step_s, step_time
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
     RECOMPUTE,
@@ -53,8 +53,8 @@ class _Space:
     """[n] which of them are candidates."""
     peaks: Any
     """[n] bytes of the legal ones, at least."""
-    seconds: Any = None
-    """Raw predictions of the candidates, once all of them were needed."""
+    times: StepTime | None = None
+    """Raw predictions of all candidates, once they were needed."""
 
     @functools.cached_property
     def candidates(self) -> Points:
@@ -113,13 +113,14 @@ class Planner:
         """
         space = self._judged(batch_sizes)
         points, fits = space.points, space.fits
-        seconds = self._exact_where_needed(space, top)
+        seconds, times = self._exact_where_needed(space, top)
         orders = []
         for batch in batch_sizes:
             able = np.flatnonzero(fits & (points.global_batch_size == batch))
             order = able[np.lexsort((able, seconds[able]))][:top]
             orders.append(order[np.isfinite(seconds[order])])
-        answers = iter(self._answers(points.take(np.concatenate(orders))))
+        chosen = np.concatenate(orders)
+        answers = iter(self._answers(points.take(chosen), times.take(chosen)))
         return [
             Plan(
                 global_batch_size=batch,
@@ -164,22 +165,23 @@ class Planner:
     def _context_bytes(self) -> float:
         return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
 
-    def _exact_where_needed(self, space: _Space, top: int) -> Any:
-        """[n] predicted seconds of every candidate that could be among the best of its batch, and
-        infinity for the others."""
+    def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
+        """[n] seconds of every candidate that could be among the best of its batch, infinity for
+        the others; and what was predicted before any correction."""
         points = space.points
-        seconds = np.full(len(points), np.inf)
+        seconds, times = np.full(len(points), np.inf), StepTime.unknown(len(points))
         at = np.flatnonzero(space.fits)
         if not len(at):
-            return seconds
+            return seconds, times
         some = space.candidates
         if self.timings:
             # A measured time may lie below any bound of a prediction: leave nothing out.
-            if space.seconds is None:
+            if space.times is None:
+                space.times = StepTime.unknown(len(points))
                 rows = to_rows(self.model, self.cluster, some)
-                space.seconds = step_time(rows, self.constants).step_s
-            seconds[at] = self._corrected(some, space.seconds.copy())[0]
-            return seconds
+                space.times.put(at, step_time(rows, self.constants))
+            seconds[at] = self._corrected(some, space.times.step_s[at])[0]
+            return seconds, space.times
         rows = to_rows(self.model, self.cluster, some).full()
         bound = least_step_s(rows, self.constants)
         exact = np.full(len(at), np.inf)
@@ -195,10 +197,12 @@ class Planner:
             if which is None:
                 which = np.flatnonzero(~done & (bound <= self._kth(some, exact, top)))
             if len(which):
-                exact[which] = step_time(rows.take(which), self.constants).step_s
+                found = step_time(rows.take(which), self.constants)
+                times.put(at[which], found)
+                exact[which] = found.step_s
                 done[which] = True
         seconds[at] = exact
-        return seconds
+        return seconds, times
 
     @staticmethod
     def _kth(points: Points, exact: Any, top: int) -> Any:
@@ -243,15 +247,12 @@ class Planner:
             source = ["profiled" if tuple(k) in lines else "corrected" for k in keys.tolist()]
         return predicted * found.factor, found.relative_sd, source
 
-    def _answers(self, points: Points) -> list[Ranked]:
-        """Full predictions of a few points."""
+    def _answers(self, points: Points, times: StepTime) -> list[Ranked]:
+        """Full predictions of a few points, whose times are known."""
         if not len(points):
             return []
         rows = to_rows(self.model, self.cluster, points).full()
-        times, bytes_ = (
-            step_time(rows, self.constants),
-            memory(rows, context_bytes=self._context_bytes),
-        )
+        bytes_ = memory(rows, context_bytes=self._context_bytes)
         seconds, sd, source = self._corrected(points, times.step_s)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)
         flops = self._flops_per_sample()
@@ -347,7 +348,9 @@ class Planner:
         if not len(at):
             raise SpecError(f"{c} is no configuration of {self.cluster.world_size} GPUs")
         if space.fits[at[0]]:
-            return planner._answers(points.take(at[:1]))[0]
+            one = points.take(at[:1])
+            times = step_time(to_rows(self.model, self.cluster, one), self.constants)
+            return planner._answers(one, times)[0]
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
         return planner._rejected(space, only)[0]
