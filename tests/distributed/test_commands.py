@@ -167,16 +167,19 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
 
 
 def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
+    from copus_ext.config import CopusConfig
     from megatron.training.config import GROUPS
     from megatron.training.config.fields import option_specs
 
-    known = {s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings}
-    preprocess = (ROOT / "megatron/training/preprocessing.py").read_text()
-    preprocess += (ROOT / "tools/preprocess_data.py").read_text()
+    groups = [*GROUPS.values(), CopusConfig]
+    known = {s for group in groups for spec in option_specs(group) for s in spec.strings}
+    files = ["megatron/training/preprocessing.py", "copus_ext/planner/search.py"]
+    files += [f"tools/{name}.py" for name in ("preprocess_data", "plan", "profile_layouts")]
+    tools = "".join((ROOT / file).read_text() for file in files)
     for page in ("README.md", "docs/user-guide.md"):
         words = (ROOT / page).read_text()
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", words)):
-            also = flag in ("--nproc-per-node", "--copus", "--help") or f'"{flag}"' in preprocess
+            also = flag in ("--nproc-per-node", "--help") or f'"{flag}"' in tools
             assert flag in known or also, f"{page} names {flag}"
         for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):
             assert (ROOT / path).exists(), f"{page} names {path}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -308,6 +309,30 @@ def test_a_profile_of_another_model_is_refused(
         assert code == 5 and "was measured on 8 x H100-80GB" in err
     code, _, err = run(capsys, f"--model llama-2-13b {flags} --profile {tmp_path / 'none'}")
     assert code == 5 and "no profile" in err
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
+def test_the_commands_of_the_pages_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, page: str
+) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if line.startswith("python tools/plan.py")]
+    assert commands
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for command in commands:
+        own = command.removeprefix("python tools/plan.py ")
+        code, out, err = run(capsys, own.replace("config.json", f"{tmp_path}/config.json"))
+        assert code == 0 and out, (command, err)
 
 
 def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) -> None:
