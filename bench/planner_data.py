@@ -83,12 +83,7 @@ def vtrain(kind: str) -> Measured:
     rows = Rows(
         **_A100,
         **_GPT,
-        num_layers=column("# layers"),
-        hidden_size=column("hidden size"),
-        ffn_hidden_size=4 * column("hidden size"),
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=column("hidden size") / heads,
+        **_shape(column("# layers"), column("hidden size"), heads, 4 * column("hidden size")),
         padded_vocab_size=_vocabulary(50257, tp),
         seq_length=column("sequence length"),
         fused_attention=False,
@@ -122,12 +117,7 @@ def korthikanti() -> Measured:
         **_A100,
         **_GPT,
         **_layout(column),
-        num_layers=column("n_layers"),
-        hidden_size=column("hidden"),
-        ffn_hidden_size=column("ffn"),
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=column("hidden") / heads,
+        **_shape(column("n_layers"), column("hidden"), heads, column("ffn")),
         padded_vocab_size=_vocabulary(51200, column("tp")),
         seq_length=column("seq_len"),
         fused_attention=False,
@@ -151,12 +141,7 @@ def narayanan() -> Measured:
         **_A100,
         **_GPT,
         **_layout(column),
-        num_layers=column("n_layers"),
-        hidden_size=column("hidden"),
-        ffn_hidden_size=4 * column("hidden"),
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=column("hidden") / heads,
+        **_shape(column("n_layers"), column("hidden"), heads, 4 * column("hidden")),
         padded_vocab_size=column("vocab"),
         seq_length=column("seq_len"),
         fused_attention=False,
@@ -181,12 +166,7 @@ def h100_weak_scaling() -> Measured:
     rows = Rows(
         **_H100,
         **{**_GPT, "dropout": False, "tied": False},
-        num_layers=column("n_layers"),
-        hidden_size=column("hidden"),
-        ffn_hidden_size=4 * column("hidden"),
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=column("hidden") / heads,
+        **_shape(column("n_layers"), column("hidden"), heads, 4 * column("hidden")),
         padded_vocab_size=column("vocab"),
         seq_length=column("seq_len"),
         fused_attention=True,
@@ -205,6 +185,17 @@ def h100_weak_scaling() -> Measured:
         overlap_param_gather=True,
     )
     return Measured(name="h100", rows=rows.full(), seconds=column("derived_iter_s"))
+
+
+def _shape(layers: Any, hidden: Any, heads: Any, ffn: Any) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": hidden / heads,
+    }
 
 
 def _layout(column: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ def fit_here(timings: list[Any], model: Any) -> Any:
     from copus_ext.perf.cluster_spec import preset
     from copus_ext.perf.constants import Constants
     from copus_ext.perf.fit import fit_constants
+    from copus_ext.planner.space import measured_points, to_rows
 
     prior = Constants(
         launch_s=5e-6,
@@ -86,26 +87,9 @@ def fit_here(timings: list[Any], model: Any) -> Any:
         dp_bytes_per_s=1e9,
         nic_bytes_per_s=1e9,
     )
-    rows = rows_of(timings, model, preset("cpu:2"))
+    rows = to_rows(model, preset("cpu:2"), measured_points(timings)).full()
     seconds = np.array([t.step_s for t in timings])
     return fit_constants(rows, seconds, prior=prior)
-
-
-def rows_of(timings: list[Any], model: Any, cluster: Any) -> Any:
-    """Measured configurations as rows of the cost model."""
-    from copus_ext.planner.configuration import RECOMPUTE
-    from copus_ext.planner.space import LEGAL, SIZES, Points, to_rows
-
-    points = Points(
-        **{n: np.array([getattr(t, n) for t in timings]) for n in SIZES},
-        global_batch_size=np.array(
-            [t.num_microbatches * t.dp * t.micro_batch_size for t in timings]
-        ),
-        recompute=np.array([RECOMPUTE.index(t.recompute) for t in timings]),
-        use_distributed_optimizer=np.ones(len(timings), dtype=bool),
-        code=np.full(len(timings), LEGAL),
-    )
-    return to_rows(model, cluster, points).full()
 
 
 def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:

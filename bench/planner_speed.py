@@ -62,7 +62,6 @@ def replan() -> dict[str, Any]:
     """A table of about 2,000 configurations ranked again after a new measured time."""
     from copus_ext.perf.cluster_spec import preset
     from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.perf.profile import Timing
     from copus_ext.planner.search import Planner
 
     planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
@@ -70,11 +69,7 @@ def replan() -> dict[str, Any]:
     timings = []
     for plan in planner.rank(batches, top=12):
         for r in plan.ranked:
-            c = r.configuration
-            names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
-            sizes = {n: getattr(c, n) for n in (*names, "use_distributed_optimizer")}
-            seconds = 1.1 * r.prediction.step_s
-            timings.append(Timing(**sizes, num_microbatches=c.num_microbatches, step_s=seconds))
+            timings.append(r.configuration.timed(1.1 * r.prediction.step_s))
     planner.retime(timings[:-1])
     planner.rank(batches)
 

@@ -99,9 +99,10 @@ class Controller(Callback):
                 interval=self.flags.copus_gns_interval,
             )
         except (ValueError, KeyError, TypeError) as error:
-            logger.warning(
-                "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
-            )
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
+                )
 
     def _check_estimator(self, config: Any, wanted: str) -> None:
         if wanted == "auto":

@@ -103,7 +103,6 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
-    from copus_ext.perf.profile import Timing
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.batch_schedule import BatchSchedule
     from megatron.training.callbacks import Callbacks
@@ -130,16 +129,9 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
         state.consumed_samples = 0
         seconds = time_steps(job, args)
         middle = statistics.median(seconds)
-        timing = Timing(
-            tp=c.tp,
-            pp=c.pp,
-            vpp=c.vpp,
-            dp=c.dp,
-            micro_batch_size=c.micro_batch_size,
-            recompute=c.recompute,
-            use_distributed_optimizer=c.use_distributed_optimizer,
+        timing = c.timed(
+            middle,
             num_microbatches=count,
-            step_s=middle,
             spread_s=statistics.median(abs(s - middle) for s in seconds),
             num_steps=len(seconds),
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from copus_ext.perf.profile import Timing
+
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 """By the codes of `copus_ext.perf.rows`."""
@@ -82,6 +84,13 @@ class Configuration:
         elif self.recompute == "selective":
             flags += ["--recompute-granularity", "selective"]
         return flags
+
+    def timed(self, step_s: float, **how: Any) -> Timing:
+        """What was measured of it; `how` sets further fields of the timing."""
+        names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
+        own = {name: getattr(self, name) for name in (*names, "use_distributed_optimizer")}
+        values = {"num_microbatches": self.num_microbatches, **how}
+        return Timing(**own, **values, step_s=step_s)
 
     def __str__(self) -> str:
         """Short text that `--explain` reads back."""

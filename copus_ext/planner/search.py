@@ -23,14 +23,20 @@ from copus_ext.perf.profile import Timing
 from copus_ext.perf.step import PARTS, StepTime, least_step_s, step_time
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
-    RECOMPUTE,
     REJECTION_CODES,
     Configuration,
     Prediction,
     Rejected,
 )
 from copus_ext.planner.explain import reason
-from copus_ext.planner.space import LEGAL, SIZES, Limits, Points, enumerate_points, to_rows
+from copus_ext.planner.space import (
+    LEGAL,
+    Limits,
+    Points,
+    enumerate_points,
+    measured_points,
+    to_rows,
+)
 from megatron.training.flops import training_flops_per_sample
 
 MEMORY = REJECTION_CODES.index("memory")
@@ -97,7 +103,7 @@ class Planner:
     def retime(self, timings: Sequence[Timing]) -> None:
         """Takes other measured times; what the space is made of stays."""
         self.timings = list(timings)
-        known = self._compare(self.timings)
+        known = measured_points(self.timings)
         ratios = np.zeros(0)
         if self.timings:
             predicted = step_time(to_rows(self.model, self.cluster, known), self.constants).step_s
@@ -213,20 +219,6 @@ class Planner:
             known = np.sort(exact[mine])
             limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
         return limit
-
-    def _compare(self, timings: list[Timing]) -> Points:
-        """What was measured, as points."""
-        sizes = {n: np.array([getattr(x, n) for x in timings], dtype=np.int64) for n in SIZES}
-        counts = np.array([x.num_microbatches for x in timings], dtype=np.int64)
-        return Points(
-            **sizes,
-            global_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
-            recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings], dtype=np.int64),
-            use_distributed_optimizer=np.array(
-                [x.use_distributed_optimizer for x in timings], dtype=bool
-            ),
-            code=np.full(len(timings), LEGAL),
-        )
 
     def _corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each, given the raw predictions."""

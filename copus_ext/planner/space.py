@@ -6,6 +6,7 @@ against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
+from copus_ext.perf.profile import Timing
 from copus_ext.perf.rows import Rows
 from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
 
@@ -175,6 +177,20 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
+
+
+def measured_points(timings: Sequence[Timing]) -> Points:
+    """What was measured, as points."""
+    sizes = {n: np.array([getattr(x, n) for x in timings], dtype=np.int64) for n in SIZES}
+    counts = np.array([x.num_microbatches for x in timings], dtype=np.int64)
+    sharded = [x.use_distributed_optimizer for x in timings]
+    return Points(
+        **sizes,
+        global_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
+        recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings], dtype=np.int64),
+        use_distributed_optimizer=np.array(sharded, dtype=bool),
+        code=np.full(len(timings), LEGAL),
+    )
 
 
 def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:

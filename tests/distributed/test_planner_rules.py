@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.perf.cluster_spec import preset
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
 from tests.distributed.worker_planner import BATCH, tiny_spec
 from tests.helpers.jobs import TINY
-from tests.helpers.launch import run_ranks
+from tests.helpers.launch import ROOT, run_ranks
 
 WORKER = Path(__file__).with_name("worker_planner.py")
 
@@ -35,7 +38,6 @@ def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
 
 def rejected_examples(world: int) -> list[Any]:
     """One configuration for every rule that rejects some."""
-    from copus_ext.perf.cluster_spec import preset
     from copus_ext.planner.configuration import REJECTION_CODES
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
 
@@ -116,3 +118,32 @@ def test_megatron_core_refuses_a_batch_that_does_not_divide(
 
     with pytest.raises(AssertionError):
         ConstantNumMicroBatchesCalculator(batch, micro_batch, replicas, False, 0)
+
+
+def test_layouts_are_timed_once_and_the_planner_reads_the_times(tmp_path: Path) -> None:
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.perf.profile import read_profile
+
+    store = tmp_path / "profile.jsonl"
+    own = ["--store", store, "--fix", "tp=2,micro_batch=2", "--steps", "1", "--warm-up", "1"]
+    flags = [*TINY.split(), "--train-iters", "100"]
+    command = [ROOT / "tools/profile_layouts.py", *own, "--", *flags]
+    first = run_ranks(command, 2, timeout_s=120, launcher="direct").check()
+    machine, timings = read_profile(store)
+    assert [(t.tp, t.micro_batch_size, t.num_microbatches) for t in timings] == [
+        (2, 2, 2),
+        (2, 2, 4),
+    ]
+    assert first.stdout.count("samples/s") == 2
+    assert (machine["world_size"], machine["gpu"]) == (2, "CPU-rank")
+    model = ModelSpec.from_json(machine["model"])
+    limits = Limits(fixed={"tp": 2}, recompute=("none",))
+    planner = Planner(model, preset("cpu:2"), limits=limits, timings=timings)
+    sources = {
+        r.configuration.micro_batch_size: r.prediction.source
+        for r in planner.rank([8], top=50)[0].ranked
+        if r.configuration.use_distributed_optimizer
+    }
+    assert sources == {1: "corrected", 2: "profiled", 4: "corrected", 8: "corrected"}
+    again = run_ranks(command, 2, timeout_s=120, launcher="direct").check()
+    assert "samples/s" not in again.stdout and read_profile(store)[1] == timings

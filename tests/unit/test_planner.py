@@ -16,7 +16,7 @@ import pytest
 
 from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.model_spec import PRESETS, ModelSpec
-from copus_ext.perf.profile import ProfileStore, Timing
+from copus_ext.perf.profile import ProfileStore
 from copus_ext.perf.step import step_time
 from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
@@ -58,26 +58,12 @@ def test_every_point_is_ranked_or_carries_a_reason() -> None:
             assert r.detail and r.fix
 
 
-def timing(c: Configuration, step_s: float, num_microbatches: int) -> Timing:
-    return Timing(
-        tp=c.tp,
-        pp=c.pp,
-        vpp=c.vpp,
-        dp=c.dp,
-        micro_batch_size=c.micro_batch_size,
-        recompute=c.recompute,
-        use_distributed_optimizer=c.use_distributed_optimizer,
-        num_microbatches=num_microbatches,
-        step_s=step_s,
-    )
-
-
 def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
     cluster = preset("h100-80g:16")
     best, second = Planner(MODEL, cluster).rank([64], top=2)[0].ranked
-    c, count = best.configuration, best.configuration.num_microbatches
+    c = best.configuration
     slow = 1.5 * best.prediction.step_s
-    planner = Planner(MODEL, cluster, timings=[timing(c, slow, count)])
+    planner = Planner(MODEL, cluster, timings=[c.timed(slow)])
     again = planner.explain(c)
     assert isinstance(again, Ranked)
     assert again.prediction.source == "profiled"
@@ -106,7 +92,7 @@ def test_two_counts_give_every_batch() -> None:
     def truth(count: int) -> float:
         return 1.02 * predicted(plain, count) + 0.1 * predicted(plain, 4)
 
-    measured = [timing(c, truth(n), n) for n in (4, 16)]
+    measured = [c.timed(truth(n), num_microbatches=n) for n in (4, 16)]
     planner = Planner(MODEL, cluster, timings=measured)
     for count in (4, 6, 8, 12, 16, 32):
         assert predicted(planner, count) == pytest.approx(truth(count), rel=0.02), count
@@ -293,10 +279,9 @@ def test_a_profile_of_another_model_is_refused(
 ) -> None:
     path = tmp_path / "profile.jsonl"
     best = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8")).rank([64], top=1)[0].ranked[0]
-    count = best.configuration.num_microbatches
     machine = {"model": PRESETS["llama-2-7b"].to_json(), "world_size": 8, "gpu": "H100-80GB"}
     store = ProfileStore(path, machine)
-    store.add(timing(best.configuration, 0.9 * best.prediction.step_s, count))
+    store.add(best.configuration.timed(0.9 * best.prediction.step_s))
     flags = f"--cluster h100-80g:8 --global-batch-size 64 --json --profile {path}"
     code, out, _ = run(capsys, f"--model llama-2-7b {flags}")
     first = json.loads(out)["plans"][0]["ranked"][0]["prediction"]
