@@ -1,6 +1,12 @@
 """Packaging. `megatron` is a namespace shared with megatron-core: it gets no `__init__.py`."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
+
+SOURCE = (Path(__file__).parent / "copus_ext" / "__init__.py").read_text()
+VERSION = re.findall(r'__version__ = "(.+)"', SOURCE)[0]
 
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
@@ -10,7 +16,7 @@ REPORT = ["plotly>=5.24", "jinja2>=3.1"]
 
 setup(
     name="copus",
-    version="0.1.0",
+    version=VERSION,
     description="Pre-training on megatron-core that adapts batch and parallel layout as it runs",
     license="Apache-2.0",
     python_requires=">=3.10",
@@ -22,6 +28,7 @@ setup(
         "numpy",
         # megatron-core does not declare it, and its checkpoint save hangs without it.
         "psutil",
+        "rich>=13",
         "tqdm",
         "packaging>=24.2",
     ],
@@ -40,7 +47,9 @@ setup(
             "pyright>=1.1.400",
             "import-linter>=2.3",
             "pydantic>=2.9",
+            "jsonschema>=4.20",
             *BENCH,
+            *REPORT,
             *TRACK,
         ],
     },

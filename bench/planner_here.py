@@ -101,12 +101,7 @@ def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, 
     points = {(t.line, t.num_microbatches) for t in timings}
     rows = []
     for t in truth:
-        names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
-        c = Configuration(
-            **{n: getattr(t, n) for n in names},
-            global_batch_size=t.num_microbatches * t.dp * t.micro_batch_size,
-            sequence_parallel=t.tp > 1,
-        )
+        c = Configuration.of_timing(t)
         found, plain = profiled.explain(c), base.explain(c)
         assert isinstance(found, Ranked) and isinstance(plain, Ranked), c
         rows.append(

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -21,20 +21,25 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
+from copus_ext.planner.request import (
+    InputProblem,
+    UsageProblem,
+    batches,
+    cluster_of,
+    model_of,
+    sizes,
+    timings_of,
+)
 
-
-class _Usage(Exception):
-    """Wrong flags or values."""
-
-
-class _Input(Exception):
-    """A file that is missing, unreadable or inconsistent."""
+_PLOTTED = 200
+"""Configurations of a batch that a figure looks at."""
+_AT_ONCE = 16
+"""Batches searched together: enough to share work, few enough for the memory."""
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _Usage(message)
+        raise UsageProblem(message)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +63,12 @@ def parser() -> argparse.ArgumentParser:
     search.add_argument("--top", type=int, default=10, help="how many to show per batch")
     search.add_argument("--fix", default="", help="such as tp=4,pp=2")
     search.add_argument("--max", default="", help="such as tp=8,micro_batch=16")
-    search.add_argument("--recompute", default="none,selective,full")
+    search.add_argument("--recompute", default="none,selective,full,block")
+    search.add_argument(
+        "--decrease-batch-size-if-needed",
+        action="store_true",
+        help="let a layout that cannot split the batch take the next smaller one",
+    )
     search.add_argument("--allow-cross-node-tp", action="store_true")
     search.add_argument("--memory-margin", type=float, default=0.04)
     search.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
@@ -67,101 +77,10 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--explain", metavar="CONFIG", help="such as tp=2,pp=4,micro_batch=1")
     out.add_argument("--format", choices=("table", "json", "flags"), default="table")
     out.add_argument("--json", action="store_const", const="json", dest="format")
+    out.add_argument("--rejected", action="store_true", help="name every rejected configuration")
     out.add_argument("--output", type=Path, help="write the answer there")
     out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
     return p
-
-
-def batches(text: str) -> list[int]:
-    """Reads `512`, `64,128`, `64:4096:x2` or `64:1024:+64`."""
-    try:
-        if ":" not in text:
-            sizes = [int(part) for part in text.split(",")]
-        else:
-            first, last, step = text.split(":")
-            sizes, size = [], int(first)
-            if size < 1 or step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
-                raise ValueError
-            while size <= int(last):
-                sizes.append(size)
-                size = size * int(step[1:]) if step[0] == "x" else size + int(step[1:])
-    except (ValueError, IndexError):
-        raise _Usage(
-            f"--global-batch-size {text}: write 512, or 64,128, or 64:4096:x2, or 64:256:+64"
-        ) from None
-    if not sizes or min(sizes) < 1:
-        raise _Usage(f"--global-batch-size {text}: sizes must be at least 1")
-    return sorted(set(sizes))
-
-
-def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Reads `tp=4,pp=2`."""
-    found: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name in extra and value:
-            found[name] = value
-        elif name in SIZES and value.isdigit() and int(value):
-            found[name] = int(value)
-        else:
-            raise _Usage(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
-    return found
-
-
-def model_of(args: argparse.Namespace) -> Any:
-    """The model asked for."""
-    from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
-
-    if (args.model is None) == (args.megatron_args is None):
-        raise _Usage("give one of --model and --megatron-args")
-    if args.megatron_args is not None:
-        try:
-            flags = shlex.split(args.megatron_args)
-        except ValueError as error:
-            raise _Usage(f"--megatron-args: {error}") from error
-        spec = ModelSpec.from_megatron_flags(flags)
-    elif args.model in PRESETS:
-        spec = PRESETS[args.model]
-    elif args.model.endswith(".json"):
-        try:
-            return ModelSpec.from_hugging_face(Path(args.model), seq_length=args.seq_length)
-        except (OSError, UnicodeDecodeError) as error:
-            raise _Input(f"--model {args.model}: {error}") from error
-        except SpecError as error:
-            if "required" in str(error):
-                raise _Usage(str(error)) from error
-            raise _Input(str(error)) from error
-        except (ValueError, TypeError) as error:
-            raise _Input(f"--model {args.model} is no config.json: {error}") from error
-    else:
-        raise _Usage(
-            f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"
-        )
-    return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
-
-
-def cluster_of(args: argparse.Namespace) -> Any:
-    """The cluster asked for."""
-    from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset, quantity
-    from copus_ext.perf.model_spec import SpecError
-
-    if args.cluster is not None and args.cluster.endswith(".json"):
-        try:
-            return ClusterSpec.load(Path(args.cluster))
-        except (OSError, UnicodeDecodeError) as error:
-            raise _Input(f"--cluster {args.cluster}: {error}") from error
-        except SpecError as error:
-            raise _Input(str(error)) from error
-    if args.cluster == "here":
-        return here()
-    if args.cluster is not None:
-        return preset(args.cluster)
-    if args.gpu is None or args.nodes is None:
-        raise _Usage("give --cluster, or --nodes, --gpus-per-node and --gpu")
-    spec = of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node)
-    links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
-    given = {name: quantity(text) for name, text in links.items() if text is not None}
-    return dataclasses.replace(spec, **given)
 
 
 def planner_of(args: argparse.Namespace) -> Any:
@@ -173,23 +92,24 @@ def planner_of(args: argparse.Namespace) -> Any:
 
     kinds = tuple(args.recompute.split(","))
     if not set(kinds) <= set(RECOMPUTE):
-        raise _Usage(f"--recompute {args.recompute}: use some of {', '.join(RECOMPUTE)}")
+        raise UsageProblem(f"--recompute {args.recompute}: use some of {', '.join(RECOMPUTE)}")
     if not 0 <= args.memory_margin < 1:
-        raise _Usage(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
+        raise UsageProblem(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
     if args.top < 1:
-        raise _Usage(f"--top {args.top} must be at least 1")
+        raise UsageProblem(f"--top {args.top} must be at least 1")
     constants = None
     if args.constants is not None:
         try:
             constants = Constants.load(args.constants)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise _Input(f"--constants {args.constants}: {error}") from error
+            raise InputProblem(f"--constants {args.constants}: {error}") from error
     model = model_of(args)
     limits = Limits(
         fixed=sizes("--fix", args.fix),
         largest=sizes("--max", args.max),
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
+        round_down=args.decrease_batch_size_if_needed,
     )
     cluster = cluster_of(args)
     return Planner(
@@ -202,26 +122,6 @@ def planner_of(args: argparse.Namespace) -> Any:
     )
 
 
-def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
-    """The measured times, if they are of this model on such a cluster."""
-    from copus_ext.perf.profile import read_profile
-
-    try:
-        machine, timings = read_profile(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise _Input(f"--profile {path}: {error}") from error
-    own = {**model.to_json(), "name": None}
-    if {**machine.get("model", {}), "name": None} != own:
-        raise _Input(f"--profile {path} was measured with another model; measure this one")
-    measured = machine.get("world_size"), machine.get("gpu")
-    if measured != (cluster.world_size, cluster.gpu.name):
-        raise _Input(
-            f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster is "
-            f"{cluster.world_size} x {cluster.gpu.name}; measure there"
-        )
-    return timings
-
-
 def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
     """What the configuration asked for gives, or why it is none; and the exit code."""
     from copus_ext.planner.answers import Ranked
@@ -231,11 +131,15 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
     tp, pp, world = given.get("tp", 1), given.get("pp", 1), planner.cluster.world_size
     dp = world // (tp * pp)
     if world % (tp * pp) or given.get("dp", dp) != dp:
-        raise _Usage(f"--explain {args.explain}: tp x pp x dp is not {world} GPUs")
-    if given.get("recompute", "none") not in RECOMPUTE:
-        raise _Usage(f"--explain {args.explain}: recompute is one of {', '.join(RECOMPUTE)}")
+        raise UsageProblem(f"--explain {args.explain}: tp x pp x dp is not {world} GPUs")
+    recompute, _, layers = given.get("recompute", "none").partition(":")
+    if recompute not in RECOMPUTE or (recompute == "block") != layers.isdigit():
+        ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
+        raise UsageProblem(f"--explain {args.explain}: recompute is one of {ways}")
     if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
-        raise _Usage(f"--explain {args.explain}: sp goes with tp, which is {tp}; leave it out")
+        raise UsageProblem(
+            f"--explain {args.explain}: sp goes with tp, which is {tp}; leave it out"
+        )
     configuration = Configuration(
         tp=tp,
         pp=pp,
@@ -243,7 +147,8 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
         dp=dp,
         micro_batch_size=given.get("micro_batch", 1),
         global_batch_size=batch,
-        recompute=given.get("recompute", "none"),
+        recompute=recompute,
+        recompute_num_layers=int(layers or 0),
         sequence_parallel=tp > 1,
         use_distributed_optimizer=given.get("zero", "1") != "0",
     )
@@ -274,7 +179,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
 
 def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
-    from copus_ext.planner.search import gpus_needed
+    from copus_ext.planner.needed import gpus_needed
 
     where = f"global batch {plan.global_batch_size}"
     if plan.status == "no_legal":
@@ -295,35 +200,71 @@ def answer(args: argparse.Namespace) -> int:
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
-    plans = planner.rank(wanted, top=args.top)
+    plotted = ranked(args, planner, wanted)
+    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
     if args.format == "json":
-        elapsed = None if args.output else time.monotonic() - started
+        about = constants_of(args, planner)
+        missing = f"no measured step times of its own behind constants {about['name']}"
         record = report.to_json(
             planner.model,
             planner.cluster,
             plans,
-            constants=planner.constants.to_json(),
-            elapsed_s=elapsed,
+            constants=about,
+            warnings=[missing] if about["residual"] is None else [],
+            elapsed_s=None if args.output else time.monotonic() - started,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
         lines = [" ".join(p.ranked[0].configuration.to_flags()) for p in plans if p.ranked]
         _put("\n".join(lines), args.output)
     else:
-        _put(report.table(plans), args.output)
+        text = io.StringIO()
+        report.table(plans, report.console_for(sys.stdout if args.output is None else text))
+        if args.output is not None:
+            _put(text.getvalue().rstrip("\n"), args.output)
     if args.plot is not None:
         try:
-            report.plot(plans, args.plot)
+            report.plot(plotted, args.plot)
         except ImportError:
-            raise _Usage('--plot needs plotly; run: pip install "copus[report]"') from None
+            raise UsageProblem('--plot needs plotly; run: pip install "copus[report]"') from None
         except OSError as error:
-            raise _Usage(f"--plot {args.plot}: {error}") from error
+            raise UsageProblem(f"--plot {args.plot}: {error}") from error
     failed = [plan for plan in plans if plan.status != "ok"]
     for plan in failed:
         print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
+    if len(plans) < len(wanted):
+        return 130
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
+
+
+def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
+    """The plans of all batches, a few at a time, or those before an interrupt."""
+    from tqdm import tqdm
+
+    plans: list[Any] = []
+    with tqdm(total=len(wanted), unit="batch", delay=2, leave=False) as bar:
+        for start in range(0, len(wanted), _AT_ONCE):
+            some = wanted[start : start + _AT_ONCE]
+            try:
+                top = max(args.top, _PLOTTED if args.plot else 0)
+                plans += planner.rank(some, top=top, list_rejected=args.rejected)
+            except KeyboardInterrupt:
+                if not plans:
+                    raise
+                print("plan.py: interrupted; the batches ranked so far follow", file=sys.stderr)
+                break
+            bar.update(len(some))
+    return plans
+
+
+def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
+    """Where the constants come from, and what they are."""
+    from copus_ext.perf.constants import describe
+
+    file = args.constants or planner.cluster.constants_file
+    return {**describe(file), "values": planner.constants.to_json()}
 
 
 def _put(text: str, output: Path | None) -> None:
@@ -333,7 +274,7 @@ def _put(text: str, output: Path | None) -> None:
     try:
         output.write_text(text + "\n")
     except OSError as error:
-        raise _Usage(f"--output {output}: {error}") from error
+        raise UsageProblem(f"--output {output}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -343,10 +284,10 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         return answer(parser().parse_args(argv))
-    except (_Usage, SpecError, UsageError) as error:
+    except (UsageProblem, SpecError, UsageError) as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 2
-    except _Input as error:
+    except InputProblem as error:
         print(f"plan.py: error: {error}", file=sys.stderr)
         return 5
     except BrokenPipeError:

@@ -29,7 +29,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--store", type=Path, required=True, help="JSON-lines file, appended to")
     p.add_argument("--max-micro-batch", type=int, default=8)
-    p.add_argument("--recompute", default="none", help="some of none,selective,full")
+    p.add_argument("--recompute", default="none", help="some of none,selective,full,block")
     p.add_argument("--steps", type=int, default=5, help="timed steps of each count")
     p.add_argument("--warm-up", type=int, default=2, help="steps before them")
     p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
@@ -42,8 +42,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     """One configuration per layout and micro-batch, largest throughput expected first."""
     from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.request import sizes
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
-    from tools.plan import sizes
 
     limits = Limits(
         fixed=sizes("--fix", args.fix),
@@ -57,7 +57,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     for i in range(len(points)):
         if points.code[i] == LEGAL and points.use_distributed_optimizer[i]:
             c = points.configuration(i)
-            found[c.tp, c.pp, c.vpp, c.micro_batch_size, c.recompute] = c
+            found[c.timed(1.0).line] = c
     return list(found.values())
 
 
@@ -231,8 +231,7 @@ def main(argv: list[str]) -> int:
             dist.broadcast_object_list(known, src=0)
             done = {(t.line, t.num_microbatches) for t in known[0]}
             for c in lines(model, args, world):
-                line = (c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.recompute, True)
-                if any((line, n) not in done for n in counts(c, args)):
+                if any((c.timed(1.0).line, n) not in done for n in counts(c, args)):
                     measure(c, flags, args, device, store)
             dist.destroy_process_group()
     except (UsageError, SpecError, ForeignProfile) as error:

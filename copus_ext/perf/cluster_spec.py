@@ -93,11 +93,20 @@ class ClusterSpec:
         Raises:
             SpecError: no such file.
         """
+        return Constants.load(self.constants_file)
+
+    @property
+    def constants_file(self) -> Path:
+        """Where they come from.
+
+        Raises:
+            SpecError: no such file.
+        """
         path = _CONSTANTS / f"{self.constants}.json"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in _CONSTANTS.glob("*.json")))
             raise SpecError(f"constants {self.constants!r} are unknown; known: {known}")
-        return Constants.load(path)
+        return path
 
     def resize(self, world_size: int) -> ClusterSpec:
         """The same kind of machine with so many GPUs.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.perf.constants import Constants
-from copus_ext.perf.rows import RECOMPUTE_FULL, Rows
+from copus_ext.perf.rows import Rows
 
 
 def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
@@ -23,7 +23,7 @@ def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
 
 
 def tp_layer_s(rows: Rows, c: Constants) -> tuple[Any, Any, Any]:
-    """Seconds of tensor-parallel collectives of one layer and micro-batch.
+    """Seconds of tensor-parallel collectives of one layer and micro-batch, the mean over layers.
 
     Without sequence parallelism two all-reduces forward and two backward; with it the same volume
     as reduce-scatters and all-gathers, and two more gathers backward for the inputs that were kept
@@ -35,7 +35,7 @@ def tp_layer_s(rows: Rows, c: Constants) -> tuple[Any, Any, Any]:
     half = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.hidden_size)
     forward = 4.0 * half
     backward = np.where(rows.sequence_parallel, 6.0, 4.0) * half
-    again = np.where(rows.recompute == RECOMPUTE_FULL, forward, 0.0)
+    again = rows.recomputed_share * forward
     return forward, backward, again
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.perf.constants import Constants
-from copus_ext.perf.rows import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Rows
+from copus_ext.perf.rows import RECOMPUTE_SELECTIVE, Rows
 
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 """Kernels of a layer, unfused."""
@@ -68,7 +68,7 @@ def _products(rows: Rows) -> list[tuple[Any, Any]]:
 
 
 def layer(rows: Rows, c: Constants) -> Pass:
-    """One transformer layer."""
+    """One transformer layer, the mean over those that are recomputed and those that are not."""
     tokens = rows.tokens
     products = sum(gemm_s(rows, c, tokens, n, k) for k, n in _products(rows))
     gradients = sum(
@@ -87,11 +87,8 @@ def layer(rows: Rows, c: Constants) -> Pass:
     backward = _with_launches(
         gradients + 2.0 * core + 1.5 * elementwise, BACKWARD_LAUNCHES - 2 * saved, c
     )
-    again = np.where(
-        rows.recompute == RECOMPUTE_FULL,
-        forward,
-        np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0),
-    )
+    selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
+    again = rows.recomputed_share * forward + selective
     return Pass(forward=forward, backward=backward, recompute=again)
 
 

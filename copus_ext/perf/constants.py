@@ -70,3 +70,10 @@ class Constants:
     def load(cls, path: Path) -> Constants:
         """Reads a file that `bench/planner_accuracy.py` or a user wrote."""
         return cls.from_json(json.loads(path.read_text())["constants"])
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Name of a file of constants, what it was fitted on, and how well that went."""
+    record = json.loads(path.read_text())
+    names = ("fitted_on", "residual")
+    return {"name": path.stem, **{name: record.get(name) for name in names}}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.params import stage_parameters
-from copus_ext.perf.rows import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Rows
+from copus_ext.perf.params import all_stages, stage_parameters
+from copus_ext.perf.rows import RECOMPUTE_SELECTIVE, Rows
 
 KINDS = (
     "weights",
@@ -71,18 +71,32 @@ def in_flight(rows: Rows, stage: Any) -> Any:
 def memory(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Memory:
     """Predicts the bytes of every stage of every row."""
     rows = rows.full()
-    stage = np.arange(int(np.max(rows.pp)))[:, None]
+    stages = _of_stages(rows, all_stages(rows), context_bytes)
+    total = np.sum(list(stages.values()), axis=0)
+    return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
+
+
+def peak_bytes(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Any:
+    """Bytes of the stage that needs most: [n], as `memory` but sooner. The first or the last it is:
+    those between hold fewer parameters than both and fewer micro-batches than the first."""
+    rows = rows.full()
+    ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
+    return np.sum(list(_of_stages(rows, ends, context_bytes).values()), axis=0).max(axis=0)
+
+
+def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
+    """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
     inside, last = stage < rows.pp, stage == rows.pp - 1
-    held = stage_parameters(rows)
+    held = stage_parameters(rows, stage)
     state = np.where(rows.element_bytes == 4, 8.0, 12.0)
     owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
     layers = rows.num_layers / rows.pp
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     message = rows.element_bytes * rows.tokens * rows.hidden_size / shared
     saved = layer_activation_bytes(rows)
-    full = rows.recompute == RECOMPUTE_FULL
-    kept = np.where(full, message, saved)
-    activations = in_flight(rows, stage) * layers * kept + np.where(full, saved, 0.0)
+    share = rows.recomputed_share
+    kept = share * message + (1 - share) * saved
+    activations = in_flight(rows, stage) * layers * kept + np.where(share > 0, saved, 0.0)
     per_logit = np.where(rows.element_bytes == 4, 8.0, 6.0)
     logits = np.where(last, per_logit * rows.tokens * rows.padded_vocab_size / rows.tp, 0.0)
     stages = {
@@ -96,9 +110,7 @@ def memory(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Memory:
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
-    stages = {name: np.where(inside, values, 0.0) for name, values in stages.items()}
-    total = np.sum(list(stages.values()), axis=0)
-    return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
+    return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
 
 
 def _buffers(rows: Rows, message: Any) -> Any:

@@ -20,15 +20,23 @@ def layer_parameters(rows: Rows) -> Any:
     return (matrices + split_biases) / tp + whole_biases + 2 * rows.norm_vectors * h
 
 
-def stage_parameters(rows: Rows) -> Any:
+def all_stages(rows: Rows) -> Any:
+    """[max pp, 1] numbers of the stages of the longest pipeline."""
+    return np.arange(int(np.max(rows.pp)))[:, None]
+
+
+def stage_parameters(rows: Rows, stage: Any = None) -> Any:
     """Parameters of every stage on one tensor-parallel rank.
 
+    Args:
+        rows: configurations.
+        stage: [m, 1 or n] which stages; None is `all_stages`.
+
     Returns:
-        [max pp, n]: zero beyond a row's own stages.
+        [m, n]: zero beyond a row's own stages.
     """
-    num = len(rows)
-    pp = np.broadcast_to(rows.pp, num)
-    stage = np.arange(int(pp.max()))[:, None]
+    stage = all_stages(rows) if stage is None else stage
+    pp = np.broadcast_to(rows.pp, len(rows))
     inside = stage < pp
     last = stage == pp - 1
     layers = rows.num_layers / rows.pp * layer_parameters(rows)

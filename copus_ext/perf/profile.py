@@ -37,6 +37,8 @@ class Timing:
     """Samples of a micro-batch."""
     recompute: str = "none"
     """Recomputation."""
+    recompute_num_layers: int = 0
+    """Layers of a chunk that are recomputed, with `block`."""
     use_distributed_optimizer: bool = True
     """Whether optimizer state is split."""
     num_microbatches: int
@@ -62,6 +64,7 @@ class Timing:
             self.dp,
             self.micro_batch_size,
             self.recompute,
+            self.recompute_num_layers,
             self.use_distributed_optimizer,
         )
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL = 0, 1, 2
-"""Codes of `Rows.recompute`; selective recomputes the core of the attention."""
+RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, RECOMPUTE_BLOCK = 0, 1, 2, 3
+"""Codes of `Rows.recompute`: nothing, the core of the attention, every layer, the first layers of
+every chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,8 @@ class Rows:
     """Whether gradients are reduced while the backward pass runs."""
     overlap_param_gather: Any
     """Whether weights are gathered while the forward pass runs."""
+    recompute_num_layers: Any = 0
+    """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 
     def __len__(self) -> int:
         return max(np.size(getattr(self, f.name)) for f in fields(self))
@@ -100,6 +103,12 @@ class Rows:
     def layers_of_chunk(self) -> Any:
         """Layers of a model chunk, all chunks being equal."""
         return self.num_layers / (self.pp * self.vpp)
+
+    @property
+    def recomputed_share(self) -> Any:
+        """Part of the layers that are recomputed whole."""
+        some = np.where(self.recompute == RECOMPUTE_BLOCK, self.recompute_num_layers, 0.0)
+        return np.where(self.recompute == RECOMPUTE_FULL, 1.0, some / self.layers_of_chunk)
 
     @property
     def attention_width(self) -> Any:

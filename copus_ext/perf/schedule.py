@@ -170,7 +170,9 @@ def _stage_program(r: int, pp: int, count: int) -> list[tuple[str, int]]:
 
 _Pass = tuple[int, int, int, int]
 """Stage, direction (0 forward, 1 backward), chunk, micro-batch."""
-_FEW_GROUPS = 5
+_FEW_COLUMNS = 4
+"""Up to so many are simulated one by one."""
+_FEW_GROUPS = 4
 """Groups of pp micro-batches that are simulated first; growth has mostly settled by then."""
 
 
@@ -330,18 +332,11 @@ def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tup
     x = np.zeros((pp, num))
     period = np.full(num, np.nan)
     segments, cuts, num_rows = _compiled(pp, vpp, count)
-    arrivals = np.empty((num_rows, num))
-    clock, message, hops = list(x), list(arrivals), list(hop)
-    work = [[list(chunks) for chunks in part] for part in (forward, backward)]
+    arrivals = np.zeros((num_rows, num))
+    play = _play_alone if num <= _FEW_COLUMNS else _play_together
     previous: tuple[Any, Array] | None = None
     for number, operations in enumerate(segments):
-        for o in operations:
-            now = clock[o.stage]
-            if o.waits_for >= 0:
-                np.maximum(now, message[o.waits_for], out=now)
-            now += work[o.direction][o.stage][o.chunk]
-            if o.sends_to >= 0:
-                np.add(now, hops[o.boundary], out=message[o.sends_to])
+        play(operations, x, arrivals, (forward, backward), hop)
         if number < len(cuts):
             names, at = cuts[number]
             state = np.concatenate([x, arrivals[at]])
@@ -351,6 +346,43 @@ def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tup
                 period[same] = steps[0, same]
             previous = names, state
     return x, period
+
+
+def _play_together(
+    operations: list[_Operation], x: Array, arrivals: Array, work: tuple[Array, Array], hop: Array
+) -> None:
+    """Moves clocks and messages of all columns by some passes."""
+    clock, message, hops = list(x), list(arrivals), list(hop)
+    parts = [[list(chunks) for chunks in part] for part in work]
+    for o in operations:
+        now = clock[o.stage]
+        if o.waits_for >= 0:
+            np.maximum(now, message[o.waits_for], out=now)
+        now += parts[o.direction][o.stage][o.chunk]
+        if o.sends_to >= 0:
+            np.add(now, hops[o.boundary], out=message[o.sends_to])
+
+
+def _play_alone(
+    operations: list[_Operation], x: Array, arrivals: Array, work: tuple[Array, Array], hop: Array
+) -> None:
+    """The same column by column: sooner for few, as a number costs less than a short array."""
+    flat = [
+        (o.stage, o.direction, o.chunk, o.waits_for, o.boundary, o.sends_to) for o in operations
+    ]
+    for column in range(x.shape[1]):
+        clock, message = x[:, column].tolist(), arrivals[:, column].tolist()
+        hops = hop[:, column].tolist()
+        parts = [part[..., column].tolist() for part in work]
+        for stage, direction, chunk, waits_for, boundary, sends_to in flat:
+            now = clock[stage]
+            if waits_for >= 0 and message[waits_for] > now:
+                now = message[waits_for]
+            now += parts[direction][stage][chunk]
+            clock[stage] = now
+            if sends_to >= 0:
+                message[sends_to] = now + hops[boundary]
+        x[:, column], arrivals[:, column] = clock, message
 
 
 def _boundary_out(r: int, direction: int, chunk: int, pp: int, vpp: int) -> int | None:

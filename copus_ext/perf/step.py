@@ -129,7 +129,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
     bubble = of(clocks) - busy
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
-    parts["pp"] = parts["pp"] + np.minimum(bubble, 0.0)
+    parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
     return StepTime(step_s=sum(parts.values()), parts=parts)
 

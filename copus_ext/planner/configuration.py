@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from copus_ext.perf.profile import Timing
 
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+Recompute = Literal["none", "selective", "full", "block"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")
 """By the codes of `copus_ext.perf.rows`."""
 REJECTION_CODES = (
     "heads",
@@ -21,8 +21,13 @@ REJECTION_CODES = (
     "interleave_microbatches",
     "cross_node_tp",
     "memory",
+    "dominated",
 )
 """Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
+
+
+_TIMED = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute", "recompute_num_layers")
+_TIMED += ("use_distributed_optimizer",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,10 @@ class Configuration:
     global_batch_size: int
     """Samples of a step."""
     recompute: Recompute = "none"
-    """Activations computed again: none, the core of the attention, or every layer."""
+    """Activations computed again: none, the core of the attention, every layer, or the first layers
+    of every chunk."""
+    recompute_num_layers: int = 0
+    """How many layers of a chunk, with `block`."""
     sequence_parallel: bool = False
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
@@ -81,22 +89,40 @@ class Configuration:
         if self.recompute == "full":
             flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
             flags += ["--recompute-num-layers", "1"]
+        elif self.recompute == "block":
+            flags += ["--recompute-granularity", "full", "--recompute-method", "block"]
+            flags += ["--recompute-num-layers", str(self.recompute_num_layers)]
         elif self.recompute == "selective":
             flags += ["--recompute-granularity", "selective"]
         return flags
 
     def timed(self, step_s: float, **how: Any) -> Timing:
         """What was measured of it; `how` sets further fields of the timing."""
-        names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute")
-        own = {name: getattr(self, name) for name in (*names, "use_distributed_optimizer")}
+        own = {name: getattr(self, name) for name in _TIMED}
         values = {"num_microbatches": self.num_microbatches, **how}
         return Timing(**own, **values, step_s=step_s)
+
+    @classmethod
+    def of_timing(cls, timing: Timing) -> Configuration:
+        """What was measured."""
+        t = timing
+        return cls(
+            **{name: getattr(t, name) for name in _TIMED},
+            global_batch_size=t.num_microbatches * t.dp * t.micro_batch_size,
+            sequence_parallel=t.tp > 1,
+        )
+
+    @property
+    def recomputation(self) -> str:
+        """Short text: `none`, `selective`, `full` or `block:3`."""
+        count = f":{self.recompute_num_layers}" if self.recompute == "block" else ""
+        return self.recompute + count
 
     def __str__(self) -> str:
         """Short text that `--explain` reads back."""
         parts = [f"tp={self.tp}", f"pp={self.pp}"]
         parts += [f"vpp={self.vpp}"] if self.vpp > 1 else []
-        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recompute}"]
+        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recomputation}"]
         parts += [
             f"sp={int(self.sequence_parallel)}",
             f"zero={int(self.use_distributed_optimizer)}",
@@ -104,8 +130,21 @@ class Configuration:
         return ",".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {**asdict(self), "num_microbatches": self.num_microbatches}
+        """Plain JSON types, as `docs/plan.schema.json` names them."""
+        data = asdict(self)
+        how = {"mode": data.pop("recompute")}
+        layers = data.pop("recompute_num_layers")
+        if self.recompute == "block":
+            how["num_layers"] = layers
+        return {
+            **data,
+            "cp": 1,
+            "num_microbatches": self.num_microbatches,
+            "recompute": how,
+            "cut": None,
+            "rank_order": "tp-cp-ep-dp-pp",
+            "node_order": None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +186,8 @@ class Prediction:
         data = asdict(self)
         names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
         memory = {name: data.pop(name) for name in names}
-        return {**data, "memory": {**memory, "stages": data.pop("stage_bytes")}}
+        memory["stages"] = data.pop("stage_bytes")
+        return {**data, "memory": memory}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +204,15 @@ class Rejected:
     """The numbers."""
     fix: str
     """What would help."""
+    members: list[Configuration] | None = None
+    """All of them, where they were asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {**asdict(self), "example": self.example.to_json()}
+        data = asdict(self)
+        data["example"] = self.example.to_json()
+        if self.members is None:
+            del data["members"]
+        else:
+            data["members"] = [c.to_json() for c in self.members]
+        return data

@@ -65,6 +65,9 @@ def reason(
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
     }
+    if code == "dominated":
+        less = f"{c}: less recomputation fits and is never slower"
+        return less, f"--recompute {c.recompute} considers nothing else"
     if code == "memory":
         assert peak_bytes is not None
         return (

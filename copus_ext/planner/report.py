@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from rich.console import Console
+from rich.table import Table
+
+from copus_ext import __version__
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.model_spec import ModelSpec
 from copus_ext.planner.answers import Plan, Ranked
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 
 SCHEMA = "copus.plan/1"
+_SHOWN = 10
+"""Layouts drawn at first; the others appear when their name is clicked."""
+_TICKS = 16
+"""Most labels on an axis."""
+_WIDE = 500
+"""Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 
@@ -23,9 +36,11 @@ def to_json(
     plans: Sequence[Plan],
     *,
     constants: dict[str, Any],
+    warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
 ) -> dict[str, Any]:
-    """The answer of `tools/plan.py --json`; the meaning of its fields is that of `SCHEMA`."""
+    """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
+    changes `SCHEMA`."""
     rejected: dict[str, int] = {}
     for plan in plans:
         for r in plan.rejected:
@@ -33,10 +48,12 @@ def to_json(
     ranked = sum(plan.num_ranked for plan in plans)
     answer: dict[str, Any] = {
         "schema": SCHEMA,
+        "version": __version__,
         "inputs": {
             "model": model.to_json(),
             "cluster": cluster.to_json(),
             "constants": constants,
+            "warnings": list(warnings),
         },
         "counts": {
             "enumerated": ranked + sum(rejected.values()),
@@ -65,7 +82,7 @@ def cells(rank: int, answer: Ranked) -> list[str]:
         str(rank),
         str(c.global_batch_size),
         *(str(x) for x in (c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.num_microbatches)),
-        c.recompute,
+        c.recomputation,
         "yes" if c.use_distributed_optimizer else "no",
         f"{p.step_s:.4g}",
         f"{p.tokens_per_s / c.world_size:.0f}",
@@ -77,21 +94,36 @@ def cells(rank: int, answer: Ranked) -> list[str]:
     ]
 
 
-def table(plans: Sequence[Plan]) -> str:
-    """All plans as text; columns are as wide as they need to be."""
-    lines = []
-    for plan in plans:
-        rows = [list(_COLUMNS), *(cells(i + 1, r) for i, r in enumerate(plan.ranked))]
+def table(plans: Sequence[Plan], console: Console) -> None:
+    """Prints all plans; beyond a terminal, every row is one line."""
+    for number, plan in enumerate(plans):
+        if number:
+            console.print()
         if plan.ranked:
-            widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
-            lines += ["  ".join(x.rjust(w) for x, w in zip(row, widths)) for row in rows]
+            shown = Table(box=None, header_style="bold", pad_edge=False)
+            for name in _COLUMNS:
+                shown.add_column(name, justify="right", no_wrap=True)
+            for i, answer in enumerate(plan.ranked):
+                shown.add_row(*cells(i + 1, answer), style="green" if i == 0 else None)
+            console.print(shown)
         else:
-            lines.append(f"global batch {plan.global_batch_size}: {plan.status}")
-        lines.append(f"{plan.num_ranked} configurations fit global batch {plan.global_batch_size}")
+            console.print(f"global batch {plan.global_batch_size}: {plan.status}")
+        console.print(
+            f"{plan.num_ranked} configurations fit global batch {plan.global_batch_size}",
+            highlight=False,
+        )
         for r in plan.rejected:
-            lines.append(f"{r.count} rejected, {r.code}: such as {r.detail}; {r.fix}")
-        lines.append("")
-    return "\n".join(lines).rstrip()
+            line = f"{r.count} rejected, {r.code}: such as {r.detail}; {r.fix}"
+            console.print(line, style="dim", highlight=False, markup=False)
+            for c in r.members or []:
+                console.print(f"  {c}", style="dim", highlight=False, markup=False)
+
+
+def console_for(file: TextIO) -> Console:
+    """A console on a terminal, or one without colours, frames or folded lines on anything else."""
+    if file.isatty():
+        return Console(file=file)
+    return Console(file=file, width=_WIDE, no_color=True, soft_wrap=True)
 
 
 def breakdown(answer: Ranked) -> str:
@@ -120,6 +152,10 @@ def breakdown(answer: Ranked) -> str:
     return "\n".join(lines)
 
 
+def _layout_name(c: Configuration) -> str:
+    return f"tp{c.tp} pp{c.pp}" + (f" vpp{c.vpp}" if c.vpp > 1 else "") + f" dp{c.dp}"
+
+
 def plot(plans: Sequence[Plan], path: Path) -> None:
     """Throughput against global batch, one curve per layout, as a page that needs no network.
 
@@ -133,16 +169,31 @@ def plot(plans: Sequence[Plan], path: Path) -> None:
     curves: dict[str, dict[int, float]] = {}
     for plan in plans:
         for r in plan.ranked:
-            c = r.configuration
-            name = f"tp{c.tp} pp{c.pp}" + (f" vpp{c.vpp}" if c.vpp > 1 else "") + f" dp{c.dp}"
+            c, name = r.configuration, _layout_name(r.configuration)
             best = curves.setdefault(name, {})
             batch = c.global_batch_size
             best[batch] = max(best.get(batch, 0.0), r.prediction.samples_per_s)
     figure = go.Figure()
-    for name, curve in sorted(curves.items(), key=lambda item: -max(item[1].values())):
+    best_first = sorted(curves.items(), key=lambda item: -max(item[1].values()))
+    winning = {_layout_name(p.ranked[0].configuration) for p in plans if p.ranked}
+    for number, (name, curve) in enumerate(best_first):
         x = sorted(curve)
-        figure.add_scatter(x=x, y=[curve[b] for b in x], mode="lines+markers", name=name)
-    figure.update_xaxes(type="log", title="global batch, samples")
+        shown = True if number < _SHOWN or name in winning else "legendonly"
+        line = {"mode": "lines+markers", "name": name, "visible": shown}
+        figure.add_scatter(x=x, y=[curve[b] for b in x], **line)
+    winners = [
+        (p.global_batch_size, _layout_name(p.ranked[0].configuration)) for p in plans if p.ranked
+    ]
+    for (_, before), (batch, name) in itertools.pairwise(winners):
+        if name != before:
+            figure.add_vline(x=batch, line_dash="dot")
+            # A note on a logarithmic axis stands at the logarithm.
+            at = {"x": math.log10(batch), "y": 0.02, "yref": "paper", "textangle": -90}
+            text = f"from here {name}"
+            figure.add_annotation(text=text, showarrow=False, xshift=-9, yanchor="bottom", **at)
+    sizes = sorted({x for curve in curves.values() for x in curve})
+    every = -(-len(sizes) // _TICKS)
+    figure.update_xaxes(type="log", title="global batch, samples", tickvals=sizes[::every])
     figure.update_yaxes(title="samples/s")
     figure.update_layout(title="Throughput of the best configuration of each layout")
     path.write_text(figure.to_html(include_plotlyjs=True, full_html=True))

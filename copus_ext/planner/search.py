@@ -17,7 +17,14 @@ import numpy as np
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.constants import Constants
 from copus_ext.perf.correct import correct
-from copus_ext.perf.memory import KINDS, PEAK_SD, fit_probability, memory, static_bytes
+from copus_ext.perf.memory import (
+    KINDS,
+    PEAK_SD,
+    fit_probability,
+    memory,
+    peak_bytes,
+    static_bytes,
+)
 from copus_ext.perf.model_spec import ModelSpec, SpecError
 from copus_ext.perf.profile import Timing
 from copus_ext.perf.step import PARTS, StepTime, least_step_s, step_time
@@ -28,6 +35,7 @@ from copus_ext.planner.configuration import (
     Prediction,
     Rejected,
 )
+from copus_ext.planner.dominate import dominated
 from copus_ext.planner.explain import reason
 from copus_ext.planner.space import (
     LEGAL,
@@ -39,14 +47,14 @@ from copus_ext.planner.space import (
 )
 from megatron.training.flops import training_flops_per_sample
 
-MEMORY = REJECTION_CODES.index("memory")
+MEMORY, DOMINATED = REJECTION_CODES.index("memory"), REJECTION_CODES.index("dominated")
 MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
 _LOOKED_AT = 64
-_NODE = 8
 _SPACES_KEPT = 4
-Z_SURE = 1.2816
-"""Standard deviations for a probability of 90 % to fit."""
+Z_SURE, Z_DOMINATES = 1.2816, 2.3263
+"""Standard deviations for a probability of 90 % to fit, asked of a candidate, and of 99 %, asked of
+one because of which others are left out."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +105,8 @@ class Planner:
         self.limit_bytes = cluster.gpu.memory_bytes * (1 - memory_margin)
         # A run that dies of a wrong "fits" costs more than one slower by a few percent.
         self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
-        self._space: dict[tuple[int, ...], _Space] = {}
+        self._sure_bytes = self.limit_bytes * math.exp(-Z_DOMINATES * PEAK_SD)
+        self._space: dict[Any, _Space] = {}
         self.retime(timings)
 
     def retime(self, timings: Sequence[Timing]) -> None:
@@ -110,19 +119,22 @@ class Planner:
             ratios = np.log([x.step_s for x in self.timings] / predicted)
         self._known = known, ratios, [x.relative_sd for x in self.timings]
 
-    def rank(self, batch_sizes: Sequence[int], *, top: int = 10) -> list[Plan]:
-        """The best configurations of every global batch.
+    def rank(
+        self, batch_sizes: Sequence[int], *, top: int = 10, list_rejected: bool = False
+    ) -> list[Plan]:
+        """The best configurations of every global batch, by samples per second.
 
         Args:
             batch_sizes: samples of a step.
             top: how many to return of each.
+            list_rejected: name every rejected configuration, not one of each kind.
         """
         space = self._judged(batch_sizes)
         points, fits = space.points, space.fits
         seconds, times = self._exact_where_needed(space, top)
         orders = []
         for batch in batch_sizes:
-            able = np.flatnonzero(fits & (points.global_batch_size == batch))
+            able = np.flatnonzero(fits & (points.asked_batch_size == batch))
             order = able[np.lexsort((able, seconds[able]))][:top]
             orders.append(order[np.isfinite(seconds[order])])
         chosen = np.concatenate(orders)
@@ -131,15 +143,15 @@ class Planner:
             Plan(
                 global_batch_size=batch,
                 ranked=[next(answers) for _ in order],
-                num_ranked=int((fits & (points.global_batch_size == batch)).sum()),
-                rejected=self._rejected(space, points.global_batch_size == batch),
+                num_ranked=int((fits & (points.asked_batch_size == batch)).sum()),
+                rejected=self._rejected(space, points.asked_batch_size == batch, list_rejected),
             )
             for batch, order in zip(batch_sizes, orders)
         ]
 
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
-        key = tuple(batch_sizes)
+        key = (tuple(batch_sizes), frozenset(x.line for x in self.timings))
         if key not in self._space:
             while len(self._space) >= _SPACES_KEPT:
                 del self._space[next(iter(self._space))]
@@ -154,26 +166,41 @@ class Planner:
         legal = np.flatnonzero(points.code == LEGAL)
         peaks = np.full(len(points), np.nan)
         if len(legal):
-            rows = to_rows(self.model, self.cluster, points.take(legal)).full()
-            least = static_bytes(rows)
+            least = self._static(points.take(legal))
             peaks[legal] = least
-            alive = np.flatnonzero(least <= self.safe_bytes)
+            alive = legal[least <= self.safe_bytes]
             if len(alive):
-                peaks[legal[alive]] = self._peaks(rows.take(alive))
-        too_big = np.nan_to_num(peaks, nan=0.0) > self.safe_bytes
-        points.code[too_big] = MEMORY
+                peaks[alive] = self._peaks(points.take(alive))
+        points.code[np.nan_to_num(peaks, nan=0.0) > self.safe_bytes] = MEMORY
+        fits = np.flatnonzero(points.code == LEGAL)
+        some = points.take(fits)
+        beaten = dominated(some, peaks[fits] <= self._sure_bytes)
+        # What was measured runs, whatever was predicted for it and for its kin.
+        measured = {tuple(key) for key in _keys(self._known[0]).tolist()}
+        if measured:
+            beaten &= [tuple(key) not in measured for key in _keys(some).tolist()]
+        points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
-    def _peaks(self, rows: Any) -> Any:
-        return memory(rows, context_bytes=self._context_bytes).peak_bytes
+    def _static(self, points: Points) -> Any:
+        """[n] bytes that do not depend on the batch; looked up, as few of them differ."""
+        names = ("tp", "pp", "dp", "use_distributed_optimizer")
+        table = np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
+        kinds = table @ (int(table.max()) + 1) ** np.arange(len(names))
+        _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
+        return static_bytes(to_rows(self.model, self.cluster, points.take(first)))[kind]
+
+    def _peaks(self, points: Points) -> Any:
+        rows = to_rows(self.model, self.cluster, points)
+        return peak_bytes(rows, context_bytes=self._context_bytes)
 
     @property
     def _context_bytes(self) -> float:
         return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
 
     def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
-        """[n] seconds of every candidate that could be among the best of its batch, infinity for
-        the others; and what was predicted before any correction."""
+        """[n] seconds per sample of every candidate that could be among the best of its batch,
+        infinity for the others; and what was predicted of steps before any correction."""
         points = space.points
         seconds, times = np.full(len(points), np.inf), StepTime.unknown(len(points))
         at = np.flatnonzero(space.fits)
@@ -186,17 +213,18 @@ class Planner:
                 space.times = StepTime.unknown(len(points))
                 rows = to_rows(self.model, self.cluster, some)
                 space.times.put(at, step_time(rows, self.constants))
-            seconds[at] = self._corrected(some, space.times.step_s[at])[0]
+            corrected = self._corrected(some, space.times.step_s[at])[0]
+            seconds[at] = corrected / some.global_batch_size
             return seconds, space.times
         rows = to_rows(self.model, self.cluster, some).full()
-        bound = least_step_s(rows, self.constants)
+        bound = least_step_s(rows, self.constants) / some.global_batch_size
         exact = np.full(len(at), np.inf)
         done = np.zeros(len(at), dtype=bool)
         first = np.concatenate(
             [
                 mine[np.argsort(bound[mine], kind="stable")[: 2 * top]]
-                for batch in np.unique(some.global_batch_size)
-                for mine in [np.flatnonzero(some.global_batch_size == batch)]
+                for batch in np.unique(some.asked_batch_size)
+                for mine in [np.flatnonzero(some.asked_batch_size == batch)]
             ]
         )
         for which in (first, None):
@@ -205,7 +233,7 @@ class Planner:
             if len(which):
                 found = step_time(rows.take(which), self.constants)
                 times.put(at[which], found)
-                exact[which] = found.step_s
+                exact[which] = found.step_s / some.global_batch_size[which]
                 done[which] = True
         seconds[at] = exact
         return seconds, times
@@ -214,8 +242,8 @@ class Planner:
     def _kth(points: Points, exact: Any, top: int) -> Any:
         """[n] the time of the `top`-th best known candidate of the same batch."""
         limit = np.full(len(exact), np.inf)
-        for batch in np.unique(points.global_batch_size):
-            mine = np.flatnonzero(points.global_batch_size == batch)
+        for batch in np.unique(points.asked_batch_size):
+            mine = np.flatnonzero(points.asked_batch_size == batch)
             known = np.sort(exact[mine])
             limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
         return limit
@@ -293,7 +321,7 @@ class Planner:
             gated_mlp=m.gated,
         )
 
-    def _rejected(self, space: _Space, mine: Any) -> list[Rejected]:
+    def _rejected(self, space: _Space, mine: Any, every: bool = False) -> list[Rejected]:
         points, peaks = space.points, space.peaks
         found = []
         for code, name in enumerate(REJECTION_CODES):
@@ -304,12 +332,20 @@ class Planner:
             if name == "memory":
                 # Of most only weights and optimizer were counted: look closer at the smallest.
                 near = at[np.argsort(peaks[at], kind="stable")[:_LOOKED_AT]]
-                needs = self._peaks(to_rows(self.model, self.cluster, points.take(near)).full())
+                needs = self._peaks(points.take(near))
                 i, peak = int(near[np.argmin(needs)]), float(needs.min())
             example = points.configuration(i)
             detail, fix = reason(name, self.model, example, peak, self.safe_bytes)
+            members = [points.configuration(int(j)) for j in at] if every else None
             found.append(
-                Rejected(code=name, count=len(at), example=example, detail=detail, fix=fix)
+                Rejected(
+                    code=name,
+                    count=len(at),
+                    example=example,
+                    detail=detail,
+                    fix=fix,
+                    members=members,
+                )
             )
         return found
 
@@ -332,6 +368,7 @@ class Planner:
         """
         c = configuration
         fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
+        fixed["recompute_num_layers"] = c.recompute_num_layers
         limits = replace(self.limits, fixed=fixed, largest={}, recompute=(c.recompute,))
         planner = self.on(self.cluster, limits)
         space = planner._judged([c.global_batch_size])
@@ -349,29 +386,13 @@ class Planner:
 
 
 def _keys(points: Points) -> Any:
-    """[n, 7] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 8] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
-    names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "use_distributed_optimizer")
+    names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
+    names += ("use_distributed_optimizer",)
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
 
 
 def _joined(parts: list[Points]) -> Points:
     names = Points.__dataclass_fields__
     return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
-
-
-def gpus_needed(planner: Planner, batch: int) -> int | None:
-    """A number of GPUs of this kind on which some configuration fits, trying multiples; None if 64
-    times as many are not enough."""
-    cluster = planner.cluster
-    if cluster.num_nodes == 1:
-        cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
-    world = planner.cluster.world_size
-    for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
-        if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
-            continue
-        larger = planner.on(cluster.resize(world * times))
-        dividing = batch if batch % (world * times) == 0 else batch * times
-        if larger.rank([dividing], top=1)[0].num_ranked:
-            return world * times
-    return None

@@ -15,7 +15,7 @@ import numpy as np
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
 from copus_ext.perf.profile import Timing
-from copus_ext.perf.rows import Rows
+from copus_ext.perf.rows import RECOMPUTE_BLOCK, Rows
 from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
 
 LEGAL = -1
@@ -28,7 +28,8 @@ class Limits:
     """What a search leaves out."""
 
     fixed: dict[str, int] = field(default_factory=dict)
-    """Sizes (`tp`, `pp`, `vpp`, `dp`, `micro_batch`) that must have a value."""
+    """Sizes (`tp`, `pp`, `vpp`, `dp`, `micro_batch`, `recompute_num_layers`) that must have a
+    value."""
     largest: dict[str, int] = field(default_factory=dict)
     """Sizes that must not exceed a value."""
     recompute: tuple[str, ...] = RECOMPUTE
@@ -37,6 +38,8 @@ class Limits:
     """Whether a tensor-parallel group may span nodes."""
     max_micro_batch: int = 64
     """Largest micro-batch to consider."""
+    round_down: bool = False
+    """Whether a layout that cannot split the global batch may take the next smaller one it can."""
 
     def allows(self, **sizes: int) -> bool:
         """Whether some sizes may be used together."""
@@ -62,8 +65,12 @@ class Points:
     """[n] samples of a micro-batch."""
     global_batch_size: Any
     """[n] samples of a step."""
+    asked_batch_size: Any
+    """[n] the same before rounding down (`Limits.round_down`)."""
     recompute: Any
     """[n] codes of `rows.RECOMPUTE_*`."""
+    recompute_num_layers: Any
+    """[n] recomputed layers of a chunk, with `RECOMPUTE_BLOCK`; else 0."""
     use_distributed_optimizer: Any
     """[n] bool."""
     code: Any
@@ -86,6 +93,7 @@ class Points:
         return Configuration(
             **{name: int(getattr(self, name)[i]) for name in (*SIZES, "global_batch_size")},
             recompute=RECOMPUTE[int(self.recompute[i])],
+            recompute_num_layers=int(self.recompute_num_layers[i]),
             sequence_parallel=bool(self.tp[i] > 1),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
         )
@@ -105,23 +113,57 @@ def enumerate_points(
         dp = cluster.world_size // (tp * pp)
         if not limits.allows(dp=dp):
             continue
-        share = global_batch_size // dp if global_batch_size % dp == 0 else 0
-        sizes = [b for b in divisors(share) if b <= limits.max_micro_batch] if share else [1]
-        if "micro_batch" in limits.fixed:
-            sizes = [limits.fixed["micro_batch"]]
+        sizes = _micro_batches(global_batch_size, dp, limits)
         columns += [(tp, pp, vpp, dp, b) for b in sizes if limits.allows(micro_batch=b)]
     if not columns:
         raise SpecError(_nothing_left(model, cluster, limits))
-    options = [(r, z) for r in range(3) if RECOMPUTE[r] in limits.recompute for z in (1, 0)]
-    table = np.array([(*c, *o) for c in columns for o in options], dtype=np.int64).T
+    table = np.array(columns, dtype=np.int64)
+    column, recompute, layers = _recomputations(model, table, limits)
+    # Each with its optimizer state split over the replicas, and not.
+    column, recompute, layers = (np.repeat(x, 2) for x in (column, recompute, layers))
+    num = len(column)
+    asked = np.full(num, global_batch_size)
+    unit = table[column, 3] * table[column, 4]
+    rounds = limits.round_down & (asked >= unit)
     points = Points(
-        **dict(zip(SIZES, table[:5])),
-        global_batch_size=np.full(table.shape[1], global_batch_size),
-        recompute=table[5],
-        use_distributed_optimizer=table[6].astype(bool),
-        code=np.full(table.shape[1], LEGAL),
+        **dict(zip(SIZES, table[column].T)),
+        global_batch_size=np.where(rounds, asked // unit * unit, asked),
+        asked_batch_size=asked,
+        recompute=recompute,
+        recompute_num_layers=layers,
+        use_distributed_optimizer=np.arange(num) % 2 == 0,
+        code=np.full(num, LEGAL),
     )
     return judge(model, cluster, points, limits)
+
+
+def _micro_batches(global_batch_size: int, dp: int, limits: Limits) -> list[int]:
+    """Micro-batches worth a look on so many replicas."""
+    if "micro_batch" in limits.fixed:
+        return [limits.fixed["micro_batch"]]
+    share = global_batch_size // dp
+    if limits.round_down:
+        return list(range(1, min(max(share, 1), limits.max_micro_batch) + 1))
+    if global_batch_size % dp or not share:
+        return [1]
+    return [b for b in divisors(share) if b <= limits.max_micro_batch]
+
+
+def _recomputations(model: ModelSpec, table: Any, limits: Limits) -> tuple[Any, Any, Any]:
+    """Index, way of recomputation and recomputed layers: every row of a table of `SIZES` in every
+    way, by blocks with every number of layers but none and all."""
+    ways = [r for r in range(RECOMPUTE_BLOCK) if RECOMPUTE[r] in limits.recompute]
+    blocks = np.zeros(len(table), dtype=np.int64)
+    if "block" in limits.recompute:
+        blocks = np.maximum(model.num_layers // (table[:, 1] * table[:, 2]) - 1, 0)
+    counts = len(ways) + blocks
+    column = np.repeat(np.arange(len(table)), counts)
+    number = np.arange(len(column)) - np.repeat(np.cumsum(counts) - counts, counts)
+    layers = np.maximum(number - len(ways) + 1, 0)
+    recompute = np.where(layers > 0, RECOMPUTE_BLOCK, np.append(ways, 0)[number.clip(0, len(ways))])
+    wanted = layers == limits.fixed.get("recompute_num_layers", layers)
+    wanted |= layers == 0
+    return column[wanted], recompute[wanted].astype(np.int64), layers[wanted]
 
 
 def _nothing_left(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> str:
@@ -187,7 +229,9 @@ def measured_points(timings: Sequence[Timing]) -> Points:
     return Points(
         **sizes,
         global_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
+        asked_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
         recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings], dtype=np.int64),
+        recompute_num_layers=np.array([x.recompute_num_layers for x in timings], dtype=np.int64),
         use_distributed_optimizer=np.array(sharded, dtype=bool),
         code=np.full(len(timings), LEGAL),
     )
@@ -207,6 +251,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         micro_batch_size=points.micro_batch_size,
         num_microbatches=points.num_microbatches,
         recompute=points.recompute,
+        recompute_num_layers=points.recompute_num_layers,
         sequence_parallel=points.tp > 1,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=True,

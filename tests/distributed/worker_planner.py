@@ -44,17 +44,18 @@ def legal_configurations(world_size: int) -> list[Any]:
     cluster = preset(f"cpu:{world_size}")
     points = enumerate_points(tiny_spec(), cluster, BATCH, Limits(cross_node_tp=True))
     at = np.flatnonzero(points.code == LEGAL)
-    chosen, seen = [], set()
+    layouts: dict[Any, dict[Any, int]] = {}
     for i in at:
         c = points.configuration(int(i))
-        key = (c.tp, c.pp, c.vpp, c.micro_batch_size)
-        turn = len(seen) % 6
-        options = [("none", 1), ("full", 0), ("selective", 1), ("none", 0), ("full", 1)]
-        options.append(("selective", 0))
-        if key not in seen and (c.recompute, int(c.use_distributed_optimizer)) == options[turn]:
-            seen.add(key)
-            chosen.append((int(i), c))
-    return [(c, points.take(np.array([i]))) for i, c in chosen]
+        ways = layouts.setdefault((c.tp, c.pp, c.vpp, c.micro_batch_size), {})
+        ways[c.recompute, int(c.use_distributed_optimizer)] = int(i)
+    options = [("none", 1), ("full", 0), ("block", 1), ("selective", 1), ("none", 0), ("full", 1)]
+    options += [("block", 0), ("selective", 0)]
+    chosen = []
+    for turn, ways in enumerate(layouts.values()):
+        rotated = options[turn % 8 :] + options[: turn % 8]
+        chosen.append(next(ways[way] for way in rotated if way in ways))
+    return [(points.configuration(i), points.take(np.array([i]))) for i in chosen]
 
 
 def main(output: Path) -> None:

@@ -17,7 +17,7 @@ from copus_ext.perf.cluster_spec import (
     quantity,
 )
 from copus_ext.perf.constants import Constants
-from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory
+from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory, peak_bytes
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.rows import RECOMPUTE_FULL, Rows, concatenate
 from copus_ext.perf.step import PARTS, least_step_s, step_time
@@ -225,3 +225,11 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
     )
     with pytest.raises(ValueError, match="positive"):
         fit_constants(ROWS, -seconds, prior=Constants())
+
+
+def test_the_peak_is_on_the_first_or_the_last_stage() -> None:
+    model = PRESETS["llama-3-70b"]
+    points = enumerate_points(model, preset("h100-80g:256"), 128, Limits())
+    rows = to_rows(model, preset("h100-80g:256"), points.take(np.flatnonzero(points.code == LEGAL)))
+    assert len(rows) > 1000
+    np.testing.assert_allclose(peak_bytes(rows), memory(rows).peak_bytes, rtol=1e-12)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -20,7 +21,8 @@ from copus_ext.perf.profile import ProfileStore
 from copus_ext.perf.step import step_time
 from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.search import Planner
+from copus_ext.planner.request import cluster_of
+from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, to_rows
 from tests.helpers.launch import ROOT
 from tools import plan
@@ -31,13 +33,75 @@ MODEL = PRESETS["llama-2-13b"]
 @pytest.mark.parametrize(("gpus", "batch"), [(16, 64), (32, 96), (64, 512)])
 def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
     planner = Planner(MODEL, preset(f"h100-80g:{gpus}"))
-    every = planner._judged([batch]).candidates
+    space = planner._judged([batch])
+    every = space.candidates
     rows = to_rows(MODEL, planner.cluster, every).full()
     seconds = np.sort(step_time(rows, planner.constants).step_s)
     found = planner.rank([batch], top=12)[0]
     assert found.num_ranked == len(every)
     got = [r.prediction.step_s for r in found.ranked]
     assert got == pytest.approx(list(seconds[:12]), rel=1e-12)
+    rest = space.points.take(np.flatnonzero(space.points.code == DOMINATED))
+    beaten = step_time(to_rows(MODEL, planner.cluster, rest).full(), planner.constants).step_s
+    assert len(rest) > 100 and beaten.min() >= seconds[0]
+
+
+def test_what_is_dominated_has_a_kin_that_fits_and_is_no_slower() -> None:
+    planner = Planner(MODEL, preset("a100-80g:16"))
+    space = planner._judged([64])
+    names = ("tp", "pp", "vpp", "micro_batch_size", "use_distributed_optimizer")
+
+    def by_kin(points: Any) -> dict[Any, list[tuple[float, int]]]:
+        rows = to_rows(MODEL, planner.cluster, points).full()
+        seconds = step_time(rows, planner.constants).step_s
+        found: dict[Any, list[tuple[float, int]]] = {}
+        for i in range(len(points)):
+            kin = tuple(int(getattr(points, n)[i]) for n in names)
+            found.setdefault(kin, []).append((float(seconds[i]), i))
+        return found
+
+    points = space.points
+    good = by_kin(points.take(np.flatnonzero(space.fits)))
+    for kin, beaten in by_kin(points.take(np.flatnonzero(points.code == DOMINATED))).items():
+        assert min(good[kin])[0] <= min(beaten)[0] * (1 + 1e-12), kin
+
+
+def test_a_measured_configuration_is_kept_though_dominated() -> None:
+    cluster = preset("a100-80g:16")
+    planner = Planner(MODEL, cluster)
+    points = planner._judged([64]).points
+    c = points.configuration(int(np.flatnonzero(points.code == DOMINATED)[0]))
+    planner.retime([c.timed(1e-3)])
+    assert planner.rank([64], top=1)[0].ranked[0].configuration == c
+
+
+def test_recomputing_more_layers_takes_longer_and_less_memory() -> None:
+    planner = Planner(MODEL, preset("h100-80g:32"))
+    c = Configuration(
+        tp=2, pp=4, dp=4, micro_batch_size=1, global_batch_size=64, sequence_parallel=True
+    )
+    ways = [{"recompute": "none"}]
+    ways += [{"recompute": "block", "recompute_num_layers": k} for k in range(1, 10)]
+    ways += [{"recompute": "full"}]
+    found = [planner.explain(dataclasses.replace(c, **way)) for way in ways]
+    assert all(isinstance(f, Ranked) for f in found)
+    seconds = [f.prediction.step_s for f in found if isinstance(f, Ranked)]
+    peaks = [f.prediction.peak_bytes for f in found if isinstance(f, Ranked)]
+    assert seconds == sorted(seconds)
+    # One layer is whole while it is recomputed: from there on the peak falls evenly.
+    assert peaks[1:] == sorted(peaks[1:], reverse=True)
+    assert np.ptp(np.diff(peaks[1:])) < 1e-6 * peaks[0]
+
+
+def test_a_batch_may_be_rounded_down() -> None:
+    limits = Limits(fixed={"tp": 1, "pp": 1}, round_down=True)
+    found = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits).rank([50], top=3)[
+        0
+    ]
+    assert found.global_batch_size == 50 and found.ranked
+    assert {r.configuration.global_batch_size for r in found.ranked} == {48}
+    rates = [r.prediction.samples_per_s for r in found.ranked]
+    assert rates == sorted(rates, reverse=True)
 
 
 def test_many_batches_at_once_are_each_alone() -> None:
@@ -262,7 +326,8 @@ def test_json_keeps_its_contract_and_is_the_same_every_time(
     assert file.read_text() == first
     record = json.loads(first)
     assert record["schema"] == "copus.plan/1"
-    assert set(record) == {"schema", "inputs", "counts", "plans"}
+    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
+    assert set(record) == {"schema", "version", "inputs", "counts", "plans"}
     counts = record["counts"]
     assert counts["enumerated"] == counts["ranked"] + sum(counts["rejected"].values())
     assert [p["global_batch_size"] for p in record["plans"]] == [16, 64]
@@ -320,6 +385,44 @@ def test_the_commands_of_the_pages_run(
         assert code == 0 and out, (command, err)
 
 
+def test_the_figure_is_one_page_without_a_network(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    code, _, _ = run(capsys, f"{SEVEN} --global-batch-size 16:256:x2 --plot {page}")
+    text = page.read_text()
+    assert code == 0 and "tp1 pp1 dp8" in text and "global batch, samples" in text
+    assert not re.search(r"<(script|link)[^>]*(src|href)=", text)
+
+
+def test_rejected_configurations_are_named_when_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 16 --json --rejected")
+    record = json.loads(out)
+    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
+    rejected = record["plans"][0]["rejected"]
+    assert code == 0 and rejected
+    assert all(len(r["members"]) == r["count"] for r in rejected)
+
+
+def test_an_interrupt_keeps_what_was_ranked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true, calls = Planner.rank, []
+
+    def second_is_cut_short(self: Planner, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return true(self, *args, **kwargs)
+
+    monkeypatch.setattr(Planner, "rank", second_is_cut_short)
+    code, out, err = run(capsys, f"{SEVEN} --global-batch-size 8:256:+8 --top 1")
+    assert code == 130 and "interrupted" in err
+    assert out.count("configurations fit global batch") == 16
+
+
 def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --explain tp=2,pp=2,micro_batch=2")
     assert code == 0
@@ -339,7 +442,7 @@ def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
 
 def test_nodes_of_a_gpu_are_its_preset() -> None:
     args = plan.parser().parse_args(["--nodes", "4", "--gpu", "H100-80GB", "--global-batch-size=8"])
-    assert plan.cluster_of(args) == preset("h100-80g:32")
+    assert cluster_of(args) == preset("h100-80g:32")
 
 
 def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,48 @@
+"""Which configurations are beaten by one like them that recomputes less.
+
+Less recomputation never takes longer, as the time of a step does not fall when a pass takes longer
+(`tests/unit/test_planner.py`). It needs more memory, so that it only counts where it surely fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.rows import RECOMPUTE_BLOCK, RECOMPUTE_FULL, RECOMPUTE_SELECTIVE
+from copus_ext.planner.space import Points
+
+_ALL = 1 << 30
+"""Recomputed layers of a chunk, if it is all of them."""
+
+
+def dominated(points: Points, surely_fits: Any) -> Any:
+    """Marks the points that an equal one with less recomputation beats.
+
+    Nothing, the first layers of a chunk, more of them, all: each does what the one before does and
+    more; so do nothing, the core of the attention, everything.
+
+    Args:
+        points: legal ones that fit.
+        surely_fits: [n] bool, those that may beat others.
+
+    Returns:
+        [n] bool.
+    """
+    names = ("tp", "pp", "vpp", "dp", "micro_batch_size", "asked_batch_size")
+    key = points.use_distributed_optimizer.astype(np.int64)
+    for name in names:
+        values = getattr(points, name)
+        key = key * (int(values.max(initial=0)) + 1) + values
+    _, group = np.unique(key, return_inverse=True)
+    num_groups = int(group.max(initial=-1)) + 1
+    selective = points.recompute == RECOMPUTE_SELECTIVE
+    layers = np.where(points.recompute == RECOMPUTE_BLOCK, points.recompute_num_layers, 0)
+    layers = np.where(points.recompute == RECOMPUTE_FULL, _ALL, layers)
+    least = np.full(num_groups, _ALL + 1)
+    np.minimum.at(least, group, np.where(surely_fits & ~selective, layers, _ALL + 1))
+    by_selective = np.zeros(num_groups, dtype=bool)
+    np.logical_or.at(by_selective, group, surely_fits & selective)
+    beaten = np.where(selective, least[group] == 0, layers > least[group])
+    return beaten | ((layers == _ALL) & by_selective[group])

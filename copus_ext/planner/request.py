@@ -1,0 +1,130 @@
+"""Turns the texts of `tools/plan.py`'s flags into what the planner takes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset, quantity
+from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.perf.profile import read_profile
+
+SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
+
+
+class UsageProblem(Exception):
+    """Wrong flags or values."""
+
+
+class InputProblem(Exception):
+    """A file that is missing, unreadable or inconsistent."""
+
+
+def batches(text: str) -> list[int]:
+    """Reads `512`, `64,128`, `64:4096:x2` or `64:1024:+64`."""
+    try:
+        if ":" not in text:
+            sizes = [int(part) for part in text.split(",")]
+        else:
+            first, last, step = text.split(":")
+            sizes, size = [], int(first)
+            if size < 1 or step[0] not in "x+" or int(step[1:]) < (2 if step[0] == "x" else 1):
+                raise ValueError
+            while size <= int(last):
+                sizes.append(size)
+                size = size * int(step[1:]) if step[0] == "x" else size + int(step[1:])
+    except (ValueError, IndexError):
+        raise UsageProblem(
+            f"--global-batch-size {text}: write 512, or 64,128, or 64:4096:x2, or 64:256:+64"
+        ) from None
+    if not sizes or min(sizes) < 1:
+        raise UsageProblem(f"--global-batch-size {text}: sizes must be at least 1")
+    return sorted(set(sizes))
+
+
+def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Reads `tp=4,pp=2`."""
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name in extra and value:
+            found[name] = value
+        elif name in SIZES and value.isdigit() and int(value):
+            found[name] = int(value)
+        else:
+            raise UsageProblem(
+                f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}"
+            )
+    return found
+
+
+def model_of(args: argparse.Namespace) -> Any:
+    """The model asked for."""
+    if (args.model is None) == (args.megatron_args is None):
+        raise UsageProblem("give one of --model and --megatron-args")
+    if args.megatron_args is not None:
+        try:
+            flags = shlex.split(args.megatron_args)
+        except ValueError as error:
+            raise UsageProblem(f"--megatron-args: {error}") from error
+        spec = ModelSpec.from_megatron_flags(flags)
+    elif args.model in PRESETS:
+        spec = PRESETS[args.model]
+    elif args.model.endswith(".json"):
+        try:
+            return ModelSpec.from_hugging_face(Path(args.model), seq_length=args.seq_length)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputProblem(f"--model {args.model}: {error}") from error
+        except SpecError as error:
+            if "required" in str(error):
+                raise UsageProblem(str(error)) from error
+            raise InputProblem(str(error)) from error
+        except (ValueError, TypeError) as error:
+            raise InputProblem(f"--model {args.model} is no config.json: {error}") from error
+    else:
+        raise UsageProblem(
+            f"--model {args.model}: unknown; known: {', '.join(PRESETS)}, or a config.json"
+        )
+    return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
+
+
+def cluster_of(args: argparse.Namespace) -> Any:
+    """The cluster asked for."""
+    if args.cluster is not None and args.cluster.endswith(".json"):
+        try:
+            return ClusterSpec.load(Path(args.cluster))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputProblem(f"--cluster {args.cluster}: {error}") from error
+        except SpecError as error:
+            raise InputProblem(str(error)) from error
+    if args.cluster == "here":
+        return here()
+    if args.cluster is not None:
+        return preset(args.cluster)
+    if args.gpu is None or args.nodes is None:
+        raise UsageProblem("give --cluster, or --nodes, --gpus-per-node and --gpu")
+    spec = of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node)
+    links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
+    given = {name: quantity(text) for name, text in links.items() if text is not None}
+    return dataclasses.replace(spec, **given)
+
+
+def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
+    """The measured times, if they are of this model on such a cluster."""
+    try:
+        machine, timings = read_profile(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputProblem(f"--profile {path}: {error}") from error
+    own = {**model.to_json(), "name": None}
+    if {**machine.get("model", {}), "name": None} != own:
+        raise InputProblem(f"--profile {path} was measured with another model; measure this one")
+    measured = machine.get("world_size"), machine.get("gpu")
+    if measured != (cluster.world_size, cluster.gpu.name):
+        raise InputProblem(
+            f"--profile {path} was measured on {measured[0]} x {measured[1]} and the cluster is "
+            f"{cluster.world_size} x {cluster.gpu.name}; measure there"
+        )
+    return timings
