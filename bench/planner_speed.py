@@ -65,7 +65,7 @@ def replan() -> dict[str, Any]:
     from copus_ext.planner.search import Planner
 
     planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
-    batches = [32, 48, 64]
+    batches = [32, 48, 64, 96, 128]
     timings = []
     for plan in planner.rank(batches, top=12):
         for r in plan.ranked:

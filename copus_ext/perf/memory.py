@@ -46,6 +46,38 @@ class Memory:
 
 def layer_activation_bytes(rows: Rows) -> Any:
     """Bytes that one layer keeps of one micro-batch for its backward pass."""
+    return np.where(rows.local, _local_layer_bytes(rows), _fused_layer_bytes(rows))
+
+
+def _local_layer_bytes(rows: Rows) -> Any:
+    """The same in plain torch, byte for byte what autograd saves (seen with saved-tensor hooks:
+    `tests/distributed/test_activations.py`)."""
+    e, tokens, h = rows.element_bytes, rows.tokens, rows.hidden_size
+    rms, rope = rows.norm_vectors == 1, rows.learned_positions == 0
+    # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics.
+    norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + 8.0)
+    mask = np.where(rows.dropout, e * h, 0.0)
+    streams = 2.0 * tokens * (norm + mask) / np.where(rows.sequence_parallel, rows.tp, 1)
+    query = rows.num_attention_heads * rows.kv_channels
+    groups = rows.num_query_groups * rows.kv_channels
+    # Rotated queries and keys are new tensors; so are queries gathered from several groups.
+    gathered = (groups != query) & (rows.num_query_groups > rows.tp)
+    moved = np.where(rope | gathered, query, 0) + np.where(rope, groups, 0)
+    inputs = rows.attention_width + moved + query
+    selective = rows.recompute == RECOMPUTE_SELECTIVE
+    flash = e * inputs + np.where(selective, 0.0, 4.0 * rows.num_attention_heads)
+    copies = np.where(rows.dropout, 3.0, 1.0)
+    # Values that no repetition copied keep the whole projection alive.
+    held = np.where(rope & (groups == query), 6.0, 4.0) * query
+    scores = e * (held + copies * rows.num_attention_heads * rows.seq_length)
+    whole = rows.fused_attention & np.logical_not(rows.dropout)
+    core = np.where(selective | whole, flash, scores)
+    mlp = e * np.where(rows.mlp_matrices == 3, 5.0, 2.0) * rows.ffn_hidden_size
+    angles = np.where(rope, 4.0 * e * rows.seq_length * rows.kv_channels, 0.0)
+    return streams + tokens * (core + mlp) / rows.tp + angles
+
+
+def _fused_layer_bytes(rows: Rows) -> Any:
     h, tokens = rows.hidden_size, rows.tokens
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     streams = (8.0 + np.where(rows.dropout, 2.0, 0.0)) * tokens * h / shared
@@ -96,21 +128,37 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     saved = layer_activation_bytes(rows)
     share = rows.recomputed_share
     kept = share * message + (1 - share) * saved
-    activations = in_flight(rows, stage) * layers * kept + np.where(share > 0, saved, 0.0)
-    per_logit = np.where(rows.element_bytes == 4, 8.0, 6.0)
-    logits = np.where(last, per_logit * rows.tokens * rows.padded_vocab_size / rows.tp, 0.0)
+    head = np.where(last, _head_bytes(rows), 0.0)
+    # What the backward pass of a layer adds, when the head is done and its bytes are free again; a
+    # layer recomputed whole stands there too, unless others of its chunk have just made room.
+    mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
+    layer = rows.element_bytes * rows.tokens * mlp + np.where(share == 1, saved, 0.0)
+    flying = in_flight(rows, stage)
+    activations = flying * layers * kept + np.maximum(layer - head, 0.0)
+    # Sent outputs are given up on a GPU; on a CPU rank `_buffers` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
         "grads": 4.0 * held,
         "optimizer": state * owned,
         "activations": activations,
-        "logits": logits,
-        "buffers": np.broadcast_to(_buffers(rows, message), held.shape),
+        "logits": head,
+        "buffers": np.broadcast_to(_buffers(rows, message), held.shape)
+        + np.where(rows.local & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.full(held.shape, float(context_bytes)),
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def _head_bytes(rows: Rows) -> Any:
+    """Logits and what becomes of them; in plain torch also the gradient of the output weights
+    before it is added to the others, and the final norm."""
+    columns = rows.padded_vocab_size / rows.tp
+    width = np.where(rows.element_bytes == 4, 4.0, 6.0)
+    norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size
+    alone = rows.element_bytes * columns * rows.hidden_size + norm
+    return width * rows.tokens * columns + np.where(rows.local, alone, 0.0)
 
 
 def _buffers(rows: Rows, message: Any) -> Any:

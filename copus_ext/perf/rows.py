@@ -88,6 +88,9 @@ class Rows:
     """Whether gradients are reduced while the backward pass runs."""
     overlap_param_gather: Any
     """Whether weights are gathered while the forward pass runs."""
+    local: Any = False
+    """Whether layers are megatron-core's own in plain torch, as on CPU ranks, without Transformer
+    Engine's fusions."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 

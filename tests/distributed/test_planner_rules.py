@@ -85,6 +85,7 @@ def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
     [
         {"tensor_model_parallel_size": 3},
         {"tensor_model_parallel_size": 8},
+        {"tensor_model_parallel_size": 2, "num_query_groups": 3},
         {"pipeline_model_parallel_size": 3},
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 4},
     ],
@@ -108,6 +109,15 @@ def _layers_of_chunk(config: Any) -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
     get_num_layers_to_build(config, vp_stage=0, pp_rank=0)
+
+
+def test_megatron_core_refuses_widths_lengths_and_counts(tmp_path: Path) -> None:
+    run_ranks([WORKER.with_name("worker_core_refuses.py"), tmp_path], 2, timeout_s=100).check()
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert "not divisible" in found["ffn 65"] and not found["ffn 64"]
+    assert "divisible by tensor" in found["sequence 9"] and not found["sequence 8"]
+    assert "remainder of M" in found["interleaved 3"]
+    assert found["interleaved 4"] == "a forward step"
 
 
 @pytest.mark.parametrize(("batch", "micro_batch", "replicas"), [(6, 1, 4), (8, 3, 1)])

@@ -1,0 +1,124 @@
+"""Counts the bytes that autograd saves of one layer, under several layouts, beside the prediction.
+
+worker_activations.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+
+CASES = [
+    ("llama", 1, 1, ""),
+    ("llama", 1, 2, "--bf16"),
+    ("llama", 2, 2, "--sequence-parallel"),
+    ("llama", 4, 1, ""),
+    ("llama", 2, 1, "--attention-backend unfused"),
+    ("llama", 2, 1, "--recompute-activations --group-query-attention --num-query-groups 2"),
+    ("llama", 1, 2, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    ("gpt2", 1, 1, "--micro-batch-size 2"),
+    ("gpt2", 4, 1, "--sequence-parallel"),
+    ("gpt2", 2, 2, "--attention-backend unfused"),
+    ("gpt2", 2, 1, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+    ("gpt2", 1, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"),
+]
+
+
+def counter() -> Any:
+    """A callback that counts distinct storages, parameters aside, which the first layer saves in
+    its first training pass."""
+    import torch
+
+    from megatron.training.callbacks import Callback, CallbackContext
+
+    class Count(Callback):
+        """Bytes of the first layer of this rank."""
+
+        num_bytes: int | None = None
+
+        def on_setup_start(self, context: CallbackContext) -> None:
+            model: Any = context.model[0]
+            while hasattr(model, "module"):
+                model = model.module
+            own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            # Kept, so that no storage is freed and its address used again.
+            saved: dict[int, torch.Tensor] = {}
+            running: list[Any] = []
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                # Others are alike in every layer: the causal mask, a counter of checkpoints.
+                if (
+                    self.num_bytes is None
+                    and tensor.is_floating_point()
+                    and storage.data_ptr() not in own
+                ):
+                    saved.setdefault(storage.data_ptr(), tensor)
+                return tensor
+
+            def before(module: Any, args: Any, kwargs: Any) -> None:
+                if module.training and self.num_bytes is None:
+                    hooks: Any = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+                    hooks.__enter__()
+                    running.append(hooks)
+
+            def after(module: Any, args: Any, output: Any) -> None:
+                if running:
+                    running.pop().__exit__(None, None, None)
+                    self.num_bytes = sum(t.untyped_storage().nbytes() for t in saved.values())
+                    saved.clear()
+
+            layer = model.decoder.layers[0]
+            layer.register_forward_pre_hook(before, with_kwargs=True)
+            layer.register_forward_hook(after)
+
+    return Count()
+
+
+def main(output: Path) -> None:
+    """Writes counted and predicted bytes of every case and rank."""
+    import numpy as np
+    import torch.distributed as dist
+
+    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.perf.memory import layer_activation_bytes
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.planner.space import Limits, enumerate_points, to_rows
+
+    join()
+    world = dist.get_world_size()
+    rows = []
+    for number, (name, tp, pp, more) in enumerate(CASES):
+        base = {"llama": TINY, "gpt2": TINY_GPT2}[name]
+        flags = [*layout_flags(tp, pp, 1), *more.split(), "--train-iters", "1"]
+        count = counter()
+        for kind in ("FLASH", "FUSED", "UNFUSED"):
+            # megatron-core sets these for a process, once.
+            os.environ.pop(f"NVTE_{kind}_ATTN", None)
+        run([*flags, "--lr-warmup-iters", "0"], output / str(number), [count], base=base)
+        every: list[Any] = [None] * world
+        dist.all_gather_object(every, count.num_bytes)
+        spec = ModelSpec.from_megatron_flags([*base.split(), *more.split()])
+        way = "selective" if "--recompute-activations" in more else "none"
+        micro = 2 if "--micro-batch-size 2" in more else 1
+        limits = Limits(
+            fixed={"tp": tp, "pp": pp, "vpp": 1, "micro_batch": micro}, recompute=(way,)
+        )
+        cluster = preset(f"cpu:{world}")
+        points = enumerate_points(spec, cluster, 8, limits).take(np.array([0]))
+        change = {"sequence_parallel": "--sequence-parallel" in more}
+        one = to_rows(spec, cluster, points).change(**change)
+        predicted = float(layer_activation_bytes(one.full())[0])
+        rows.append({"case": f"{name} {tp} {pp} {more}", "counted": every, "predicted": predicted})
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
