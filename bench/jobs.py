@@ -28,7 +28,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
     from megatron.training.callbacks import Callbacks
     from megatron.training.device import use_device
     from megatron.training.parallel import init_distributed
-    from megatron.training.pretrain import _tokenizer_flags, build_job, open_run, tear_down
+    from megatron.training.pretrain import build_job, open_run, tear_down, tokenizer_flags
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer
@@ -44,7 +44,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
         backend=config.parallel.distributed_backend,
     ) as device:
         init_distributed(device, timeout_minutes=10)
-        tokenizer = build_tokenizer(**_tokenizer_flags(config))
+        tokenizer = build_tokenizer(**tokenizer_flags(config))
         config = settle(config, None, vocab_size=tokenizer.vocab_size)
         state = TrainState()
         with open_run(config, None, state) as tracker:
@@ -58,8 +58,8 @@ def step_of_loop(job: Any, reporter: Any) -> None:
     """One step as `loop.train` takes it, without evaluation and saving."""
     from megatron.training.step import train_step
 
-    batch = job.batch_schedule.at(job.state.consumed_samples)
-    job.fire("on_train_step_start", global_batch_size=batch)
+    sizes = {"global_batch_size": job.global_batch_size, "micro_batch_size": job.micro_batch_size}
+    job.fire("on_train_step_start", **sizes)
     info, _ = train_step(job)
     job.fire(
         "on_train_step_end",

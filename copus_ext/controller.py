@@ -120,7 +120,8 @@ class Controller(Callback):
         """Opens the tap for a step that is to be measured."""
         assert self.tap is not None and context.global_batch_size is not None
         due = (context.state.iteration + 1) % self.flags.copus_gns_interval == 0
-        replicas = context.config.layout.dp * context.config.batch.micro_batch_size
+        assert context.micro_batch_size is not None
+        replicas = context.config.layout.dp * context.micro_batch_size
         num_microbatches = context.global_batch_size // replicas
         estimator = choose(
             self.flags.copus_gns_estimator, num_microbatches=num_microbatches, **self.layout

@@ -89,10 +89,7 @@ def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
 
     seconds = []
     for number in range(args.warm_up + args.steps):
-        job.fire(
-            "on_train_step_start",
-            global_batch_size=job.batch_schedule.at(job.state.consumed_samples),
-        )
+        job.fire("on_train_step_start", global_batch_size=job.global_batch_size)
         info, _ = train_step(job)
         if number >= args.warm_up:
             seconds.append(info.elapsed_s)
@@ -106,7 +103,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.batch_schedule import BatchSchedule
     from megatron.training.callbacks import Callbacks
-    from megatron.training.pretrain import _tokenizer_flags, build_job, tear_down
+    from megatron.training.pretrain import build_job, tear_down, tokenizer_flags
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer
@@ -119,7 +116,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
 
     wanted = counts(c, args)
     config = config_of(wanted[0])
-    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
     config = settle(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -192,11 +189,11 @@ def model_of(flags: list[str], world: int) -> Any:
     """The model of some flags, with the vocabulary of its tokenizer."""
     from copus_ext.perf.model_spec import ModelSpec
     from megatron.training.arguments import parse_args, resolve
-    from megatron.training.pretrain import _tokenizer_flags
+    from megatron.training.pretrain import tokenizer_flags
     from megatron.training.tokenizer import build_tokenizer
 
     config = resolve(parse_args(flags), world, **_environment())
-    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
     spec = ModelSpec.from_megatron_flags(flags)
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
 

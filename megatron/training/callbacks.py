@@ -8,8 +8,12 @@ same order.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from megatron.training.settings import StepSettings
+
+_STRENGTH = {"change": 0, "save": 1, "stop": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +41,19 @@ class StepInfo:
     updated: bool
     """Whether the weights changed."""
     elapsed_s: float
-    """Wall time of the step on this rank, seconds."""
+    """Wall time of the step on the slowest rank, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What a callback asks the loop to do at the step boundary. All ranks must ask for the same."""
 
-    kind: Literal["save", "stop"]
-    """`save` writes a checkpoint and goes on; `stop` saves and leaves."""
+    kind: Literal["change", "save", "stop"]
+    """`change` takes `settings` on; `save` also writes a checkpoint; `stop` also leaves."""
     reason: str
     """One line for the log."""
+    settings: StepSettings | None = None
+    """How the following steps are taken; None leaves it."""
 
 
 @dataclass(kw_only=True)
@@ -79,6 +85,8 @@ class CallbackContext:
     """The finished step."""
     global_batch_size: int | None = None
     """Samples of the step about to start."""
+    micro_batch_size: int | None = None
+    """Samples of its micro-batches."""
     microbatch_tokens: Any = None
     """[num_microbatches] loss tokens of this replica, on ranks of the last stage."""
     scalars: dict[str, float] = field(default_factory=dict)
@@ -94,9 +102,13 @@ class CallbackContext:
 class Callback:
     """Does nothing at every event. Subclass and override what you need.
 
-    Events that return a `Request` are obeyed at the step boundary; with several, the last `stop`
-    wins over any `save`.
+    Events that return a `Request` are obeyed at the step boundary; with several, a `stop` wins over
+    a `save`, and the last settings count.
     """
+
+    keeps_settings: bool = False
+    """Whether it goes on with the step settings of a checkpoint; without such a callback a run goes
+    back to its flags."""
 
     def settings(self) -> dict[str, Any]:
         """Flags of its own, printed and saved with the resolved configuration. Plain JSON types."""
@@ -172,11 +184,18 @@ class Callbacks:
             context: passed to each callback.
 
         Returns:
-            What is asked for: a `stop` before a `save` before nothing.
+            What is asked for: a `stop` before a `save` before a `change` before nothing, with the
+            last settings that any callback gave.
         """
-        wanted: Request | None = None
-        for callback in self._callbacks:
-            request = getattr(callback, event)(context)
-            if request is not None and (wanted is None or request.kind == "stop"):
-                wanted = request
-        return wanted
+        found = [getattr(callback, event)(context) for callback in self._callbacks]
+        requests = [r for r in found if r is not None]
+        if not requests:
+            return None
+        strongest = max(requests, key=lambda r: _STRENGTH[r.kind])
+        settings = [r.settings for r in requests if r.settings is not None]
+        return replace(strongest, settings=settings[-1] if settings else None)
+
+    @property
+    def keep_settings(self) -> bool:
+        """Whether any goes on with the step settings of a checkpoint."""
+        return any(callback.keeps_settings for callback in self._callbacks)

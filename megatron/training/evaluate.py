@@ -54,9 +54,9 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
         }
         batches = reader.read_evaluation(**where) if job.needs_data else None
         count = len(evaluation_indices(**where))
-        losses = run_schedule(job, batches, count, forward_only=True)
+        losses = run_schedule(job, batches, count, micro_batch_size=mbs, forward_only=True)
         stop = job.local_stop(job.state.iteration)
-        part, number, code = share_numbers(job, losses, stop.code if stop else 0)
+        part, number, code, _ = share_numbers(job, losses, stop.code if stop else 0)
         total, tokens, reason = total + part, tokens + number, StopReason.from_code(code)
         job.fire(f"{event}_step_end")
         if reason is not None and reason.kind == "signal":

@@ -9,12 +9,15 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.callbacks import CallbackContext, Callbacks
+from megatron.training.callbacks import CallbackContext, Callbacks, StepInfo
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
 from megatron.training.device import Device
+from megatron.training.layout import batch_problems
 from megatron.training.model import Model
+from megatron.training.optimizer import set_rates
 from megatron.training.reader import BatchReader
+from megatron.training.settings import StepSettings
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker
@@ -71,9 +74,70 @@ class Job:
         return any(chunk.pre_process or chunk.post_process for chunk in self.model.unwrapped)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch of the next step."""
+        return self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next step. Where a controller sets them, the last step takes the largest
+        batch that is left."""
+        wanted = self.state.settings.global_batch_size
+        if wanted is None:
+            return self.batch_schedule.at(self.state.consumed_samples)
+        layout = self.config.layout
+        unit = self.micro_batch_size * layout.dp * (layout.pp if layout.vpp > 1 else 1)
+        return min(wanted, self.samples_left // unit * unit) or wanted
+
+    @property
+    def samples_left(self) -> int:
+        """Training samples that no step has read yet."""
+        return self.config.batch.train_samples - self.state.consumed_samples
+
+    @property
     def next_batch_fits(self) -> bool:
         """Whether training is not skipped and the samples left are enough for the next step."""
-        if self.config.batch.skip_train:
+        return not self.config.batch.skip_train and self.global_batch_size <= self.samples_left
+
+    @property
+    def iterations_left(self) -> int:
+        """Steps that are left if the batch stays as it is planned now."""
+        wanted = self.state.settings.global_batch_size
+        if wanted is not None:
+            return -(-self.samples_left // wanted)
+        total = self.config.batch.train_samples
+        return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
+
+    def evaluation_due(self, info: StepInfo) -> bool:
+        """Whether a validation follows a step: every so many steps, and under a changing batch at
+        the samples of so many steps of the first."""
+        interval = self.config.batch.eval_interval
+        if not interval:
             return False
-        left = self.config.batch.train_samples - self.state.consumed_samples
-        return self.batch_schedule.at(self.state.consumed_samples) <= left
+        if self.state.settings.global_batch_size is None:
+            return info.iteration % interval == 0
+        samples = interval * self.config.batch.initial_global_batch_size
+        before = info.consumed_samples - info.global_batch_size
+        return info.consumed_samples // samples > before // samples
+
+    def adopt(self, settings: StepSettings) -> None:
+        """Takes the following steps another way.
+
+        Raises:
+            ValueError: the layout cannot cut the batch into such micro-batches.
+        """
+        before = self.state.settings
+        self.state.settings = settings
+        problems = batch_problems(
+            self.config.layout, self.micro_batch_size, settings.global_batch_size or 0
+        )
+        if settings.global_batch_size is not None and problems:
+            self.state.settings = before
+            raise ValueError("; ".join(problems))
+        if settings.changes_rates or before.changes_rates:
+            self.set_rates()
+
+    def set_rates(self) -> None:
+        """Sets learning rate, weight decay and beta2 for the next step."""
+        beta2 = self.config.optim.adam_beta2
+        set_rates(self.optimizer, self.scheduler, self.state.settings, beta2=beta2)

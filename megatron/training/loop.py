@@ -21,11 +21,12 @@ def train(job: Job) -> str | None:
     why: str | None = None
     saved, evaluated = state.iteration, -1
     while why is None and job.next_batch_fits:
-        batch = job.batch_schedule.at(state.consumed_samples)
+        batch = job.global_batch_size
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.pass_over(batch)
             continue
-        job.fire("on_train_step_start", global_batch_size=batch)
+        sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
+        job.fire("on_train_step_start", **sizes)
         info, stop = train_step(job)
         request = job.fire(
             "on_train_step_end",
@@ -35,14 +36,17 @@ def train(job: Job) -> str | None:
             skipped_iter=not info.updated,
         )
         reporter.record(info)
+        if request is not None and request.settings is not None:
+            job.adopt(request.settings)
         why = _why(stop, request)
         signalled = stop is not None and stop.kind == "signal"
-        if not signalled and _due(config.batch.eval_interval, state.iteration):
+        if not signalled and job.evaluation_due(info):
             _evaluate(job, reporter, "valid")
             evaluated = state.iteration
         if job.checkpointer is not None:
             job.checkpointer.poll()
-            if request is not None or _due(config.checkpoint.save_interval, state.iteration):
+            asked = request is not None and request.kind != "change"
+            if asked or _due(config.checkpoint.save_interval, state.iteration):
                 job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
                 saved = state.iteration
     if job.checkpointer is not None:

@@ -36,7 +36,7 @@ from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.parallel import build_groups, destroy_groups, init_distributed
 from megatron.training.reader import BatchReader
 from megatron.training.restore import Stored, load_weights, read_stored
-from megatron.training.settle import settle
+from megatron.training.settle import settle, settle_settings
 from megatron.training.signals import STOP_SIGNALS, StopSignals, stop_reason
 from megatron.training.sinks import open_sinks
 from megatron.training.state import TrainState
@@ -90,12 +90,16 @@ def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
 def _run(
     config: Config, callbacks: Callbacks, device: Device, signals: StopSignals, started: float
 ) -> TrainState:
-    tokenizer = build_tokenizer(**_tokenizer_flags(config))
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
     stored = _find_checkpoint(config)
     config = settle(config, stored, vocab_size=tokenizer.vocab_size)
     state = TrainState()
     if stored is not None and not config.checkpoint.finetune:
         state = stored.state
+        keep = callbacks.keep_settings
+        state.settings, notes = settle_settings(state.settings, config, keep=keep)
+        for note in notes:
+            log_rank_zero(f"note: {note}")
     with open_run(config, stored, state, callbacks.settings()) as tracker:
         job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
         job.local_stop = lambda iteration: stop_reason(
@@ -107,6 +111,8 @@ def _run(
         )
         with _garbage_collection(automatic=not config.runtime.manual_gc):
             why = train(job)
+        if why is None and 0 < job.samples_left < config.batch.train_samples:
+            log_rank_zero(f"{job.samples_left} samples are left over, too few for a step")
         if why is not None:
             log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
         tracker.event(
@@ -134,7 +140,8 @@ def _garbage_collection(*, automatic: bool) -> Iterator[None]:
             gc.enable()
 
 
-def _tokenizer_flags(config: Config) -> dict[str, Any]:
+def tokenizer_flags(config: Config) -> dict[str, Any]:
+    """What `build_tokenizer` is given."""
     names = inspect.signature(build_tokenizer).parameters
     flat = config.flat()
     return {name: flat[name] for name in names}
@@ -193,7 +200,7 @@ def build_job(
     callbacks.fire("on_setup_start", context)
     callbacks.fire("on_data_init_start", context)
     train_data, valid_data, test_data = _open_data(config, tokenizer, device)
-    return Job(
+    job = Job(
         config=config,
         device=device,
         groups=groups,
@@ -212,6 +219,9 @@ def build_job(
         local_stop=lambda _iteration: None,
         flops_per_sample=_flops_per_sample(config),
     )
+    if state.settings.changes_rates:
+        job.set_rates()
+    return job
 
 
 def _flops_per_sample(config: Config) -> float:

@@ -115,11 +115,10 @@ class Reporter:
         params_norm: float | None,
     ) -> StepReport:
         job, config = self.job, self.job.config
-        left = job.batch_schedule.iterations_left(info.consumed_samples, config.batch.train_samples)
         flops = job.flops_per_sample * over.samples / over.elapsed_s / config.layout.world_size
         return StepReport(
             iteration=info.iteration,
-            train_iterations=info.iteration + left,
+            train_iterations=info.iteration + job.iterations_left,
             consumed_samples=info.consumed_samples,
             elapsed_per_iteration_ms=1000.0 * over.elapsed_s / over.steps,
             learning_rate=info.learning_rate,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training import restore
 from megatron.training.config import Config
 from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.horizon import adopt
+from megatron.training.layout import batch_problems
 from megatron.training.restore import Stored
+from megatron.training.settings import StepSettings
 
 
 def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
@@ -67,3 +71,35 @@ def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -
             f"--pad-vocab-for-tensor-parallel-size {tp}"
         )
     return padded
+
+
+def settle_settings(
+    stored: StepSettings, config: Config, *, keep: bool
+) -> tuple[StepSettings, list[str]]:
+    """How a resumed run takes its steps.
+
+    Args:
+        stored: the settings of the checkpoint.
+        config: of this launch; its layout may be another.
+        keep: whether a controller goes on with them.
+
+    Returns:
+        Those settings as far as the layout can cut the batch, or none where nobody keeps them; and
+        notes for the user.
+    """
+    plain = StepSettings()
+    if stored == plain:
+        return plain, []
+    if not keep:
+        note = f"the checkpoint was trained with {stored}; without --copus the run uses its flags"
+        return plain, [note]
+    batch, micro = stored.global_batch_size, stored.micro_batch_size
+    micro = micro or config.batch.micro_batch_size
+    if batch is None or not batch_problems(config.layout, micro, batch):
+        return stored, []
+    for size in range(batch, 0, -1):
+        for b in range(micro, 0, -1):
+            if not batch_problems(config.layout, b, size):
+                note = f"global batch {batch} of the checkpoint becomes {size} on {config.layout}"
+                return replace(stored, global_batch_size=size, micro_batch_size=b), [note]
+    return plain, [f"no batch of the checkpoint fits {config.layout}; the run uses its flags"]

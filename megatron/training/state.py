@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.training.settings import StepSettings
+
 
 @dataclass(kw_only=True)
 class TrainState:
@@ -26,6 +28,8 @@ class TrainState:
     """Steps whose loss was NaN or inf."""
     floating_point_operations: float = 0.0
     """Model FLOPs spent so far."""
+    settings: StepSettings = field(default_factory=StepSettings)
+    """What a controller has changed."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """What callbacks keep in checkpoints, by a name of their own: plain JSON types, the same on
     every rank."""
@@ -57,4 +61,4 @@ class TrainState:
         Raises:
             TypeError: for a counter this version does not know.
         """
-        return cls(**data)
+        return cls(**{**data, "settings": StepSettings(**data.get("settings", {}))})

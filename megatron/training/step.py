@@ -60,7 +60,12 @@ def forward_step(device: torch.device, batches: Iterator[Batch] | None, chunk: A
 
 
 def run_schedule(
-    job: Job, batches: Iterator[Batch] | None, num_microbatches: int, *, forward_only: bool
+    job: Job,
+    batches: Iterator[Batch] | None,
+    num_microbatches: int,
+    *,
+    micro_batch_size: int,
+    forward_only: bool,
 ) -> torch.Tensor | None:
     """Runs megatron-core's pipeline schedule once.
 
@@ -68,6 +73,7 @@ def run_schedule(
         job: supplies the chunks.
         batches: this replica's micro-batches, or None on a middle stage.
         num_microbatches: how many.
+        micro_batch_size: samples of each.
         forward_only: no backward pass.
 
     Returns:
@@ -85,35 +91,37 @@ def run_schedule(
         model=job.model.chunks,
         num_microbatches=num_microbatches,
         seq_length=job.config.batch.seq_length,
-        micro_batch_size=job.config.batch.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         forward_only=forward_only,
     )
     return torch.stack([report["lm loss"] for report in reports]) if reports else None
 
 
 def share_numbers(
-    job: Job, losses: torch.Tensor | None, stop_code: int
-) -> tuple[float, float, int]:
-    """Gives every rank the loss, and the stop code any rank asks for. One small all-gather over the
-    world.
+    job: Job, losses: torch.Tensor | None, stop_code: int, elapsed_s: float = 0.0
+) -> tuple[float, float, int, float]:
+    """Gives every rank the loss, the stop code any rank asks for, and the time of the slowest. One
+    small all-gather over the world.
 
     Args:
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
         stop_code: 0, or why this rank wants to leave.
+        elapsed_s: seconds of the step so far on this rank.
 
     Returns:
-        Sum of the losses of all replicas, tokens counted, largest stop code.
+        Sum of the losses of all replicas, tokens counted, largest stop code, most seconds.
     """
-    own = torch.zeros(3, dtype=torch.float64, device=job.device.torch_device)
+    own = torch.zeros(4, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         own[:2] = losses.double().sum(dim=0)
-    own[2] = stop_code
-    gathered = torch.empty(dist.get_world_size() * 3, dtype=torch.float64, device=own.device)
+    own[2], own[3] = stop_code, elapsed_s
+    gathered = torch.empty(dist.get_world_size() * 4, dtype=torch.float64, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, 3)
+    rows = gathered.view(-1, 4)
     total, tokens = rows[:, :2].sum(dim=0).tolist()
-    return total, tokens, int(rows[:, 2].max().item())
+    code, seconds = rows[:, 2:].max(dim=0).values.tolist()
+    return total, tokens, int(code), seconds
 
 
 def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
@@ -124,8 +132,8 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
     """
     started = time.monotonic()
     config, state = job.config, job.state
-    mbs, dp = config.batch.micro_batch_size, config.layout.dp
-    global_batch_size = job.batch_schedule.at(state.consumed_samples)
+    mbs, dp = job.micro_batch_size, config.layout.dp
+    global_batch_size = job.global_batch_size
     num_microbatches = global_batch_size // (mbs * dp)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
     batches = (
@@ -142,15 +150,19 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    losses = run_schedule(job, batches, num_microbatches, forward_only=False)
+    losses = run_schedule(job, batches, num_microbatches, micro_batch_size=mbs, forward_only=False)
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
     _empty_cache(job, level=1)
     result = optimizer_step(job.optimizer)
     _empty_cache(job, level=2)
     if result.updated:
         job.scheduler.step(increment=global_batch_size)
+        if state.settings.changes_rates:
+            job.set_rates()
     stop = job.local_stop(state.iteration + 1)
-    total, tokens, stop_code = share_numbers(job, losses, stop.code if stop else 0)
+    total, tokens, stop_code, elapsed_s = share_numbers(
+        job, losses, stop.code if stop else 0, time.monotonic() - started
+    )
     loss = total / tokens if tokens else math.nan
     state.advance(
         samples=global_batch_size,
@@ -169,7 +181,7 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         num_zeros=result.num_zeros,
         learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
-        elapsed_s=time.monotonic() - started,
+        elapsed_s=elapsed_s,
     )
     interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
     if interval and state.iteration % interval == 0:

@@ -1,0 +1,58 @@
+"""A batch that changes while a run goes on: every sample once, rates exact, under any layout, and
+over a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_settings.py")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("settings")
+    run_ranks([WORKER, folder], 2, timeout_s=200).check()
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.timeout(220)
+def test_batches_follow_each_other_and_the_last_takes_what_is_left(record: dict[str, Any]) -> None:
+    steps = record["dp"]["steps"]
+    sizes = [(s["global_batch_size"], s["micro_batch_size"]) for s in steps]
+    assert sizes == [(8, 1), (8, 1), (16, 2), (16, 2), (8, 1), (24, 4), (16, 4)]
+    ends = [s["consumed_samples"] for s in steps]
+    assert ends == [8, 16, 32, 48, 56, 80, 96]
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize("layout", ["tp", "pp", "vpp"])
+def test_losses_do_not_depend_on_the_layout(record: dict[str, Any], layout: str) -> None:
+    want = [s["loss"] for s in record["dp"]["steps"]]
+    assert [s["loss"] for s in record[layout]["steps"]] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.timeout(220)
+def test_rates_come_back_bit_for_bit(record: dict[str, Any]) -> None:
+    at = {s["samples"]: s for s in record["dp"]["seen"]}
+    # What a step leaves is what the next one uses; a change comes after it.
+    assert at[8]["lr"] == at[16]["lr"] == at[56]["lr"] == 1e-3
+    assert at[32]["lr"] == at[48]["lr"] == 1e-3 * 2**0.5
+    assert (at[80]["beta2"], at[80]["weight_decay"]) == (0.9, 0.2)
+    assert (at[56]["beta2"], at[56]["weight_decay"]) == (0.999, 0.1)
+
+
+@pytest.mark.timeout(220)
+def test_a_checkpoint_carries_the_change(record: dict[str, Any]) -> None:
+    whole = record["dp"]
+    again = record["resumed"]
+    assert again["steps"][-3:] == whole["steps"][-3:], "bit-equal"
+    assert again["seen"] == whole["seen"][4:]
+    # The layout has one replica less: the same batches, other micro-batches.
+    other = [s["loss"] for s in record["resumed as pp"]["steps"][-3:]]
+    assert other == pytest.approx([s["loss"] for s in whole["steps"][-3:]], abs=1e-5)
