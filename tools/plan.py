@@ -26,6 +26,7 @@ from copus_ext.planner.request import (
     UsageProblem,
     batches,
     cluster_of,
+    is_number,
     model_of,
     sizes,
     timings_of,
@@ -97,6 +98,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
     if args.top < 1:
         raise UsageProblem(f"--top {args.top} must be at least 1")
+    if args.rejected and (args.format == "flags" or args.explain is not None):
+        raise UsageProblem("--rejected goes with a table or --json of a search; drop one")
     constants = None
     if args.constants is not None:
         try:
@@ -133,7 +136,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
     if world % (tp * pp) or given.get("dp", dp) != dp:
         raise UsageProblem(f"--explain {args.explain}: tp x pp x dp is not {world} GPUs")
     recompute, _, layers = given.get("recompute", "none").partition(":")
-    if recompute not in RECOMPUTE or (recompute == "block") != layers.isdigit():
+    if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
         ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
         raise UsageProblem(f"--explain {args.explain}: recompute is one of {ways}")
     if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
@@ -165,7 +168,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     answers = [explained(args, planner, batch) for batch in wanted]
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
-        _put(report.dump({"schema": report.SCHEMA, "explained": records}), args.output)
+        _put(report.dump({"schema": report.EXPLAINED, "explained": records}), args.output)
     else:
         texts = [
             report.breakdown(a)
@@ -222,6 +225,9 @@ def answer(args: argparse.Namespace) -> int:
         report.table(plans, report.console_for(sys.stdout if args.output is None else text))
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
+    failed = [plan for plan in plans if plan.status != "ok"]
+    for plan in failed:
+        print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
     if args.plot is not None:
         try:
             report.plot(plotted, args.plot)
@@ -229,9 +235,6 @@ def answer(args: argparse.Namespace) -> int:
             raise UsageProblem('--plot needs plotly; run: pip install "copus[report]"') from None
         except OSError as error:
             raise UsageProblem(f"--plot {args.plot}: {error}") from error
-    failed = [plan for plan in plans if plan.status != "ok"]
-    for plan in failed:
-        print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
     if len(plans) < len(wanted):
         return 130
     if any(plan.status == "no_legal" for plan in failed):

@@ -85,7 +85,7 @@ class ClusterSpec:
             "gpus_per_node": self.gpus_per_node,
             "intra_bytes_per_s": self.intra_bytes_per_s,
             "nic_bytes_per_s": self.nic_bytes_per_s,
-            "local": self.constants == "cpu",
+            "on_cpu": self.constants == "cpu",
         }
 
     def load_constants(self) -> Constants:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.perf.params import all_stages, stage_parameters
-from copus_ext.perf.rows import RECOMPUTE_SELECTIVE, Rows
+from copus_ext.perf.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
 KINDS = (
     "weights",
@@ -46,7 +46,7 @@ class Memory:
 
 def layer_activation_bytes(rows: Rows) -> Any:
     """Bytes that one layer keeps of one micro-batch for its backward pass."""
-    return np.where(rows.local, _local_layer_bytes(rows), _fused_layer_bytes(rows))
+    return np.where(rows.plain_torch, _local_layer_bytes(rows), _fused_layer_bytes(rows))
 
 
 def _local_layer_bytes(rows: Rows) -> Any:
@@ -132,7 +132,8 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     # What the backward pass of a layer adds, when the head is done and its bytes are free again; a
     # layer recomputed whole stands there too, unless others of its chunk have just made room.
     mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
-    layer = rows.element_bytes * rows.tokens * mlp + np.where(share == 1, saved, 0.0)
+    again = np.where(share == 1, saved, _recomputed_core_bytes(rows, saved))
+    layer = rows.element_bytes * rows.tokens * mlp + again
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
     # Sent outputs are given up on a GPU; on a CPU rank `_buffers` covers the few of plain 1F1B.
@@ -143,7 +144,7 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(_buffers(rows, message), held.shape)
-        + np.where(rows.local & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
+        + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.full(held.shape, float(context_bytes)),
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
@@ -151,14 +152,24 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
 
 
+def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
+    """What selective recomputation brings back of one layer."""
+    selective = rows.recompute == RECOMPUTE_SELECTIVE
+    if not np.any(selective):
+        return 0.0
+    whole = layer_activation_bytes(rows.change(recompute=np.full(len(rows), RECOMPUTE_NONE)))
+    return np.where(selective, np.maximum(whole - saved, 0.0), 0.0)
+
+
 def _head_bytes(rows: Rows) -> Any:
-    """Logits and what becomes of them; in plain torch also the gradient of the output weights
-    before it is added to the others, and the final norm."""
+    """Logits and what becomes of them, and the final norm; in plain torch also the gradient of the
+    output weights before it is added to the others."""
     columns = rows.padded_vocab_size / rows.tp
     width = np.where(rows.element_bytes == 4, 4.0, 6.0)
-    norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size
-    alone = rows.element_bytes * columns * rows.hidden_size + norm
-    return width * rows.tokens * columns + np.where(rows.local, alone, 0.0)
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
+    alone = np.where(rows.plain_torch, rows.element_bytes * columns * rows.hidden_size, 0.0)
+    return width * rows.tokens * columns + norm + alone
 
 
 def _buffers(rows: Rows, message: Any) -> Any:

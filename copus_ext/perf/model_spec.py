@@ -64,6 +64,8 @@ class ModelSpec:
     """bf16, fp16 or fp32."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
+    local: bool = False
+    """Layers in plain torch (`--transformer-impl local`) instead of Transformer Engine's."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -129,6 +131,7 @@ class ModelSpec:
             "seq_length": self.seq_length,
             "mlp_matrices": 3 if self.gated else 2,
             "fused_attention": self.fused_attention,
+            "local": self.local,
             "dropout": self.dropout,
             "tied": self.tied,
             "learned_positions": self.learned_positions,
@@ -196,6 +199,7 @@ class ModelSpec:
             dropout=args.hidden_dropout > 0,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
             fused_attention=args.attention_backend != "unfused",
+            local=args.transformer_impl == "local",
         )
 
     @classmethod

@@ -89,8 +89,10 @@ class Rows:
     overlap_param_gather: Any
     """Whether weights are gathered while the forward pass runs."""
     local: Any = False
-    """Whether layers are megatron-core's own in plain torch, as on CPU ranks, without Transformer
-    Engine's fusions."""
+    """Whether layers are megatron-core's own in plain torch, without Transformer Engine's
+    fusions."""
+    on_cpu: Any = False
+    """Whether ranks are CPU ranks: there outputs that were sent are kept."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 
@@ -106,6 +108,11 @@ class Rows:
     def layers_of_chunk(self) -> Any:
         """Layers of a model chunk, all chunks being equal."""
         return self.num_layers / (self.pp * self.vpp)
+
+    @property
+    def plain_torch(self) -> Any:
+        """Whether layers are in plain torch; there is no Transformer Engine for CPU ranks."""
+        return np.logical_or(self.local, self.on_cpu)
 
     @property
     def recomputed_share(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copus_ext.perf.model_spec import ModelSpec, divisors
+from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
 from copus_ext.planner.configuration import Configuration
 
 GIB = 2.0**30
@@ -67,7 +67,7 @@ def reason(
     }
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
-        return less, f"--recompute {c.recompute} considers nothing else"
+        return less, f"price it with --explain {c}"
     if code == "memory":
         assert peak_bytes is not None
         return (
@@ -75,6 +75,18 @@ def reason(
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
+
+
+def check_block(model: ModelSpec, c: Configuration) -> None:
+    """Raises:
+    SpecError: a chunk does not have so many layers to recompute.
+    """
+    layers = model.num_layers // (c.pp * c.vpp)
+    if not 1 <= c.recompute_num_layers < layers:
+        raise SpecError(
+            f"recompute={c.recomputation}: a chunk has {layers} layers; use 1 to {layers - 1}, or "
+            "recompute=full"
+        )
 
 
 def _divide(a: int, b: int) -> bool:

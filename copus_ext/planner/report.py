@@ -19,7 +19,7 @@ from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 
-SCHEMA = "copus.plan/1"
+SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _SHOWN = 10
 """Layouts drawn at first; the others appear when their name is clicked."""
 _TICKS = 16
@@ -95,7 +95,7 @@ def cells(rank: int, answer: Ranked) -> list[str]:
 
 
 def table(plans: Sequence[Plan], console: Console) -> None:
-    """Prints all plans; beyond a terminal, every row is one line."""
+    """Prints all plans; every row is one line."""
     for number, plan in enumerate(plans):
         if number:
             console.print()
@@ -109,7 +109,7 @@ def table(plans: Sequence[Plan], console: Console) -> None:
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
         console.print(
-            f"{plan.num_ranked} configurations fit global batch {plan.global_batch_size}",
+            f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,
         )
         for r in plan.rejected:
@@ -119,11 +119,18 @@ def table(plans: Sequence[Plan], console: Console) -> None:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
 
 
+class _Console(Console):
+    """One that leaves a reader who has gone to the caller."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console_for(file: TextIO) -> Console:
-    """A console on a terminal, or one without colours, frames or folded lines on anything else."""
+    """A console that never folds or cuts a line; with colours on a terminal only."""
     if file.isatty():
-        return Console(file=file)
-    return Console(file=file, width=_WIDE, no_color=True, soft_wrap=True)
+        return _Console(file=file, width=_WIDE, soft_wrap=True)
+    return _Console(file=file, width=_WIDE, soft_wrap=True, force_terminal=False, color_system=None)
 
 
 def breakdown(answer: Ranked) -> str:
@@ -162,16 +169,14 @@ def plot(plans: Sequence[Plan], path: Path) -> None:
     Raises:
         ImportError: plotly is not installed.
     """
-    import importlib
-
-    go: Any = importlib.import_module("plotly.graph_objects")
+    import plotly.graph_objects as go
 
     curves: dict[str, dict[int, float]] = {}
     for plan in plans:
         for r in plan.ranked:
-            c, name = r.configuration, _layout_name(r.configuration)
+            name = _layout_name(r.configuration)
             best = curves.setdefault(name, {})
-            batch = c.global_batch_size
+            batch = plan.global_batch_size
             best[batch] = max(best.get(batch, 0.0), r.prediction.samples_per_s)
     figure = go.Figure()
     best_first = sorted(curves.items(), key=lambda item: -max(item[1].values()))
@@ -192,7 +197,7 @@ def plot(plans: Sequence[Plan], path: Path) -> None:
             text = f"from here {name}"
             figure.add_annotation(text=text, showarrow=False, xshift=-9, yanchor="bottom", **at)
     sizes = sorted({x for curve in curves.values() for x in curve})
-    every = -(-len(sizes) // _TICKS)
+    every = max(-(-len(sizes) // _TICKS), 1)
     figure.update_xaxes(type="log", title="global batch, samples", tickvals=sizes[::every])
     figure.update_yaxes(title="samples/s")
     figure.update_layout(title="Throughput of the best configuration of each layout")

@@ -12,6 +12,8 @@ from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset, quant
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.profile import read_profile
 
+LARGEST = 2**31
+"""Beyond this no size is taken."""
 SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
 
 
@@ -40,9 +42,14 @@ def batches(text: str) -> list[int]:
         raise UsageProblem(
             f"--global-batch-size {text}: write 512, or 64,128, or 64:4096:x2, or 64:256:+64"
         ) from None
-    if not sizes or min(sizes) < 1:
-        raise UsageProblem(f"--global-batch-size {text}: sizes must be at least 1")
+    if not sizes or min(sizes) < 1 or max(sizes) > LARGEST:
+        raise UsageProblem(f"--global-batch-size {text}: sizes must be from 1 to {LARGEST}")
     return sorted(set(sizes))
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number of a size that anything here can have."""
+    return text.isascii() and text.isdecimal() and int(text) <= LARGEST
 
 
 def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
         name, _, value = part.partition("=")
         if name in extra and value:
             found[name] = value
-        elif name in SIZES and value.isdigit() and int(value):
+        elif name in SIZES and is_number(value) and int(value):
             found[name] = int(value)
         else:
             raise UsageProblem(
@@ -118,8 +125,11 @@ def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:
         machine, timings = read_profile(path)
     except (OSError, ValueError, TypeError) as error:
         raise InputProblem(f"--profile {path}: {error}") from error
-    own = {**model.to_json(), "name": None}
-    if {**machine.get("model", {}), "name": None} != own:
+    try:
+        theirs = ModelSpec.from_json(machine.get("model", {}))
+    except SpecError as error:
+        raise InputProblem(f"--profile {path}: {error}") from error
+    if dataclasses.replace(theirs, name=model.name) != model:
         raise InputProblem(f"--profile {path} was measured with another model; measure this one")
     measured = machine.get("world_size"), machine.get("gpu")
     if measured != (cluster.world_size, cluster.gpu.name):

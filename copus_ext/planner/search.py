@@ -1,7 +1,8 @@
 """Ranks the whole space of configurations by predicted throughput, for many global batches at once.
 
-Order of work: rules, then bytes, then a lower bound of the time, then the exact simulation of those
-that could still be among the best. The ranking is that of simulating everything.
+Order of work: rules, bytes, domination (`dominate`), a lower bound of the time, then the exact
+simulation of those that could still be among the best. The ranking is that of simulating all that
+no other dominates.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ from copus_ext.planner.configuration import (
     Rejected,
 )
 from copus_ext.planner.dominate import dominated
-from copus_ext.planner.explain import reason
+from copus_ext.planner.explain import check_block, reason
 from copus_ext.planner.space import (
     LEGAL,
     Limits,
     Points,
     enumerate_points,
+    joined,
     measured_points,
     to_rows,
 )
@@ -162,7 +164,7 @@ class Planner:
         parts = [
             enumerate_points(self.model, self.cluster, batch, self.limits) for batch in batch_sizes
         ]
-        points = _joined(parts)
+        points = joined(parts)
         legal = np.flatnonzero(points.code == LEGAL)
         peaks = np.full(len(points), np.nan)
         if len(legal):
@@ -174,11 +176,7 @@ class Planner:
         points.code[np.nan_to_num(peaks, nan=0.0) > self.safe_bytes] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        beaten = dominated(some, peaks[fits] <= self._sure_bytes)
-        # What was measured runs, whatever was predicted for it and for its kin.
-        measured = {tuple(key) for key in _keys(self._known[0]).tolist()}
-        if measured:
-            beaten &= [tuple(key) not in measured for key in _keys(some).tolist()]
+        beaten = dominated(some, peaks[fits] <= self._sure_bytes, self._known[0])
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
@@ -367,6 +365,12 @@ class Planner:
             SpecError: it is no point of this space.
         """
         c = configuration
+        if c.recompute == "block":
+            plain = replace(c, recompute="none", recompute_num_layers=0)
+            found = self.explain(plain)
+            if isinstance(found, Rejected) and found.code != "memory":
+                return found
+            check_block(self.model, c)
         fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
         fixed["recompute_num_layers"] = c.recompute_num_layers
         limits = replace(self.limits, fixed=fixed, largest={}, recompute=(c.recompute,))
@@ -391,8 +395,3 @@ def _keys(points: Points) -> Any:
     names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
     names += ("use_distributed_optimizer",)
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
-
-
-def _joined(parts: list[Points]) -> Points:
-    names = Points.__dataclass_fields__
-    return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})

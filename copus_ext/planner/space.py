@@ -34,6 +34,8 @@ class Limits:
     """Sizes that must not exceed a value."""
     recompute: tuple[str, ...] = RECOMPUTE
     """Recomputation to consider."""
+    use_distributed_optimizer: tuple[bool, ...] = (True, False)
+    """Whether to consider optimizer state that is split over the replicas, and whole."""
     cross_node_tp: bool = False
     """Whether a tensor-parallel group may span nodes."""
     max_micro_batch: int = 64
@@ -99,6 +101,12 @@ class Points:
         )
 
 
+def joined(parts: Sequence[Points]) -> Points:
+    """All points of several tables."""
+    names = [f.name for f in fields(Points)]
+    return Points(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
 def enumerate_points(
     model: ModelSpec, cluster: ClusterSpec, global_batch_size: int, limits: Limits
 ) -> Points:
@@ -119,11 +127,14 @@ def enumerate_points(
         raise SpecError(_nothing_left(model, cluster, limits))
     table = np.array(columns, dtype=np.int64)
     column, recompute, layers = _recomputations(model, table, limits)
-    # Each with its optimizer state split over the replicas, and not.
-    column, recompute, layers = (np.repeat(x, 2) for x in (column, recompute, layers))
+    if not len(column):
+        raise SpecError("--recompute block needs chunks of two layers or more; use another way too")
+    split = limits.use_distributed_optimizer
+    column, recompute, layers = (np.repeat(x, len(split)) for x in (column, recompute, layers))
     num = len(column)
     asked = np.full(num, global_batch_size)
-    unit = table[column, 3] * table[column, 4]
+    chunks = table[column, 2] > 1
+    unit = table[column, 3] * table[column, 4] * np.where(chunks, table[column, 1], 1)
     rounds = limits.round_down & (asked >= unit)
     points = Points(
         **dict(zip(SIZES, table[column].T)),
@@ -131,7 +142,7 @@ def enumerate_points(
         asked_batch_size=asked,
         recompute=recompute,
         recompute_num_layers=layers,
-        use_distributed_optimizer=np.arange(num) % 2 == 0,
+        use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         code=np.full(num, LEGAL),
     )
     return judge(model, cluster, points, limits)

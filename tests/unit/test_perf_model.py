@@ -233,3 +233,11 @@ def test_the_peak_is_on_the_first_or_the_last_stage() -> None:
     rows = to_rows(model, preset("h100-80g:256"), points.take(np.flatnonzero(points.code == LEGAL)))
     assert len(rows) > 1000
     np.testing.assert_allclose(peak_bytes(rows), memory(rows).peak_bytes, rtol=1e-12)
+    here = rows.change(on_cpu=np.ones(len(rows), dtype=bool))
+    np.testing.assert_allclose(peak_bytes(here), memory(here).peak_bytes, rtol=1e-12)
+
+
+def test_plain_torch_keeps_more_than_fused_layers() -> None:
+    rows = some_rows()
+    plain = rows.change(local=np.ones(len(rows), dtype=bool))
+    assert (layer_activation_bytes(plain) > 1.2 * layer_activation_bytes(rows)).all()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.perf import schedule
 from copus_ext.perf.schedule import pipeline_time
 
 
@@ -137,7 +138,11 @@ def test_plain_1f1b_equals_the_reference(kind: str, pp: int) -> None:
 
 @pytest.mark.parametrize("kind", ["equal", "heavy ends", "random"])
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (2, 3), (3, 2), (4, 2), (4, 3)])
-def test_interleaved_equals_the_reference(kind: str, pp: int, vpp: int) -> None:
+def test_interleaved_equals_the_reference(
+    monkeypatch: pytest.MonkeyPatch, kind: str, pp: int, vpp: int
+) -> None:
+    # Few columns are played one by one, many together: every other case as if they were many.
+    monkeypatch.setattr(schedule, "_FEW_COLUMNS", 0 if (pp + vpp) % 2 else 99)
     rng = np.random.default_rng(10 * pp + vpp)
     counts = pp * np.array([1, 2, 3, 5, 9, 14])
     f, g, c = draw(rng, pp, vpp, len(counts), kind)
@@ -196,3 +201,24 @@ def test_long_runs_are_jumped_over_exactly() -> None:
     want = simulate(f[..., 0], g[..., 0], c[:, 0], 2_000, 1)
     got = pipeline_time(f[..., :1], g[..., :1], c[:, :1], np.array([2_000]), vpp=1)
     assert math.isclose(got[0, 0], want[0], rel_tol=1e-10)
+
+
+def test_both_ways_of_playing_give_the_same() -> None:
+    rng = np.random.default_rng(5)
+    f, g, c = draw(rng, 4, 3, 6, "random")
+    together = schedule._interleaved(f, g, c, 12)
+    for i in range(6):
+        alone = schedule._interleaved(f[..., i : i + 1], g[..., i : i + 1], c[:, i : i + 1], 12)
+        assert np.array_equal(together[0][:, i], alone[0][:, 0])
+        assert np.array_equal(together[1][i], alone[1][0], equal_nan=True)
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 4])
+def test_a_longer_pass_never_shortens_a_step(vpp: int) -> None:
+    """What leaves out configurations that recompute more."""
+    rng = np.random.default_rng(vpp)
+    counts = 4 * np.array([1, 2, 3, 5, 8, 8, 12, 20])
+    f, g, c = draw(rng, 4, vpp, len(counts), "random")
+    before = pipeline_time(f, g, c, counts, vpp=vpp)
+    longer = g * (1 + rng.random(g.shape))
+    assert (pipeline_time(f, longer, c, counts, vpp=vpp) >= before - 1e-12).all()

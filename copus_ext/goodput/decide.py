@@ -1,0 +1,329 @@
+"""The decision at a step boundary, as a function of nothing but the situation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from copus_ext.goodput import objectives, policies, switch_rule
+from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
+
+_SHOWN = 12
+"""Candidates that a decision keeps."""
+_SHRINK_HALF_LIVES = 4.0
+_INTERVAL_Z = 1.96
+_SAME_BATCH_NOISE = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Goal:
+    """What is best, before limits."""
+
+    log_worth: list[float]
+    """ln(worth) of every row; minus infinity where it is not positive."""
+    batch: float | None
+    """The batch aimed at, samples."""
+    noise: float
+    """Phi, samples."""
+
+
+def decide(s: Situation) -> Decision:
+    """What to do now. The same situation gives the same decision, bit for bit."""
+    why_not = _closed(s)
+    if why_not:
+        return _stay(s, why_not)
+    goal = _goal(s)
+    if goal is None:
+        return _micro_batch_only(s)
+    target = goal.batch
+    small = _is_small(s)
+    judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
+    judged.sort(key=lambda c: (-(c.gain if c.gain is not None else -math.inf), _order(s, c.row)))
+    chosen = next((c for c in judged if c.verdict == "chosen"), None)
+    if chosen is None:
+        best = next((c for c in judged if c.row != s.now), None)
+        reason = f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
+        return _stay(s, reason, target=target, small=small, candidates=judged)
+    is_same = chosen.row.layout == s.now.layout
+    return Decision(
+        kind="batch" if is_same else "relayout",
+        to=chosen.row,
+        reason=_why(s, chosen, goal),
+        gain=chosen.gain,
+        target_batch=target,
+        is_small=small,
+        candidates=tuple(judged[:_SHOWN]),
+    )
+
+
+def _closed(s: Situation) -> str:
+    """Why nothing is decided now; empty if something may be."""
+    if s.paused:
+        return "paused by an operator"
+    if s.in_warmup and s.rules.policy != "step_schedule":
+        return "the learning rate is warming up"
+    return ""
+
+
+def _stay(
+    s: Situation,
+    reason: str,
+    *,
+    target: float | None = None,
+    small: bool = False,
+    candidates: Sequence[Candidate] = (),
+) -> Decision:
+    return Decision(
+        kind="stay",
+        to=s.now,
+        reason=reason,
+        gain=None,
+        target_batch=target,
+        is_small=small,
+        candidates=tuple(candidates[:_SHOWN]),
+    )
+
+
+def _goal(s: Situation) -> _Goal | None:
+    """What the policy wants; None where it lacks the noise scale."""
+    policy, noise = s.rules.policy, s.noise_samples
+    if policies.needs_noise(policy) and (
+        noise is None or noise <= 0 or s.noise.effective_steps < s.rules.min_effective_steps
+    ):
+        return None
+    if policy in policies.WEIGHING:
+        assert noise is not None
+        worths = [_log_worth(s, row, noise) for row in s.rows]
+        own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
+        best = max(own, key=lambda i: worths[i])
+        return _Goal(log_worth=worths, batch=float(s.rows[best].global_batch_size), noise=noise)
+    batch = policies.target_batch(s)
+    if batch is None:
+        return None
+    sizes = sorted({row.global_batch_size for row in s.rows})
+    snapped = policies.snap(batch, _grid(s) or sizes, policy=policy)
+    within = _reachable(s, snapped, sizes)
+    # Only the wanted batch counts; between its configurations throughput decides.
+    worths = [
+        math.log(row.samples_per_s) if row.global_batch_size == within else -math.inf
+        for row in s.rows
+    ]
+    return _Goal(log_worth=worths, batch=batch, noise=noise or _SAME_BATCH_NOISE)
+
+
+def _grid(s: Situation) -> list[int]:
+    present = {row.global_batch_size for row in s.rows}
+    return sorted(present & {*s.rules.grid, s.now.global_batch_size})
+
+
+def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
+    """The batch nearest to the wanted one that may be taken in one go."""
+    now = s.now.global_batch_size
+    most = now * s.rules.growth
+    if wanted > most:
+        return max((size for size in sizes if now <= size <= most), default=now)
+    if wanted < now and not s.rules.allow_shrink:
+        return now
+    return wanted
+
+
+def _log_worth(s: Situation, row: Row, noise: float) -> float:
+    value = float(
+        objectives.worth(
+            s.rules.objective,
+            row.samples_per_s,
+            row.global_batch_size,
+            noise,
+            reference_batch=s.rules.reference_batch,
+        )
+    )
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _considered(s: Situation, goal: _Goal) -> list[int]:
+    """Rows worth a verdict: of every layout and batch the best one, and the present one."""
+    allowed = {*_grid(s)}
+    best: dict[tuple, int] = {}
+    for i, row in enumerate(s.rows):
+        if row.global_batch_size not in allowed or goal.log_worth[i] == -math.inf:
+            continue
+        key = (row.layout, row.global_batch_size)
+        known = best.get(key)
+        if known is None or goal.log_worth[i] > goal.log_worth[known]:
+            best[key] = i
+    return sorted({*best.values(), s.current})
+
+
+def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
+    """One row against the present one."""
+    row, now = s.rows[i], s.now
+    if i == s.current:
+        return Candidate(row=row, gain=0.0, needed=None, verdict="present")
+    base = goal.log_worth[s.current]
+    is_target = s.rules.policy in policies.TARGETS
+    moves_batch = row.global_batch_size != now.global_batch_size
+    if is_target and moves_batch:
+        gain, needed = None, None
+    elif base == -math.inf:
+        return Candidate(row=row, gain=None, needed=None, verdict="the present one has no worth")
+    else:
+        gain = math.expm1(goal.log_worth[i] - base)
+        needed = _needed(s, row, goal)
+    why = _barred(s, row, small=small)
+    if not why and gain is not None and needed is not None and gain <= needed:
+        why = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
+    return Candidate(row=row, gain=gain, needed=needed, verdict=why or "chosen")
+
+
+def _barred(s: Situation, row: Row, *, small: bool) -> str:
+    """Why a row must not be taken now, whatever it gains; empty if it may."""
+    now = s.now
+    if row.layout != now.layout:
+        why = _relayout_barred(s)
+        if why:
+            return why
+    if row.global_batch_size == now.global_batch_size:
+        return "the learning rate is in a ramp" if s.in_ramp else ""
+    since = None
+    if s.last_change_samples is not None:
+        since = s.consumed_samples - s.last_change_samples
+    if row.global_batch_size > now.global_batch_size:
+        if row.global_batch_size > now.global_batch_size * s.rules.growth:
+            return f"grows more than {s.rules.growth:g} times at once"
+        if s.in_ramp:
+            return "the learning rate still follows the last growth"
+        waits = policies.needs_noise(s.rules.policy) and s.rules.policy != "copus"
+        if waits and since is not None and since < s.half_life_samples:
+            return f"{since} of {s.half_life_samples:.0f} samples since the last change"
+        if s.consumed_samples < s.hold_growth_until_samples:
+            return f"held after a loss spike until sample {s.hold_growth_until_samples}"
+        return ""
+    return _shrink_barred(s, small=small)
+
+
+def _shrink_barred(s: Situation, *, small: bool) -> str:
+    if not s.rules.allow_shrink:
+        return "the batch does not shrink without --copus-allow-shrink"
+    if s.noise.status != "ok":
+        return "the noise scale has no upper end"
+    long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
+    if s.rules.policy in policies.SCHEDULED:
+        return ""
+    if not small or s.small_since_samples is None:
+        return "the best batch is not surely smaller"
+    if s.consumed_samples - s.small_since_samples < long_enough:
+        return f"surely smaller for less than {long_enough:.0f} samples"
+    return ""
+
+
+def _relayout_barred(s: Situation) -> str:
+    if not s.rules.relayout:
+        return "another layout, and the run keeps its own"
+    since_steps = since_s = None
+    if s.last_relayout_iteration is not None:
+        since_steps = s.iteration - s.last_relayout_iteration
+        since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
+    if s.in_ramp:
+        return "the learning rate is in a ramp"
+    return switch_rule.may_relayout(
+        cost_s=s.switch_cost_s,
+        elapsed_s=s.elapsed_s,
+        paused_s=s.paused_s,
+        steps_since=since_steps,
+        seconds_since=since_s,
+    )
+
+
+def _needed(s: Situation, row: Row, goal: _Goal) -> float:
+    """The gain that the switch rule asks for."""
+    is_same = row.layout == s.now.layout
+    cost_s = 0.0 if is_same else s.switch_cost_s
+    if s.rules.switch_rule == "paper":
+        return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
+    left = max(s.total_samples - s.consumed_samples, 0)
+    return switch_rule.forward_needed(
+        cost_s=cost_s,
+        remaining_s=left / s.now.samples_per_s,
+        log_sd=_log_sd(s, row, goal.noise),
+        margin=switch_rule.BATCH_MARGIN if is_same else switch_rule.RELAYOUT_MARGIN,
+    )
+
+
+def _log_sd(s: Situation, row: Row, noise: float) -> float:
+    """Standard deviation of the logarithm of a gain: of the noise scale, as far as it moves the two
+    worths apart, and of the two throughputs."""
+    slopes = [
+        objectives.sensitivity(
+            s.rules.objective,
+            r.global_batch_size,
+            noise,
+            reference_batch=s.rules.reference_batch,
+        )
+        for r in (row, s.now)
+    ]
+    variance = (slopes[0] - slopes[1]) ** 2 * _log_variance(s)
+    return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
+
+
+def _log_variance(s: Situation) -> float:
+    """Variance of ln(phi), from its interval; none where a lower bound stands for it."""
+    low, high = s.noise.low_samples, s.noise.high_samples
+    if s.noise.status != "ok" or not low or not high:
+        return 0.0
+    return (math.log(high / low) / (2 * _INTERVAL_Z)) ** 2
+
+
+def _is_small(s: Situation) -> bool:
+    """Whether the present batch is too large even at the upper end of the noise scale."""
+    high = s.noise.high_samples
+    if s.noise.status != "ok" or high is None or s.rules.policy not in policies.WEIGHING:
+        return False
+    rows = [row for row in s.rows if row.layout == s.now.layout]
+    worths = [_log_worth(s, row, s.rules.calibration * high) for row in rows]
+    best = rows[max(range(len(rows)), key=lambda i: worths[i])]
+    return best.global_batch_size < s.now.global_batch_size
+
+
+def _micro_batch_only(s: Situation) -> Decision:
+    """Without a noise scale only configurations of the present batch can be compared."""
+    noise = _SAME_BATCH_NOISE
+    worths = [
+        math.log(row.samples_per_s)
+        if row.global_batch_size == s.now.global_batch_size
+        else -math.inf
+        for row in s.rows
+    ]
+    goal = _Goal(log_worth=worths, batch=None, noise=noise)
+    judged = [_judge(s, i, goal, small=False) for i in _considered(s, goal)]
+    chosen = next((c for c in judged if c.verdict == "chosen"), None)
+    measured = f"{s.noise.effective_steps:.0f} of {s.rules.min_effective_steps:.0f} steps"
+    if chosen is None:
+        return _stay(s, f"the noise scale is not known yet ({measured})", candidates=judged)
+    return Decision(
+        kind="batch" if chosen.row.layout == s.now.layout else "relayout",
+        to=chosen.row,
+        reason=_why(s, chosen, goal),
+        gain=chosen.gain,
+        target_batch=None,
+        is_small=False,
+        candidates=tuple(judged[:_SHOWN]),
+    )
+
+
+def _order(s: Situation, row: Row) -> tuple:
+    """Of equals the present layout, then the faster, the smaller tp, the smaller batch."""
+    is_other = row.layout != s.now.layout
+    return is_other, -row.samples_per_s, row.tp, row.global_batch_size, row.micro_batch_size
+
+
+def _why(s: Situation, chosen: Candidate, goal: _Goal) -> str:
+    row, now = chosen.row, s.now
+    parts = [f"{row} instead of batch {now.global_batch_size} in {now.micro_batch_size}"]
+    if chosen.gain is not None and chosen.needed is not None:
+        parts.append(f"gains {100 * chosen.gain:.1f} %, needs {100 * chosen.needed:.1f} %")
+    if policies.needs_noise(s.rules.policy) and goal.batch is not None:
+        parts.append(f"noise scale {goal.noise:.0f} samples (times {s.rules.calibration:g})")
+    if goal.batch is not None:
+        parts.append(f"{s.rules.policy} aims at batch {goal.batch:.0f}")
+    return "; ".join(parts)

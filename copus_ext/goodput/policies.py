@@ -1,0 +1,97 @@
+"""What batch a policy aims at: ours, and the ways of choosing it that people use or publish.
+
+A policy either weighs configurations by an objective or names a target batch. Limits on growth,
+gates and the switch rule are the same for all and live in `decide`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from copus_ext.goodput.situation import Situation
+
+WEIGHING = ("adaptive", "copus")
+"""Policies that weigh configurations; `copus` is the paper's to the letter."""
+TARGETS = ("static", "step_schedule", "cbs", "norm_test", "doubling", "seesaw")
+"""Policies that name a batch."""
+POLICIES = (*WEIGHING, *TARGETS)
+SCHEDULED = ("step_schedule", "doubling", "seesaw")
+"""Those of the targets that do not look at the noise scale, and are asked before every step."""
+_FIRST_DOUBLING = 8
+"""A run doubles first after this part of it."""
+
+
+def needs_noise(policy: str) -> bool:
+    """Whether a policy looks at the noise scale."""
+    return policy not in (*SCHEDULED, "static")
+
+
+def target_batch(s: Situation) -> float | None:
+    """The batch that a policy of `TARGETS` aims at, samples; None where it does not know.
+
+    Raises:
+        ValueError: a policy that names none.
+    """
+    policy, batch = s.rules.policy, s.now.global_batch_size
+    if policy == "static":
+        return float(batch)
+    if policy == "step_schedule":
+        sizes = [size for start, size in s.rules.schedule if start <= s.consumed_samples]
+        return float(sizes[-1]) if sizes else float(batch)
+    if policy == "doubling":
+        return float(s.rules.reference_batch * 2 ** num_doublings(s))
+    if policy == "seesaw":
+        return _seesaw(s)
+    if policy == "cbs":
+        return s.noise_samples
+    if policy == "norm_test":
+        return _norm_test(s)
+    raise ValueError(f"policy {policy!r} names no batch")
+
+
+def num_doublings(s: Situation) -> int:
+    """Doublings so far: after D1, D1 r, D1 r^2, ... samples (the form of arXiv 2505.23971)."""
+    first = s.rules.doubling_first_samples or max(s.total_samples // _FIRST_DOUBLING, 1)
+    count, at = 0, float(first)
+    while at <= s.consumed_samples:
+        count, at = count + 1, at * s.rules.doubling_ratio
+    return count
+
+
+def _seesaw(s: Situation) -> float:
+    """B_ref / f, f the part of the learning rate that the schedule has left (arXiv 2510.14717).
+
+    A cut by f becomes one by sqrt(f), the batch doing the rest; not above the noise scale.
+    """
+    wanted = s.rules.reference_batch / max(s.lr_decay_factor, 1e-9)
+    return wanted if s.noise_samples is None else min(wanted, max(s.noise_samples, 1.0))
+
+
+def _norm_test(s: Situation) -> float | None:
+    """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et al.
+    2012); never below the present one."""
+    g2, v, batch = s.noise.g2, s.noise.v, s.now.global_batch_size
+    if g2 is None or v is None:
+        return None
+    measured = g2 + v / batch
+    if measured <= 0:
+        return None
+    return float(max(batch, math.ceil(v / (s.rules.norm_test_eta**2 * measured))))
+
+
+def snap(target: float, sizes: Sequence[int], *, policy: str) -> int:
+    """The size of a grid that stands for a target: the nearest in log2, the smaller of two; for the
+    norm test the first that is large enough, for seesaw and schedules the last that is not larger.
+
+    Args:
+        target: samples.
+        sizes: ascending, not empty.
+        policy: whose target it is.
+    """
+    if policy == "norm_test":
+        return next((size for size in sizes if size >= target), sizes[-1])
+    if policy in SCHEDULED:
+        below = [size for size in sizes if size <= target * (1 + 1e-9)]
+        return below[-1] if below else sizes[0]
+    return min(sizes, key=lambda size: (abs(math.log2(size / max(target, 1e-9))), size))

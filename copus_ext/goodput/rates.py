@@ -1,0 +1,74 @@
+"""Learning rate, weight decay and beta2 that go with a batch.
+
+A factor belongs to the absolute batch over the one for which the rates were chosen, so that going
+back restores every rate bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+LrRule = Literal["sqrt", "linear", "none"]
+PerTokenRule = Literal["tokens", "const"]
+_EXPONENTS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
+MIN_BETA2, MAX_BETA2 = 0.9, 0.9999
+
+
+def lr_factor(batch: int, reference_batch: int, rule: LrRule) -> float:
+    """(B / B_ref)^(1/2) for Adam (eq. 9 of arXiv 2604.26687), or in proportion, or 1."""
+    return (batch / reference_batch) ** _EXPONENTS[rule]
+
+
+def weight_decay_factor(batch: int, reference_batch: int, lr: float, rule: PerTokenRule) -> float:
+    """What keeps the decay per token, lr x weight decay / B, where it was (arXiv 2505.13738), or 1.
+
+    Args:
+        batch: of the step.
+        reference_batch: the batch for which the weight decay was chosen.
+        lr: factor of the learning rate at this step.
+        rule: `tokens` or `const`.
+    """
+    return 1.0 if rule == "const" else batch / reference_batch / lr
+
+
+def beta2_for(beta2: float, batch: int, reference_batch: int, rule: PerTokenRule) -> float | None:
+    """beta2^(B / B_ref), which keeps the half-life in tokens (arXiv 2507.07101), between 0.9 and
+    0.9999; None where it stays."""
+    if rule == "const" or batch == reference_batch:
+        return None
+    return min(max(beta2 ** (batch / reference_batch), MIN_BETA2), MAX_BETA2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """The learning rate's way from one factor to a larger one, geometric over some steps."""
+
+    start_iteration: int
+    """Steps done when the batch grew."""
+    num_steps: int
+    """Steps of the way; 0 jumps."""
+    start: float
+    """Factor before."""
+    end: float
+    """Factor after."""
+
+    def at(self, iteration: int) -> float:
+        """The factor of the step after so many steps."""
+        done = iteration - self.start_iteration + 1
+        if done >= self.num_steps or self.end <= self.start:
+            return self.end
+        return self.start * (self.end / self.start) ** (done / self.num_steps)
+
+    def is_over(self, iteration: int) -> bool:
+        """Whether the step after so many steps has the last factor."""
+        return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+def ramp_steps(beta2: float) -> int:
+    """Steps after which Adam's second moment has mostly seen the new batch: 1 / (1 - beta2)."""
+    return round(1.0 / (1.0 - beta2)) if beta2 < 1 else 0

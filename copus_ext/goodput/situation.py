@@ -1,0 +1,203 @@
+"""All that a decision depends on, and the decision: values that a journal holds and that can be
+decided again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from copus_ext.types import NoiseScale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration and what is known of its speed."""
+
+    tp: int
+    """Tensor parallel size."""
+    pp: int
+    """Pipeline parallel size."""
+    vpp: int
+    """Chunks of a stage."""
+    dp: int
+    """Replicas."""
+    micro_batch_size: int
+    """Samples of a micro-batch."""
+    global_batch_size: int
+    """Samples of a step."""
+    samples_per_s: float
+    """Throughput of all ranks."""
+    relative_sd: float
+    """Relative uncertainty of that."""
+    source: str
+    """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """tp, pp, vpp, dp."""
+        return self.tp, self.pp, self.vpp, self.dp
+
+    def __str__(self) -> str:
+        chunks = f" vpp={self.vpp}" if self.vpp > 1 else ""
+        return (
+            f"batch {self.global_batch_size} in micro-batches of {self.micro_batch_size} on "
+            f"tp={self.tp} pp={self.pp}{chunks} dp={self.dp}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How to decide; fixed for a launch."""
+
+    policy: str = "adaptive"
+    """A name of `policies.POLICIES`."""
+    objective: str = "copus"
+    """A name of `objectives.OBJECTIVES`."""
+    switch_rule: Literal["forward", "paper"] = "forward"
+    """When a better configuration is worth moving to."""
+    calibration: float = 2.0
+    """c: the noise scale that counts is c times the measured one."""
+    reference_batch: int = 1
+    """Batch for which the learning rate was chosen, samples."""
+    grid: tuple[int, ...] = ()
+    """Batches to consider, ascending, samples."""
+    allow_shrink: bool = False
+    """Whether the batch may become smaller."""
+    growth: float = 2.0
+    """Most by which the batch grows at once."""
+    min_effective_steps: float = 20.0
+    """Measured steps that the noise scale must be worth before it counts."""
+    norm_test_eta: float = 0.5
+    """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
+    schedule: tuple[tuple[int, int], ...] = ()
+    """Of `step_schedule`: (samples consumed from which it holds, batch)."""
+    doubling_first_samples: int | None = None
+    """Of `doubling`: samples after which the batch doubles first; None is an eighth of the run."""
+    doubling_ratio: float = 3.0
+    """Of `doubling`: each further doubling comes after this times as many samples."""
+    relayout: bool = False
+    """Whether the run can move to another layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Where a run stands."""
+
+    rules: Rules
+    """How to decide."""
+    noise: NoiseScale
+    """The measured noise scale."""
+    rows: tuple[Row, ...]
+    """Configurations to choose from, the present one among them."""
+    current: int
+    """Index of the present one."""
+    iteration: int
+    """Steps done."""
+    consumed_samples: int
+    """Samples trained."""
+    total_samples: int
+    """Samples of the whole run."""
+    half_life_samples: float
+    """Half-life of the noise scale's average."""
+    elapsed_s: float
+    """Seconds of training so far, pauses included."""
+    paused_s: float = 0.0
+    """Seconds of pauses for changes so far."""
+    switch_cost_s: float = 60.0
+    """Seconds that moving to another layout is taken to cost."""
+    in_warmup: bool = False
+    """Whether the learning rate is still warming up."""
+    in_ramp: bool = False
+    """Whether the learning rate still follows the last growth."""
+    lr_decay_factor: float = 1.0
+    """Schedule's learning rate over its largest, 1 before it decays."""
+    last_change_samples: int | None = None
+    """Samples at which the batch last changed."""
+    last_relayout_iteration: int | None = None
+    """Step after which the layout last changed."""
+    hold_growth_until_samples: int = 0
+    """No growth before, because of a loss spike."""
+    small_since_samples: int | None = None
+    """Samples since when the best batch has surely been below the present one."""
+    paused: bool = False
+    """Whether an operator has stopped decisions."""
+
+    @property
+    def now(self) -> Row:
+        """The present configuration."""
+        return self.rows[self.current]
+
+    @property
+    def noise_samples(self) -> float | None:
+        """Phi = c phi, samples; while only a lower bound is known, from that."""
+        phi = self.noise.phi_samples
+        if self.noise.status == "lower_bound_only":
+            phi = self.noise.low_samples
+        return None if phi is None else self.rules.calibration * phi
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Situation:
+        """Inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError: a record of another form.
+        """
+        rules = dict(data["rules"])
+        rules["grid"] = tuple(rules["grid"])
+        rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
+        return cls(
+            **{
+                **data,
+                "rules": Rules(**rules),
+                "noise": NoiseScale.from_json(data["noise"]),
+                "rows": tuple(Row(**row) for row in data["rows"]),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A configuration as the decision saw it."""
+
+    row: Row
+    """The configuration."""
+    gain: float | None
+    """Worth over that of the present one, minus 1; None where the policy has no such number."""
+    needed: float | None
+    """Gain that it would take to move there."""
+    verdict: str
+    """Chosen, or why not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do at a step boundary."""
+
+    kind: Literal["stay", "batch", "relayout"]
+    """Nothing; another batch or micro-batch; another layout."""
+    to: Row
+    """The configuration to go on with."""
+    reason: str
+    """One line with the numbers."""
+    gain: float | None
+    """Predicted worth over the present one, minus 1."""
+    target_batch: float | None
+    """Batch that the policy aims at in the end, samples."""
+    is_small: bool
+    """Whether even the upper end of the best batch is below the present one."""
+    candidates: tuple[Candidate, ...] = field(default_factory=tuple)
+    """The best, best first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Decision:
+        """Inverse of `to_json`."""
+        candidates = tuple(Candidate(**{**c, "row": Row(**c["row"])}) for c in data["candidates"])
+        return cls(**{**data, "to": Row(**data["to"]), "candidates": candidates})

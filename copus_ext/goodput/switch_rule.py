@@ -1,0 +1,111 @@
+"""When a better configuration is worth moving to.
+
+`forward` asks whether the gain over the rest of the run pays for the pause, with the doubt about
+both; `paper` (Algorithm 2 of arXiv 2604.26687) looks at the time spent so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Z = 1.28
+"""Standard deviations that a gain must be above what is needed: right nine times of ten."""
+BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
+"""Least gain, as a logarithm, of another batch and of another layout."""
+PAPER_MARGIN = 0.10
+COOL_DOWN_COSTS, COOL_DOWN_STEPS = 10.0, 200
+"""No second move of the layout within so many times its cost, or steps."""
+MOST_PAUSED = 0.02
+"""Pauses so far over time so far, beyond one pause."""
+
+
+def break_even(cost_s: float, remaining_s: float) -> float:
+    """The gain at which a pause pays off in the rest of the run: c / (R - c); infinite if the pause
+    is no shorter than the rest."""
+    return cost_s / (remaining_s - cost_s) if remaining_s > cost_s else math.inf
+
+
+def forward_needed(
+    *, cost_s: float, remaining_s: float, log_sd: float, margin: float, z: float = Z
+) -> float:
+    """The gain that `forward` asks for.
+
+    Args:
+        cost_s: the pause, at its upper estimate.
+        remaining_s: seconds that the rest takes without the move, at their lower estimate.
+        log_sd: standard deviation of the logarithm of the gain.
+        margin: least gain, as a logarithm.
+        z: standard deviations of certainty.
+    """
+    gain = break_even(cost_s, remaining_s)
+    return math.inf if math.isinf(gain) else (1.0 + gain) * math.exp(margin + z * log_sd) - 1.0
+
+
+def paper_needed(*, cost_s: float, elapsed_s: float, paused_s: float) -> float:
+    """The gain that Algorithm 2 asks for: after the discount T_useful / (T_elapsed + c) a tenth must
+    be left. A move without a pause has no discount."""
+    if cost_s == 0:
+        return PAPER_MARGIN
+    useful = elapsed_s - paused_s
+    if useful <= 0:
+        return math.inf
+    return (1.0 + PAPER_MARGIN) * (elapsed_s + cost_s) / useful - 1.0
+
+
+def may_relayout(
+    *,
+    cost_s: float,
+    elapsed_s: float,
+    paused_s: float,
+    steps_since: int | None,
+    seconds_since: float | None,
+) -> str:
+    """Why the layout must not change now; empty if it may.
+
+    Args:
+        cost_s: seconds of a change.
+        elapsed_s: seconds so far.
+        paused_s: of these, pauses.
+        steps_since: steps since the last change, None without one.
+        seconds_since: seconds since then.
+    """
+    if steps_since is not None and seconds_since is not None:
+        wait_s = COOL_DOWN_COSTS * cost_s
+        if steps_since < COOL_DOWN_STEPS or seconds_since < wait_s:
+            return f"cooling down: {steps_since} steps since the last change of layout"
+    if paused_s > MOST_PAUSED * elapsed_s + cost_s:
+        return f"pauses already took {paused_s:.0f} of {elapsed_s:.0f} s"
+    return ""
+
+
+def best_moves(
+    times: Sequence[Sequence[float]], cost_s: float, start: int
+) -> tuple[list[int], float]:
+    """The layouts of all segments of the rest of the run that take least time together.
+
+    Args:
+        times: [segments][layouts] seconds of a segment under a layout.
+        cost_s: seconds of a change between two segments, or before the first.
+        start: the present layout.
+
+    Returns:
+        A layout for every segment, and the seconds.
+    """
+    num = len(times[0])
+    best = [0.0 if layout == start else cost_s for layout in range(num)]
+    choices: list[list[int]] = []
+    for segment, row in enumerate(times):
+        came = list(range(num))
+        if segment:
+            least = min(range(num), key=lambda j: best[j])
+            came = [j if best[j] <= best[least] + cost_s else least for j in range(num)]
+            best = [min(best[j], best[least] + cost_s) for j in range(num)]
+        best = [b + t for b, t in zip(best, row)]
+        choices.append(came)
+    at = min(range(num), key=lambda j: best[j])
+    total, path = best[at], [at]
+    for came in reversed(choices[1:]):
+        at = came[at]
+        path.append(at)
+    return path[::-1], total
