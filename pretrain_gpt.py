@@ -63,7 +63,7 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     from copus_ext.config import CopusConfig
 
     flags = CopusConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(CopusConfig)})
-    if not flags.copus:
+    if not flags.copus or flags.copus_mode == "off":
         return []
     from copus_ext.controller import Controller
 

@@ -60,8 +60,8 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
     import torch
 
     from copus_ext.config import CopusConfig
-    from copus_ext.controller import Controller
     from copus_ext.noise.parameters import group_of
+    from copus_ext.watch import NoiseWatch
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.callbacks import Callback, CallbackContext
     from megatron.training.pretrain import pretrain
@@ -98,7 +98,7 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
     if kind == "truth":
         callbacks = [truth]
     elif kind != "train":
-        callbacks = [Controller(CopusConfig(copus=True, copus_gns_estimator=kind))]
+        callbacks = [NoiseWatch(CopusConfig(copus=True, copus_gns_estimator=kind))]
     pretrain(resolve(parse_args(flags), world), callbacks)
     if kind == "truth":
         output.write_text(json.dumps(truth.result()))

@@ -55,11 +55,11 @@ def _rows(job: Any, estimator: str, args: argparse.Namespace) -> list[dict[str, 
     import torch.distributed as dist
 
     from copus_ext.config import CopusConfig
-    from copus_ext.controller import Controller
+    from copus_ext.watch import NoiseWatch
     from megatron.training.callbacks import Callbacks
     from megatron.training.reporting import Reporter
 
-    controller = Controller(CopusConfig(copus=True, copus_gns_estimator=estimator))
+    controller = NoiseWatch(CopusConfig(copus=True, copus_gns_estimator=estimator))
     step = functools.partial(step_of_loop, job, Reporter(job))
 
     def side(name: str) -> dict[str, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from copus_ext.goodput.objectives import OBJECTIVES
+from copus_ext.goodput.policies import POLICIES
 from megatron.training.config.fields import option
 
 
@@ -12,10 +14,60 @@ class CopusConfig:
     """What `--copus` does. Without it the trainer is the plain one."""
 
     copus: bool = option(False)
-    """Measure the gradient noise scale while training."""
-    copus_mode: str = option("observe", choices=("observe", "act"))
-    """observe: measure and record, change nothing. act (change batch and layout) is not built
-    yet."""
+    """Measure the gradient noise scale while training, and let the batch follow it."""
+    copus_mode: str = option("act", choices=("off", "observe", "act"))
+    """act: change batch and micro-batch. observe: change nothing, and record what act would have
+    done. off: as without --copus."""
+    copus_policy: str = option("adaptive", choices=POLICIES)
+    """How the batch is chosen. adaptive weighs every configuration by --copus-objective; the
+    others are ways that people use or publish (docs/controller.md)."""
+    copus_objective: str = option("copus", choices=OBJECTIVES)
+    """What adaptive maximises: copus is T sqrt(B)/(B + Phi), goodput T/(B + Phi), lr_model takes
+    the learning rate into account."""
+    copus_switch_rule: str = option("forward", choices=("forward", "paper"))
+    """forward: a gain must be sure, and pay for its pause over the rest of the run. paper: it must
+    be a tenth."""
+    copus_calibration: float = option(2.0)
+    """The noise scale that counts, Phi, is this times the measured one."""
+    copus_interval: float | None = option(None)
+    """Tokens between two decisions. Default: those of 20 steps."""
+    copus_min_global_batch_size: int | None = option(None)
+    """Smallest batch to choose. Default: the first, or an eighth of it with
+    --copus-allow-shrink."""
+    copus_max_global_batch_size: int | None = option(None)
+    """Largest batch to choose. Default: 64 times the first."""
+    copus_batch_grid: str | None = option(None)
+    """Further batches to choose from, such as 24,48. Default: the first batch times powers of
+    two."""
+    copus_layouts: str = option("current", choices=("current", "all"))
+    """Layouts to weigh. all records others too; moving to one is not built yet."""
+    copus_allow_shrink: bool = option(False)
+    """Let the batch become smaller when it has surely been too large for long."""
+    copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))
+    """How the learning rate goes with the batch, from the reference batch on."""
+    copus_lr_ramp_steps: int | None = option(None)
+    """Steps over which the learning rate follows a larger batch. Default: 1/(1 - beta2), at most
+    100."""
+    copus_weight_decay_rule: str = option("tokens", choices=("tokens", "const"))
+    """tokens: weight decay keeps what it takes per token. const: it stays."""
+    copus_beta2_rule: str = option("const", choices=("const", "tokens"))
+    """const: beta2 stays. tokens: it keeps its half-life in tokens."""
+    copus_reference_batch_size: int | None = option(None)
+    """Batch for which --lr and --weight-decay were chosen. Default: the first batch."""
+    copus_max_micro_batch_size: int = option(64)
+    """Largest micro-batch to choose."""
+    copus_cluster: str | None = option(None)
+    """What the planner takes the machine for: KIND:GPUS such as h100-80g:64, or a JSON file.
+    Default: what this process sees."""
+    copus_profile: str | None = option(None)
+    """Times that tools/profile_layouts.py measured on this machine."""
+    copus_norm_test_eta: float = option(0.5)
+    """With --copus-policy norm_test: grow while the gradient's variance exceeds eta^2 |g|^2."""
+    copus_doubling_first_tokens: float | None = option(None)
+    """With --copus-policy doubling: tokens before the first doubling. Default: an eighth of the
+    run."""
+    copus_doubling_ratio: float = option(3.0)
+    """With --copus-policy doubling: each further one after this times as many tokens."""
     copus_gns_estimator: str = option("auto", choices=("auto", "micro", "rank", "half"))
     """Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
    rank, or of the first half of the micro-batches; auto takes the first of these that the layout

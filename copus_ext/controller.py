@@ -1,249 +1,399 @@
-"""The callback that ties the controller to a run. So far it observes: it changes nothing."""
+"""The callback that ties the controller to a run: watches the noise, decides, asks the loop for the
+change, and grades what came of it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
-from copus_ext.noise.estimators import Estimate, NoSplit
-from copus_ext.noise.observer import NoiseObserver
-from copus_ext.noise.parameters import CONTROL_SET, GROUPS, unavailable_groups
-from copus_ext.noise.tap import GradientTap, StepNorms, choose, unavailable
-from copus_ext.types import NoiseScale
-from megatron.training.callbacks import Callback, CallbackContext
+from copus_ext.goodput import policies, rates
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.history import History, key_of, new_record
+from copus_ext.goodput.situation import Decision, Situation
+from copus_ext.goodput.summary import decision_line, summary
+from copus_ext.journal import Journal
+from copus_ext.planner.configuration import Configuration
+from copus_ext.table import Table
+from copus_ext.watch import NoiseWatch
+from megatron.training.agree import from_rank_zero
+from megatron.training.callbacks import Callback, CallbackContext, Request
 from megatron.training.errors import UsageError
+from megatron.training.layout import batch_problems
+from megatron.training.settings import StepSettings
 
 logger = logging.getLogger(__name__)
 
-STATE_KEY = "copus_noise"
-_NORM_TOLERANCE = 1e-3
-_NEGATIVE_TOLERANCE = 1e-6
-
-
-class Contradiction(ArithmeticError):
-    """Measured numbers that cannot all be true."""
+STATE_KEY = "copus_control"
+PAUSE_FILE = Path("control") / "pause"
+"""While this file is in the run directory nothing is decided."""
+_DECISION_STEPS = 20
+"""Steps between decisions if no interval is given."""
+_HOLD_HALF_LIVES = 2.0
+"""A loss spike after growth stops growth for so long."""
 
 
 class Controller(Callback):
-    """Measures the noise scale every `--copus-gns-interval` steps and records it."""
+    """Lets batch and micro-batch follow the noise scale, or records how they would.
+
+    Every rank keeps the same record from the same numbers. Rank 0 alone decides and writes the
+    journal; the others obey what it broadcasts. An error of the controller ends its decisions, not
+    the run.
+    """
+
+    keeps_settings = True
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
 
         Raises:
-            UsageError: a value that makes no sense, or a mode that is not built.
+            UsageError: a value that makes no sense, or that is not built.
         """
-        if flags.copus_mode == "act":
-            raise UsageError("--copus-mode act is not built yet; use --copus-mode observe")
-        if flags.copus_gns_interval < 1:
-            raise UsageError(f"--copus-gns-interval {flags.copus_gns_interval} must be at least 1")
-        half_life = flags.copus_gns_half_life_tokens
-        if half_life is not None and half_life <= 0:
-            raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
+        flags_to_rules.check(flags)
         self.flags = flags
-        self.observer = NoiseObserver(half_life_tokens=half_life, interval=flags.copus_gns_interval)
-        self.tap: GradientTap | None = None
-        self._handle: Any = None
-        self._norms: StepNorms | None = None
+        self.watch = NoiseWatch(flags)
+        self.history = History(new_record())
+        self.failed = False
+        self.journal: Journal | None = None
+        self.table: Table | None = None
+        self._run_dir: Path | None = None
+        self._last: Decision | None = None
+        self._was_paused = False
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
         return dataclasses.asdict(self.flags)
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        """Checks that the layout can be measured, hooks into the gradients and takes over what the
-        checkpoint knows."""
+        """Takes over what the checkpoint knows; rank 0 opens table and journal."""
         config = context.config
-        wanted = self.flags.copus_gns_estimator
-        self._check_estimator(config, wanted)
-        self.layout = {
-            "dp": config.layout.dp,
-            "fused_accumulation": config.kernels.gradient_accumulation_fusion,
-        }
-        left_out = unavailable_groups(
-            tp=config.layout.tp,
-            pp=config.layout.pp,
-            sequence_parallel=config.parallel.sequence_parallel,
-            qk_layernorm=config.model.qk_layernorm,
-            tied_embeddings=not config.model.untie_embeddings_and_output_weights,
-        )
-        self.sets: dict[str, tuple[str, ...]] = {
-            name: (name,) for name in GROUPS if name not in left_out
-        }
-        self.sets["layers"] = CONTROL_SET
-        if not left_out:
-            self.sets["all"] = GROUPS
-        is_resumed = context.state.iteration > 0
-        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
-        self.tap = GradientTap(
-            context.model,
-            context.groups,
-            per_token=config.batch.calculate_per_token_loss,
-            device=config.runtime.device,
-        )
+        flags_to_rules.check_run(self.flags, config)
+        self.watch.on_setup_start(context)
+        self.rules = flags_to_rules.rules_of(self.flags, config)
+        layout = config.layout
+        self.layout = str(layout)
+        self._sizes = layout.tp, layout.pp, layout.vpp, layout.dp
+        self._ramp_steps = self.flags.copus_lr_ramp_steps
+        if self._ramp_steps is None:
+            self._ramp_steps = rates.ramp_steps(config.optim.adam_beta2)
+        if self.flags.copus_policy == "copus":
+            self._ramp_steps = 0
+        self._take_over(context)
+        problem = None
+        if dist.get_rank() == 0:
+            self._run_dir = context.run_dir
+            try:
+                self.table = Table(config, self.flags, gpu=_gpu(config))
+                if context.run_dir is not None:
+                    self.journal = Journal(context.run_dir)
+                    self._open_journal(context)
+            except (UsageError, OSError) as error:
+                problem = str(error)
+        if problem := from_rank_zero(problem):
+            raise UsageError(problem)
 
-    def _take_over(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
-        """Goes on with the averages of a checkpoint, or starts empty."""
-        if stored is None:
-            if is_resumed and dist.get_rank() == 0:
-                logger.warning("the checkpoint holds no noise scale: it starts afresh")
-            return
+    def _take_over(self, context: CallbackContext) -> None:
+        stored = context.state.callbacks.get(STATE_KEY)
         try:
-            self.observer = NoiseObserver.from_json(
-                stored,
-                half_life_tokens=self.flags.copus_gns_half_life_tokens,
-                interval=self.flags.copus_gns_interval,
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            self.history = History(stored if stored is not None else new_record())
+        except ValueError as error:
+            self.history = History(new_record())
             if dist.get_rank() == 0:
-                logger.warning(
-                    "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
-                )
+                logger.warning("the controller starts afresh: %s", error)
+        context.state.callbacks[STATE_KEY] = self.history.record
 
-    def _check_estimator(self, config: Any, wanted: str) -> None:
-        if wanted == "auto":
-            return
-        why = unavailable(
-            wanted,  # pyright: ignore[reportArgumentType]
-            dp=config.layout.dp,
-            num_microbatches=2,
-            fused_accumulation=config.kernels.gradient_accumulation_fusion,
+    def _open_journal(self, context: CallbackContext) -> None:
+        assert self.journal is not None and self.table is not None
+        if self.table.note:
+            logger.warning("%s; unmeasured batches are taken to be as fast", self.table.note)
+        self.journal.append(
+            "start",
+            iteration=context.state.iteration,
+            consumed_samples=context.state.consumed_samples,
+            mode=self.flags.copus_mode,
+            flags=self.settings(),
+            layout=self.layout,
+            note=self.table.note,
         )
-        if why is not None:
-            raise UsageError(f"--copus-gns-estimator {wanted} cannot measure here: {why}; use auto")
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Opens the tap for a step that is to be measured."""
-        assert self.tap is not None and context.global_batch_size is not None
-        due = (context.state.iteration + 1) % self.flags.copus_gns_interval == 0
-        assert context.micro_batch_size is not None
-        replicas = context.config.layout.dp * context.micro_batch_size
-        num_microbatches = context.global_batch_size // replicas
-        estimator = choose(
-            self.flags.copus_gns_estimator, num_microbatches=num_microbatches, **self.layout
-        )
-        self.observer.layout_estimator = estimator
-        is_open = due and not self.observer.is_broken
-        self.tap.begin(estimator if is_open else None, num_microbatches)
+        self.watch.on_train_step_start(context)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
-        """Reads the reduced gradients before they are clipped."""
-        assert self.tap is not None
-        self._handle = self.tap.reduce(context.microbatch_tokens)
-        if self._handle is not None:
-            self._loss_scale = context.optimizer.get_loss_scale()
+        """Reads the reduced gradients."""
+        self.watch.on_grads_ready(context)
 
-    def on_train_step_end(self, context: CallbackContext) -> None:
-        """Takes the measurement in and hands the noise scale to the record."""
-        assert self.tap is not None and context.step is not None
-        norms, self._norms = None, None
-        if self._handle is not None:
-            norms = self.tap.finish(
-                self._handle,
-                global_batch_size=context.step.global_batch_size,
-                loss_scale=float(self._loss_scale),
+    def on_train_step_end(self, context: CallbackContext) -> Request | None:
+        """Takes the step in, decides if it is time to, and asks for what follows from it."""
+        self.watch.on_train_step_end(context)
+        step = context.step
+        assert step is not None
+        self.history.add(
+            key=key_of(self.layout, step.micro_batch_size, step.global_batch_size),
+            consumed_samples=step.consumed_samples,
+            batch=step.global_batch_size,
+            loss=step.loss,
+            seconds=step.elapsed_s,
+        )
+        self._guard(context)
+        self._grade(self.history.close_if_due())
+        if self.failed:
+            return None
+        reason = "learning-rate ramp"
+        if self._is_due(context):
+            decision = self._decide(context)
+            if decision is not None and decision.kind == "batch" and self._acts:
+                self._obey(decision, context)
+                reason = decision.reason
+        wanted = self._wanted(context)
+        if wanted == context.state.settings:
+            return None
+        return Request(kind="change", reason=reason, settings=wanted)
+
+    @property
+    def _acts(self) -> bool:
+        return self.flags.copus_mode == "act"
+
+    def _is_due(self, context: CallbackContext) -> bool:
+        """Whether to decide after this step."""
+        record, step = self.history.record, context.step
+        assert step is not None
+        batch = context.state.settings.global_batch_size or step.global_batch_size
+        total = context.config.batch.train_samples
+        wanted = policies.scheduled_batch(self.rules, step.consumed_samples, total)
+        if (
+            wanted is not None
+            and policies.snap(wanted, self.rules.grid, policy=self.rules.policy) != batch
+        ):
+            return True
+        interval = self.flags.copus_interval
+        seq_length = context.config.batch.seq_length
+        samples = (
+            _DECISION_STEPS * step.global_batch_size
+            if interval is None
+            else (interval / seq_length)
+        )
+        return step.consumed_samples - record["last_decision_samples"] >= samples
+
+    def _decide(self, context: CallbackContext) -> Decision | None:
+        """Rank 0's decision on every rank; None when the controller has failed. Collective."""
+        record, step = self.history.record, context.step
+        assert step is not None
+        number = record["num_decisions"] + 1
+        answer: dict[str, Any] | None = None
+        if dist.get_rank() == 0:
+            try:
+                answer = {"decision": self._decide_here(context, number)}
+            except Exception as error:
+                logger.exception("the controller failed; the run keeps its configuration")
+                answer = {"failed": f"{type(error).__name__}: {error}"}
+                self._note("failure", iteration=step.iteration, error=answer["failed"])
+        answer = from_rank_zero(answer)
+        record["last_decision_samples"] = step.consumed_samples
+        if answer is None or "failed" in answer:
+            self.failed = True
+            return None
+        record["num_decisions"] = number
+        decision = Decision.from_json(answer["decision"])
+        if decision.is_small and record["small_since_samples"] is None:
+            record["small_since_samples"] = step.consumed_samples
+        elif not decision.is_small:
+            record["small_since_samples"] = None
+        self._last = decision
+        return decision
+
+    def _decide_here(self, context: CallbackContext, number: int) -> dict[str, Any]:
+        """Looks, decides and writes the journal; the decision as plain JSON types."""
+        started = time.perf_counter()
+        situation = self._situation(context)
+        decision = decide(situation)
+        moves = decision.kind != "stay"
+        if self.journal is not None:
+            self.journal.append(
+                "decision",
+                number=number,
+                iteration=situation.iteration,
+                consumed_samples=situation.consumed_samples,
+                obeyed=moves and self._acts,
+                seconds=time.perf_counter() - started,
+                situation=situation.to_json(),
+                decision=decision.to_json(),
             )
-            self._handle = None
+        return json.loads(json.dumps(decision.to_json(), allow_nan=False))
+
+    def _situation(self, context: CallbackContext) -> Situation:
+        """Where the run stands; on rank 0."""
+        config, state, record = context.config, context.state, self.history.record
+        step = context.step
+        assert self.table is not None and step is not None
+        batch = state.settings.global_batch_size or step.global_batch_size
+        rows, current = self.table.rows(
+            flags_to_rules.batches_to_weigh(self.rules, batch),
+            micro_batch_size=step.micro_batch_size,
+            global_batch_size=batch,
+            measured=self._measured,
+        )
+        warming = state.lr_samples < config.optim.lr_warmup_samples
+        schedule_lr = step.learning_rate / state.settings.lr_factor
+        ramp = record["ramp"]
+        return Situation(
+            rules=self.rules,
+            noise=self.watch.observer.noise(),
+            rows=tuple(rows),
+            current=current,
+            iteration=step.iteration,
+            consumed_samples=step.consumed_samples,
+            total_samples=config.batch.train_samples,
+            half_life_samples=self.watch.observer.half_life_samples,
+            elapsed_s=record["elapsed_s"],
+            in_warmup=warming,
+            in_ramp=ramp is not None and not rates.Ramp(**ramp).is_over(step.iteration),
+            lr_decay_factor=1.0 if warming else min(schedule_lr / config.optim.lr, 1.0),
+            last_change_samples=record["last_change_samples"],
+            hold_growth_until_samples=record["hold_growth_until_samples"],
+            small_since_samples=record["small_since_samples"],
+            noise_when_shrunk=record["noise_when_shrunk"],
+            paused=self._is_paused(step.iteration),
+        )
+
+    def _is_paused(self, iteration: int) -> bool:
+        paused = self._run_dir is not None and (self._run_dir / PAUSE_FILE).exists()
+        if paused != self._was_paused:
+            self._was_paused = paused
+            self._note("paused" if paused else "resumed", iteration=iteration)
+        return paused
+
+    def _measured(self, c: Configuration) -> tuple[float, float, int] | None:
+        if (c.tp, c.pp, c.vpp, c.dp) != self._sizes:
+            return None
+        return self.history.median_s(key_of(self.layout, c.micro_batch_size, c.global_batch_size))
+
+    def _obey(self, decision: Decision, context: CallbackContext) -> None:
+        """Begins the change; the record on every rank."""
+        record, step, to = self.history.record, context.step, decision.to
+        assert step is not None
+        self._grade(self.history.close_if_due(now=True))
+        batch = context.state.settings.global_batch_size or step.global_batch_size
+        self.history.change(
+            number=record["num_decisions"],
+            fields={
+                "iteration": step.iteration,
+                "consumed_samples": step.consumed_samples,
+                "from_batch": batch,
+                "from_micro_batch": step.micro_batch_size,
+                "to_batch": to.global_batch_size,
+                "to_micro_batch": to.micro_batch_size,
+                "predicted_samples_per_s": to.samples_per_s,
+                "gain": decision.gain,
+                "reason": decision.reason,
+            },
+        )
+        reference = self.rules.reference_batch
+        rule: Any = self.flags.copus_lr_rule
+        if to.global_batch_size != batch:
+            record["ramp"] = rates.Ramp(
+                start_iteration=step.iteration,
+                num_steps=self._ramp_steps or 0,
+                start=context.state.settings.lr_factor,
+                end=rates.lr_factor(to.global_batch_size, reference, rule),
+            ).to_json()
+            record["last_change_samples"] = step.consumed_samples
+            record["small_since_samples"] = None
+            if to.global_batch_size < batch:
+                phi = self.watch.observer.noise().phi_samples
+                record["noise_when_shrunk"] = phi and self.rules.calibration * phi
+        record["sizes"] = [to.global_batch_size, to.micro_batch_size]
+        if dist.get_rank() == 0:
+            print(f"copus: {decision.reason}", flush=True)
+
+    def _wanted(self, context: CallbackContext) -> StepSettings:
+        """How the next step is to be taken."""
+        record, now = self.history.record, context.state.settings
+        sizes = record.get("sizes")
+        if sizes is None or not self._acts:
+            return now
+        batch, micro = sizes
+        if batch_problems(context.config.layout, micro, batch):
+            # Resumed under a layout that cannot cut it: the trainer has found the next best.
+            batch, micro = now.global_batch_size or batch, now.micro_batch_size or micro
+        factor = 1.0
+        if record["ramp"] is not None:
+            factor = rates.Ramp(**record["ramp"]).at(context.state.iteration)
+        reference, flags = self.rules.reference_batch, self.flags
+        wd_rule: Any = "const" if flags.copus_policy == "copus" else flags.copus_weight_decay_rule
+        beta2_rule: Any = flags.copus_beta2_rule
+        return StepSettings(
+            global_batch_size=batch,
+            micro_batch_size=micro,
+            lr_factor=factor,
+            weight_decay_factor=rates.weight_decay_factor(batch, reference, factor, wd_rule),
+            beta2=rates.beta2_for(context.config.optim.adam_beta2, batch, reference, beta2_rule),
+        )
+
+    def _guard(self, context: CallbackContext) -> None:
+        """Stops growth for a while after a loss spike that followed a growth; twice in a row for
+        good."""
+        record, step = self.history.record, context.step
+        assert step is not None
+        if not self.history.is_spike():
+            return
+        record["open"]["spiked"] = True
+        record["spikes_in_a_row"] += 1
+        hold = _HOLD_HALF_LIVES * self.watch.observer.half_life_samples
+        until = step.consumed_samples + int(hold)
+        if record["spikes_in_a_row"] > 1:
+            until = context.config.batch.train_samples
+        record["hold_growth_until_samples"] = until
+        if dist.get_rank() == 0:
+            self._note("spike", iteration=step.iteration, hold_growth_until_samples=until)
+            logger.warning("the loss rose after the batch grew: no growth until sample %d", until)
+
+    def _grade(self, outcome: dict[str, Any] | None) -> None:
+        """Writes what came of a change."""
+        if outcome is None:
+            return
+        if not outcome.get("spiked"):
+            self.history.record["spikes_in_a_row"] = 0
+        if dist.get_rank() == 0:
+            self._note("outcome", **outcome)
+
+    def _note(self, kind: str, **fields: Any) -> None:
+        """A record that nothing depends on."""
         try:
-            estimates = self._estimates(norms, context)
-        except Contradiction as error:
-            self._end(f"{error}. Please report it")
-            estimates = {}
-        if norms is not None and estimates:
-            self._norms = norms
-            self.observer.take(
-                estimates,
-                estimator=norms.estimator,
-                global_batch_size=context.step.global_batch_size,
-                consumed_samples=context.step.consumed_samples,
-                tokens=norms.tokens,
-            )
-        else:
-            self.observer.skip(context.step.consumed_samples)
-        context.state.callbacks[STATE_KEY] = self.observer.to_json()
-        self._record(context)
-
-    def _estimates(self, norms: StepNorms | None, context: CallbackContext) -> dict[str, Estimate]:
-        """Estimates of a step by parameter set; empty where it has none.
-
-        Raises:
-            Contradiction: the batch's norm is not the one that the optimizer found (a wrong scale
-                or count), or small gradients of equal weight have less norm than their mean.
-        """
-        want = context.grad_norm
-        if norms is None or want is None or not context.step or not context.step.updated:
-            return {}
-        got = norms.all_squares**0.5
-        if abs(got - want) > _NORM_TOLERANCE * max(want, got):
-            raise Contradiction(f"its gradient norm is {got:.6g} and the optimizer's is {want:.6g}")
-        try:
-            estimates = {name: norms.estimate(names) for name, names in self.sets.items()}
-        except NoSplit:
-            return {}
-        v, limit = norms.estimate(CONTROL_SET).v, _NEGATIVE_TOLERANCE * norms.all_squares
-        if norms.are_small_equal and v < -limit * context.step.global_batch_size:
-            raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
-        return estimates
-
-    def _end(self, why: str) -> None:
-        """Measures no more; every rank comes to it with the same numbers."""
-        self.observer.is_broken = True
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.error("the noise scale is no longer measured: %s; training goes on", why)
-
-    def _record(self, context: CallbackContext) -> None:
-        noise, latest = self.observer.noise(), self.observer.latest
-        context.step_fields["noise"] = {
-            **noise.to_json(),
-            "measured": bool(latest),
-            "step": {name: dataclasses.asdict(e) for name, e in latest.items()},
-            "groups": self.observer.ratios(self.sets),
-        }
-        if self._norms is not None:
-            kept = [name for name in GROUPS if name in self.sets]
-            context.step_fields["noise"]["squares"] = self._norms.squares(kept)
-        named = {
-            "noise-scale/phi-samples": noise.phi_samples,
-            "noise-scale/phi-samples-low": noise.low_samples,
-            "noise-scale/phi-samples-high": noise.high_samples,
-            "noise-scale/gradient-squared": noise.g2,
-            "noise-scale/trace-of-covariance": noise.v,
-        }
-        context.scalars.update({k: v for k, v in named.items() if v is not None})
+            if self.journal is not None:
+                self.journal.append(kind, **fields)
+        except (OSError, ValueError) as error:
+            logger.warning("the journal cannot be written: %s", error)
 
     def on_log(self, context: CallbackContext) -> None:
-        """Adds a line below the log line."""
-        ended = self.observer.is_broken
-        context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
+        """Adds lines below the log line."""
+        self.watch.on_log(context)
+        context.log_fragments.append(
+            decision_line(self._last, mode=self.flags.copus_mode, failed=self.failed)
+        )
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Takes the hooks out."""
-        if self.tap is not None:
-            self.tap.close()
-            self.tap = None
+        """Takes the hooks out and sums up."""
+        self.watch.on_train_end(context)
+        self._grade(self.history.close_if_due(now=True))
+        if dist.get_rank() == 0:
+            changes = self.history.record["changes"]
+            self._note("end", iteration=context.state.iteration, changes=len(changes))
+            print(summary(changes, mode=self.flags.copus_mode), flush=True)
 
 
-def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
-    """The line that a log shows of the noise scale."""
-    if ended:
-        return " noise scale: no longer measured, see the error above |"
-    if noise.status == "none":
-        why = (
-            "not measured yet"
-            if noise.estimator != "none"
-            else "this layout and batch leave nothing to compare (docs/gns.md)"
-        )
-        return f" noise scale: {why} |"
-    low, high = (
-        "unknown" if x is None else f"{x:.1f}" for x in (noise.low_samples, noise.high_samples)
-    )
-    phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
-    return (
-        f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "
-        f"|G|^2: {noise.g2:.6E} | tr(Sigma): {noise.v:.6E} | "
-        f"estimator: {noise.estimator} | age (tokens): {noise.age_tokens:.0f} |"
-    )
+def _gpu(config: Any) -> tuple[str, float] | None:
+    """Name and memory in MiB of this process's GPU."""
+    if config.runtime.device != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.name, found.total_memory / 2**20

@@ -12,6 +12,8 @@ from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 _SHOWN = 12
 """Candidates that a decision keeps."""
 _SHRINK_HALF_LIVES = 4.0
+_SWING = 4.0
+"""After it shrank, the batch grows again when the noise scale is so many times what it was."""
 _INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
 
@@ -39,10 +41,13 @@ def decide(s: Situation) -> Decision:
     target = goal.batch
     small = _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
-    judged.sort(key=lambda c: (-(c.gain if c.gain is not None else -math.inf), _order(s, c.row)))
+    judged.sort(key=lambda c: (-_net(s, c), _order(s, c.row)))
     chosen = next((c for c in judged if c.verdict == "chosen"), None)
     if chosen is None:
-        best = next((c for c in judged if c.row != s.now), None)
+        most = s.now.global_batch_size * s.rules.growth
+        others = [c for c in judged if c.row != s.now]
+        within = [c for c in others if c.row.global_batch_size <= most]
+        best = next(iter(within or others), None)
         reason = f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
         return _stay(s, reason, target=target, small=small, candidates=judged)
     is_same = chosen.row.layout == s.now.layout
@@ -142,9 +147,11 @@ def _log_worth(s: Situation, row: Row, noise: float) -> float:
 
 
 def _considered(s: Situation, goal: _Goal) -> list[int]:
-    """Rows worth a verdict: of every layout and batch the best one, and the present one."""
+    """Rows worth a verdict: of every layout and batch the best one, and the one with the present
+    micro-batch, whose speed is surer; and the present one."""
     allowed = {*_grid(s)}
     best: dict[tuple, int] = {}
+    alike = set()
     for i, row in enumerate(s.rows):
         if row.global_batch_size not in allowed or goal.log_worth[i] == -math.inf:
             continue
@@ -152,7 +159,9 @@ def _considered(s: Situation, goal: _Goal) -> list[int]:
         known = best.get(key)
         if known is None or goal.log_worth[i] > goal.log_worth[known]:
             best[key] = i
-    return sorted({*best.values(), s.current})
+        if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
+            alike.add(i)
+    return sorted({*best.values(), *alike, s.current})
 
 
 def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
@@ -171,6 +180,8 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
         gain = math.expm1(goal.log_worth[i] - base)
         needed = _needed(s, row, goal)
     why = _barred(s, row, small=small)
+    if needed is not None and math.isinf(needed):
+        why, needed = why or "the pause would not pay off in the rest of the run", None
     if not why and gain is not None and needed is not None and gain <= needed:
         why = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
     return Candidate(row=row, gain=gain, needed=needed, verdict=why or "chosen")
@@ -196,10 +207,18 @@ def _barred(s: Situation, row: Row, *, small: bool) -> str:
         waits = policies.needs_noise(s.rules.policy) and s.rules.policy != "copus"
         if waits and since is not None and since < s.half_life_samples:
             return f"{since} of {s.half_life_samples:.0f} samples since the last change"
+        if _would_swing(s):
+            return f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
         if s.consumed_samples < s.hold_growth_until_samples:
             return f"held after a loss spike until sample {s.hold_growth_until_samples}"
         return ""
     return _shrink_barred(s, small=small)
+
+
+def _would_swing(s: Situation) -> bool:
+    """Whether growing now could undo a shrinking on account of mere noise."""
+    then, now = s.noise_when_shrunk, s.noise_samples
+    return then is not None and now is not None and now < _SWING * then
 
 
 def _shrink_barred(s: Situation, *, small: bool) -> str:
@@ -241,10 +260,9 @@ def _needed(s: Situation, row: Row, goal: _Goal) -> float:
     cost_s = 0.0 if is_same else s.switch_cost_s
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
-    left = max(s.total_samples - s.consumed_samples, 0)
     return switch_rule.forward_needed(
         cost_s=cost_s,
-        remaining_s=left / s.now.samples_per_s,
+        remaining_s=_remaining_s(s),
         log_sd=_log_sd(s, row, goal.noise),
         margin=switch_rule.BATCH_MARGIN if is_same else switch_rule.RELAYOUT_MARGIN,
     )
@@ -309,6 +327,23 @@ def _micro_batch_only(s: Situation) -> Decision:
         is_small=False,
         candidates=tuple(judged[:_SHOWN]),
     )
+
+
+def _net(s: Situation, c: Candidate) -> float:
+    """The worth of a candidate over the present one, its pause taken off."""
+    if c.gain is None:
+        return -math.inf
+    cost_s = 0.0 if c.row.layout == s.now.layout else s.switch_cost_s
+    if s.rules.switch_rule == "paper":
+        return (1.0 + c.gain) * switch_rule.paper_discount(
+            cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s
+        )
+    return (1.0 + c.gain) / (1.0 + switch_rule.break_even(cost_s, _remaining_s(s)))
+
+
+def _remaining_s(s: Situation) -> float:
+    """Seconds that the rest of the run takes as it is now."""
+    return max(s.total_samples - s.consumed_samples, 0) / s.now.samples_per_s
 
 
 def _order(s: Situation, row: Row) -> tuple:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from copus_ext.goodput.situation import Situation
+from copus_ext.goodput.situation import Rules, Situation
 
 WEIGHING = ("adaptive", "copus")
 """Policies that weigh configurations; `copus` is the paper's to the letter."""
@@ -17,7 +17,7 @@ TARGETS = ("static", "step_schedule", "cbs", "norm_test", "doubling", "seesaw")
 """Policies that name a batch."""
 POLICIES = (*WEIGHING, *TARGETS)
 SCHEDULED = ("step_schedule", "doubling", "seesaw")
-"""Those of the targets that do not look at the noise scale, and are asked before every step."""
+"""Those of the targets that do not wait for the noise scale."""
 _FIRST_DOUBLING = 8
 """A run doubles first after this part of it."""
 
@@ -36,11 +36,8 @@ def target_batch(s: Situation) -> float | None:
     policy, batch = s.rules.policy, s.now.global_batch_size
     if policy == "static":
         return float(batch)
-    if policy == "step_schedule":
-        sizes = [size for start, size in s.rules.schedule if start <= s.consumed_samples]
-        return float(sizes[-1]) if sizes else float(batch)
-    if policy == "doubling":
-        return float(s.rules.reference_batch * 2 ** num_doublings(s))
+    if policy in ("step_schedule", "doubling"):
+        return scheduled_batch(s.rules, s.consumed_samples, s.total_samples)
     if policy == "seesaw":
         return _seesaw(s)
     if policy == "cbs":
@@ -50,13 +47,21 @@ def target_batch(s: Situation) -> float | None:
     raise ValueError(f"policy {policy!r} names no batch")
 
 
-def num_doublings(s: Situation) -> int:
-    """Doublings so far: after D1, D1 r, D1 r^2, ... samples (the form of arXiv 2505.23971)."""
-    first = s.rules.doubling_first_samples or max(s.total_samples // _FIRST_DOUBLING, 1)
-    count, at = 0, float(first)
-    while at <= s.consumed_samples:
-        count, at = count + 1, at * s.rules.doubling_ratio
-    return count
+def scheduled_batch(rules: Rules, consumed_samples: int, total_samples: int) -> float | None:
+    """The batch of a policy that looks at nothing but the position in the run; None of the others.
+
+    `doubling` doubles after D1, D1 r, D1 r^2, ... samples (the form of arXiv 2505.23971).
+    """
+    if rules.policy == "step_schedule":
+        sizes = [size for start, size in rules.schedule if start <= consumed_samples]
+        return float(sizes[-1]) if sizes else None
+    if rules.policy != "doubling":
+        return None
+    at = float(rules.doubling_first_samples or max(total_samples // _FIRST_DOUBLING, 1))
+    batch = float(rules.reference_batch)
+    while at <= consumed_samples:
+        batch, at = 2.0 * batch, at * rules.doubling_ratio
+    return batch
 
 
 def _seesaw(s: Situation) -> float:
@@ -69,8 +74,8 @@ def _seesaw(s: Situation) -> float:
 
 
 def _norm_test(s: Situation) -> float | None:
-    """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et al.
-    2012); never below the present one."""
+    """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et
+    al. 2012); never below the present one."""
     g2, v, batch = s.noise.g2, s.noise.v, s.now.global_batch_size
     if g2 is None or v is None:
         return None

@@ -69,6 +69,10 @@ class Ramp:
         return asdict(self)
 
 
+MOST_RAMP_STEPS = 100
+
+
 def ramp_steps(beta2: float) -> int:
-    """Steps after which Adam's second moment has mostly seen the new batch: 1 / (1 - beta2)."""
-    return round(1.0 / (1.0 - beta2)) if beta2 < 1 else 0
+    """Steps after which Adam's second moment has mostly seen the new batch, 1 / (1 - beta2); at
+    most 100, or a batch could not grow again for long."""
+    return min(round(1.0 / (1.0 - beta2)), MOST_RAMP_STEPS) if beta2 < 1 else MOST_RAMP_STEPS

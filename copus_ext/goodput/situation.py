@@ -119,6 +119,8 @@ class Situation:
     """No growth before, because of a loss spike."""
     small_since_samples: int | None = None
     """Samples since when the best batch has surely been below the present one."""
+    noise_when_shrunk: float | None = None
+    """Phi when the batch last became smaller, samples."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
 

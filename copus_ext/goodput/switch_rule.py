@@ -13,7 +13,7 @@ Z = 1.28
 """Standard deviations that a gain must be above what is needed: right nine times of ten."""
 BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
-PAPER_MARGIN = 0.10
+PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
 COOL_DOWN_COSTS, COOL_DOWN_STEPS = 10.0, 200
 """No second move of the layout within so many times its cost, or steps."""
 MOST_PAUSED = 0.02
@@ -43,14 +43,18 @@ def forward_needed(
 
 
 def paper_needed(*, cost_s: float, elapsed_s: float, paused_s: float) -> float:
-    """The gain that Algorithm 2 asks for: after the discount T_useful / (T_elapsed + c) a tenth must
-    be left. A move without a pause has no discount."""
+    """The gain that Algorithm 2 asks for: after the discount T_useful / (T_elapsed + c) a tenth
+    must be left. A move without a pause has no discount."""
+    left = paper_discount(cost_s=cost_s, elapsed_s=elapsed_s, paused_s=paused_s)
+    # A margin of a tenth is met by a tenth, whatever the rounding of 1 + 0.1.
+    return (1.0 + PAPER_MARGIN) / left - 1.0 - _ROUNDING if left > 0 else math.inf
+
+
+def paper_discount(*, cost_s: float, elapsed_s: float, paused_s: float) -> float:
+    """What Algorithm 2 multiplies the worth of another layout by: T_useful / (T_elapsed + c)."""
     if cost_s == 0:
-        return PAPER_MARGIN
-    useful = elapsed_s - paused_s
-    if useful <= 0:
-        return math.inf
-    return (1.0 + PAPER_MARGIN) * (elapsed_s + cost_s) / useful - 1.0
+        return 1.0
+    return max(elapsed_s - paused_s, 0.0) / (elapsed_s + cost_s)
 
 
 def may_relayout(

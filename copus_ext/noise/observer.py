@@ -101,6 +101,11 @@ class NoiseObserver:
         at = self._measured_at.get(CONTROL, self._consumed_samples)
         return (self._consumed_samples - at) * self._tokens_per_sample
 
+    @property
+    def half_life_samples(self) -> float:
+        """Half-life of the averages, in samples of the usual number of loss tokens."""
+        return self._last_half_life / max(self._tokens_per_sample, 1.0)
+
     def noise(self, name: str = CONTROL) -> NoiseScale:
         """The noise scale of a parameter set as known now."""
         average = Smoothed() if self.is_broken else self._averages.get(name, Smoothed())

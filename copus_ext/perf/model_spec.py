@@ -175,7 +175,15 @@ class ModelSpec:
         """
         from megatron.training.arguments import parse_args
 
-        args = parse_args(flags)
+        return cls.from_arguments(parse_args(flags))
+
+    @classmethod
+    def from_arguments(cls, args: Any) -> ModelSpec:
+        """Reads parsed flags, or anything with the same attributes.
+
+        Raises:
+            SpecError: a flag of the shape is missing.
+        """
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
             if getattr(args, name) is None:
                 raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")

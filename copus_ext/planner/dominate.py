@@ -1,8 +1,8 @@
 """Which configurations are beaten by one like them that recomputes less.
 
 Less recomputation never takes longer, as the time of a step does not fall when a pass takes longer
-(`tests/unit/test_pipeline_schedule.py`). It needs more memory, so that it only counts where it surely
-fits.
+(`tests/unit/test_pipeline_schedule.py`). It needs more memory, so that it only counts where it
+surely fits.
 """
 
 from __future__ import annotations

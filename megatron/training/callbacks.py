@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.training.settings import StepSettings
@@ -73,6 +74,8 @@ class CallbackContext:
     """Resolved configuration."""
     state: Any
     """Counters of the run."""
+    run_dir: Path | None = None
+    """Directory of the run, on rank 0 alone."""
     user_state: dict[str, Any] = field(default_factory=dict)
     """Belongs to the callbacks."""
     loss_dict: dict[str, float] | None = None

@@ -196,6 +196,7 @@ def build_job(
         groups=groups,
         config=config,
         state=state,
+        run_dir=tracker.run_dir,
     )
     callbacks.fire("on_setup_start", context)
     callbacks.fire("on_data_init_start", context)

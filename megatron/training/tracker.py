@@ -46,6 +46,9 @@ class Sink(Protocol):
 class NullTracker:
     """What every rank but the writing one holds: the same calls, no effect."""
 
+    run_dir: Path | None = None
+    """Where the run is recorded."""
+
     def event(
         self,
         kind: str,
@@ -108,6 +111,7 @@ class Tracker(NullTracker):
             OSError: the directory or file cannot be made.
         """
         self.launch = launch
+        self.run_dir = run_dir
         self._record = RecordFile(run_dir)
         self._sinks = [_GuardedSink(sink) for sink in sinks]
         self._timers_to_sinks = timers_to_sinks

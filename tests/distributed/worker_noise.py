@@ -91,10 +91,10 @@ def main(output: Path) -> None:
     import torch.distributed as dist
 
     from copus_ext.config import CopusConfig
-    from copus_ext.controller import STATE_KEY, Controller
+    from copus_ext.watch import STATE_KEY, NoiseWatch
     from megatron.training.callbacks import CallbackContext
 
-    class Watched(Controller):
+    class Watched(NoiseWatch):
         """Keeps what the controller knew at set-up and after every step."""
 
         def __init__(self, *, spoil: bool = False, **flags: Any) -> None:

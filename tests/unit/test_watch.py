@@ -1,4 +1,4 @@
-"""The controller refuses what makes no sense and stops measuring when numbers contradict."""
+"""The watch refuses what makes no sense and stops measuring when numbers contradict."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import Any
 import pytest
 
 from copus_ext.config import CopusConfig
-from copus_ext.controller import Contradiction, Controller, noise_line
 from copus_ext.noise.estimators import Weights
 from copus_ext.noise.observer import NoiseObserver
 from copus_ext.noise.parameters import GROUPS, group_of, unavailable_groups
 from copus_ext.noise.tap import StepNorms, choose
+from copus_ext.watch import Contradiction, NoiseWatch, noise_line
 from megatron.training.errors import UsageError
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"copus_mode": "act"}, "--copus-mode act"),
         ({"copus_gns_interval": 0}, "--copus-gns-interval 0"),
         ({"copus_gns_half_life_tokens": 0.0}, "--copus-gns-half-life-tokens 0"),
     ],
 )
 def test_flags_are_checked(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Controller(CopusConfig(copus=True, **flags))
+        NoiseWatch(CopusConfig(copus=True, **flags))
 
 
 def norms(*, small: float, big: float, estimator: Any = "micro") -> StepNorms:
@@ -61,7 +60,7 @@ def observed(steps: int, *, small: float = 10.0, start: int = 0, observer: Any =
 
 
 def judge(step: StepNorms | None, grad_norm: float | None) -> dict[str, Any]:
-    controller = Controller(CopusConfig(copus=True))
+    controller = NoiseWatch(CopusConfig(copus=True))
     controller.sets = {"layers": ("attention", "mlp")}
     info = SimpleNamespace(global_batch_size=8, updated=True)
     context: Any = SimpleNamespace(grad_norm=grad_norm, step=info)
@@ -92,7 +91,7 @@ def test_a_step_without_numbers_is_no_contradiction() -> None:
 
 
 def test_after_a_contradiction_nothing_is_published(caplog: pytest.LogCaptureFixture) -> None:
-    controller = Controller(CopusConfig(copus=True))
+    controller = NoiseWatch(CopusConfig(copus=True))
     controller.observer = observed(5)
     assert controller.observer.noise().status == "ok"
     with caplog.at_level(logging.ERROR):

@@ -1,0 +1,184 @@
+"""What a run did lately: step times by configuration, losses, and what came of each change.
+
+The record is plain JSON types, changed in place, so that a checkpoint can hold it at no cost per
+step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+VERSION = 1
+WARM_UP_STEPS = 3
+"""Steps after a change that are not timed."""
+TIMED_STEPS = 20
+"""Newest times that are kept of a configuration."""
+MIN_TIMED_STEPS = 5
+"""Times from which a configuration counts as measured."""
+WINDOW_STEPS = 50
+"""Steps before and after a change by which it is graded."""
+SPIKE_NATS, SPIKE_SD = 0.5, 6.0
+"""Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
+
+
+def new_record() -> dict[str, Any]:
+    """The record of a run that has not begun."""
+    return {
+        "version": VERSION,
+        "num_decisions": 0,
+        "last_decision_samples": 0,
+        "num_changes": 0,
+        "last_change_samples": None,
+        "ramp": None,
+        "hold_growth_until_samples": 0,
+        "spikes_in_a_row": 0,
+        "small_since_samples": None,
+        "noise_when_shrunk": None,
+        "elapsed_s": 0.0,
+        "since_change": 0,
+        "times": {},
+        "steps": [],
+        "open": None,
+        "changes": [],
+    }
+
+
+def key_of(layout: str, micro_batch_size: int, global_batch_size: int) -> str:
+    """Name of a configuration in the record."""
+    return f"{layout} {micro_batch_size} {global_batch_size}"
+
+
+class History:
+    """Reads and fills the record.
+
+    Args:
+        record: from `new_record`, or of a checkpoint.
+
+    Raises:
+        ValueError: a record of another version.
+    """
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        if record.get("version") != VERSION:
+            raise ValueError(f"controller record of version {record.get('version')}, not {VERSION}")
+        self.record = record
+
+    def add(
+        self, *, key: str, consumed_samples: int, batch: int, loss: float, seconds: float
+    ) -> None:
+        """Takes a finished step in.
+
+        Args:
+            key: of the configuration, from `key_of`.
+            consumed_samples: samples of the run, this step's included.
+            batch: its samples.
+            loss: in nats per token.
+            seconds: wall time on the slowest rank.
+        """
+        r = self.record
+        r["elapsed_s"] += seconds
+        r["since_change"] += 1
+        steps = r["steps"]
+        steps.append([consumed_samples, batch, loss, seconds])
+        del steps[: -2 * WINDOW_STEPS]
+        if r["since_change"] > WARM_UP_STEPS:
+            times = r["times"].setdefault(key, [])
+            times.append(seconds)
+            del times[:-TIMED_STEPS]
+
+    def median_s(self, key: str) -> tuple[float, float, int] | None:
+        """Median seconds of a configuration's steps, median absolute deviation, and their number;
+        None before enough were timed."""
+        times = self.record["times"].get(key, [])
+        if len(times) < MIN_TIMED_STEPS:
+            return None
+        median = statistics.median(times)
+        return median, statistics.median(abs(t - median) for t in times), len(times)
+
+    def change(self, *, number: int, fields: dict[str, Any]) -> None:
+        """Opens the account of a change that is about to be made.
+
+        Args:
+            number: of the decision.
+            fields: what to remember of it: `from`, `to`, `predicted_samples_per_s`, `gain`, ...
+        """
+        before = self.record["steps"][-WINDOW_STEPS:]
+        self.record["open"] = {
+            "decision": number,
+            **fields,
+            "loss_before": _mean([s[2] for s in before[-TIMED_STEPS:]]),
+            "loss_sd_before": _sd([s[2] for s in before[-TIMED_STEPS:]]),
+            "slope_before": _slope(before),
+            "samples_per_s_before": _speed(before),
+        }
+        self.record["since_change"] = 0
+        self.record["num_changes"] += 1
+
+    def is_spike(self) -> bool:
+        """Whether the loss since the open change has risen like a spike."""
+        opened = self.record["open"]
+        if opened is None or opened.get("spiked") or opened["loss_before"] is None:
+            return False
+        after = [s[2] for s in self.record["steps"][-self.record["since_change"] :]]
+        rise = max((x for x in after if math.isfinite(x)), default=-math.inf)
+        rise -= opened["loss_before"]
+        sd = opened["loss_sd_before"] or math.inf
+        return rise > SPIKE_NATS or (rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10)
+
+    def close_if_due(self, *, now: bool = False) -> dict[str, Any] | None:
+        """The outcome of the open change, once enough steps have followed it.
+
+        Args:
+            now: the run ends or changes again; take what there is.
+
+        Returns:
+            What was predicted and what came, or None while it is too early.
+        """
+        opened, since = self.record["open"], self.record["since_change"]
+        if opened is None or (since < WINDOW_STEPS and not now):
+            return None
+        after = self.record["steps"][-since:] if since else []
+        timed = after[WARM_UP_STEPS:]
+        speed, predicted = _speed(timed), opened.get("predicted_samples_per_s")
+        losses = [s[2] for s in after[:WINDOW_STEPS] if math.isfinite(s[2])]
+        before = opened["loss_before"]
+        first = after[0][3] if after else None
+        median = statistics.median(s[3] for s in timed) if timed else None
+        outcome = {
+            **opened,
+            "steps": since,
+            "samples_per_s": speed,
+            "speed_over_predicted": speed / predicted if speed and predicted else None,
+            "loss_slope": _slope(after),
+            "loss_rise": max(losses) - before if losses and before is not None else None,
+            "pause_s": max(first - median, 0.0) if first is not None and median else None,
+        }
+        self.record["open"] = None
+        self.record["changes"].append(outcome)
+        return outcome
+
+
+def _mean(values: list[float]) -> float | None:
+    finite = [x for x in values if math.isfinite(x)]
+    return statistics.fmean(finite) if finite else None
+
+
+def _sd(values: list[float]) -> float | None:
+    finite = [x for x in values if math.isfinite(x)]
+    return statistics.stdev(finite) if len(finite) > 1 else None
+
+
+def _speed(steps: list[list[float]]) -> float | None:
+    """Samples per second of the middle step."""
+    return statistics.median(s[1] / s[3] for s in steps) if steps else None
+
+
+def _slope(steps: list[list[float]]) -> float | None:
+    """Loss per thousand samples, by least squares."""
+    points = [(s[0] / 1000.0, s[2]) for s in steps if math.isfinite(s[2])]
+    if len(points) < 3:
+        return None
+    x, y = zip(*points)
+    return statistics.linear_regression(x, y).slope

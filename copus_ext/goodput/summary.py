@@ -1,0 +1,49 @@
+"""Decisions and their outcomes in words, for the log and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from copus_ext.goodput.situation import Decision
+
+
+def decision_line(decision: Decision | None, *, mode: str, failed: bool) -> str:
+    """The line that a log shows of the last decision."""
+    if failed:
+        return " copus: ended with an error, see above; the run keeps its configuration |"
+    if decision is None:
+        return " copus: nothing decided yet |"
+    target = "" if decision.target_batch is None else f" aims at {decision.target_batch:.0f} |"
+    if decision.kind == "stay":
+        now = decision.to.global_batch_size
+        return f" copus: batch {now} stays |{target} {decision.reason} |"
+    would = "" if mode == "act" else "would be "
+    return f" copus: {would}{decision.reason} |"
+
+
+def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
+    """What a run changed, when, why, and what came of it: a line per change."""
+    if mode != "act":
+        return "copus: observed only; the journal says what it would have done"
+    if not changes:
+        return "copus: the batch never changed"
+    lines = [f"copus: {len(changes)} changes"]
+    for c in changes:
+        sizes = f"{c['from_batch']} -> {c['to_batch']}"
+        if c["from_micro_batch"] != c["to_micro_batch"]:
+            sizes += f" (micro-batch {c['from_micro_batch']} -> {c['to_micro_batch']})"
+        parts = [f"  sample {c['consumed_samples']}: batch {sizes}"]
+        if c["gain"] is not None:
+            parts.append(f"goodput predicted {100 * c['gain']:+.1f} %")
+        if c["samples_per_s"] is not None and c["samples_per_s_before"] is not None:
+            ratio = c["samples_per_s"] / c["samples_per_s_before"] - 1
+            parts.append(f"samples/s {c['samples_per_s']:.1f} ({100 * ratio:+.1f} %)")
+        if c["speed_over_predicted"] is not None:
+            parts.append(f"{100 * (c['speed_over_predicted'] - 1):+.1f} % off prediction")
+        if c["loss_slope"] is not None and c["slope_before"] is not None:
+            slopes = f"{c['slope_before']:.3f} -> {c['loss_slope']:.3f}"
+            parts.append(f"loss per 1000 samples {slopes}")
+        if c.get("spiked"):
+            parts.append("loss spike")
+        lines.append(", ".join(parts))
+    return "\n".join(lines)

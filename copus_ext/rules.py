@@ -1,0 +1,136 @@
+"""From the controller's flags to the rules of its decisions; refuses what makes no sense."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from copus_ext.config import CopusConfig
+from copus_ext.goodput import policies
+from copus_ext.goodput.situation import Rules
+from megatron.training.batch_schedule import parse_steps
+from megatron.training.config import Config
+from megatron.training.errors import UsageError
+
+_LARGEST, _SMALLEST = 64, 8
+"""Times that the batch may grow or shrink from the first, if nothing else is said."""
+_ANY = 1e9
+
+
+def check(flags: CopusConfig) -> None:
+    """Checks the flags by themselves.
+
+    Raises:
+        UsageError: a value that makes no sense, or that is not built.
+    """
+    positive = {
+        "--copus-calibration": flags.copus_calibration,
+        "--copus-interval": flags.copus_interval,
+        "--copus-min-global-batch-size": flags.copus_min_global_batch_size,
+        "--copus-max-global-batch-size": flags.copus_max_global_batch_size,
+        "--copus-reference-batch-size": flags.copus_reference_batch_size,
+        "--copus-max-micro-batch-size": flags.copus_max_micro_batch_size,
+        "--copus-norm-test-eta": flags.copus_norm_test_eta,
+        "--copus-doubling-first-tokens": flags.copus_doubling_first_tokens,
+    }
+    for flag, value in positive.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{flag} {value:g} must be positive")
+    if flags.copus_lr_ramp_steps is not None and flags.copus_lr_ramp_steps < 0:
+        raise UsageError(f"--copus-lr-ramp-steps {flags.copus_lr_ramp_steps} must be at least 0")
+    if not flags.copus_doubling_ratio > 1:
+        raise UsageError(f"--copus-doubling-ratio {flags.copus_doubling_ratio:g} must exceed 1")
+    least, most = flags.copus_min_global_batch_size, flags.copus_max_global_batch_size
+    if least is not None and most is not None and least > most:
+        raise UsageError(
+            f"--copus-min-global-batch-size {least} is above --copus-max-global-batch-size {most}"
+        )
+    if flags.copus_mode == "act" and flags.copus_layouts != "current":
+        raise UsageError(
+            f"--copus-layouts {flags.copus_layouts} with --copus-mode act: moving to another "
+            "layout is not built yet; use --copus-layouts current or --copus-mode observe"
+        )
+    _user_grid(flags)
+
+
+def check_run(flags: CopusConfig, config: Config) -> None:
+    """Checks the flags against those of the run.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    batch, scheduled = config.batch, flags.copus_policy == "step_schedule"
+    given = batch.step_batch_size_schedule
+    if scheduled and given is None:
+        raise UsageError("--copus-policy step_schedule needs --step-batch-size-schedule")
+    flag = "--step-batch-size-schedule" if given is not None and not scheduled else None
+    flag = "--rampup-batch-size" if batch.rampup_batch_size is not None else flag
+    if flag and flags.copus_mode == "act":
+        raise UsageError(
+            f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
+        )
+    first = batch.initial_global_batch_size
+    least, most = _bounds(flags, first)
+    if not least <= first <= most:
+        raise UsageError(
+            f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
+            f"--copus-max-global-batch-size {most}"
+        )
+
+
+def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
+    least = flags.copus_min_global_batch_size
+    if least is None:
+        least = max(first // _SMALLEST, 1) if flags.copus_allow_shrink else first
+    return least, flags.copus_max_global_batch_size or _LARGEST * first
+
+
+def _user_grid(flags: CopusConfig) -> list[int]:
+    text = flags.copus_batch_grid
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--copus-batch-grid {text}: write batch sizes like 24,48,96")
+    return [int(part) for part in parts]
+
+
+def rules_of(flags: CopusConfig, config: Config) -> Rules:
+    """The rules of a run; batches that its layout cannot cut into micro-batches are left out."""
+    batch, layout = config.batch, config.layout
+    first = batch.initial_global_batch_size
+    least, most = _bounds(flags, first)
+    doublings = range(-_SMALLEST, int(math.log2(max(most // first, 1))) + 1)
+    sizes = {first, *_user_grid(flags)}
+    sizes |= {int(first * 2.0**k) for k in doublings if (first * 2.0**k).is_integer()}
+    schedule: tuple[tuple[int, int], ...] = ()
+    if flags.copus_policy == "step_schedule":
+        schedule = parse_steps(batch.step_batch_size_schedule or "", batch.seq_length)
+        sizes |= {size for _, size in schedule}
+        least, most = min(sizes), max(sizes)
+    unit = layout.dp * (layout.pp if layout.vpp > 1 else 1)
+    tokens = flags.copus_doubling_first_tokens
+    is_paper = flags.copus_policy == "copus"
+    switch_rule: Any = flags.copus_switch_rule
+    return Rules(
+        policy=flags.copus_policy,
+        objective="copus" if is_paper else flags.copus_objective,
+        switch_rule="paper" if is_paper else switch_rule,
+        calibration=flags.copus_calibration,
+        reference_batch=flags.copus_reference_batch_size or first,
+        grid=tuple(sorted(s for s in sizes if least <= s <= most and s % unit == 0)),
+        allow_shrink=flags.copus_allow_shrink or flags.copus_policy == "step_schedule",
+        growth=_ANY if flags.copus_policy == "step_schedule" else 2.0,
+        norm_test_eta=flags.copus_norm_test_eta,
+        schedule=schedule,
+        doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
+        doubling_ratio=flags.copus_doubling_ratio,
+    )
+
+
+def batches_to_weigh(rules: Rules, present: int) -> list[int]:
+    """The batches that the present one may become, and those near it."""
+    if rules.policy in policies.SCHEDULED:
+        return sorted({*rules.grid, present})
+    near = [size for size in rules.grid if size <= 4 * present]
+    return sorted({*near, present})

@@ -1,0 +1,251 @@
+"""The throughput of every configuration that a run may choose: predicted, profiled, and measured as
+it goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from copus_ext.config import CopusConfig
+from copus_ext.goodput.situation import Row
+from copus_ext.perf.cluster_spec import ClusterSpec, kind_of, of_gpu, preset
+from copus_ext.perf.model_spec import ModelSpec, SpecError
+from copus_ext.perf.profile import ForeignProfile, Timing, read_profile
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from megatron.training.config import Config
+from megatron.training.errors import UsageError
+from megatron.training.layout import Layout, batch_problems
+
+_PER_BATCH = 64
+"""Configurations of a batch that are worth a look."""
+_ASSUMED_SD = 0.05
+"""Relative uncertainty of a throughput that is taken to be that of now."""
+_MEASURED_SD = 0.01
+
+
+class Table:
+    """Rows of the configurations that fit, for the batches asked for.
+
+    Args:
+        config: of the run.
+        flags: of the controller.
+        gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
+
+    Raises:
+        UsageError: a cluster or a profile that cannot be used.
+    """
+
+    def __init__(
+        self, config: Config, flags: CopusConfig, *, gpu: tuple[str, float] | None
+    ) -> None:
+        self.config, self.flags = config, flags
+        self.note = ""
+        """Why nothing can be predicted; empty if it can."""
+        self.profiled: list[Timing] = []
+        self.planner: Planner | None = None
+        try:
+            model = _model(config)
+            cluster = _cluster(flags, gpu, config.layout.world_size)
+            self.profiled = _profile(flags, model, cluster)
+            self.planner = Planner(
+                model, cluster, limits=_limits(config, flags), timings=self.profiled
+            )
+        except SpecError as error:
+            if flags.copus_cluster is not None:
+                raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
+            self.note = f"throughputs are not predicted: {error}"
+
+    def rows(
+        self,
+        batches: Sequence[int],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+    ) -> tuple[list[Row], int]:
+        """Every configuration of some batches that fits.
+
+        Args:
+            batches: to choose from, the present one among them; samples.
+            micro_batch_size: of now.
+            global_batch_size: of now.
+            measured: median seconds of a step, their median deviation and number, if this run has
+                timed the configuration.
+
+        Returns:
+            The rows, and the index of the present configuration.
+        """
+        now = _configuration(self.config, micro_batch_size, global_batch_size)
+        rows = self._predicted(batches, measured) or self._assumed(batches, now, measured)
+        at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
+        if at is None:
+            # It runs, whatever is predicted for it.
+            same = [row for row in rows if row.global_batch_size == global_batch_size]
+            known = measured(now)
+            speed = global_batch_size / known[0] if known else None
+            speed = speed or (same[0].samples_per_s if same else 1.0)
+            sd = _MEASURED_SD if known else _ASSUMED_SD
+            rows.append(_row(now, speed, sd, "measured" if known else "assumed"))
+            at = len(rows) - 1
+        return rows, at
+
+    def _predicted(
+        self,
+        batches: Sequence[int],
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+    ) -> list[Row]:
+        if self.planner is None:
+            return []
+        live = []
+        for batch in batches:
+            for b in range(1, self.flags.copus_max_micro_batch_size + 1):
+                known = measured(_configuration(self.config, b, batch))
+                if known is not None:
+                    median, deviation, number = known
+                    live.append(
+                        _configuration(self.config, b, batch).timed(
+                            median, spread_s=deviation, num_steps=number
+                        )
+                    )
+        seen = {(t.line, t.num_microbatches) for t in live}
+        others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
+        self.planner.retime([*live, *others])
+        rows = []
+        for plan in self.planner.rank(list(batches), top=_PER_BATCH):
+            for r in plan.ranked:
+                c, p = r.configuration, r.prediction
+                is_live = (c.timed(1.0).line, c.num_microbatches) in seen
+                source = "measured" if is_live else p.source
+                rows.append(_row(c, p.samples_per_s, p.step_rel_sd, source))
+        return rows
+
+    def _assumed(
+        self,
+        batches: Sequence[int],
+        now: Configuration,
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+    ) -> list[Row]:
+        """Without a planner: the throughput of now, for every batch that it can cut."""
+        known = measured(now)
+        if known is None:
+            return []
+        rows = []
+        for batch in batches:
+            c = _configuration(self.config, now.micro_batch_size, batch)
+            if batch_problems(self.config.layout, now.micro_batch_size, batch):
+                continue
+            own = measured(c)
+            speed = batch / own[0] if own else now.global_batch_size / known[0]
+            sd = _MEASURED_SD if own else _ASSUMED_SD
+            rows.append(_row(c, speed, sd, "measured" if own else "assumed"))
+        return rows
+
+
+def _row(c: Configuration, samples_per_s: float, sd: float, source: str) -> Row:
+    return Row(
+        tp=c.tp,
+        pp=c.pp,
+        vpp=c.vpp,
+        dp=c.dp,
+        micro_batch_size=c.micro_batch_size,
+        global_batch_size=c.global_batch_size,
+        samples_per_s=samples_per_s,
+        relative_sd=sd,
+        source=source,
+    )
+
+
+def _is(row: Row, c: Configuration) -> bool:
+    sizes = row.micro_batch_size, row.global_batch_size
+    return row.layout == (c.tp, c.pp, c.vpp, c.dp) and sizes == (
+        c.micro_batch_size,
+        c.global_batch_size,
+    )
+
+
+def _recompute(config: Config) -> tuple[str, int]:
+    r = config.recompute
+    if r.recompute_granularity == "full":
+        block = r.recompute_method == "block"
+        layers = r.recompute_num_layers or 0
+        chunk = config.model.num_layers // (config.layout.pp * config.layout.vpp)
+        return ("block", layers) if block and layers < chunk else ("full", 0)
+    return r.recompute_granularity or "none", 0
+
+
+def _configuration(config: Config, micro_batch_size: int, batch: int) -> Configuration:
+    """The run's own layout with other sizes."""
+    layout: Layout = config.layout
+    mode, layers = _recompute(config)
+    return Configuration(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=batch,
+        recompute=mode,  # pyright: ignore[reportArgumentType]
+        recompute_num_layers=layers,
+        sequence_parallel=layout.tp > 1,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _limits(config: Config, flags: CopusConfig) -> Limits:
+    layout, (mode, layers) = config.layout, _recompute(config)
+    fixed = {"recompute_num_layers": layers}
+    if flags.copus_layouts == "current":
+        fixed |= {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp}
+    return Limits(
+        fixed=fixed,
+        recompute=(mode,),
+        use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
+        cross_node_tp=True,
+        max_micro_batch=flags.copus_max_micro_batch_size,
+    )
+
+
+def _model(config: Config) -> ModelSpec:
+    values = config.flat()
+    # The padded vocabulary is what the run holds under every tensor size.
+    values |= {"vocab_size": values["padded_vocab_size"], "make_vocab_size_divisible_by": 1}
+    return ModelSpec.from_arguments(SimpleNamespace(**values))
+
+
+def _cluster(flags: CopusConfig, gpu: tuple[str, float] | None, world_size: int) -> ClusterSpec:
+    """What the run is on."""
+    text = flags.copus_cluster
+    if text is not None:
+        spec = ClusterSpec.load(Path(text)) if text.endswith(".json") else preset(text)
+        if spec.world_size != world_size:
+            raise SpecError(f"it has {spec.world_size} GPUs and the run {world_size}")
+        return spec
+    if gpu is None:
+        return of_gpu("CPU-rank", nodes=1, gpus_per_node=world_size)
+    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))), world_size)
+    node = replace(preset(f"{kind_of(*gpu)}:1"), gpus_per_node=local)
+    return node.resize(world_size)
+
+
+def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list[Timing]:
+    if flags.copus_profile is None:
+        return []
+    path = Path(flags.copus_profile)
+    try:
+        machine, timings = read_profile(path)
+        theirs = ModelSpec.from_json(machine.get("model", {}))
+    except (OSError, ForeignProfile, ValueError, TypeError) as error:
+        raise UsageError(f"--copus-profile {path}: {error}") from error
+    measured = machine.get("world_size"), machine.get("gpu")
+    own = cluster.world_size, cluster.gpu.name
+    if measured != own or theirs.num_parameters != model.num_parameters:
+        raise UsageError(
+            f"--copus-profile {path} is of another model or machine ({measured[0]} x "
+            f"{measured[1]}, here {own[0]} x {own[1]}); measure with tools/profile_layouts.py"
+        )
+    return timings

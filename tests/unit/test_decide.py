@@ -1,0 +1,329 @@
+"""A decision depends on the situation alone, and has the properties that are claimed of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap
+from copus_ext.goodput.situation import Decision, Row, Rules, Situation
+from copus_ext.types import NoiseScale
+
+GRID = (8, 16, 32, 64, 128, 256, 512)
+
+
+def row(
+    batch: int, speed: float, *, micro: int = 4, sd: float = 0.0, dp: int = 2, **more: Any
+) -> Row:
+    sizes = {"tp": 1, "pp": 2 // dp, "vpp": 1, "dp": dp, **more}
+    return Row(
+        **sizes,
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        samples_per_s=speed,
+        relative_sd=sd,
+        source="measured",
+    )
+
+
+def noise(
+    phi: float | None, *, sd: float = 0.0, status: Any = None, steps: float = 100
+) -> NoiseScale:
+    status = status or ("none" if phi is None else "ok")
+    spread = math.exp(1.96 * sd)
+    return NoiseScale(
+        status=status,
+        phi_samples=None if phi is None or status != "ok" else phi,
+        low_samples=None if phi is None else phi / spread,
+        high_samples=None if phi is None or status != "ok" else phi * spread,
+        g2=None if phi is None else 1.0,
+        v=phi,
+        tokens_per_sample=128.0,
+        effective_steps=steps if phi is not None else 0.0,
+        estimator="micro",
+        age_tokens=0.0,
+    )
+
+
+def situation(
+    batch: int = 16,
+    phi: float | None = 64.0,
+    *,
+    rows: list[Row] | None = None,
+    rules: dict[str, Any] | None = None,
+    measured: NoiseScale | None = None,
+    **more: Any,
+) -> Situation:
+    """Flat throughput on a grid unless told otherwise; c = 1."""
+    table = rows if rows is not None else [row(b, 10.0) for b in GRID]
+    current = next(i for i, r in enumerate(table) if r.global_batch_size == batch)
+    known = {"calibration": 1.0, "reference_batch": 8, "grid": GRID}
+    values: dict[str, Any] = {
+        "iteration": 1000,
+        "consumed_samples": 16_000,
+        "total_samples": 1_000_000,
+        "half_life_samples": 1000.0,
+        "elapsed_s": 1600.0,
+        **more,
+    }
+    return Situation(
+        rules=Rules(**{**known, **(rules or {})}),
+        noise=measured or noise(phi),
+        rows=tuple(table),
+        current=current,
+        **values,
+    )
+
+
+def follow(s: Situation, number: int = 30) -> list[int]:
+    """Batches when every decision is obeyed and nothing else changes."""
+    sizes = [s.now.global_batch_size]
+    for _ in range(number):
+        to = decide(s).to
+        s = dataclasses.replace(s, current=s.rows.index(to))
+        sizes.append(to.global_batch_size)
+    return sizes
+
+
+@pytest.mark.parametrize("phi", [8, 16, 64, 256])
+def test_flat_throughput_leads_to_the_noise_scale(phi: int) -> None:
+    assert follow(situation(8, phi))[-1] == phi
+
+
+def test_growth_is_at_most_twofold() -> None:
+    assert follow(situation(16, 1000.0), 4) == [16, 32, 64, 128, 256]
+    assert decide(situation(16, 1000.0)).target_batch == 512
+
+
+def test_a_decision_is_the_same_from_its_json() -> None:
+    for batch, phi, policy in itertools.product((8, 64), (3.0, 64.0, None), POLICIES):
+        rules = {"policy": policy, "schedule": ((0, 8), (100, 16))}
+        s = situation(batch, phi, rules=rules, measured=noise(phi, sd=0.3) if phi else None)
+        again = Situation.from_json(json.loads(json.dumps(s.to_json(), allow_nan=False)))
+        assert again == s
+        first, second = decide(s), decide(again)
+        assert first == second
+        text = json.dumps(first.to_json(), allow_nan=False)
+        assert Decision.from_json(json.loads(text)) == first
+
+
+def test_units_change_nothing() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        speeds = rng.uniform(5, 20, len(GRID))
+        rows = [row(b, float(v), sd=0.01) for b, v in zip(GRID, speeds)]
+        s = situation(16, float(np.exp(rng.uniform(1, 6))), rows=rows)
+        faster = [dataclasses.replace(r, samples_per_s=60 * r.samples_per_s) for r in rows]
+        other = dataclasses.replace(s, rows=tuple(faster), elapsed_s=s.elapsed_s / 60)
+        one, two = decide(s), decide(other)
+        assert one.to.global_batch_size == two.to.global_batch_size
+        assert [c.row.global_batch_size for c in one.candidates] == [
+            c.row.global_batch_size for c in two.candidates
+        ]
+
+
+def test_only_rows_of_the_table_are_chosen() -> None:
+    rows = [row(8, 10.0), row(16, 11.0), row(64, 30.0)]
+    for phi in (1.0, 30.0, 1e4):
+        assert decide(situation(16, phi, rows=rows)).to in rows
+
+
+def test_an_unsure_gain_waits() -> None:
+    sure = situation(16, 60.0, measured=noise(60.0, sd=0.1))
+    assert decide(sure).to.global_batch_size == 32
+    unsure = situation(16, 60.0, measured=noise(60.0, sd=1.5))
+    assert decide(unsure).kind == "stay"
+    guessed = [row(b, 10.0, sd=0.15) for b in GRID]
+    assert decide(situation(16, 60.0, rows=guessed)).kind == "stay"
+
+
+def test_a_lower_bound_allows_growth_and_no_shrinking() -> None:
+    bound = noise(100.0, status="lower_bound_only")
+    assert decide(situation(16, measured=bound)).to.global_batch_size == 32
+    small = noise(5.0, status="lower_bound_only")
+    s = situation(64, measured=small, rules={"allow_shrink": True}, small_since_samples=0)
+    assert decide(s).kind == "stay"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"paused": True}, "paused"),
+        ({"in_warmup": True}, "warming up"),
+        ({"in_ramp": True}, "follows the last growth"),
+        ({"last_change_samples": 15_500}, "500 of 1000 samples"),
+        ({"hold_growth_until_samples": 20_000}, "until sample 20000"),
+        ({"measured": noise(64.0, steps=19.0)}, "not known yet (19 of 20 steps)"),
+        ({"phi": None}, "not known yet"),
+    ],
+)
+def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
+    assert decide(situation(16)).kind == "batch"
+    decision = decide(situation(16, **more))
+    assert decision.kind == "stay" and words in decision.reason
+
+
+def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
+    rows = [row(16, 10.0, sd=0.01), row(16, 12.0, micro=8, sd=0.01), row(32, 20.0, sd=0.01)]
+    decision = decide(situation(16, None, rows=rows))
+    assert (decision.kind, decision.to.micro_batch_size) == ("batch", 8)
+    assert decision.to.global_batch_size == 16
+    close = [row(16, 10.0, sd=0.01), row(16, 10.2, micro=8, sd=0.01)]
+    assert decide(situation(16, None, rows=close)).kind == "stay"
+
+
+def test_shrinking_waits_until_it_is_sure_for_long() -> None:
+    rules = {"allow_shrink": True}
+    assert decide(situation(256, 8.0)).kind == "stay"
+    small = decide(situation(256, 8.0, rules=rules))
+    assert small.kind == "stay" and small.is_small
+    short = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 3999)
+    assert decide(short).kind == "stay"
+    long = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 4000)
+    assert decide(long).to.global_batch_size < 256
+
+
+def test_another_layout_is_weighed_and_not_taken() -> None:
+    rows = [row(16, 10.0), row(16, 30.0, dp=1)]
+    s = situation(16, 16.0, rows=rows)
+    decision = decide(s)
+    assert decision.kind == "stay"
+    assert any("keeps its own" in c.verdict and c.row.dp == 1 for c in decision.candidates)
+    able = situation(16, 16.0, rows=rows, rules={"relayout": True}, switch_cost_s=30.0)
+    assert decide(able).kind == "relayout"
+    late = dataclasses.replace(able, consumed_samples=999_800)
+    assert decide(late).kind == "stay"
+
+
+def test_the_paper_to_the_letter() -> None:
+    """Algorithm 2 by hand: U = T sqrt(B)/(B + Phi), Phi = 60; now B = 20, T = 10: U = 0.5590."""
+    rules = {"policy": "copus", "switch_rule": "paper", "relayout": True, "grid": (20, 40)}
+    table = [
+        row(20, 10.0),
+        row(20, 10.9, micro=2),
+        row(40, 9.0),
+        row(20, 12.0, dp=1),
+        row(40, 9.5, dp=1),
+        row(40, 8.0, micro=2),
+    ]
+    # 40 on this layout: 9 sqrt(40)/100 = 0.5692 (+1.8 %); 20 on the other: +20 %, discounted by
+    # 900/(900 + 90): +9.1 %.
+    base = {"rows": table, "rules": rules, "switch_cost_s": 90.0, "elapsed_s": 900.0}
+    assert decide(situation(20, 60.0, **base)).kind == "stay"
+    # After four times as long the discount is 3600/3690: +17.1 %.
+    later = decide(situation(20, 60.0, **{**base, "elapsed_s": 3600.0}))
+    assert later.kind == "relayout" and later.to == table[3]
+    # Phi = 400: 40 gains 9 sqrt(40)/440 over 10 sqrt(20)/420 = +21.5 %.
+    scaled = decide(situation(20, 400.0, **base))
+    assert scaled.kind == "batch" and scaled.to == table[2]
+
+
+@pytest.mark.parametrize(("gain", "acts"), [(1.1001, True), (1.0999, False)])
+def test_the_papers_margin(gain: float, acts: bool) -> None:
+    rules = {"policy": "copus", "switch_rule": "paper"}
+    rows = [row(16, 10.0), row(16, 10.0 * gain, micro=8)]
+    assert (decide(situation(16, 16.0, rows=rows, rules=rules)).kind == "batch") == acts
+
+
+@pytest.mark.parametrize(
+    ("policy", "phi", "sizes"),
+    [
+        ("static", 500.0, [8] * 6),
+        ("cbs", 90.0, [8, 16, 32, 64, 64, 64]),
+        ("cbs", 91.0, [8, 16, 32, 64, 128, 128]),
+        ("norm_test", 40.0, [8, 16, 32, 64, 128, 128]),
+    ],
+)
+def test_baselines(policy: str, phi: float, sizes: list[int]) -> None:
+    assert follow(situation(8, phi, rules={"policy": policy}), 5) == sizes
+
+
+@pytest.mark.parametrize(("eta", "times"), [(0.5, 3.0), (2**-0.5, 1.0)])
+def test_where_the_norm_test_stops(eta: float, times: float) -> None:
+    from copus_ext.goodput.policies import target_batch
+
+    batch, phi = 1, 10_000.0
+    for _ in range(200):
+        rules = {"policy": "norm_test", "norm_test_eta": eta}
+        s = situation(batch, phi, rules=rules, rows=[row(batch, 1.0)])
+        target = target_batch(s)
+        assert target is not None
+        batch = int(target)
+    assert batch == pytest.approx(times * phi, rel=1e-3)
+
+
+def test_schedules_by_position() -> None:
+    rules = Rules(policy="step_schedule", schedule=((0, 768), (100, 1536)))
+    assert [scheduled_batch(rules, at, 1000) for at in (0, 99, 100)] == [768, 768, 1536]
+    merrill = Rules(
+        policy="doubling", reference_batch=1024, doubling_first_samples=168, doubling_ratio=3.0
+    )
+    assert [scheduled_batch(merrill, at, 1000) for at in (0, 167, 168, 503, 504)] == [
+        *(1024, 1024, 2048, 2048, 4096)
+    ]
+    assert scheduled_batch(Rules(policy="cbs"), 5, 10) is None
+
+
+def test_seesaw_trades_the_decay_for_batch() -> None:
+    rules = {"policy": "seesaw", "reference_batch": 16}
+    s = situation(16, 1000.0, rules=rules, lr_decay_factor=0.5)
+    assert decide(s).to.global_batch_size == 32
+    capped = situation(16, 20.0, rules=rules, lr_decay_factor=0.25)
+    assert decide(capped).to.global_batch_size == 16
+
+
+def test_snapping() -> None:
+    assert snap(90.0, GRID, policy="cbs") == 64 and snap(91.0, GRID, policy="cbs") == 128
+    assert snap(65.0, GRID, policy="norm_test") == 128
+    assert snap(127.9, GRID, policy="doubling") == 64
+
+
+@pytest.mark.parametrize("allow_shrink", [False, True])
+@pytest.mark.parametrize("objective", ["copus", "goodput"])
+def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
+    objective: str, allow_shrink: bool
+) -> None:
+    """10,000 steps each, decided every 20: the batch finds its place and does not go to and fro."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        phi, half_life = float(np.exp(rng.uniform(3, 6))), 1000.0
+        speeds = {b: 100.0 * b / (b + 40) * float(np.exp(rng.normal(0, 0.02))) for b in GRID}
+        rows = [row(b, v, sd=0.02) for b, v in speeds.items()]
+        rules = {"allow_shrink": allow_shrink, "objective": objective}
+        s = situation(8, phi, rows=rows, rules=rules, consumed_samples=0, total_samples=10**7)
+        error, sd, sizes = 0.0, 0.25, [8]
+        for step in range(0, 10_000, 20):
+            batch = s.now.global_batch_size
+            keep = 2.0 ** (-20 * batch / half_life)
+            error = keep * error + math.sqrt(1 - keep**2) * float(rng.normal(0, sd))
+            s = dataclasses.replace(
+                s,
+                noise=noise(phi * math.exp(error), sd=sd),
+                iteration=step,
+                consumed_samples=s.consumed_samples + 20 * batch,
+            )
+            decision = decide(s)
+            since = s.small_since_samples if decision.is_small else None
+            if decision.is_small and since is None:
+                since = s.consumed_samples
+            changed = decision.to.global_batch_size != batch
+            s = dataclasses.replace(
+                s,
+                current=s.rows.index(decision.to),
+                small_since_samples=None if changed else since,
+                last_change_samples=s.consumed_samples if changed else s.last_change_samples,
+                noise_when_shrunk=s.noise_samples
+                if decision.to.global_batch_size < batch
+                else s.noise_when_shrunk,
+            )
+            if changed:
+                sizes.append(decision.to.global_batch_size)
+        turns = sum((b > a) != (c > b) for a, b, c in zip(sizes, sizes[1:], sizes[2:]))
+        assert turns <= allow_shrink, (seed, sizes)

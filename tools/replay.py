@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+"""Decides again what a journal says was decided, from the journal alone.
+
+python tools/replay.py runs/quickstart/journal.jsonl
+
+Exit codes: 0 every decision comes out the same, bit for bit; 1 some does not; 2 wrong usage; 5 the
+journal cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.situation import Situation
+from copus_ext.journal import NAME, VERSION, read_journal
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="replay.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    p.add_argument("journal", type=Path, help="journal.jsonl, or the directory of a run")
+    p.add_argument("--all", action="store_true", help="print decisions to stay, too")
+    p.add_argument("--calibration", type=float, help="decide with another c instead, and compare")
+    p.add_argument("--objective", help="decide with another objective instead, and compare")
+    return p
+
+
+def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether a decision comes out as the journal has it, and how it comes out.
+
+    Args:
+        record: a line of kind `decision`.
+        changes: rules to decide with instead of the journal's.
+    """
+    situation = Situation.from_json(record["situation"])
+    if changes:
+        rules = dataclasses.replace(situation.rules, **changes)
+        situation = dataclasses.replace(situation, rules=rules)
+    # Through JSON, as the journal's: tuples become lists, floats stay.
+    again = json.loads(json.dumps(decide(situation).to_json()))
+    return again == record["decision"], again
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Replays and prints; returns the exit code."""
+    args = parser().parse_args(argv)
+    path = args.journal / NAME if args.journal.is_dir() else args.journal
+    names = {"calibration": args.calibration, "objective": args.objective}
+    changes = {name: value for name, value in names.items() if value is not None}
+    same = different = 0
+    try:
+        for record in read_journal(path):
+            if record["kind"] != "decision":
+                continue
+            if record["version"] != VERSION:
+                raise ValueError(f"version {record['version']} instead of {VERSION}")
+            is_same, again = replayed(record, changes)
+            same, different = same + is_same, different + (not is_same)
+            if args.all or not is_same or again["kind"] != "stay":
+                mark = "same" if is_same else "DIFFERENT"
+                print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
+                print(f"{again['kind']:8s} {again['reason']}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"replay.py: error: {path}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 5
+    print(f"{same} decisions the same, {different} different")
+    return 1 if different and not changes else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        sys.exit(0)
