@@ -12,7 +12,7 @@ from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 _SHOWN = 12
 """Candidates that a decision keeps."""
 _SHRINK_HALF_LIVES = 4.0
-_SWING = 4.0
+_SWING = 8.0
 """After it shrank, the batch grows again when the noise scale is so many times what it was."""
 _INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
