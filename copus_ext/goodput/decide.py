@@ -202,9 +202,11 @@ def _barred(s: Situation, row: Row, *, small: bool) -> str:
     if row.global_batch_size > now.global_batch_size:
         if row.global_batch_size > now.global_batch_size * s.rules.growth:
             return f"grows more than {s.rules.growth:g} times at once"
+        if s.rules.policy in policies.SCHEDULED:
+            return ""
         if s.in_ramp:
             return "the learning rate still follows the last growth"
-        waits = policies.needs_noise(s.rules.policy) and s.rules.policy != "copus"
+        waits = s.rules.policy != "copus"
         if waits and since is not None and since < s.half_life_samples:
             return f"{since} of {s.half_life_samples:.0f} samples since the last change"
         if _would_swing(s):

@@ -76,18 +76,28 @@ class Job:
     @property
     def micro_batch_size(self) -> int:
         """Samples of a micro-batch of the next step."""
-        return self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
+        return self._sizes[1]
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of the next step. Where a controller sets them, the last step takes the largest
-        batch that is left."""
+        """Samples of the next step."""
+        return self._sizes[0]
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Samples of the next step and of its micro-batches. Where a controller sets them, the last
+        step takes the most that is left, in smaller micro-batches if that takes more."""
+        micro = self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
         wanted = self.state.settings.global_batch_size
         if wanted is None:
-            return self.batch_schedule.at(self.state.consumed_samples)
-        layout = self.config.layout
-        unit = self.micro_batch_size * layout.dp * (layout.pp if layout.vpp > 1 else 1)
-        return min(wanted, self.samples_left // unit * unit) or wanted
+            return self.batch_schedule.at(self.state.consumed_samples), micro
+        left, layout = self.samples_left, self.config.layout
+        if wanted <= left:
+            return wanted, micro
+        group = layout.dp * (layout.pp if layout.vpp > 1 else 1)
+        sizes = [(left // (b * group) * b * group, b) for b in range(1, micro + 1)]
+        most, b = max(sizes)
+        return (most, b) if most else (wanted, micro)
 
     @property
     def samples_left(self) -> int:
@@ -128,9 +138,8 @@ class Job:
         """
         before = self.state.settings
         self.state.settings = settings
-        problems = batch_problems(
-            self.config.layout, self.micro_batch_size, settings.global_batch_size or 0
-        )
+        micro = settings.micro_batch_size or self.config.batch.micro_batch_size
+        problems = batch_problems(self.config.layout, micro, settings.global_batch_size or 0)
         if settings.global_batch_size is not None and problems:
             self.state.settings = before
             raise ValueError("; ".join(problems))

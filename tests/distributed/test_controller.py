@@ -1,0 +1,142 @@
+"""The controller changes a running job, in step on all ranks, and can account for it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import run_ranks
+from tools import replay
+
+WORKER = Path(__file__).with_name("worker_controller.py")
+pytestmark = pytest.mark.timeout(320)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("controller")
+    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def column(result: dict[str, Any], name: str) -> list[Any]:
+    return [step[name] for step in result["steps"]]
+
+
+def kinds(result: dict[str, Any]) -> list[str]:
+    return [r["kind"] for r in result["journal"]]
+
+
+def test_a_schedule_is_followed_to_the_sample(results: dict[str, Any]) -> None:
+    steps = results["doubling"]["steps"]
+    starts = [s["consumed_samples"] - s["global_batch_size"] for s in steps]
+    for start, batch in zip(starts, column(results["doubling"], "global_batch_size")):
+        want = 8 * 2 ** sum(start >= at for at in (64, 128, 256))
+        assert batch == min(want, 360 - start), start
+    ends = column(results["doubling"], "consumed_samples")
+    assert starts == [0, *ends[:-1]] and ends[-1] == 360
+
+
+def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
+    steps = results["doubling"]["steps"]
+    by_batch = {s["global_batch_size"]: s["learning_rate"] for s in steps[:-1]}
+    assert by_batch[8] == 1e-3
+    rates = column(results["doubling"], "learning_rate")
+    assert rates[2:] == sorted(rates[2:])
+    # Ten steps of ramp at beta2 0.9: a batch is left before its end.
+    assert 1e-3 < by_batch[16] < 1e-3 * 2**0.5
+    assert max(rates) <= 1e-3 * 8**0.5
+
+
+def test_every_change_has_an_outcome(results: dict[str, Any]) -> None:
+    for name in ("doubling", "adaptive", "paper"):
+        journal = results[name]["journal"]
+        obeyed = [r for r in journal if r["kind"] == "decision" and r["obeyed"]]
+        outcomes = [r for r in journal if r["kind"] == "outcome"]
+        assert [o["decision"] for o in outcomes] == [d["number"] for d in obeyed] != []
+        for outcome, decision in zip(outcomes, obeyed):
+            assert outcome["to_batch"] == decision["decision"]["to"]["global_batch_size"]
+        assert kinds(results[name])[0] == "start" and kinds(results[name])[-1] == "end"
+
+
+@pytest.mark.parametrize("name", ["doubling", "adaptive", "paper", "observed", "paused"])
+def test_the_journal_can_be_decided_again(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert replay.main([str(folder / name)]) == 0
+    out = capsys.readouterr().out
+    assert "0 different" in out and not out.startswith("0 decisions")
+
+
+def test_a_changed_journal_is_found_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (folder / "adaptive" / "journal.jsonl").read_text().splitlines()
+    changed = [line.replace('"kind": "batch"', '"kind": "stay"') for line in lines]
+    assert changed != lines
+    (tmp_path / "journal.jsonl").write_text("\n".join(changed))
+    assert replay.main([str(tmp_path)]) == 1
+    (tmp_path / "journal.jsonl").write_text('{"kind": "decision", "version": 1}\n')
+    assert replay.main([str(tmp_path)]) == 5
+    assert "replay.py: error" in capsys.readouterr().err
+
+
+def test_all_ranks_come_to_the_same(results: dict[str, Any]) -> None:
+    for name in ("doubling", "observed", "adaptive", "failed"):
+        first, second = results[name]["states"]
+        assert first == second and first, name
+
+
+def test_a_resumed_run_goes_on_with_the_same_decisions(results: dict[str, Any]) -> None:
+    whole, again = results["doubling"], results["resumed"]
+    assert again["steps"] == whole["steps"][10:]
+    numbers = [r["number"] for r in whole["journal"] if r["kind"] == "decision"]
+    later = [r["number"] for r in again["journal"] if r["kind"] == "decision"]
+    assert later and later == numbers[-len(later) :]
+
+
+def test_observing_changes_no_bit(results: dict[str, Any]) -> None:
+    assert results["observed"]["steps"] == results["plain"]["steps"]
+    decisions = [r for r in results["observed"]["journal"] if r["kind"] == "decision"]
+    assert any(r["decision"]["kind"] == "batch" for r in decisions)
+    assert not any(r["obeyed"] for r in decisions)
+
+
+def test_growth_is_at_most_twofold(results: dict[str, Any]) -> None:
+    for name in ("adaptive", "paper"):
+        sizes = column(results[name], "global_batch_size")
+        # The last step takes what is left.
+        assert max(sizes) > 8
+        assert all(b <= 2 * a for a, b in itertools.pairwise(sizes[:-1]))
+        assert column(results[name], "consumed_samples")[-1] == 360
+    assert max(column(results["adaptive"], "global_batch_size")) <= 64
+
+
+def test_an_operator_can_pause_it(results: dict[str, Any]) -> None:
+    assert set(column(results["paused"], "global_batch_size")) == {8}
+    assert "paused" in kinds(results["paused"])
+
+
+def test_a_bug_in_the_controller_ends_its_decisions_and_not_the_run(
+    results: dict[str, Any],
+) -> None:
+    failed = results["failed"]
+    assert column(failed, "consumed_samples")[-1] == 360
+    failure = next(r for r in failed["journal"] if r["kind"] == "failure")
+    assert "ZeroDivisionError: a bug" in failure["error"]
+    assert kinds(failed).count("decision") == 2
+
+
+def test_without_the_controller_a_run_goes_back_to_its_flags(results: dict[str, Any]) -> None:
+    assert set(column(results["resumed plain"], "global_batch_size")) == {8}
+    rates = column(results["resumed plain"], "learning_rate")
+    assert set(rates) == {1e-3}

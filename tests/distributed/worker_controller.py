@@ -1,0 +1,98 @@
+"""Trains under the controller in several ways.
+
+worker_controller.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import join, run, steps_of
+
+BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "16", "--weight-decay", "0.1"]
+BASE += ["--adam-beta2", "0.9", "--train-samples", "360"]
+DOUBLING = {
+    "copus_policy": "doubling",
+    "copus_doubling_first_tokens": 64 * 32.0,
+    "copus_doubling_ratio": 2.0,
+    "copus_max_micro_batch_size": 1,
+}
+"""Doubles after 64, 128 and 256 samples, whatever the machine's speed."""
+
+
+def main(output: Path) -> None:
+    """Writes what every run did."""
+    import torch.distributed as dist
+
+    from copus_ext.config import CopusConfig
+    from copus_ext.controller import Controller
+    from copus_ext.journal import NAME, read_journal
+    from megatron.training.callbacks import CallbackContext
+
+    class Noting(Controller):
+        """Also keeps what every rank came to."""
+
+        def __init__(self, **flags: Any) -> None:
+            super().__init__(CopusConfig(copus=True, **flags))
+            self.states: list[str] = []
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            super().on_train_end(context)
+            self.states.append(json.dumps(context.state.callbacks["copus_control"]))
+
+    class Failing(Noting):
+        """Has a bug that shows on rank 0 at the third decision."""
+
+        def _situation(self, context: CallbackContext) -> Any:
+            if self.history.record["num_decisions"] >= 2:
+                raise ZeroDivisionError("a bug")
+            return super()._situation(context)
+
+    join()
+    results: dict[str, Any] = {}
+
+    def record(name: str, more: list[str], controller: Any = None, folder: str = "") -> None:
+        where = output / (folder or name)
+        run([*BASE, *more], where, [controller] if controller else [])
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, controller.states if controller else [])
+        if dist.get_rank() == 0:
+            journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
+            results[name] = {
+                "steps": [
+                    {k: s[k] for k in ("consumed_samples", "global_batch_size", "learning_rate")}
+                    | {"micro": s["micro_batch_size"], "loss": s["losses"]["lm loss"]}
+                    for s in steps_of(where)
+                ],
+                "journal": journal,
+                "states": states,
+            }
+
+    save = ["--save", str(output / "saved"), "--save-interval", "10"]
+    record("doubling", save, Noting(**DOUBLING))
+    record(
+        "resumed",
+        ["--load", str(output / "saved"), "--ckpt-step", "10"],
+        Noting(**DOUBLING),
+    )
+    record("plain", [])
+    record("observed", [], Noting(copus_mode="observe", copus_calibration=1e3))
+    record("adaptive", [], Noting(copus_calibration=1e3, copus_max_global_batch_size=64))
+    record("paper", [], Noting(copus_policy="copus", copus_calibration=1e3))
+    if dist.get_rank() == 0:
+        (output / "paused" / "control").mkdir(parents=True)
+        (output / "paused" / "control" / "pause").touch()
+    dist.barrier()
+    record("paused", [], Noting(**DOUBLING))
+    record("failed", [], Failing(copus_calibration=1e3, copus_interval=2000.0))
+    record("resumed plain", ["--load", str(output / "saved"), "--ckpt-step", "10"])
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
