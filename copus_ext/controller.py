@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
-from copus_ext.goodput import policies, rates
+from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import History, key_of, new_record
+from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal
@@ -25,10 +26,10 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.table import Table
 from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
-from megatron.training.callbacks import Callback, CallbackContext, Request
+from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.errors import UsageError
 from megatron.training.layout import batch_problems
-from megatron.training.settings import StepSettings
+from megatron.training.settings import Request, StepSettings
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Controller(Callback):
     """
 
     keeps_settings = True
+    changes_micro_batch = True
+    """Whether the trainer can take another micro-batch."""
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
@@ -81,17 +84,18 @@ class Controller(Callback):
         layout = config.layout
         self.layout = str(layout)
         self._sizes = layout.tp, layout.pp, layout.vpp, layout.dp
-        self._ramp_steps = self.flags.copus_lr_ramp_steps
-        if self._ramp_steps is None:
-            self._ramp_steps = rates.ramp_steps(config.optim.adam_beta2)
-        if self.flags.copus_policy == "copus":
-            self._ramp_steps = 0
+        self.rates = flags_to_rules.rate_rules_of(self.flags, config)
         self._take_over(context)
         problem = None
         if dist.get_rank() == 0:
             self._run_dir = context.run_dir
             try:
-                self.table = Table(config, self.flags, gpu=_gpu(config))
+                self.table = Table(
+                    config,
+                    self.flags,
+                    gpu=_gpu(config),
+                    fixed_micro_batch=not self.changes_micro_batch,
+                )
                 if context.run_dir is not None:
                     self.journal = Journal(context.run_dir)
                     self._open_journal(context)
@@ -256,7 +260,7 @@ class Controller(Callback):
             half_life_samples=self.watch.observer.half_life_samples,
             elapsed_s=record["elapsed_s"],
             in_warmup=warming,
-            in_ramp=ramp is not None and not rates.Ramp(**ramp).is_over(step.iteration),
+            in_ramp=ramp is not None and not Ramp(**ramp).is_over(step.iteration),
             lr_decay_factor=1.0 if warming else min(schedule_lr / config.optim.lr, 1.0),
             last_change_samples=record["last_change_samples"],
             hold_growth_until_samples=record["hold_growth_until_samples"],
@@ -297,14 +301,11 @@ class Controller(Callback):
                 "reason": decision.reason,
             },
         )
-        reference = self.rules.reference_batch
-        rule: Any = self.flags.copus_lr_rule
         if to.global_batch_size != batch:
-            record["ramp"] = rates.Ramp(
-                start_iteration=step.iteration,
-                num_steps=self._ramp_steps or 0,
+            record["ramp"] = self.rates.ramp(
+                to.global_batch_size,
+                iteration=step.iteration,
                 start=context.state.settings.lr_factor,
-                end=rates.lr_factor(to.global_batch_size, reference, rule),
             ).to_json()
             record["last_change_samples"] = step.consumed_samples
             record["small_since_samples"] = None
@@ -327,16 +328,9 @@ class Controller(Callback):
             batch, micro = now.global_batch_size or batch, now.micro_batch_size or micro
         factor = 1.0
         if record["ramp"] is not None:
-            factor = rates.Ramp(**record["ramp"]).at(context.state.iteration)
-        reference, flags = self.rules.reference_batch, self.flags
-        wd_rule: Any = "const" if flags.copus_policy == "copus" else flags.copus_weight_decay_rule
-        beta2_rule: Any = flags.copus_beta2_rule
+            factor = Ramp(**record["ramp"]).at(context.state.iteration)
         return StepSettings(
-            global_batch_size=batch,
-            micro_batch_size=micro,
-            lr_factor=factor,
-            weight_decay_factor=rates.weight_decay_factor(batch, reference, factor, wd_rule),
-            beta2=rates.beta2_for(context.config.optim.adam_beta2, batch, reference, beta2_rule),
+            global_batch_size=batch, micro_batch_size=micro, **self.rates.at(batch, factor)
         )
 
     def _guard(self, context: CallbackContext) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput import policies
+from copus_ext.goodput.rates import RateRules, ramp_steps
 from copus_ext.goodput.situation import Rules
 from megatron.training.batch_schedule import parse_steps
-from megatron.training.config import Config
 from megatron.training.errors import UsageError
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 _LARGEST, _SMALLEST = 64, 8
 """Times that the batch may grow or shrink from the first, if nothing else is said."""
@@ -125,6 +128,23 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         schedule=schedule,
         doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
         doubling_ratio=flags.copus_doubling_ratio,
+    )
+
+
+def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
+    """How the rates of a run go with its batch; the paper's policy jumps and keeps the decay."""
+    steps, beta2 = flags.copus_lr_ramp_steps, config.optim.adam_beta2
+    is_paper = flags.copus_policy == "copus"
+    names: dict[str, Any] = {
+        "lr": flags.copus_lr_rule,
+        "weight_decay": "const" if is_paper else flags.copus_weight_decay_rule,
+        "beta2_rule": flags.copus_beta2_rule,
+    }
+    return RateRules(
+        **names,
+        reference_batch=flags.copus_reference_batch_size or config.batch.initial_global_batch_size,
+        beta2=beta2,
+        ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.situation import Row
@@ -17,9 +18,11 @@ from copus_ext.perf.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from megatron.training.config import Config
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, batch_problems
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 _PER_BATCH = 64
 """Configurations of a batch that are worth a look."""
@@ -35,13 +38,19 @@ class Table:
         config: of the run.
         flags: of the controller.
         gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
+        fixed_micro_batch: whether the micro-batch of the flags must stay.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
     """
 
     def __init__(
-        self, config: Config, flags: CopusConfig, *, gpu: tuple[str, float] | None
+        self,
+        config: Config,
+        flags: CopusConfig,
+        *,
+        gpu: tuple[str, float] | None,
+        fixed_micro_batch: bool = False,
     ) -> None:
         self.config, self.flags = config, flags
         self.note = ""
@@ -53,7 +62,10 @@ class Table:
             cluster = _cluster(flags, gpu, config.layout.world_size)
             self.profiled = _profile(flags, model, cluster)
             self.planner = Planner(
-                model, cluster, limits=_limits(config, flags), timings=self.profiled
+                model,
+                cluster,
+                limits=_limits(config, flags, fixed_micro_batch),
+                timings=self.profiled,
             )
         except SpecError as error:
             if flags.copus_cluster is not None:
@@ -196,9 +208,11 @@ def _configuration(config: Config, micro_batch_size: int, batch: int) -> Configu
     )
 
 
-def _limits(config: Config, flags: CopusConfig) -> Limits:
+def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limits:
     layout, (mode, layers) = config.layout, _recompute(config)
     fixed = {"recompute_num_layers": layers}
+    if fixed_micro_batch:
+        fixed["micro_batch"] = config.batch.micro_batch_size
     if flags.copus_layouts == "current":
         fixed |= {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp}
     return Limits(

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # From a bare machine with Python 3.10+ to a trained model: sets up, makes a data set of the Python
-# standard library's sources, trains a GPT of about 8M parameters on two CPU ranks with data
-# parallelism, saves, and goes on with the same run under pipeline parallelism.
+# standard library's sources, trains a GPT of about 8M parameters on two CPU ranks, the batch
+# following the gradient noise scale, saves, and goes on with the same run under pipeline
+# parallelism.
 #
 #   bash scripts/quickstart.sh
 #
-#   QUICKSTART_STEPS   steps of the first part (default 60); the second part is half as long
+#   QUICKSTART_STEPS   length of the run in steps of the first batch, 4 samples (default 900); fewer
+#                      steps where the batch grows
 #   QUICKSTART_DIR     where everything goes     (default runs/quickstart; made anew each time)
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-steps=${QUICKSTART_STEPS:-60}
+steps=${QUICKSTART_STEPS:-900}
+batch=4
 run=${QUICKSTART_DIR:-runs/quickstart}
 run=${run%/}
 python=$(bash scripts/setup_env.sh run)
@@ -37,11 +40,12 @@ flags=(
     --seq-length 128 --max-position-embeddings 128
     --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 4 --global-batch-size 16 --train-iters $((steps + steps / 2))
-    --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1
+    --micro-batch-size 2 --global-batch-size $batch --train-iters $steps
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95
     --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer
     --data-path "$run/data/stdlib_text_document" --split 95,4,1
-    --eval-interval $((steps / 3)) --eval-iters 4 --log-interval 10
+    --eval-interval $((steps / 6)) --eval-iters 16 --log-interval $((steps > 18 ? steps / 18 : 1))
+    --copus --copus-mode act
     --save "$run/checkpoints" --run-dir "$run"
 )
 train() {
@@ -50,7 +54,7 @@ train() {
 }
 
 echo "== 2. train on two ranks, each with a copy of the model (data parallelism), and save"
-train --exit-interval "$steps"
+train --exit-interval $((steps / 3))
 
 echo "== 3. go on with the same run, each rank holding half of the layers (pipeline parallelism)"
 train --pipeline-model-parallel-size 2 --load "$run/checkpoints"
@@ -66,14 +70,18 @@ run = Path(sys.argv[1])
 records = read_metrics(run)
 layouts = [r["layout"] for r in records if r["kind"] == "run.start"]
 steps = [r for r in records if r["kind"] == "step"]
+sizes = [s["global_batch_size"] for s in steps]
 evaluations = [r for r in records if r["kind"] == "eval" and r["split"] == "valid"]
 print("layouts:          ", " then ".join(layouts))
 print("validation loss:  ", ", ".join(
     f"{r['losses']['lm loss']:.3f} at step {r['iteration']}" for r in evaluations))
+path = [sizes[0]] + [b for a, b in zip(sizes, sizes[1:]) if a != b]
+print("global batch:     ", " -> ".join(map(str, path)))
 tokens = 128 * sum(r["global_batch_size"] for r in steps)
 seconds = sum(r["elapsed_per_iteration_ms"] for r in steps) / 1000
 print(f"trained:           {len(steps)} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s")
 print(f"files:             {run}/metrics.jsonl (every step), {run}/config.json, {run}/checkpoints")
+print(f"why it changed:    {run}/journal.jsonl; decide it again: python tools/replay.py {run}")
 print("try next:          other flags of Megatron-LM on pretrain_gpt.py; see README.md")
 losses = [r["losses"]["lm loss"] for r in evaluations]
 sys.exit(0 if losses[-1] < losses[0] else "quickstart: the validation loss did not fall")

@@ -41,6 +41,40 @@ def beta2_for(beta2: float, batch: int, reference_batch: int, rule: PerTokenRule
 
 
 @dataclass(frozen=True, kw_only=True)
+class RateRules:
+    """How rates go with the batch; fixed for a launch."""
+
+    reference_batch: int
+    """Batch for which the rates were chosen, samples."""
+    beta2: float
+    """Adam's second decay rate of the flags."""
+    lr: LrRule = "sqrt"
+    """Of the learning rate."""
+    weight_decay: PerTokenRule = "tokens"
+    """Of the weight decay."""
+    beta2_rule: PerTokenRule = "const"
+    """Of beta2."""
+    ramp_steps: int = 20
+    """Steps of the learning rate's way up."""
+
+    def ramp(self, batch: int, *, iteration: int, start: float) -> Ramp:
+        """The learning rate's way to a batch that is taken after so many steps."""
+        end = lr_factor(batch, self.reference_batch, self.lr)
+        return Ramp(start_iteration=iteration, num_steps=self.ramp_steps, start=start, end=end)
+
+    def at(self, batch: int, lr: float) -> dict[str, Any]:
+        """Factors and beta2 of a step, as fields of the trainer's settings.
+
+        Args:
+            batch: of the step.
+            lr: factor of the learning rate, from the ramp.
+        """
+        decay = weight_decay_factor(batch, self.reference_batch, lr, self.weight_decay)
+        beta2 = beta2_for(self.beta2, batch, self.reference_batch, self.beta2_rule)
+        return {"lr_factor": lr, "weight_decay_factor": decay, "beta2": beta2}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ramp:
     """The learning rate's way from one factor to a larger one, geometric over some steps."""
 

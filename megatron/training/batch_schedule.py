@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron.training.config import Config
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, batch_problems
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)

@@ -10,51 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from megatron.training.settings import StepSettings
+from megatron.training.settings import Request, StepInfo
 
 _STRENGTH = {"change": 0, "save": 1, "stop": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepInfo:
-    """One finished step; the same on every rank."""
-
-    iteration: int
-    """Number of the step, from 1."""
-    consumed_samples: int
-    """Samples consumed when the step ended."""
-    global_batch_size: int
-    """Samples of this step."""
-    micro_batch_size: int
-    """Samples of one micro-batch."""
-    num_microbatches: int
-    """Micro-batches per replica."""
-    loss: float
-    """Mean language-modelling loss per token, in nats."""
-    grad_norm: float | None
-    """L2 norm before clipping; None after an fp16 overflow."""
-    num_zeros: int | None
-    """Zeros in the gradient, where counted."""
-    learning_rate: float
-    """Rate after the step, which is that of the next one; what Megatron-LM logs."""
-    updated: bool
-    """Whether the weights changed."""
-    elapsed_s: float
-    """Wall time of the step on the slowest rank, seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a callback asks the loop to do at the step boundary. All ranks must ask for the same."""
-
-    kind: Literal["change", "save", "stop"]
-    """`change` takes `settings` on; `save` also writes a checkpoint; `stop` also leaves."""
-    reason: str
-    """One line for the log."""
-    settings: StepSettings | None = None
-    """How the following steps are taken; None leaves it."""
 
 
 @dataclass(kw_only=True)

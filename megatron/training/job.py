@@ -9,15 +9,14 @@ from typing import Any
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.callbacks import CallbackContext, Callbacks, StepInfo
+from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
 from megatron.training.device import Device
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
-from megatron.training.optimizer import set_rates
 from megatron.training.reader import BatchReader
-from megatron.training.settings import StepSettings
+from megatron.training.settings import StepInfo, StepSettings, set_rates
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.training.callbacks import Request
 from megatron.training.evaluate import evaluate
 from megatron.training.job import Job
 from megatron.training.reporting import Reporter
+from megatron.training.settings import Request
 from megatron.training.signals import StopReason
 from megatron.training.step import train_step
 

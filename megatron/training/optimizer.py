@@ -18,7 +18,6 @@ from megatron.training.config import Config
 from megatron.training.fused_adam import FusedAdam
 from megatron.training.model import Model, parameter_dtype
 from megatron.training.optional import have_nvidia_apex, have_transformer_engine
-from megatron.training.settings import StepSettings
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -165,25 +164,6 @@ def build_scheduler(
     )
     scheduler.step(increment=lr_samples)
     return scheduler
-
-
-def set_rates(
-    optimizer: Any, scheduler: OptimizerParamScheduler, settings: StepSettings, *, beta2: float
-) -> None:
-    """Sets rates as the schedule and a controller say. Idempotent: the schedule stays where it is
-    and its own values are never edited, so that a factor of 1 restores them bit for bit.
-
-    Args:
-        optimizer: whose groups are set.
-        scheduler: placed where the run is.
-        settings: factors and Adam's second decay rate.
-        beta2: of the flags.
-    """
-    scheduler.step(increment=0)
-    for group in optimizer.param_groups:
-        group["lr"] *= settings.lr_factor
-        group["weight_decay"] *= settings.weight_decay_factor
-        group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)
 
 
 def learning_rate(optimizer: Any) -> float:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from megatron.training.callbacks import StepInfo
 from megatron.training.job import Job
 from megatron.training.logline import StepReport, training_line, validation_lines
+from megatron.training.settings import StepInfo
 
 
 def is_last_rank() -> bool:

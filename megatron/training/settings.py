@@ -1,8 +1,9 @@
-"""How steps are taken where it is no longer as the flags say."""
+"""How steps are taken where it is no longer as the flags say, what one did, and what to do next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,60 @@ class StepSettings:
     def changes_rates(self) -> bool:
         """Whether the optimizer's rates differ from those of the schedule."""
         return (self.lr_factor, self.weight_decay_factor, self.beta2) != (1.0, 1.0, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """One finished step; the same on every rank."""
+
+    iteration: int
+    """Number of the step, from 1."""
+    consumed_samples: int
+    """Samples consumed when the step ended."""
+    global_batch_size: int
+    """Samples of this step."""
+    micro_batch_size: int
+    """Samples of one micro-batch."""
+    num_microbatches: int
+    """Micro-batches per replica."""
+    loss: float
+    """Mean language-modelling loss per token, in nats."""
+    grad_norm: float | None
+    """L2 norm before clipping; None after an fp16 overflow."""
+    num_zeros: int | None
+    """Zeros in the gradient, where counted."""
+    learning_rate: float
+    """Rate after the step, which is that of the next one; what Megatron-LM logs."""
+    updated: bool
+    """Whether the weights changed."""
+    elapsed_s: float
+    """Wall time of the step on the slowest rank, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a callback asks the loop to do at the step boundary. All ranks must ask for the same."""
+
+    kind: Literal["change", "save", "stop"]
+    """`change` takes `settings` on; `save` also writes a checkpoint; `stop` also leaves."""
+    reason: str
+    """One line for the log."""
+    settings: StepSettings | None = None
+    """How the following steps are taken; None leaves it."""
+
+
+def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: float) -> None:
+    """Sets rates as the schedule and a controller say. Idempotent: the schedule stays where it is
+    and its own values are never edited, so that a factor of 1 restores them bit for bit.
+
+    Args:
+        optimizer: whose groups are set.
+        scheduler: placed where the run is.
+        settings: factors and Adam's second decay rate.
+        beta2: of the flags.
+    """
+    scheduler.step(increment=0)
+    for group in optimizer.param_groups:
+        group["lr"] *= settings.lr_factor
+        group["weight_decay"] *= settings.weight_decay_factor
+        group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)

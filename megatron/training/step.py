@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.training.callbacks import StepInfo
 from megatron.training.job import Job
 from megatron.training.optimizer import learning_rate, optimizer_step
 from megatron.training.parallel import seed_step
+from megatron.training.settings import StepInfo
 from megatron.training.signals import StopReason
 
 Batch = dict[str, torch.Tensor]

@@ -15,12 +15,13 @@ from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron.training import guard
-from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request, StepInfo
+from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
 from megatron.training.errors import UsageError
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.initialise import weight_std
 from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
 from megatron.training.reporting import _Interval
+from megatron.training.settings import StepInfo
 from megatron.training.state import TrainState
 
 

@@ -1,0 +1,1 @@
+"""The controller in trainers that are not ours."""

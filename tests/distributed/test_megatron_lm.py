@@ -1,0 +1,91 @@
+"""The controller in a checkout of Megatron-LM: a fake of its seams around real megatron-core."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from copus_ext.integrations.megatron_lm import UnsuitableRun, check
+from tests.helpers.launch import run_ranks
+from tools import replay
+
+WORKER = Path(__file__).with_name("worker_megatron_lm.py")
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("megatron_lm")
+    found: dict[str, Any] = {"folder": folder}
+    for kind in ("plain", "new", "old", "resumed"):
+        where = folder / ("new" if kind == "resumed" else kind)
+        where.mkdir(exist_ok=True)
+        run_ranks([WORKER, where, kind], 2, timeout_s=90).check()
+        found[kind] = json.loads((where / f"{kind}.json").read_text())
+    return found
+
+
+def batches(run: dict[str, Any]) -> list[int]:
+    return [row[1] for row in run["log"]]
+
+
+def test_the_batch_doubles_where_it_should(runs: dict[str, Any]) -> None:
+    assert batches(runs["plain"]) == [8] * 32
+    # 1,024 and 2,048 tokens are 64 and 128 samples; 256 samples in all.
+    assert batches(runs["new"]) == [8] * 8 + [16] * 4 + [32] * 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "new", "old"])
+def test_every_sample_is_read_once(runs: dict[str, Any], kind: str) -> None:
+    assert runs[kind]["read"] == list(range(256)) and runs[kind]["consumed"] == 256
+
+
+def test_callbacks_and_wrapped_functions_do_the_same(runs: dict[str, Any]) -> None:
+    assert runs["old"]["log"] == runs["new"]["log"]
+
+
+def test_losses_are_those_of_the_plain_run_until_it_changes(runs: dict[str, Any]) -> None:
+    assert runs["new"]["log"][:8] == runs["plain"]["log"][:8]
+
+
+def test_the_learning_rate_follows(runs: dict[str, Any]) -> None:
+    rates = [row[3] for row in runs["new"]["log"]]
+    # The ramp of ten steps begins with the ninth: half of the doubling's logarithm in all.
+    assert rates[7] == 1e-3 and rates[8] == pytest.approx(1e-3 * 2**0.05)
+    assert rates[2:] == sorted(rates[2:])
+
+
+def test_a_resumed_run_goes_on_with_the_batch_it_had(runs: dict[str, Any]) -> None:
+    assert set(batches(runs["resumed"])) == {32}
+
+
+def test_the_journal_can_be_decided_again(
+    runs: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay.main([str(runs["folder"] / "old")]) == 0
+    assert "0 different" in capsys.readouterr().out
+    lines = (runs["folder"] / "old" / "journal.jsonl").read_text().splitlines()
+    decisions = [r for r in map(json.loads, lines) if r["kind"] == "decision"]
+    assert decisions[-1]["situation"]["noise"]["g2"] is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train_samples": None}, "--train-samples"),
+        ({"rampup_batch_size": [8, 8, 100]}, "--rampup-batch-size"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type single"),
+        ({"context_parallel_size": 2}, "--context-parallel-size 1"),
+        ({"use_megatron_fsdp": True}, "FSDP"),
+        ({"copus_allow_shrink": True}, "--copus-allow-shrink"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) -> None:
+    good = {"train_samples": 100, "copus_allow_shrink": False, "copus_policy": "adaptive"}
+    check(SimpleNamespace(**good))
+    with pytest.raises(UnsuitableRun, match=words):
+        check(SimpleNamespace(**{**good, **change}))

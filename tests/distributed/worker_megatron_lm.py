@@ -1,0 +1,140 @@
+"""Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
+
+worker_megatron_lm.py OUTPUT_DIR new|old|resumed|plain
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests" / "helpers" / "fake_megatron_lm"), str(ROOT)]
+FLAGS = """--copus-policy doubling --copus-doubling-first-tokens 1024 --copus-doubling-ratio 2
+--copus-max-global-batch-size 32"""
+
+
+def arguments(output: Path, more: list[str]) -> argparse.Namespace:
+    """What that trainer's parser would give."""
+    from copus_ext.integrations.megatron_lm import add_copus_args
+
+    parser = add_copus_args(argparse.ArgumentParser())
+    world = int(os.environ["WORLD_SIZE"])
+    own: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": None,
+        "group_query_attention": False,
+        "kv_channels": 8,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "padded_vocab_size": 128,
+        "make_vocab_size_divisible_by": 128,
+        "vocab_size": 100,
+        "swiglu": False,
+        "add_bias_linear": True,
+        "normalization": "LayerNorm",
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": False,
+        "hidden_dropout": 0.0,
+        "bf16": False,
+        "fp16": False,
+        "attention_backend": "unfused",
+        "transformer_impl": "local",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "use_distributed_optimizer": False,
+        "gradient_accumulation_fusion": False,
+        "calculate_per_token_loss": False,
+        "recompute_granularity": None,
+        "recompute_method": None,
+        "recompute_num_layers": None,
+        "data_parallel_size": world,
+        "rank": int(os.environ["RANK"]),
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "train_samples": 256,
+        "train_iters": 32,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "lr": 1e-3,
+        "adam_beta2": 0.9,
+        "lr_warmup_samples": 16,
+        "log_interval": 4,
+        "dataloader_type": "single",
+        "rampup_batch_size": None,
+        "save": str(output),
+        "save_interval": 5,
+    }
+    return argparse.Namespace(**{**vars(parser.parse_args(more)), **own})
+
+
+def main(output: Path, kind: str) -> None:
+    """Writes batches, losses and samples read."""
+    from copus_ext.integrations import megatron_lm
+
+    megatron_lm._join_packages()
+    import torch
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron.training.device import use_device
+
+    training: Any = importlib.import_module("megatron.training.training")
+    set_args = importlib.import_module("megatron.training.global_vars").set_args
+
+    assert "fake_megatron_lm" in str(training.__file__)
+    args = arguments(output, [] if kind == "plain" else ["--copus", *FLAGS.split()])
+    if kind == "resumed":
+        args.iteration, args.consumed_train_samples = 20, 224
+    set_args(args)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with use_device("cpu", local_rank=int(os.environ["LOCAL_RANK"])):
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(3)
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            args.rank, None, 8, args.micro_batch_size, args.data_parallel_size, False
+        )
+        callbacks = None
+        if kind == "old":
+            megatron_lm.install(training)
+        elif kind in ("new", "resumed"):
+            callbacks = [megatron_lm.CopusCallback()]
+        model, optimizer, scheduler = training.setup_model_and_optimizer()
+        log: list[Any] = []
+        read: list[int] = []
+        training.train(
+            functools.partial(training.forward_step, read),
+            model,
+            optimizer,
+            scheduler,
+            training.samples(args.consumed_train_samples),
+            log,
+            callbacks,
+        )
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, read)
+    if dist.get_rank() == 0:
+        numbers = sorted(n // 100 for ranks in every for n in ranks)
+        consumed = args.consumed_train_samples
+        record = {"log": log, "read": numbers, "consumed": consumed}
+        (output / f"{kind}.json").write_text(json.dumps(record))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,1 @@
+"""The seams of a Megatron-LM checkout: names, order of calls and what they return."""

@@ -1,0 +1,1 @@
+"""A package that a checkout has of its own."""
