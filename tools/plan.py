@@ -247,6 +247,8 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
     from tqdm import tqdm
 
     plans: list[Any] = []
+    # No thread for one bar: a program that uses this function may mind signals.
+    tqdm.monitor_interval = 0
     with tqdm(total=len(wanted), unit="batch", delay=2, leave=False) as bar:
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]

@@ -23,12 +23,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from copus_ext.integrations.checkout import check, context_of, learning_rate, shared
+
 OURS = Path(__file__).resolve().parents[2] / "megatron" / "training"
 STATE_FILE = "copus_state.jsonl"
-
-
-class UnsuitableRun(ValueError):
-    """Flags of the checkout that the controller cannot work with; names flag and fix."""
 
 
 def _join_packages() -> None:
@@ -62,36 +60,6 @@ def add_copus_args(parser: Any) -> Any:
     return parser
 
 
-def check(args: Any) -> None:
-    """Checks the checkout's flags.
-
-    Raises:
-        UnsuitableRun: one does not go with the controller.
-    """
-    wrong = [
-        (not args.train_samples, "give --train-samples instead of --train-iters"),
-        (getattr(args, "rampup_batch_size", None), "drop --rampup-batch-size"),
-        (
-            getattr(args, "dataloader_type", "single") not in (None, "single"),
-            "use --dataloader-type single",
-        ),
-        (getattr(args, "context_parallel_size", 1) != 1, "use --context-parallel-size 1"),
-        (
-            getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False),
-            "do without FSDP",
-        ),
-        (
-            getattr(args, "num_distributed_optimizer_instances", 1) != 1,
-            "use --num-distributed-optimizer-instances 1",
-        ),
-        (args.copus_allow_shrink, "drop --copus-allow-shrink: that loop's batch can only grow"),
-        (args.copus_policy == "step_schedule", "use another --copus-policy"),
-    ]
-    fixes = [fix for is_wrong, fix in wrong if is_wrong]
-    if fixes:
-        raise UnsuitableRun("--copus in Megatron-LM: " + "; ".join(fixes))
-
-
 class CopusCallback:
     """A callback of Megatron-LM's `pretrain`, or what `install` calls in older checkouts.
 
@@ -121,7 +89,7 @@ class CopusCallback:
         names = [f.name for f in dataclasses.fields(CopusConfig)]
         self._flags = CopusConfig(**{name: getattr(args, name) for name in names})
         self._first_batch = args.global_batch_size
-        self._inner = _context(context, args, self._first_batch)
+        self._inner = context_of(context, args, self._first_batch)
         self._load()
         controller = _Controller(self._flags)
         controller.on_setup_start(self._inner)
@@ -176,7 +144,7 @@ class CopusCallback:
         from megatron.training.settings import StepInfo
 
         inner, args = self._inner, self._args
-        loss, seconds = _shared(context.loss_dict, time.monotonic() - self._started)
+        loss, seconds = shared(context.loss_dict, time.monotonic() - self._started)
         state, updated = inner.state, not context.skipped_iter
         batch = inner.global_batch_size
         state.iteration += 1
@@ -192,7 +160,7 @@ class CopusCallback:
             loss=loss,
             grad_norm=context.grad_norm,
             num_zeros=None,
-            learning_rate=_learning_rate(context.optimizer),
+            learning_rate=learning_rate(context.optimizer),
             updated=updated,
             elapsed_s=seconds,
         )
@@ -284,93 +252,6 @@ class CopusCallback:
         if found is not None:
             inner.state.callbacks = found["callbacks"]
             inner.state.settings = StepSettings(**found["settings"])
-
-
-def _learning_rate(optimizer: Any) -> float:
-    groups = optimizer.param_groups
-    return float(groups[0]["lr"]) if groups else 0.0
-
-
-def _shared(loss_dict: Any, seconds: float) -> tuple[float, float]:
-    """Loss and seconds on every rank: that trainer's loss is on the last stage alone."""
-    import torch
-    import torch.distributed as dist
-
-    loss = (loss_dict or {}).get("lm loss")
-    own = [float("-inf") if loss is None else float(loss), seconds]
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    numbers = torch.tensor(own, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    most, slowest = numbers.tolist()
-    return most, slowest
-
-
-def _context(context: Any, args: Any, first_batch: int) -> Any:
-    """What our controller is given, made of that trainer's objects and arguments."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    from megatron.training.layout import Layout
-    from megatron.training.settings import StepSettings
-
-    state = SimpleNamespace(
-        iteration=args.iteration,
-        consumed_samples=args.consumed_train_samples,
-        lr_samples=context.scheduler.num_steps,
-        settings=StepSettings(),
-        callbacks={},
-    )
-    run_dir = None
-    if dist.get_rank() == 0:
-        run_dir = Path(args.save or getattr(args, "tensorboard_dir", None) or "runs/copus")
-        run_dir.mkdir(parents=True, exist_ok=True)
-    layout = Layout(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        dp=args.data_parallel_size,
-    )
-    batch = {
-        "initial_global_batch_size": first_batch,
-        "step_batch_size_schedule": None,
-        "rampup_batch_size": None,
-    }
-    groups = SimpleNamespace(**{**vars(args), **batch})
-    attention = getattr(args, "attention_backend", "auto")
-    flat = {
-        **vars(args),
-        "attention_backend": getattr(attention, "name", attention),
-        "normalization": getattr(args, "normalization", "LayerNorm"),
-    }
-    config = SimpleNamespace(
-        layout=layout,
-        batch=groups,
-        optim=groups,
-        model=groups,
-        kernels=groups,
-        parallel=groups,
-        recompute=groups,
-        runtime=SimpleNamespace(device="cuda" if torch.cuda.is_available() else "cpu"),
-        flat=lambda: dict(flat),
-    )
-    return SimpleNamespace(
-        model=context.model,
-        optimizer=context.optimizer,
-        scheduler=context.scheduler,
-        groups=ProcessGroupCollection.use_mpu_process_groups(),
-        config=config,
-        state=state,
-        run_dir=run_dir,
-        step=None,
-        grad_norm=None,
-        microbatch_tokens=None,
-        global_batch_size=None,
-        micro_batch_size=None,
-        scalars={},
-        step_fields={},
-        log_fragments=[],
-    )
 
 
 def install(training: Any = None) -> CopusCallback:

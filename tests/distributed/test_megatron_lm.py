@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from copus_ext.integrations.megatron_lm import UnsuitableRun, check
+from copus_ext.integrations.checkout import UnsuitableRun, check
 from tests.helpers.launch import run_ranks
 from tools import replay
 
