@@ -1,0 +1,219 @@
+"""Flags, table, history and journal of the controller."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.config import CopusConfig
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
+from copus_ext.goodput.summary import decision_line, summary
+from copus_ext.journal import Journal, read_journal
+from copus_ext.planner.configuration import Configuration
+from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
+from copus_ext.table import Table
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.errors import UsageError
+from tests.helpers.jobs import TINY
+from tests.unit.test_decide import noise, situation
+
+
+def config(more: str = "", world: int = 2) -> Any:
+    return resolve(parse_args([*TINY.split(), "--train-samples", "6400", *more.split()]), world)
+
+
+def flags(**values: Any) -> CopusConfig:
+    return CopusConfig(copus=True, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"copus_calibration": 0.0}, "--copus-calibration 0"),
+        ({"copus_interval": -1.0}, "--copus-interval -1"),
+        ({"copus_max_global_batch_size": 0}, "--copus-max-global-batch-size 0"),
+        ({"copus_batch_grid": "8,x"}, "--copus-batch-grid 8,x"),
+        ({"copus_doubling_ratio": 1.0}, "--copus-doubling-ratio 1"),
+        ({"copus_lr_ramp_steps": -1}, "--copus-lr-ramp-steps -1"),
+        ({"copus_layouts": "all"}, "--copus-layouts all"),
+        (
+            {"copus_min_global_batch_size": 16, "copus_max_global_batch_size": 8},
+            "--copus-min-global-batch-size 16 is above",
+        ),
+    ],
+)
+def test_flags_that_make_no_sense(values: dict[str, Any], words: str) -> None:
+    check(flags())
+    with pytest.raises(UsageError, match=words):
+        check(flags(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "words"),
+    [
+        ({}, "--rampup-batch-size 4 4 64", "--rampup-batch-size sets the batch"),
+        ({"copus_policy": "step_schedule"}, "", "needs --step-batch-size-schedule"),
+        ({"copus_max_global_batch_size": 4}, "", "the first batch, 8, is not between"),
+    ],
+)
+def test_flags_that_contradict_the_run(values: dict[str, Any], more: str, words: str) -> None:
+    check_run(flags(), config())
+    with pytest.raises(UsageError, match=words):
+        check_run(flags(**values), config(more))
+
+
+def test_the_grid_holds_what_the_layout_can_cut() -> None:
+    assert rules_of(flags(), config()).grid == (8, 16, 32, 64, 128, 256, 512)
+    some = flags(copus_batch_grid="24,27", copus_max_global_batch_size=40)
+    assert rules_of(some, config()).grid == (8, 16, 24, 32)
+    small = flags(copus_allow_shrink=True, copus_max_global_batch_size=16)
+    assert rules_of(small, config()).grid == (2, 4, 8, 16)
+    assert batches_to_weigh(rules_of(flags(), config()), 16) == [8, 16, 32, 64]
+
+
+def test_the_papers_policy_is_the_papers() -> None:
+    rules = rules_of(flags(copus_policy="copus", copus_objective="goodput"), config())
+    assert (rules.objective, rules.switch_rule) == ("copus", "paper")
+    rates = rate_rules_of(flags(copus_policy="copus"), config("--adam-beta2 0.95"))
+    assert (rates.ramp_steps, rates.weight_decay) == (0, "const")
+    ours = rate_rules_of(flags(), config("--adam-beta2 0.95"))
+    assert (ours.ramp_steps, ours.weight_decay) == (20, "tokens")
+
+
+def test_the_table_of_a_run() -> None:
+    times: dict[tuple[int, int], tuple[float, float, int]] = {(1, 8): (0.5, 0.001, 20)}
+
+    def measured(c: Configuration) -> Any:
+        return times.get((c.micro_batch_size, c.global_batch_size))
+
+    table = Table(config(), flags(), gpu=None)
+    assert not table.note
+    rows, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
+    now = rows[at]
+    assert (now.global_batch_size, now.micro_batch_size, now.source) == (8, 1, "measured")
+    assert now.samples_per_s == pytest.approx(16.0, rel=0.02)
+    found = {(r.global_batch_size, r.micro_batch_size) for r in rows}
+    assert found == {(8, b) for b in (1, 2, 4)} | {(16, b) for b in (1, 2, 4, 8)}
+    assert all(r.layout == (1, 1, 1, 2) and 0 < r.relative_sd < 0.2 for r in rows)
+    # A measured time moves its kin: the untried batch is about as slow as the tried one.
+    kin = next(r for r in rows if (r.global_batch_size, r.micro_batch_size) == (16, 1))
+    assert kin.samples_per_s == pytest.approx(16.0, rel=0.4)
+    times[1, 8] = (0.25, 0.001, 20)
+    faster, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
+    assert faster[at].samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
+    table = Table(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
+    assert "no preset describes" in table.note
+    rows, at = table.rows(
+        [8, 16, 15],
+        micro_batch_size=1,
+        global_batch_size=8,
+        measured=lambda c: (0.5, 0.0, 9) if c.global_batch_size == 8 else None,
+    )
+    assert [(r.global_batch_size, r.source) for r in rows] == [(8, "measured"), (16, "assumed")]
+    assert at == 0 and rows[1].samples_per_s == 16.0
+    none, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
+    assert len(none) == 1 and none[at].source == "assumed"
+
+
+def test_a_cluster_that_is_not_the_run_is_refused() -> None:
+    with pytest.raises(UsageError, match="--copus-cluster h100-80g:8: it has 8 GPUs"):
+        Table(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
+    with pytest.raises(UsageError, match="--copus-profile"):
+        Table(config(), flags(copus_profile="/no/such/file"), gpu=None)
+
+
+def fill(history: History, number: int, *, batch: int, loss: float, seconds: float = 0.1) -> None:
+    steps = history.record["steps"]
+    at = steps[-1][0] if steps else 0
+    for i in range(number):
+        history.add(
+            key=key_of("layout", 1, batch),
+            consumed_samples=at + (i + 1) * batch,
+            batch=batch,
+            loss=loss + 0.01 * (i % 2),
+            seconds=seconds,
+        )
+
+
+def test_step_times_need_a_warm_up_and_some_steps() -> None:
+    history = History(new_record())
+    fill(history, 7, batch=8, loss=3.0)
+    assert history.median_s(key_of("layout", 1, 8)) is None
+    fill(history, 1, batch=8, loss=3.0)
+    assert history.median_s(key_of("layout", 1, 8)) == (pytest.approx(0.1), pytest.approx(0), 5)
+    fill(history, 500, batch=8, loss=3.0)
+    record = json.loads(json.dumps(history.record))
+    assert len(record["steps"]) <= 2 * WINDOW_STEPS and len(record["times"]["layout 1 8"]) == 20
+    assert History(record).median_s("layout 1 8") == history.median_s("layout 1 8")
+    with pytest.raises(ValueError, match="version"):
+        History({**record, "version": 0})
+
+
+def change(history: History) -> None:
+    history.change(number=1, fields={"to_batch": 16, "predicted_samples_per_s": 100.0})
+
+
+def test_a_change_is_graded_when_enough_steps_have_followed() -> None:
+    history = History(new_record())
+    fill(history, 60, batch=8, loss=3.0)
+    change(history)
+    fill(history, WINDOW_STEPS - 1, batch=16, loss=2.9, seconds=0.2)
+    assert history.close_if_due() is None
+    fill(history, 1, batch=16, loss=2.9, seconds=0.2)
+    outcome = history.close_if_due()
+    assert outcome is not None and history.close_if_due() is None
+    assert outcome["samples_per_s_before"] == pytest.approx(80.0)
+    assert outcome["samples_per_s"] == pytest.approx(80.0)
+    assert outcome["speed_over_predicted"] == pytest.approx(0.8)
+    assert outcome["loss_rise"] == pytest.approx(-0.095, abs=0.01)
+    json.dumps(outcome, allow_nan=False)
+    assert history.record["changes"] == [outcome]
+
+
+def test_a_spike_is_seen_once_and_nan_is_none() -> None:
+    history = History(new_record())
+    fill(history, 60, batch=8, loss=3.0)
+    assert not history.is_spike()
+    change(history)
+    fill(history, 3, batch=16, loss=3.02)
+    assert not history.is_spike()
+    fill(history, 1, batch=16, loss=3.6)
+    assert history.is_spike()
+    history.record["open"]["spiked"] = True
+    assert not history.is_spike()
+    other = History(new_record())
+    change(other)
+    fill(other, 5, batch=16, loss=math.nan)
+    assert not other.is_spike()
+    json.dumps(other.close_if_due(now=True), allow_nan=False)
+
+
+def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.append("start", iteration=0)
+    with journal.path.open("a") as file:
+        file.write('{"kind": "decisi')
+    journal.append("end", iteration=5)
+    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+    with pytest.raises(ValueError):
+        journal.append("decision", gain=math.inf)
+    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+
+
+def test_words_for_the_log() -> None:
+    assert "nothing decided yet" in decision_line(None, mode="act", failed=False)
+    assert "ended with an error" in decision_line(None, mode="act", failed=True)
+    stays = decide(situation(16, 64.0, in_ramp=True))
+    assert "batch 16 stays" in decision_line(stays, mode="act", failed=False)
+    moves = decide(situation(16, measured=noise(64.0)))
+    assert "would be" in decision_line(moves, mode="observe", failed=False)
+    assert "never changed" in summary([], mode="act")
+    assert "observed only" in summary([], mode="observe")
