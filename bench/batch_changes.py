@@ -20,13 +20,13 @@ from typing import Any
 
 from support import RESULTS, ROOT, open_source, origin, torchrun
 
-SAMPLES, FIRST = 8000, 2000
+SAMPLES, FIRST = 4800, 1200
 FLAGS = f"""--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
 --seq-length 128 --max-position-embeddings 128 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 2e-3
 --lr-decay-style constant --lr-warmup-fraction 0.03 --adam-beta2 0.95 --train-samples {SAMPLES}
---use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-interval 250
+--use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-interval 300
 --eval-iters 64 --log-interval 500 --copus --copus-policy doubling
 --copus-doubling-first-tokens {128 * FIRST} --copus-doubling-ratio 1.5
 --copus-max-micro-batch-size 8"""
@@ -81,7 +81,7 @@ def main() -> int:
     """Runs all variants and seeds, prints and writes."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    p.add_argument("--seeds", type=int, default=3)
+    p.add_argument("--seeds", type=int, default=2)
     p.add_argument("--output", type=Path, default=RESULTS / "batch_changes.json")
     args = p.parse_args()
     open_source()
