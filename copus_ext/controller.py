@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from copus_ext import rules as flags_to_rules
@@ -23,7 +22,7 @@ from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal
 from copus_ext.planner.configuration import Configuration
-from copus_ext.table import Table
+from copus_ext.table import Table, gpu_of
 from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import Callback, CallbackContext
@@ -50,7 +49,6 @@ class Controller(Callback):
     the run.
     """
 
-    keeps_settings = True
     changes_micro_batch = True
     """Whether the trainer can take another micro-batch."""
 
@@ -70,6 +68,7 @@ class Controller(Callback):
         self._run_dir: Path | None = None
         self._last: Decision | None = None
         self._was_paused = False
+        self.keeps_settings = self._acts
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
@@ -86,6 +85,8 @@ class Controller(Callback):
         self._sizes = layout.tp, layout.pp, layout.vpp, layout.dp
         self.rates = flags_to_rules.rate_rules_of(self.flags, config)
         self._take_over(context)
+        if self._acts:
+            self._begin(context)
         problem = None
         if dist.get_rank() == 0:
             self._run_dir = context.run_dir
@@ -93,7 +94,7 @@ class Controller(Callback):
                 self.table = Table(
                     config,
                     self.flags,
-                    gpu=_gpu(config),
+                    gpu=gpu_of(config),
                     fixed_micro_batch=not self.changes_micro_batch,
                 )
                 if context.run_dir is not None:
@@ -114,6 +115,19 @@ class Controller(Callback):
                 logger.warning("the controller starts afresh: %s", error)
         context.state.callbacks[STATE_KEY] = self.history.record
 
+    def _begin(self, context: CallbackContext) -> None:
+        """Settles the sizes of the first step of this launch: those of the checkpoint, as far as
+        the layout can cut them, or of the flags; rates belong to the batch from the start."""
+        record, config, state = self.history.record, context.config, context.state
+        known = state.settings.global_batch_size
+        batch = known or self.rules.first_batch
+        micro = state.settings.micro_batch_size or config.batch.micro_batch_size
+        if record["sizes"] is not None and record["sizes"][0] != batch:
+            record["ramp"] = None
+        if known is not None or not batch_problems(config.layout, micro, batch):
+            record["sizes"] = [batch, micro]
+            state.settings = self._wanted(context)
+
     def _open_journal(self, context: CallbackContext) -> None:
         assert self.journal is not None and self.table is not None
         if self.table.note:
@@ -126,6 +140,7 @@ class Controller(Callback):
             flags=self.settings(),
             layout=self.layout,
             note=self.table.note,
+            sizes=self.history.record["sizes"],
         )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -147,13 +162,12 @@ class Controller(Callback):
             batch=step.global_batch_size,
             loss=step.loss,
             seconds=step.elapsed_s,
+            updated=step.updated,
         )
         self._guard(context)
         self._grade(self.history.close_if_due())
-        if self.failed:
-            return None
         reason = "learning-rate ramp"
-        if self._is_due(context):
+        if not self.failed and self._is_due(context):
             decision = self._decide(context)
             if decision is not None and decision.kind == "batch" and self._acts:
                 self._obey(decision, context)
@@ -172,21 +186,21 @@ class Controller(Callback):
         record, step = self.history.record, context.step
         assert step is not None
         batch = context.state.settings.global_batch_size or step.global_batch_size
-        total = context.config.batch.train_samples
-        wanted = policies.scheduled_batch(self.rules, step.consumed_samples, total)
-        if (
-            wanted is not None
-            and policies.snap(wanted, self.rules.grid, policy=self.rules.policy) != batch
-        ):
+        wanted = self._scheduled(context)
+        if wanted not in (None, batch, record["answered_batch"]):
             return True
-        interval = self.flags.copus_interval
-        seq_length = context.config.batch.seq_length
-        samples = (
-            _DECISION_STEPS * step.global_batch_size
-            if interval is None
-            else (interval / seq_length)
-        )
+        samples = _DECISION_STEPS * step.global_batch_size
+        if self.flags.copus_interval is not None:
+            samples = self.flags.copus_interval / context.config.batch.seq_length
         return step.consumed_samples - record["last_decision_samples"] >= samples
+
+    def _scheduled(self, context: CallbackContext) -> int | None:
+        """The batch that a policy asks for by the position in the run alone."""
+        total = context.config.batch.train_samples
+        wanted = policies.scheduled_batch(self.rules, context.state.consumed_samples, total)
+        if wanted is None or not self.rules.grid:
+            return None
+        return policies.snap(wanted, self.rules.grid, policy=self.rules.policy)
 
     def _decide(self, context: CallbackContext) -> Decision | None:
         """Rank 0's decision on every rank; None when the controller has failed. Collective."""
@@ -203,6 +217,7 @@ class Controller(Callback):
                 self._note("failure", iteration=step.iteration, error=answer["failed"])
         answer = from_rank_zero(answer)
         record["last_decision_samples"] = step.consumed_samples
+        record["answered_batch"] = self._scheduled(context)
         if answer is None or "failed" in answer:
             self.failed = True
             return None
@@ -210,7 +225,7 @@ class Controller(Callback):
         decision = Decision.from_json(answer["decision"])
         if decision.is_small and record["small_since_samples"] is None:
             record["small_since_samples"] = step.consumed_samples
-        elif not decision.is_small:
+        elif decision.candidates and not decision.is_small:
             record["small_since_samples"] = None
         self._last = decision
         return decision
@@ -242,12 +257,12 @@ class Controller(Callback):
         batch = state.settings.global_batch_size or step.global_batch_size
         rows, current = self.table.rows(
             flags_to_rules.batches_to_weigh(self.rules, batch),
-            micro_batch_size=step.micro_batch_size,
+            micro_batch_size=state.settings.micro_batch_size or step.micro_batch_size,
             global_batch_size=batch,
             measured=self._measured,
         )
         warming = state.lr_samples < config.optim.lr_warmup_samples
-        schedule_lr = step.learning_rate / state.settings.lr_factor
+        decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
         ramp = record["ramp"]
         return Situation(
             rules=self.rules,
@@ -261,7 +276,9 @@ class Controller(Callback):
             elapsed_s=record["elapsed_s"],
             in_warmup=warming,
             in_ramp=ramp is not None and not Ramp(**ramp).is_over(step.iteration),
-            lr_decay_factor=1.0 if warming else min(schedule_lr / config.optim.lr, 1.0),
+            lr_decay_factor=1.0 if warming or not decayed else min(decayed, 1.0),
+            steps_since_change=self.history.steps_since_change,
+            skipped_steps=self.history.skipped_steps,
             last_change_samples=record["last_change_samples"],
             hold_growth_until_samples=record["hold_growth_until_samples"],
             small_since_samples=record["small_since_samples"],
@@ -319,15 +336,12 @@ class Controller(Callback):
     def _wanted(self, context: CallbackContext) -> StepSettings:
         """How the next step is to be taken."""
         record, now = self.history.record, context.state.settings
-        sizes = record.get("sizes")
-        if sizes is None or not self._acts:
+        if record["sizes"] is None or not self._acts:
             return now
-        batch, micro = sizes
-        if batch_problems(context.config.layout, micro, batch):
-            # Resumed under a layout that cannot cut it: the trainer has found the next best.
-            batch, micro = now.global_batch_size or batch, now.micro_batch_size or micro
-        factor = 1.0
-        if record["ramp"] is not None:
+        batch, micro = record["sizes"]
+        if record["ramp"] is None:
+            factor = self.rates.ramp(batch, iteration=0, start=1.0).end
+        else:
             factor = Ramp(**record["ramp"]).at(context.state.iteration)
         return StepSettings(
             global_batch_size=batch, micro_batch_size=micro, **self.rates.at(batch, factor)
@@ -355,7 +369,7 @@ class Controller(Callback):
         """Writes what came of a change."""
         if outcome is None:
             return
-        if not outcome.get("spiked"):
+        if not outcome.get("spiked") and outcome["to_batch"] > outcome["from_batch"]:
             self.history.record["spikes_in_a_row"] = 0
         if dist.get_rank() == 0:
             self._note("outcome", **outcome)
@@ -383,11 +397,3 @@ class Controller(Callback):
             changes = self.history.record["changes"]
             self._note("end", iteration=context.state.iteration, changes=len(changes))
             print(summary(changes, mode=self.flags.copus_mode), flush=True)
-
-
-def _gpu(config: Any) -> tuple[str, float] | None:
-    """Name and memory in MiB of this process's GPU."""
-    if config.runtime.device != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return found.name, found.total_memory / 2**20

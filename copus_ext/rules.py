@@ -72,7 +72,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError(
             f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
         )
-    first = batch.initial_global_batch_size
+    first = first_batch_of(flags, config)
     least, most = _bounds(flags, first)
     if not least <= first <= most:
         raise UsageError(
@@ -98,20 +98,33 @@ def _user_grid(flags: CopusConfig) -> list[int]:
     return [int(part) for part in parts]
 
 
+def _schedule(flags: CopusConfig, config: Config) -> tuple[tuple[int, int], ...]:
+    if flags.copus_policy != "step_schedule":
+        return ()
+    text = config.batch.step_batch_size_schedule or ""
+    return parse_steps(text, config.batch.seq_length)
+
+
+def first_batch_of(flags: CopusConfig, config: Config) -> int:
+    """The batch of the first step, samples."""
+    schedule = _schedule(flags, config)
+    return schedule[0][1] if schedule else config.batch.initial_global_batch_size
+
+
 def rules_of(flags: CopusConfig, config: Config) -> Rules:
-    """The rules of a run; batches that its layout cannot cut into micro-batches are left out."""
+    """The rules of a run; batches are those that its layout can cut into micro-batches."""
     batch, layout = config.batch, config.layout
-    first = batch.initial_global_batch_size
+    first, schedule = first_batch_of(flags, config), _schedule(flags, config)
     least, most = _bounds(flags, first)
-    doublings = range(-_SMALLEST, int(math.log2(max(most // first, 1))) + 1)
-    sizes = {first, *_user_grid(flags)}
-    sizes |= {int(first * 2.0**k) for k in doublings if (first * 2.0**k).is_integer()}
-    schedule: tuple[tuple[int, int], ...] = ()
-    if flags.copus_policy == "step_schedule":
-        schedule = parse_steps(batch.step_batch_size_schedule or "", batch.seq_length)
-        sizes |= {size for _, size in schedule}
-        least, most = min(sizes), max(sizes)
+    if schedule:
+        least, most = (pick(size for _, size in schedule) for pick in (min, max))
+    doublings = range(-int(math.log2(first)), int(math.log2(max(most // first, 1))) + 1)
+    plain = {int(first * 2.0**k) for k in doublings if (first * 2.0**k).is_integer()}
     unit = layout.dp * (layout.pp if layout.vpp > 1 else 1)
+    # A layout of a later launch may not cut the first batch: the nearest below stands for it.
+    sizes = {size // unit * unit for size in plain if least <= size <= most}
+    more = {*_user_grid(flags), *(size for _, size in schedule)}
+    sizes |= {size for size in more if least <= size <= most and size % unit == 0}
     tokens = flags.copus_doubling_first_tokens
     is_paper = flags.copus_policy == "copus"
     switch_rule: Any = flags.copus_switch_rule
@@ -121,9 +134,10 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         switch_rule="paper" if is_paper else switch_rule,
         calibration=flags.copus_calibration,
         reference_batch=flags.copus_reference_batch_size or first,
-        grid=tuple(sorted(s for s in sizes if least <= s <= most and s % unit == 0)),
-        allow_shrink=flags.copus_allow_shrink or flags.copus_policy == "step_schedule",
-        growth=_ANY if flags.copus_policy == "step_schedule" else 2.0,
+        first_batch=first,
+        grid=tuple(sorted(sizes - {0})),
+        allow_shrink=flags.copus_allow_shrink or bool(schedule),
+        growth=_ANY if schedule else 2.0,
         norm_test_eta=flags.copus_norm_test_eta,
         schedule=schedule,
         doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
@@ -142,7 +156,7 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
     }
     return RateRules(
         **names,
-        reference_batch=flags.copus_reference_batch_size or config.batch.initial_global_batch_size,
+        reference_batch=flags.copus_reference_batch_size or first_batch_of(flags, config),
         beta2=beta2,
         ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
     )

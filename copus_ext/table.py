@@ -31,6 +31,16 @@ _ASSUMED_SD = 0.05
 _MEASURED_SD = 0.01
 
 
+def gpu_of(config: Config) -> tuple[str, float] | None:
+    """Name and memory in MiB of this process's GPU; None on CPU ranks."""
+    if config.runtime.device != "cuda":
+        return None
+    import torch
+
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.name, found.total_memory / 2**20
+
+
 class Table:
     """Rows of the configurations that fit, for the batches asked for.
 

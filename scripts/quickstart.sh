@@ -16,6 +16,10 @@ steps=${QUICKSTART_STEPS:-900}
 batch=4
 run=${QUICKSTART_DIR:-runs/quickstart}
 run=${run%/}
+if ! [ "$steps" -ge 6 ] 2>/dev/null; then
+    echo "quickstart: QUICKSTART_STEPS=$steps must be a number of at least 6" >&2
+    exit 2
+fi
 python=$(bash scripts/setup_env.sh run)
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 

@@ -12,6 +12,10 @@ from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 _SHOWN = 12
 """Candidates that a decision keeps."""
 _SHRINK_HALF_LIVES = 4.0
+_MOST_SKIPPED = 5
+"""Of 100 steps: with more of them skipped nothing is changed."""
+_SETTLE_STEPS = 50
+"""Steps between a change and one of the micro-batch alone."""
 _SWING = 8.0
 """After it shrank, the batch grows again when the noise scale is so many times what it was."""
 _INTERVAL_Z = 1.96
@@ -66,8 +70,12 @@ def _closed(s: Situation) -> str:
     """Why nothing is decided now; empty if something may be."""
     if s.paused:
         return "paused by an operator"
+    if s.consumed_samples >= s.total_samples:
+        return "the run is over"
     if s.in_warmup and s.rules.policy != "step_schedule":
         return "the learning rate is warming up"
+    if s.skipped_steps > _MOST_SKIPPED:
+        return f"{s.skipped_steps} of the last 100 steps were skipped"
     return ""
 
 
@@ -128,9 +136,10 @@ def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
     most = now * s.rules.growth
     if wanted > most:
         return max((size for size in sizes if now <= size <= most), default=now)
-    if wanted < now and not s.rules.allow_shrink:
-        return now
-    return wanted
+    if wanted >= now or s.rules.policy in policies.SCHEDULED:
+        return wanted if wanted >= now or s.rules.allow_shrink else now
+    smaller = [size for size in sizes if size < now]
+    return max(smaller) if s.rules.allow_shrink and smaller else now
 
 
 def _log_worth(s: Situation, row: Row, noise: float) -> float:
@@ -149,11 +158,13 @@ def _log_worth(s: Situation, row: Row, noise: float) -> float:
 def _considered(s: Situation, goal: _Goal) -> list[int]:
     """Rows worth a verdict: of every layout and batch the best one, and the one with the present
     micro-batch, whose speed is surer; and the present one."""
-    allowed = {*_grid(s)}
+    allowed, base = {*_grid(s)}, goal.log_worth[s.current]
     best: dict[tuple, int] = {}
     alike = set()
     for i, row in enumerate(s.rows):
-        if row.global_batch_size not in allowed or goal.log_worth[i] == -math.inf:
+        if row.global_batch_size not in allowed:
+            continue
+        if goal.log_worth[i] == -math.inf and base > -math.inf:
             continue
         key = (row.layout, row.global_batch_size)
         known = best.get(key)
@@ -175,7 +186,8 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
     if is_target and moves_batch:
         gain, needed = None, None
     elif base == -math.inf:
-        return Candidate(row=row, gain=None, needed=None, verdict="the present one has no worth")
+        # Anything is better than a batch without worth, as far as it may be taken.
+        gain, needed = None, None
     else:
         gain = math.expm1(goal.log_worth[i] - base)
         needed = _needed(s, row, goal)
@@ -195,6 +207,8 @@ def _barred(s: Situation, row: Row, *, small: bool) -> str:
         if why:
             return why
     if row.global_batch_size == now.global_batch_size:
+        if s.steps_since_change is not None and s.steps_since_change < _SETTLE_STEPS:
+            return f"{s.steps_since_change} of {_SETTLE_STEPS} steps since the last change"
         return "the learning rate is in a ramp" if s.in_ramp else ""
     since = None
     if s.last_change_samples is not None:
@@ -214,7 +228,7 @@ def _barred(s: Situation, row: Row, *, small: bool) -> str:
         if s.consumed_samples < s.hold_growth_until_samples:
             return f"held after a loss spike until sample {s.hold_growth_until_samples}"
         return ""
-    return _shrink_barred(s, small=small)
+    return _shrink_barred(s, row, small=small)
 
 
 def _would_swing(s: Situation) -> bool:
@@ -223,14 +237,17 @@ def _would_swing(s: Situation) -> bool:
     return then is not None and now is not None and now < _SWING * then
 
 
-def _shrink_barred(s: Situation, *, small: bool) -> str:
+def _shrink_barred(s: Situation, row: Row, *, small: bool) -> str:
     if not s.rules.allow_shrink:
         return "the batch does not shrink without --copus-allow-shrink"
+    if s.rules.policy in policies.SCHEDULED:
+        return ""
+    smaller = [size for size in _grid(s) if size < s.now.global_batch_size]
+    if row.global_batch_size < max(smaller):
+        return "shrinks by more than one step of the grid"
     if s.noise.status != "ok":
         return "the noise scale has no upper end"
     long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
-    if s.rules.policy in policies.SCHEDULED:
-        return ""
     if not small or s.small_since_samples is None:
         return "the best batch is not surely smaller"
     if s.consumed_samples - s.small_since_samples < long_enough:
@@ -288,16 +305,23 @@ def _log_sd(s: Situation, row: Row, noise: float) -> float:
 
 def _log_variance(s: Situation) -> float:
     """Variance of ln(phi), from its interval; none where a lower bound stands for it."""
-    low, high = s.noise.low_samples, s.noise.high_samples
-    if s.noise.status != "ok" or not low or not high:
+    low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
+    if s.noise.status != "ok" or not phi or not high:
         return 0.0
-    return (math.log(high / low) / (2 * _INTERVAL_Z)) ** 2
+    # An interval that reaches down to 0 says nothing below: take it as wide as above.
+    width = math.log(high / low) if low else 2 * math.log(high / phi)
+    return (width / (2 * _INTERVAL_Z)) ** 2
 
 
 def _is_small(s: Situation) -> bool:
     """Whether the present batch is too large even at the upper end of the noise scale."""
     high = s.noise.high_samples
-    if s.noise.status != "ok" or high is None or s.rules.policy not in policies.WEIGHING:
+    if s.noise.status != "ok" or high is None:
+        return False
+    if s.rules.policy == "cbs":
+        nearest = policies.snap(s.rules.calibration * high, _grid(s), policy="cbs")
+        return nearest < s.now.global_batch_size
+    if s.rules.policy not in policies.WEIGHING:
         return False
     rows = [row for row in s.rows if row.layout == s.now.layout]
     worths = [_log_worth(s, row, s.rules.calibration * high) for row in rows]
@@ -319,7 +343,11 @@ def _micro_batch_only(s: Situation) -> Decision:
     chosen = next((c for c in judged if c.verdict == "chosen"), None)
     measured = f"{s.noise.effective_steps:.0f} of {s.rules.min_effective_steps:.0f} steps"
     if chosen is None:
-        return _stay(s, f"the noise scale is not known yet ({measured})", candidates=judged)
+        known = s.noise.effective_steps >= s.rules.min_effective_steps
+        why = (
+            "nothing but noise is seen in the gradient" if known else f"not known yet ({measured})"
+        )
+        return _stay(s, f"the noise scale: {why}", candidates=judged)
     return Decision(
         kind="batch" if chosen.row.layout == s.now.layout else "relayout",
         to=chosen.row,

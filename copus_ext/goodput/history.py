@@ -19,6 +19,7 @@ MIN_TIMED_STEPS = 5
 """Times from which a configuration counts as measured."""
 WINDOW_STEPS = 50
 """Steps before and after a change by which it is graded."""
+_CHANGES_KEPT = 100
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
 
@@ -35,6 +36,8 @@ def new_record() -> dict[str, Any]:
         "hold_growth_until_samples": 0,
         "spikes_in_a_row": 0,
         "small_since_samples": None,
+        "answered_batch": None,
+        "sizes": None,
         "noise_when_shrunk": None,
         "elapsed_s": 0.0,
         "since_change": 0,
@@ -64,9 +67,17 @@ class History:
         if record.get("version") != VERSION:
             raise ValueError(f"controller record of version {record.get('version')}, not {VERSION}")
         self.record = record
+        self._since_launch = 0
 
     def add(
-        self, *, key: str, consumed_samples: int, batch: int, loss: float, seconds: float
+        self,
+        *,
+        key: str,
+        consumed_samples: int,
+        batch: int,
+        loss: float,
+        seconds: float,
+        updated: bool = True,
     ) -> None:
         """Takes a finished step in.
 
@@ -76,14 +87,16 @@ class History:
             batch: its samples.
             loss: in nats per token.
             seconds: wall time on the slowest rank.
+            updated: whether the weights changed.
         """
         r = self.record
+        self._since_launch += 1
         r["elapsed_s"] += seconds
         r["since_change"] += 1
         steps = r["steps"]
-        steps.append([consumed_samples, batch, loss, seconds])
+        steps.append([consumed_samples, batch, loss, seconds, int(updated)])
         del steps[: -2 * WINDOW_STEPS]
-        if r["since_change"] > WARM_UP_STEPS:
+        if min(r["since_change"], self._since_launch) > WARM_UP_STEPS:
             times = r["times"].setdefault(key, [])
             times.append(seconds)
             del times[:-TIMED_STEPS]
@@ -96,6 +109,16 @@ class History:
             return None
         median = statistics.median(times)
         return median, statistics.median(abs(t - median) for t in times), len(times)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps of the newest 100 that left the weights unchanged."""
+        return sum(not s[4] for s in self.record["steps"])
+
+    @property
+    def steps_since_change(self) -> int | None:
+        """Steps since the last change; None before the first."""
+        return self.record["since_change"] if self.record["num_changes"] else None
 
     def change(self, *, number: int, fields: dict[str, Any]) -> None:
         """Opens the account of a change that is about to be made.
@@ -117,13 +140,16 @@ class History:
         self.record["num_changes"] += 1
 
     def is_spike(self) -> bool:
-        """Whether the loss since the open change has risen like a spike."""
+        """Whether the loss since a growth has risen like a spike, or is no number any more."""
         opened = self.record["open"]
         if opened is None or opened.get("spiked") or opened["loss_before"] is None:
             return False
+        if opened["to_batch"] <= opened["from_batch"]:
+            return False
         after = [s[2] for s in self.record["steps"][-self.record["since_change"] :]]
-        rise = max((x for x in after if math.isfinite(x)), default=-math.inf)
-        rise -= opened["loss_before"]
+        if not all(map(math.isfinite, after)):
+            return True
+        rise = max(after, default=-math.inf) - opened["loss_before"]
         sd = opened["loss_sd_before"] or math.inf
         return rise > SPIKE_NATS or (rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10)
 
@@ -157,6 +183,7 @@ class History:
         }
         self.record["open"] = None
         self.record["changes"].append(outcome)
+        del self.record["changes"][:-_CHANGES_KEPT]
         return outcome
 
 
@@ -172,7 +199,7 @@ def _sd(values: list[float]) -> float | None:
 
 def _speed(steps: list[list[float]]) -> float | None:
     """Samples per second of the middle step."""
-    return statistics.median(s[1] / s[3] for s in steps) if steps else None
+    return statistics.median(s[1] / max(s[3], 1e-9) for s in steps) if steps else None
 
 
 def _slope(steps: list[list[float]]) -> float | None:

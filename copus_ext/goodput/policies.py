@@ -16,15 +16,15 @@ WEIGHING = ("adaptive", "copus")
 TARGETS = ("static", "step_schedule", "cbs", "norm_test", "doubling", "seesaw")
 """Policies that name a batch."""
 POLICIES = (*WEIGHING, *TARGETS)
-SCHEDULED = ("step_schedule", "doubling", "seesaw")
-"""Those of the targets that do not wait for the noise scale."""
+SCHEDULED = ("step_schedule", "doubling")
+"""Those of the targets that go by the position in the run alone, and so wait for nothing."""
 _FIRST_DOUBLING = 8
 """A run doubles first after this part of it."""
 
 
 def needs_noise(policy: str) -> bool:
     """Whether a policy looks at the noise scale."""
-    return policy not in (*SCHEDULED, "static")
+    return policy not in (*SCHEDULED, "static", "seesaw")
 
 
 def target_batch(s: Situation) -> float | None:
@@ -58,19 +58,21 @@ def scheduled_batch(rules: Rules, consumed_samples: int, total_samples: int) -> 
     if rules.policy != "doubling":
         return None
     at = float(rules.doubling_first_samples or max(total_samples // _FIRST_DOUBLING, 1))
-    batch = float(rules.reference_batch)
+    batch = float(rules.first_batch)
     while at <= consumed_samples:
         batch, at = 2.0 * batch, at * rules.doubling_ratio
     return batch
 
 
 def _seesaw(s: Situation) -> float:
-    """B_ref / f, f the part of the learning rate that the schedule has left (arXiv 2510.14717).
+    """B_0 / f, f the part of the learning rate that the schedule has left (arXiv 2510.14717).
 
     A cut by f becomes one by sqrt(f), the batch doing the rest; not above the noise scale.
     """
-    wanted = s.rules.reference_batch / max(s.lr_decay_factor, 1e-9)
-    return wanted if s.noise_samples is None else min(wanted, max(s.noise_samples, 1.0))
+    wanted = s.rules.first_batch / max(s.lr_decay_factor, 1e-9)
+    most = wanted if s.noise_samples is None else max(s.noise_samples, 1.0)
+    # What it has taken it keeps: a cap that moves with the noise would swing the batch.
+    return max(min(wanted, most), float(s.now.global_batch_size))
 
 
 def _norm_test(s: Situation) -> float | None:
@@ -96,7 +98,7 @@ def snap(target: float, sizes: Sequence[int], *, policy: str) -> int:
     """
     if policy == "norm_test":
         return next((size for size in sizes if size >= target), sizes[-1])
-    if policy in SCHEDULED:
+    if policy in (*SCHEDULED, "seesaw"):
         below = [size for size in sizes if size <= target * (1 + 1e-9)]
         return below[-1] if below else sizes[0]
     return min(sizes, key=lambda size: (abs(math.log2(size / max(target, 1e-9))), size))

@@ -34,10 +34,11 @@ def weight_decay_factor(batch: int, reference_batch: int, lr: float, rule: PerTo
 
 def beta2_for(beta2: float, batch: int, reference_batch: int, rule: PerTokenRule) -> float | None:
     """beta2^(B / B_ref), which keeps the half-life in tokens (arXiv 2507.07101), between 0.9 and
-    0.9999; None where it stays."""
+    0.9999 (or beta2 itself, if that is beyond); None where it stays."""
     if rule == "const" or batch == reference_batch:
         return None
-    return min(max(beta2 ** (batch / reference_batch), MIN_BETA2), MAX_BETA2)
+    least, most = min(MIN_BETA2, beta2), max(MAX_BETA2, beta2)
+    return min(max(beta2 ** (batch / reference_batch), least), most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,8 @@ class Rules:
     """c: the noise scale that counts is c times the measured one."""
     reference_batch: int = 1
     """Batch for which the learning rate was chosen, samples."""
+    first_batch: int = 1
+    """Batch of the first step, samples."""
     grid: tuple[int, ...] = ()
     """Batches to consider, ascending, samples."""
     allow_shrink: bool = False
@@ -111,6 +113,10 @@ class Situation:
     """Whether the learning rate still follows the last growth."""
     lr_decay_factor: float = 1.0
     """Schedule's learning rate over its largest, 1 before it decays."""
+    steps_since_change: int | None = None
+    """Steps since batch or micro-batch last changed."""
+    skipped_steps: int = 0
+    """Of the last 100 steps those that left the weights unchanged."""
     last_change_samples: int | None = None
     """Samples at which the batch last changed."""
     last_relayout_iteration: int | None = None

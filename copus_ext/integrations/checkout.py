@@ -35,6 +35,11 @@ def check(args: Any) -> None:
         ),
         (args.copus_allow_shrink, "drop --copus-allow-shrink: that loop's batch can only grow"),
         (args.copus_policy == "step_schedule", "use another --copus-policy"),
+        (getattr(args, "optimizer", "adam") != "adam", "use --optimizer adam"),
+        (
+            getattr(args, "decrease_batch_size_if_needed", False),
+            "drop --decrease-batch-size-if-needed",
+        ),
     ]
     fixes = [fix for is_wrong, fix in wrong if is_wrong]
     if fixes:
@@ -61,7 +66,7 @@ def shared(loss_dict: Any, seconds: float) -> tuple[float, float]:
     return most, slowest
 
 
-def _config_of(args: Any, first_batch: int) -> Any:
+def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
@@ -77,6 +82,8 @@ def _config_of(args: Any, first_batch: int) -> Any:
         "initial_global_batch_size": first_batch,
         "step_batch_size_schedule": None,
         "rampup_batch_size": None,
+        # Of the schedule: a fraction is not turned into samples in the arguments.
+        "lr_warmup_samples": warmup_samples,
     }
     groups = SimpleNamespace(**{**vars(args), **batch})
     attention = getattr(args, "attention_backend", "auto")
@@ -121,7 +128,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         optimizer=context.optimizer,
         scheduler=context.scheduler,
         groups=ProcessGroupCollection.use_mpu_process_groups(),
-        config=_config_of(args, first_batch),
+        config=_config_of(args, first_batch, context.scheduler.lr_warmup_steps),
         state=state,
         run_dir=run_dir,
         step=None,

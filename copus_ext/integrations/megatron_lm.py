@@ -23,7 +23,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from copus_ext.integrations.checkout import check, context_of, learning_rate, shared
+from copus_ext.integrations.checkout import (
+    UnsuitableRun,
+    check,
+    context_of,
+    learning_rate,
+    shared,
+)
 
 OURS = Path(__file__).resolve().parents[2] / "megatron" / "training"
 STATE_FILE = "copus_state.jsonl"
@@ -36,9 +42,12 @@ def _join_packages() -> None:
         ("megatron.training.config", OURS / "config"),
     ):
         try:
-            paths: Any = importlib.import_module(name).__path__
+            module: Any = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
+        paths = getattr(module, "__path__", None)
+        if paths is None:
+            raise UnsuitableRun(f"{name} of this checkout is a module, not a package: too old")
         if str(folder) not in [str(Path(p).resolve()) for p in paths]:
             paths.append(str(folder))
 
@@ -91,21 +100,26 @@ class CopusCallback:
         self._first_batch = args.global_batch_size
         self._inner = context_of(context, args, self._first_batch)
         self._load()
+        self._inner.config.batch.initial_global_batch_size = self._first_batch
         controller = _Controller(self._flags)
         controller.on_setup_start(self._inner)
         self._controller = controller
         self._between_reduction_and_step(context.optimizer)
         self._set_rates()
+        self._set_batch(at_start=True)
 
     def _between_reduction_and_step(self, optimizer: Any) -> None:
         """Reads the reduced gradients when the optimizer is about to use them."""
         step = optimizer.step
+        if getattr(step, "is_watched", False):
+            raise UnsuitableRun("--copus is attached twice: use install() or callbacks, not both")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._controller is not None:
                 self._controller.on_grads_ready(self._inner)
             return step(*args, **kwargs)
 
+        watched.is_watched = True  # type: ignore[attr-defined]
         self._undo: Callable[[], None] = lambda: setattr(optimizer, "step", step)
         optimizer.step = watched
 
@@ -116,9 +130,12 @@ class CopusCallback:
         from megatron.core import num_microbatches_calculator as calculator
 
         # Here, as that loop counts a step's samples behind it, by the calculator of then.
+        inner, args = self._inner, self._args
+        # Steps that the loop passes over fire nothing: its own counters hold them.
+        inner.state.iteration = getattr(args, "curr_iteration", inner.state.iteration)
+        inner.state.consumed_samples = args.consumed_train_samples
         self._set_batch()
         self._started = time.monotonic()
-        inner = self._inner
         inner.global_batch_size = calculator.get_current_global_batch_size()
         inner.micro_batch_size = self._args.micro_batch_size
         inner.microbatch_tokens = self._tokens(inner.global_batch_size)
@@ -151,6 +168,8 @@ class CopusCallback:
         state.consumed_samples += batch
         state.lr_samples = context.scheduler.num_steps
         inner.grad_norm = context.grad_norm
+        # That loop's schedule has just set the plain rates.
+        self._set_rates()
         inner.step = StepInfo(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
@@ -183,6 +202,17 @@ class CopusCallback:
             if context.log_fragments is not None:
                 context.log_fragments.extend(self._inner.log_fragments)
 
+    @property
+    def is_log_due(self) -> bool:
+        """Whether that trainer logs after this step."""
+        interval = self._args and self._args.log_interval
+        return bool(self._controller and interval and self._inner.state.iteration % interval == 0)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank writes."""
+        return self._controller is not None and self._inner.run_dir is not None
+
     def on_train_end(self, context: Any) -> None:
         """No step follows."""
         if self._controller is not None:
@@ -200,24 +230,30 @@ class CopusCallback:
             beta2 = self._args.adam_beta2
             set_rates(inner.optimizer, inner.scheduler, inner.state.settings, beta2=beta2)
 
-    def _set_batch(self) -> None:
-        """Sets the batch of the step that is about to start."""
+    def _set_batch(self, *, at_start: bool = False) -> None:
+        """Sets the batch of the step that is about to start, and the length of the run with it."""
         from megatron.core import num_microbatches_calculator as calculator
 
         args, state = self._args, self._inner.state
-        wanted = state.settings.global_batch_size
-        if wanted is None or wanted == calculator.get_current_global_batch_size():
-            return
-        calculator.reconfigure_num_microbatches_calculator(
-            rank=args.rank,
-            rampup_batch_size=None,
-            global_batch_size=wanted,
-            micro_batch_size=args.micro_batch_size,
-            data_parallel_size=args.data_parallel_size,
-        )
-        args.global_batch_size = wanted
-        # That loop counts steps; the run's length is in samples.
-        args.train_iters = state.iteration + (args.train_samples - state.consumed_samples) // wanted
+        now = calculator.get_current_global_batch_size()
+        wanted = state.settings.global_batch_size or now
+        if wanted < now:
+            raise UnsuitableRun(
+                f"--global-batch-size {now} is more than the batch of this run, {wanted}, and in "
+                "that loop it can only grow; give the first launch's"
+            )
+        if wanted != now:
+            calculator.reconfigure_num_microbatches_calculator(
+                rank=args.rank,
+                rampup_batch_size=None,
+                global_batch_size=wanted,
+                micro_batch_size=args.micro_batch_size,
+                data_parallel_size=args.data_parallel_size,
+            )
+        if wanted != now or at_start:
+            # That loop counts steps; the run's length is in samples.
+            left = args.train_samples - state.consumed_samples
+            args.train_iters = state.iteration + left // wanted
 
     def _save(self) -> None:
         """Appends where the controller stands, on rank 0."""
@@ -227,6 +263,7 @@ class CopusCallback:
         state = inner.state
         record = {
             "iteration": state.iteration,
+            "first_batch": self._first_batch,
             "settings": dataclasses.asdict(state.settings),
             "callbacks": state.callbacks,
         }
@@ -238,20 +275,27 @@ class CopusCallback:
         from megatron.training.agree import from_rank_zero
         from megatron.training.settings import StepSettings
 
-        found, inner = None, self._inner
-        file = inner.run_dir and inner.run_dir / STATE_FILE
-        if file and file.exists() and inner.state.iteration:
+        found, inner, args = None, self._inner, self._args
+        folders = [getattr(args, "load", None), inner.run_dir]
+        for folder in folders if inner.run_dir and inner.state.iteration else []:
+            file = folder and Path(folder) / STATE_FILE
+            if found is not None or not file or not file.exists():
+                continue
             for line in file.read_text().splitlines():
                 try:
                     record = json.loads(line)
                 except ValueError:
                     continue
+                # A later launch may have gone back: what it wrote last counts.
                 if record["iteration"] <= inner.state.iteration:
                     found = record
         found = from_rank_zero(found)
         if found is not None:
             inner.state.callbacks = found["callbacks"]
             inner.state.settings = StepSettings(**found["settings"])
+            self._first_batch = found["first_batch"]
+        elif inner.run_dir and inner.state.iteration:
+            print(f"copus: no {STATE_FILE} beside the checkpoint: it starts afresh", flush=True)
 
 
 def install(training: Any = None) -> CopusCallback:
@@ -274,9 +318,11 @@ def install(training: Any = None) -> CopusCallback:
     ) -> Any:
         context.model, context.optimizer, context.scheduler = model, optimizer, scheduler
         callback.on_train_start(context)
-        result = train(forward_step_func, model, optimizer, scheduler, *more, **named)
-        callback.on_train_end(context)
-        return result
+        try:
+            return train(forward_step_func, model, optimizer, scheduler, *more, **named)
+        finally:
+            # That loop leaves by an exception of its own where it stops early.
+            callback.on_train_end(context)
 
     def watched_step(*args: Any, **named: Any) -> Any:
         callback.on_train_step_start(context)
@@ -289,13 +335,11 @@ def install(training: Any = None) -> CopusCallback:
 
     def watched_log(*args: Any, **named: Any) -> Any:
         result = training_log(*args, **named)
-        get_args = importlib.import_module("megatron.training.global_vars").get_args
-        values = get_args()
-        if values.log_interval and values.curr_iteration % values.log_interval == 0:
-            context.log_fragments.clear()
+        context.log_fragments.clear()
+        if callback.is_log_due:
             callback.on_log(context)
-            if values.rank == 0:
-                print(*context.log_fragments, sep="\n", flush=True)
+        if context.log_fragments and callback.is_first_rank:
+            print(*context.log_fragments, sep="\n", flush=True)
         return result
 
     module.train, module.train_step, module.training_log = watched_train, watched_step, watched_log

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +15,7 @@ from megatron.training.config import Config
 from megatron.training.device import Device
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
+from megatron.training.optimizer import learning_rate
 from megatron.training.reader import BatchReader
 from megatron.training.settings import StepInfo, StepSettings, set_rates
 from megatron.training.signals import StopReason
@@ -113,7 +114,9 @@ class Job:
         """Steps that are left if the batch stays as it is planned now."""
         wanted = self.state.settings.global_batch_size
         if wanted is not None:
-            return -(-self.samples_left // wanted)
+            layout = self.config.layout
+            group = layout.dp * (layout.pp if layout.vpp > 1 else 1)
+            return self.samples_left // wanted + (self.samples_left % wanted >= group)
         total = self.config.batch.train_samples
         return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
 
@@ -129,21 +132,25 @@ class Job:
         before = info.consumed_samples - info.global_batch_size
         return info.consumed_samples // samples > before // samples
 
-    def adopt(self, settings: StepSettings) -> None:
+    def adopt(self, settings: StepSettings, info: StepInfo) -> StepInfo:
         """Takes the following steps another way.
+
+        Returns:
+            The step just done, with the learning rate of the next one.
 
         Raises:
             ValueError: the layout cannot cut the batch into such micro-batches.
         """
-        before = self.state.settings
-        self.state.settings = settings
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
-        problems = batch_problems(self.config.layout, micro, settings.global_batch_size or 0)
-        if settings.global_batch_size is not None and problems:
-            self.state.settings = before
+        wanted = settings.global_batch_size
+        sizes = self.batch_schedule.sizes if wanted is None else (wanted,)
+        problems = [p for size in sizes for p in batch_problems(self.config.layout, micro, size)]
+        if problems:
             raise ValueError("; ".join(problems))
+        before, self.state.settings = self.state.settings, settings
         if settings.changes_rates or before.changes_rates:
             self.set_rates()
+        return replace(info, learning_rate=learning_rate(self.optimizer))
 
     def set_rates(self) -> None:
         """Sets learning rate, weight decay and beta2 for the next step."""

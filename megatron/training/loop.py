@@ -35,9 +35,9 @@ def train(job: Job) -> str | None:
             grad_norm=info.grad_norm,
             skipped_iter=not info.updated,
         )
-        reporter.record(info)
         if request is not None and request.settings is not None:
-            job.adopt(request.settings)
+            info = job.adopt(request.settings, info)
+        reporter.record(info)
         why = _why(stop, request)
         signalled = stop is not None and stop.kind == "signal"
         if not signalled and job.evaluation_due(info):

@@ -220,8 +220,8 @@ def build_job(
         local_stop=lambda _iteration: None,
         flops_per_sample=_flops_per_sample(config),
     )
-    if state.settings.changes_rates:
-        job.set_rates()
+    # A checkpoint's parameter groups bring the rates it was trained with.
+    job.set_rates()
     return job
 
 

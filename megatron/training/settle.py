@@ -91,15 +91,21 @@ def settle_settings(
     if stored == plain:
         return plain, []
     if not keep:
-        note = f"the checkpoint was trained with {stored}; without --copus the run uses its flags"
+        note = (
+            f"the checkpoint was trained with {stored}; without --copus-mode act flags count again"
+        )
         return plain, [note]
     batch, micro = stored.global_batch_size, stored.micro_batch_size
     micro = micro or config.batch.micro_batch_size
-    if batch is None or not batch_problems(config.layout, micro, batch):
+    batch = batch or config.batch.initial_global_batch_size
+    if not batch_problems(config.layout, micro, batch):
         return stored, []
     for size in range(batch, 0, -1):
         for b in range(micro, 0, -1):
             if not batch_problems(config.layout, b, size):
-                note = f"global batch {batch} of the checkpoint becomes {size} on {config.layout}"
+                note = (
+                    f"batch {batch} in micro-batches of {micro} of the checkpoint becomes {size} "
+                    f"in {b} on {config.layout}"
+                )
                 return replace(stored, global_batch_size=size, micro_batch_size=b), [note]
     return plain, [f"no batch of the checkpoint fits {config.layout}; the run uses its flags"]

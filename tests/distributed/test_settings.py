@@ -50,9 +50,18 @@ def test_rates_come_back_bit_for_bit(record: dict[str, Any]) -> None:
 @pytest.mark.timeout(220)
 def test_a_checkpoint_carries_the_change(record: dict[str, Any]) -> None:
     whole = record["dp"]
-    again = record["resumed"]
-    assert again["steps"][-3:] == whole["steps"][-3:], "bit-equal"
-    assert again["seen"] == whole["seen"][4:]
+    for name, at in (("resumed", 3), ("resumed late", 6)):
+        again = record[name]
+        assert again["steps"] == whole["steps"][at:], "bit-equal"
+        assert again["seen"] == whole["seen"][at:]
     # The layout has one replica less: the same batches, other micro-batches.
-    other = [s["loss"] for s in record["resumed as pp"]["steps"][-3:]]
-    assert other == pytest.approx([s["loss"] for s in whole["steps"][-3:]], abs=1e-5)
+    other = [s["loss"] for s in record["resumed as pp"]["steps"]]
+    assert other == pytest.approx([s["loss"] for s in whole["steps"][3:]], abs=1e-5)
+
+
+@pytest.mark.timeout(220)
+def test_a_run_that_nobody_steers_goes_back_to_its_flags(record: dict[str, Any]) -> None:
+    steps = record["let go"]["steps"]
+    assert [s["global_batch_size"] for s in steps] == [8, 8]
+    rates = record["let go"]["seen"][-1]
+    assert (rates["lr"], rates["beta2"], rates["weight_decay"]) == (1e-3, 0.999, 0.1)

@@ -99,7 +99,7 @@ def main(output: Path, kind: str) -> None:
     assert "fake_megatron_lm" in str(training.__file__)
     args = arguments(output, [] if kind == "plain" else ["--copus", *FLAGS.split()])
     if kind == "resumed":
-        args.iteration, args.consumed_train_samples = 20, 224
+        args.iteration, args.consumed_train_samples = 10, 96
     set_args(args)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

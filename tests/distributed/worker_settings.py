@@ -59,18 +59,22 @@ def main(output: Path) -> None:
     record: dict[str, Any] = {}
     base = ["--train-samples", str(SAMPLES), "--weight-decay", "0.1", "--eval-iters", "0"]
     base += ["--lr-decay-style", "constant", "--lr-warmup-samples", "0"]
-    save = ["--save", str(output / "saved"), "--save-interval", "4"]
+    save = ["--save", str(output / "saved"), "--save-interval", "3"]
     for name, tp, pp, vpp, more in [
         ("dp", 1, 1, 1, save),
         ("tp", world, 1, 1, []),
         ("pp", 1, 2, 1, []),
         ("vpp", 1, 2, 2, []),
-        ("resumed", 1, 1, 1, ["--load", str(output / "saved"), "--ckpt-step", "4"]),
-        ("resumed as pp", 1, 2, 1, ["--load", str(output / "saved"), "--ckpt-step", "4"]),
+        ("resumed", 1, 1, 1, ["--load", str(output / "saved"), "--ckpt-step", "3"]),
+        ("resumed late", 1, 1, 1, ["--load", str(output / "saved"), "--ckpt-step", "6"]),
+        ("resumed as pp", 1, 2, 1, ["--load", str(output / "saved"), "--ckpt-step", "3"]),
+        ("let go", 1, 1, 1, ["--load", str(output / "saved"), "--ckpt-step", "6"]),
     ]:
         seen: list[Any] = []
         flags = [*layout_flags(tp, pp, vpp), *base, *more]
-        run(flags, output / name, [changing(seen)])
+        callback = changing(seen)
+        callback.keeps_settings = name != "let go"
+        run(flags, output / name, [callback])
         plain = [
             {k: s[k] for k in ("iteration", "consumed_samples", "global_batch_size")}
             | {"loss": s["losses"]["lm loss"], "micro_batch_size": s["micro_batch_size"]}

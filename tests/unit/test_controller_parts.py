@@ -71,6 +71,8 @@ def test_the_grid_holds_what_the_layout_can_cut() -> None:
     assert rules_of(flags(), config()).grid == (8, 16, 32, 64, 128, 256, 512)
     some = flags(copus_batch_grid="24,27", copus_max_global_batch_size=40)
     assert rules_of(some, config()).grid == (8, 16, 24, 32)
+    uneven = rules_of(flags(copus_batch_grid="30"), config("--global-batch-size 9", world=3))
+    assert uneven.grid[:3] == (9, 18, 30)
     small = flags(copus_allow_shrink=True, copus_max_global_batch_size=16)
     assert rules_of(small, config()).grid == (2, 4, 8, 16)
     assert batches_to_weigh(rules_of(flags(), config()), 16) == [8, 16, 32, 64]
@@ -79,6 +81,11 @@ def test_the_grid_holds_what_the_layout_can_cut() -> None:
 def test_the_papers_policy_is_the_papers() -> None:
     rules = rules_of(flags(copus_policy="copus", copus_objective="goodput"), config())
     assert (rules.objective, rules.switch_rule) == ("copus", "paper")
+    steps = ["--step-batch-size-schedule", "0:4 2K:8"]
+    falling = resolve(parse_args([*TINY.split(), "--train-samples", "640", *steps]), 2)
+    of_schedule = flags(copus_policy="step_schedule")
+    assert rules_of(of_schedule, falling).grid == (4, 8)
+    assert rate_rules_of(of_schedule, falling).reference_batch == 4
     rates = rate_rules_of(flags(copus_policy="copus"), config("--adam-beta2 0.95"))
     assert (rates.ramp_steps, rates.weight_decay) == (0, "const")
     ours = rate_rules_of(flags(), config("--adam-beta2 0.95"))
@@ -157,8 +164,17 @@ def test_step_times_need_a_warm_up_and_some_steps() -> None:
         History({**record, "version": 0})
 
 
+def test_the_first_steps_of_a_launch_are_not_timed() -> None:
+    history = History(new_record())
+    fill(history, 60, batch=8, loss=3.0)
+    resumed = History(json.loads(json.dumps(history.record)))
+    fill(resumed, 3, batch=8, loss=3.0, seconds=30.0)
+    assert resumed.median_s("layout 1 8") == history.median_s("layout 1 8")
+
+
 def change(history: History) -> None:
-    history.change(number=1, fields={"to_batch": 16, "predicted_samples_per_s": 100.0})
+    sizes = {"from_batch": 8, "to_batch": 16}
+    history.change(number=1, fields={**sizes, "predicted_samples_per_s": 100.0})
 
 
 def test_a_change_is_graded_when_enough_steps_have_followed() -> None:
@@ -178,7 +194,7 @@ def test_a_change_is_graded_when_enough_steps_have_followed() -> None:
     assert history.record["changes"] == [outcome]
 
 
-def test_a_spike_is_seen_once_and_nan_is_none() -> None:
+def test_a_spike_is_seen_once_and_nan_is_one() -> None:
     history = History(new_record())
     fill(history, 60, batch=8, loss=3.0)
     assert not history.is_spike()
@@ -190,9 +206,10 @@ def test_a_spike_is_seen_once_and_nan_is_none() -> None:
     history.record["open"]["spiked"] = True
     assert not history.is_spike()
     other = History(new_record())
+    fill(other, 60, batch=8, loss=3.0)
     change(other)
     fill(other, 5, batch=16, loss=math.nan)
-    assert not other.is_spike()
+    assert other.is_spike()
     json.dumps(other.close_if_due(now=True), allow_nan=False)
 
 

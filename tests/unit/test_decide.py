@@ -64,7 +64,7 @@ def situation(
     """Flat throughput on a grid unless told otherwise; c = 1."""
     table = rows if rows is not None else [row(b, 10.0) for b in GRID]
     current = next(i for i, r in enumerate(table) if r.global_batch_size == batch)
-    known = {"calibration": 1.0, "reference_batch": 8, "grid": GRID}
+    known = {"calibration": 1.0, "reference_batch": 8, "first_batch": 8, "grid": GRID}
     values: dict[str, Any] = {
         "iteration": 1000,
         "consumed_samples": 16_000,
@@ -156,6 +156,8 @@ def test_a_lower_bound_allows_growth_and_no_shrinking() -> None:
     ("more", "words"),
     [
         ({"paused": True}, "paused"),
+        ({"skipped_steps": 6}, "6 of the last 100 steps were skipped"),
+        ({"consumed_samples": 1_000_000}, "the run is over"),
         ({"in_warmup": True}, "warming up"),
         ({"in_ramp": True}, "follows the last growth"),
         ({"last_change_samples": 15_500}, "500 of 1000 samples"),
@@ -175,6 +177,8 @@ def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
     decision = decide(situation(16, None, rows=rows))
     assert (decision.kind, decision.to.micro_batch_size) == ("batch", 8)
     assert decision.to.global_batch_size == 16
+    soon = situation(16, None, rows=rows, steps_since_change=49)
+    assert decide(soon).kind == "stay"
     close = [row(16, 10.0, sd=0.01), row(16, 10.2, micro=8, sd=0.01)]
     assert decide(situation(16, None, rows=close)).kind == "stay"
 
@@ -187,7 +191,27 @@ def test_shrinking_waits_until_it_is_sure_for_long() -> None:
     short = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 3999)
     assert decide(short).kind == "stay"
     long = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 4000)
-    assert decide(long).to.global_batch_size < 256
+    assert decide(long).to.global_batch_size == 128, "one step of the grid"
+
+
+def test_other_policies_shrink_too() -> None:
+    rules = {"allow_shrink": True, "policy": "cbs"}
+    s = situation(256, 8.0, rules=rules, small_since_samples=0)
+    assert decide(s).to.global_batch_size == 128
+    falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
+    assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
+
+
+def test_an_interval_down_to_zero_is_not_certainty() -> None:
+    wide = noise(60.0, sd=1.5)
+    assert decide(situation(16, measured=wide)).kind == "stay"
+    assert decide(situation(16, measured=dataclasses.replace(wide, low_samples=0.0))).kind == "stay"
+
+
+def test_a_batch_without_worth_is_left() -> None:
+    rules = {"objective": "lr_model", "allow_shrink": True}
+    s = situation(256, 16.0, rules=rules, small_since_samples=0)
+    assert decide(s).to.global_batch_size == 128
 
 
 def test_another_layout_is_weighed_and_not_taken() -> None:
@@ -263,7 +287,7 @@ def test_schedules_by_position() -> None:
     rules = Rules(policy="step_schedule", schedule=((0, 768), (100, 1536)))
     assert [scheduled_batch(rules, at, 1000) for at in (0, 99, 100)] == [768, 768, 1536]
     merrill = Rules(
-        policy="doubling", reference_batch=1024, doubling_first_samples=168, doubling_ratio=3.0
+        policy="doubling", first_batch=1024, doubling_first_samples=168, doubling_ratio=3.0
     )
     assert [scheduled_batch(merrill, at, 1000) for at in (0, 167, 168, 503, 504)] == [
         *(1024, 1024, 2048, 2048, 4096)
@@ -272,7 +296,7 @@ def test_schedules_by_position() -> None:
 
 
 def test_seesaw_trades_the_decay_for_batch() -> None:
-    rules = {"policy": "seesaw", "reference_batch": 16}
+    rules = {"policy": "seesaw", "first_batch": 16}
     s = situation(16, 1000.0, rules=rules, lr_decay_factor=0.5)
     assert decide(s).to.global_batch_size == 32
     capped = situation(16, 20.0, rules=rules, lr_decay_factor=0.25)
