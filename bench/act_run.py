@@ -90,7 +90,7 @@ def main() -> int:
     """Trains, replays, writes."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    p.add_argument("--samples", type=int, default=16000)
+    p.add_argument("--samples", type=int, default=12000)
     p.add_argument("--output", type=Path, default=RESULTS / "act_run.json")
     args = p.parse_args()
     open_source()
