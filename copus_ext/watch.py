@@ -43,7 +43,12 @@ class NoiseWatch(Callback):
         if half_life is not None and half_life <= 0:
             raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
         self.flags = flags
-        self.observer = NoiseObserver(half_life_tokens=half_life, interval=flags.copus_gns_interval)
+        self._smoothing: dict[str, Any] = {
+            "half_life_tokens": half_life,
+            "interval": flags.copus_gns_interval,
+            "per_step": flags.copus_policy == "copus" and half_life is None,
+        }
+        self.observer = NoiseObserver(**self._smoothing)
         self.tap: GradientTap | None = None
         self._handle: Any = None
         self._norms: StepNorms | None = None
@@ -87,11 +92,7 @@ class NoiseWatch(Callback):
                 logger.warning("the checkpoint holds no noise scale: it starts afresh")
             return
         try:
-            self.observer = NoiseObserver.from_json(
-                stored,
-                half_life_tokens=self.flags.copus_gns_half_life_tokens,
-                interval=self.flags.copus_gns_interval,
-            )
+            self.observer = NoiseObserver.from_json(stored, **self._smoothing)
         except (ValueError, KeyError, TypeError) as error:
             if dist.get_rank() == 0:
                 logger.warning(

@@ -6,12 +6,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from copus_ext.noise.estimators import Estimate
-from copus_ext.noise.smoothing import MIN_HALF_LIFE_TOKENS, Smoothed, half_life_tokens
+from copus_ext.noise.smoothing import (
+    MIN_HALF_LIFE_TOKENS,
+    Smoothed,
+    half_life_of_factor,
+    half_life_tokens,
+)
 from copus_ext.types import NoiseScale, NoiseStatus
 
 VERSION = 1
 CONTROL = "layers"
 _BATCH_DOUBT = 2.0
+_PAPER_FACTORS, _PAPER_TOKENS = (0.95, 0.99), 8e6
 
 
 class NoiseObserver:
@@ -20,10 +26,18 @@ class NoiseObserver:
     Args:
         half_life_tokens: of the averages; None takes the default, which grows with the run.
         interval: steps from one measurement to the next.
+        per_step: forget by a factor per measured step as arXiv 2604.26687 does: 0.95 for the first
+            8 million tokens, then 0.99.
     """
 
-    def __init__(self, *, half_life_tokens: float | None = None, interval: int = 1) -> None:
-        self._half_life, self._interval = half_life_tokens, interval
+    def __init__(
+        self,
+        *,
+        half_life_tokens: float | None = None,
+        interval: int = 1,
+        per_step: bool = False,
+    ) -> None:
+        self._half_life, self._interval, self._per_step = half_life_tokens, interval, per_step
         self._averages: dict[str, Smoothed] = {}
         self._measured_at: dict[str, int] = {}
         self._consumed_samples = 0
@@ -63,7 +77,11 @@ class NoiseObserver:
         per_sample = tokens / global_batch_size
         usual_samples = self._interval * global_batch_size
         usual = usual_samples * per_sample
-        half_life = self._half_life or half_life_tokens(consumed_samples * per_sample, usual)
+        trained = consumed_samples * per_sample
+        half_life = self._half_life or half_life_tokens(trained, usual)
+        if self._per_step:
+            factor = _PAPER_FACTORS[trained >= _PAPER_TOKENS]
+            half_life = half_life_of_factor(factor, usual)
         self._last_half_life = half_life
         changed = self._batch is not None and self._batch != global_batch_size
         for name, estimate in estimates.items():
@@ -152,7 +170,12 @@ class NoiseObserver:
 
     @classmethod
     def from_json(
-        cls, data: dict[str, Any], *, half_life_tokens: float | None, interval: int = 1
+        cls,
+        data: dict[str, Any],
+        *,
+        half_life_tokens: float | None,
+        interval: int = 1,
+        per_step: bool = False,
     ) -> NoiseObserver:
         """Inverse of `to_json`.
 
@@ -164,7 +187,7 @@ class NoiseObserver:
             raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
         if data["is_broken"]:
             raise ValueError("its measurement had ended with an error")
-        new = cls(half_life_tokens=half_life_tokens, interval=interval)
+        new = cls(half_life_tokens=half_life_tokens, interval=interval, per_step=per_step)
         new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
         new._measured_at = dict(data["measured_at"])
         new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]
