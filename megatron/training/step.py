@@ -159,6 +159,9 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         job.scheduler.step(increment=global_batch_size)
         if state.settings.changes_rates:
             job.set_rates()
+    if job.device.is_cuda:
+        # Sharing the numbers waits for the kernels anyway; here the step's time still counts them.
+        torch.cuda.synchronize()
     stop = job.local_stop(state.iteration + 1)
     total, tokens, stop_code, elapsed_s = share_numbers(
         job, losses, stop.code if stop else 0, time.monotonic() - started
