@@ -58,7 +58,7 @@ train() {
 }
 
 echo "== 2. train on two ranks, each with a copy of the model (data parallelism), and save"
-train --exit-interval $((steps / 3))
+train --exit-interval $((steps / 6))
 
 echo "== 3. go on with the same run, each rank holding half of the layers (pipeline parallelism)"
 train --pipeline-model-parallel-size 2 --load "$run/checkpoints"
