@@ -159,9 +159,7 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         job.scheduler.step(increment=global_batch_size)
         if state.settings.changes_rates:
             job.set_rates()
-    if job.device.is_cuda:
-        # Sharing the numbers waits for the kernels anyway; here the step's time still counts them.
-        torch.cuda.synchronize()
+    _wait_for_kernels(job)
     stop = job.local_stop(state.iteration + 1)
     total, tokens, stop_code, elapsed_s = share_numbers(
         job, losses, stop.code if stop else 0, time.monotonic() - started
@@ -190,6 +188,12 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
     if interval and state.iteration % interval == 0:
         gc.collect()
     return info, StopReason.from_code(stop_code)
+
+
+def _wait_for_kernels(job: Job) -> None:
+    """Lets a step's time hold its kernels; sharing the numbers would wait for them anyway."""
+    if job.device.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _empty_cache(job: Job, *, level: int) -> None:
