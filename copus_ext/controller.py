@@ -340,7 +340,7 @@ class Controller(Callback):
             return now
         batch, micro = record["sizes"]
         if record["ramp"] is None:
-            factor = self.rates.ramp(batch, iteration=0, start=1.0).end
+            factor = self.rates.lr_factor(batch)
         else:
             factor = Ramp(**record["ramp"]).at(context.state.iteration)
         return StepSettings(

@@ -126,14 +126,11 @@ class Table:
         live = []
         for batch in batches:
             for b in range(1, self.flags.copus_max_micro_batch_size + 1):
-                known = measured(_configuration(self.config, b, batch))
+                c = _configuration(self.config, b, batch)
+                known = measured(c)
                 if known is not None:
                     median, deviation, number = known
-                    live.append(
-                        _configuration(self.config, b, batch).timed(
-                            median, spread_s=deviation, num_steps=number
-                        )
-                    )
+                    live.append(c.timed(median, spread_s=deviation, num_steps=number))
         seen = {(t.line, t.num_microbatches) for t in live}
         others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
         self.planner.retime([*live, *others])

@@ -39,31 +39,42 @@ def decide(s: Situation) -> Decision:
     why_not = _closed(s)
     if why_not:
         return _stay(s, why_not)
-    goal = _goal(s)
-    if goal is None:
-        return _micro_batch_only(s)
-    target = goal.batch
-    small = _is_small(s)
+    wanted = _goal(s)
+    goal = wanted or _present_batch(s)
+    small = wanted is not None and _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
     judged.sort(key=lambda c: (-_net(s, c), _order(s, c.row)))
     chosen = next((c for c in judged if c.verdict == "chosen"), None)
     if chosen is None:
-        most = s.now.global_batch_size * s.rules.growth
-        others = [c for c in judged if c.row != s.now]
-        within = [c for c in others if c.row.global_batch_size <= most]
-        best = next(iter(within or others), None)
-        reason = f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
-        return _stay(s, reason, target=target, small=small, candidates=judged)
+        reason = _unknown(s) if wanted is None else _kept_back(s, judged)
+        return _stay(s, reason, target=goal.batch, small=small, candidates=judged)
     is_same = chosen.row.layout == s.now.layout
     return Decision(
         kind="batch" if is_same else "relayout",
         to=chosen.row,
         reason=_why(s, chosen, goal),
         gain=chosen.gain,
-        target_batch=target,
+        target_batch=goal.batch,
         is_small=small,
         candidates=tuple(judged[:_SHOWN]),
     )
+
+
+def _kept_back(s: Situation, judged: list[Candidate]) -> str:
+    """The best move within reach, and what keeps it back."""
+    most = s.now.global_batch_size * s.rules.growth
+    others = [c for c in judged if c.row != s.now]
+    within = [c for c in others if c.row.global_batch_size <= most]
+    best = next(iter(within or others), None)
+    return f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
+
+
+def _unknown(s: Situation) -> str:
+    """What is missing of the noise scale."""
+    steps, least = s.noise.effective_steps, s.rules.min_effective_steps
+    if steps >= least:
+        return "the noise scale: nothing but noise is seen in the gradient"
+    return f"the noise scale: not known yet ({steps:.0f} of {least:.0f} steps)"
 
 
 def _closed(s: Situation) -> str:
@@ -117,12 +128,21 @@ def _goal(s: Situation) -> _Goal | None:
     sizes = sorted({row.global_batch_size for row in s.rows})
     snapped = policies.snap(batch, _grid(s) or sizes, policy=policy)
     within = _reachable(s, snapped, sizes)
-    # Only the wanted batch counts; between its configurations throughput decides.
-    worths = [
-        math.log(row.samples_per_s) if row.global_batch_size == within else -math.inf
+    return _Goal(log_worth=_speeds(s, within), batch=batch, noise=noise or _SAME_BATCH_NOISE)
+
+
+def _present_batch(s: Situation) -> _Goal:
+    """Without a noise scale only configurations of the present batch can be compared."""
+    speeds = _speeds(s, s.now.global_batch_size)
+    return _Goal(log_worth=speeds, batch=None, noise=_SAME_BATCH_NOISE)
+
+
+def _speeds(s: Situation, batch: int) -> list[float]:
+    """ln(throughput) of the rows of one batch, between which nothing else decides."""
+    return [
+        math.log(row.samples_per_s) if row.global_batch_size == batch else -math.inf
         for row in s.rows
     ]
-    return _Goal(log_worth=worths, batch=batch, noise=noise or _SAME_BATCH_NOISE)
 
 
 def _grid(s: Situation) -> list[int]:
@@ -158,13 +178,17 @@ def _log_worth(s: Situation, row: Row, noise: float) -> float:
 def _considered(s: Situation, goal: _Goal) -> list[int]:
     """Rows worth a verdict: of every layout and batch the best one, and the one with the present
     micro-batch, whose speed is surer; and the present one."""
-    allowed, base = {*_grid(s)}, goal.log_worth[s.current]
+    allowed = {*_grid(s)}
+    # From a batch that is worth nothing any smaller one is a way back.
+    worthless = s.rules.policy in policies.WEIGHING and goal.log_worth[s.current] == -math.inf
     best: dict[tuple, int] = {}
     alike = set()
     for i, row in enumerate(s.rows):
         if row.global_batch_size not in allowed:
             continue
-        if goal.log_worth[i] == -math.inf and base > -math.inf:
+        if goal.log_worth[i] == -math.inf and not (
+            worthless and row.global_batch_size < s.now.global_batch_size
+        ):
             continue
         key = (row.layout, row.global_batch_size)
         known = best.get(key)
@@ -183,10 +207,7 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
     base = goal.log_worth[s.current]
     is_target = s.rules.policy in policies.TARGETS
     moves_batch = row.global_batch_size != now.global_batch_size
-    if is_target and moves_batch:
-        gain, needed = None, None
-    elif base == -math.inf:
-        # Anything is better than a batch without worth, as far as it may be taken.
+    if (is_target and moves_batch) or base == -math.inf:
         gain, needed = None, None
     else:
         gain = math.expm1(goal.log_worth[i] - base)
@@ -327,36 +348,6 @@ def _is_small(s: Situation) -> bool:
     worths = [_log_worth(s, row, s.rules.calibration * high) for row in rows]
     best = rows[max(range(len(rows)), key=lambda i: worths[i])]
     return best.global_batch_size < s.now.global_batch_size
-
-
-def _micro_batch_only(s: Situation) -> Decision:
-    """Without a noise scale only configurations of the present batch can be compared."""
-    noise = _SAME_BATCH_NOISE
-    worths = [
-        math.log(row.samples_per_s)
-        if row.global_batch_size == s.now.global_batch_size
-        else -math.inf
-        for row in s.rows
-    ]
-    goal = _Goal(log_worth=worths, batch=None, noise=noise)
-    judged = [_judge(s, i, goal, small=False) for i in _considered(s, goal)]
-    chosen = next((c for c in judged if c.verdict == "chosen"), None)
-    measured = f"{s.noise.effective_steps:.0f} of {s.rules.min_effective_steps:.0f} steps"
-    if chosen is None:
-        known = s.noise.effective_steps >= s.rules.min_effective_steps
-        why = (
-            "nothing but noise is seen in the gradient" if known else f"not known yet ({measured})"
-        )
-        return _stay(s, f"the noise scale: {why}", candidates=judged)
-    return Decision(
-        kind="batch" if chosen.row.layout == s.now.layout else "relayout",
-        to=chosen.row,
-        reason=_why(s, chosen, goal),
-        gain=chosen.gain,
-        target_batch=None,
-        is_small=False,
-        candidates=tuple(judged[:_SHOWN]),
-    )
 
 
 def _net(s: Situation, c: Candidate) -> float:

@@ -58,10 +58,14 @@ class RateRules:
     ramp_steps: int = 20
     """Steps of the learning rate's way up."""
 
+    def lr_factor(self, batch: int) -> float:
+        """The learning rate's factor at a batch, at the end of its way."""
+        return lr_factor(batch, self.reference_batch, self.lr)
+
     def ramp(self, batch: int, *, iteration: int, start: float) -> Ramp:
         """The learning rate's way to a batch that is taken after so many steps."""
-        end = lr_factor(batch, self.reference_batch, self.lr)
-        return Ramp(start_iteration=iteration, num_steps=self.ramp_steps, start=start, end=end)
+        steps, end = self.ramp_steps, self.lr_factor(batch)
+        return Ramp(start_iteration=iteration, num_steps=steps, start=start, end=end)
 
     def at(self, batch: int, lr: float) -> dict[str, Any]:
         """Factors and beta2 of a step, as fields of the trainer's settings.

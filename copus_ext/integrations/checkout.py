@@ -46,12 +46,6 @@ def check(args: Any) -> None:
         raise UnsuitableRun("--copus in Megatron-LM: " + "; ".join(fixes))
 
 
-def learning_rate(optimizer: Any) -> float:
-    """The rate of the first parameter group; 0 on a rank without parameters."""
-    groups = optimizer.param_groups
-    return float(groups[0]["lr"]) if groups else 0.0
-
-
 def shared(loss_dict: Any, seconds: float) -> tuple[float, float]:
     """Loss and seconds on every rank: that trainer's loss is on the last stage alone."""
     import torch

@@ -27,7 +27,6 @@ from copus_ext.integrations.checkout import (
     UnsuitableRun,
     check,
     context_of,
-    learning_rate,
     shared,
 )
 
@@ -129,11 +128,11 @@ class CopusCallback:
             return
         from megatron.core import num_microbatches_calculator as calculator
 
-        # Here, as that loop counts a step's samples behind it, by the calculator of then.
         inner, args = self._inner, self._args
         # Steps that the loop passes over fire nothing: its own counters hold them.
         inner.state.iteration = getattr(args, "curr_iteration", inner.state.iteration)
         inner.state.consumed_samples = args.consumed_train_samples
+        # Here, as that loop counts a step's samples behind it, by the calculator of then.
         self._set_batch()
         self._started = time.monotonic()
         inner.global_batch_size = calculator.get_current_global_batch_size()
@@ -158,7 +157,7 @@ class CopusCallback:
         """A step is done; that loop counts its samples only afterwards."""
         if self._controller is None:
             return
-        from megatron.training.settings import StepInfo
+        from megatron.training.settings import StepInfo, learning_rate
 
         inner, args = self._inner, self._args
         loss, seconds = shared(context.loss_dict, time.monotonic() - self._started)

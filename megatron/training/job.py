@@ -15,9 +15,8 @@ from megatron.training.config import Config
 from megatron.training.device import Device
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
-from megatron.training.optimizer import learning_rate
 from megatron.training.reader import BatchReader
-from megatron.training.settings import StepInfo, StepSettings, set_rates
+from megatron.training.settings import StepInfo, StepSettings, learning_rate, set_rates
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker

@@ -164,8 +164,3 @@ def build_scheduler(
     )
     scheduler.step(increment=lr_samples)
     return scheduler
-
-
-def learning_rate(optimizer: Any) -> float:
-    """The current learning rate, for the log."""
-    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

@@ -93,3 +93,8 @@ def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: 
         group["lr"] *= settings.lr_factor
         group["weight_decay"] *= settings.weight_decay_factor
         group["betas"] = (group["betas"][0], beta2 if settings.beta2 is None else settings.beta2)
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The current learning rate, for the log."""
+    return float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0

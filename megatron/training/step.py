@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron.training.job import Job
-from megatron.training.optimizer import learning_rate, optimizer_step
+from megatron.training.optimizer import optimizer_step
 from megatron.training.parallel import seed_step
-from megatron.training.settings import StepInfo
+from megatron.training.settings import StepInfo, learning_rate
 from megatron.training.signals import StopReason
 
 Batch = dict[str, torch.Tensor]

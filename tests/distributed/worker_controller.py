@@ -44,10 +44,10 @@ def main(output: Path) -> None:
             self.states.append(json.dumps(context.state.callbacks["copus_control"]))
 
     class Failing(Noting):
-        """Has a bug that shows on rank 0 at the third decision."""
+        """Has a bug that shows on rank 0 at the first decision in a ramp."""
 
         def _situation(self, context: CallbackContext) -> Any:
-            if self.history.record["num_decisions"] >= 2:
+            if self.history.record["ramp"] is not None:
                 raise ZeroDivisionError("a bug")
             return super()._situation(context)
 
@@ -87,7 +87,7 @@ def main(output: Path) -> None:
         (output / "paused" / "control" / "pause").touch()
     dist.barrier()
     record("paused", [], Noting(**DOUBLING))
-    record("failed", [], Failing(copus_calibration=1e3, copus_interval=2000.0))
+    record("failed", [], Failing(**DOUBLING))
     record("resumed plain", ["--load", str(output / "saved"), "--ckpt-step", "10"])
     if dist.get_rank() == 0:
         (output / "result.json").write_text(json.dumps(results))

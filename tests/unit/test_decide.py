@@ -351,3 +351,15 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 sizes.append(decision.to.global_batch_size)
         turns = sum((b > a) != (c > b) for a, b, c in zip(sizes, sizes[1:], sizes[2:]))
         assert turns <= allow_shrink, (seed, sizes)
+
+
+def test_a_target_is_taken_itself_and_not_a_faster_batch_beside_it() -> None:
+    table = [row(16, 10.0), row(16, 14.0, micro=8), row(24, 12.0), row(32, 20.0)]
+    rules = {"policy": "cbs", "grid": (16, 24, 32)}
+    assert decide(situation(16, 24.0, rows=table, rules=rules)).to == table[2]
+    assert decide(situation(16, 24.0, rows=table, rules=rules, in_ramp=True)).kind == "stay"
+
+
+def test_a_batch_without_worth_does_not_grow() -> None:
+    rules = {"objective": "lr_model"}
+    assert decide(situation(256, 16.0, rules=rules)).kind == "stay"
