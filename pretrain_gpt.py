@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parses flags and trains.
 
     Returns:
-        Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage.
+        Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
     # Heavy imports stay in here: helper processes that write checkpoints import this module again.
     from copus_ext.config import CopusConfig
@@ -51,10 +51,8 @@ def main(argv: list[str] | None = None) -> int:
             apex_available=optional.have_nvidia_apex(),
         )
         pretrain(config, controllers(args))
-    except UsageError as error:
-        return _fail(error, 2)
-    except TrainingFailure as error:
-        return _fail(error, 1)
+    except (UsageError, TrainingFailure) as error:
+        return _fail(error, error.exit_code)
     return 0
 
 

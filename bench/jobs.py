@@ -25,10 +25,11 @@ def open_job(flags: list[str]) -> Iterator[Any]:
     check_environment()
     import torch
 
+    from megatron.training.build import build_job, tear_down
     from megatron.training.callbacks import Callbacks
     from megatron.training.device import use_device
     from megatron.training.parallel import init_distributed
-    from megatron.training.pretrain import build_job, open_run, tear_down, tokenizer_flags
+    from megatron.training.pretrain import open_run, tokenizer_flags
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer

@@ -102,8 +102,9 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
 
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.batch_schedule import BatchSchedule
+    from megatron.training.build import build_job, tear_down
     from megatron.training.callbacks import Callbacks
-    from megatron.training.pretrain import build_job, tear_down, tokenizer_flags
+    from megatron.training.pretrain import tokenizer_flags
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer

@@ -66,7 +66,7 @@ class Callback:
     """Does nothing at every event. Subclass and override what you need.
 
     Events that return a `Request` are obeyed at the step boundary; with several, a `stop` wins over
-    a `save`, and the last settings count.
+    a `save`, and the last settings and the last move count.
     """
 
     keeps_settings: bool = False
@@ -97,6 +97,13 @@ class Callback:
 
     def on_log(self, context: CallbackContext) -> None:
         """The log line is about to be printed; append lines to `context.log_fragments`."""
+
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """The model, optimizer and groups are about to go for those of another layout: let go of
+        every reference to them."""
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Those of the new layout are there, or after a failure those of the old one again."""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is committed."""
@@ -148,7 +155,7 @@ class Callbacks:
 
         Returns:
             What is asked for: a `stop` before a `save` before a `change` before nothing, with the
-            last settings that any callback gave.
+            last settings and the last move that any callback gave.
         """
         found = [getattr(callback, event)(context) for callback in self._callbacks]
         requests = [r for r in found if r is not None]
@@ -156,7 +163,12 @@ class Callbacks:
             return None
         strongest = max(requests, key=lambda r: _STRENGTH[r.kind])
         settings = [r.settings for r in requests if r.settings is not None]
-        return replace(strongest, settings=settings[-1] if settings else None)
+        moves = [r.move for r in requests if r.move is not None]
+        return replace(
+            strongest,
+            settings=settings[-1] if settings else None,
+            move=moves[-1] if moves else None,
+        )
 
     @property
     def keep_settings(self) -> bool:

@@ -1,4 +1,4 @@
-"""The two ways a run ends badly, told apart by exit code."""
+"""The ways a run ends badly, told apart by exit code."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ class TrainingFailure(RuntimeError):
     """A run that was set up correctly could not go on (exit code 1)."""
 
     exit_code = 1
+
+
+class Relaunch(TrainingFailure):
+    """The run must be started again from its last checkpoint, in new processes (exit code 85)."""
+
+    exit_code = 85

@@ -46,9 +46,12 @@ def train(job: Job) -> str | None:
         if job.checkpointer is not None:
             job.checkpointer.poll()
             asked = request is not None and request.kind != "change"
-            if asked or _due(config.checkpoint.save_interval, state.iteration):
+            interval = config.checkpoint.save_interval
+            if asked or (interval and state.iteration % interval == 0):
                 job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
                 saved = state.iteration
+        if why is None and request is not None and request.move is not None:
+            request.move(job)
     if job.checkpointer is not None:
         if saved != state.iteration:
             job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
@@ -67,10 +70,6 @@ def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> N
     loss = None if reader is None else evaluate(job, reader, split=split)
     if loss is not None:
         reporter.evaluation(loss, split=split, where=where)
-
-
-def _due(interval: int | None, iteration: int) -> bool:
-    return bool(interval) and iteration % interval == 0
 
 
 def _why(stop: StopReason | None, request: Request | None) -> str | None:

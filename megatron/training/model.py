@@ -181,13 +181,16 @@ def layer_spec(
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType]
 
 
-def build_model(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
+def build_model(
+    config: Config, groups: ProcessGroupCollection, device: Device, *, draw: bool = True
+) -> Model:
     """Builds, initialises and wraps this rank's part of the model. All ranks take part.
 
     Args:
         config: resolved configuration, its layout that of `groups`.
         groups: process groups of the layout.
         device: where the parameters go.
+        draw: whether to draw the initial weights; False where others follow at once.
 
     Returns:
         The model with initial weights that do not depend on the layout.
@@ -195,7 +198,7 @@ def build_model(config: Config, groups: ProcessGroupCollection, device: Device) 
     seed_build(config.runtime.seed)
     core = core_config(config)
     stages = range(config.layout.vpp) if config.layout.vpp > 1 else (None,)
-    bare = [_build_chunk(config, core, groups, device, stage) for stage in stages]
+    bare = [_build_chunk(config, core, groups, device, stage, draw) for stage in stages]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -225,6 +228,7 @@ def _build_chunk(
     groups: ProcessGroupCollection,
     device: Device,
     vp_stage: int | None,
+    draw: bool,
 ) -> torch.nn.Module:
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     m = config.model
@@ -248,12 +252,13 @@ def _build_chunk(
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     if device.is_cuda:
         chunk.cuda(device.torch_device)
-    draw_weights(
-        chunk,
-        seed=config.runtime.seed,
-        init_method_std=m.init_method_std,
-        num_layers=m.num_layers,
-        metadata={"dp_cp_group": groups.dp_cp},
-    )
+    if draw:
+        draw_weights(
+            chunk,
+            seed=config.runtime.seed,
+            init_method_std=m.init_method_std,
+            num_layers=m.num_layers,
+            metadata={"dp_cp_group": groups.dp_cp},
+        )
     half = config.precision.bf16 or config.precision.fp16
     return Float16Module(core, chunk) if half else chunk

@@ -19,23 +19,16 @@ import torch.distributed as dist
 
 from megatron.training import metrics
 from megatron.training.agree import from_rank_zero
-from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.callbacks import Callback, CallbackContext, Callbacks
-from megatron.training.checkpoint import Checkpointer
+from megatron.training.build import build_job, log_rank_zero, tear_down
+from megatron.training.callbacks import Callback, Callbacks
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.config import Config
-from megatron.training.data import build_datasets
 from megatron.training.device import Device, use_device
 from megatron.training.errors import TrainingFailure, UsageError
-from megatron.training.flops import training_flops_per_sample
 from megatron.training.guard import check_environment
-from megatron.training.job import Job
 from megatron.training.loop import train
-from megatron.training.model import build_model
-from megatron.training.optimizer import build_optimizer, build_scheduler
-from megatron.training.parallel import build_groups, destroy_groups, init_distributed
-from megatron.training.reader import BatchReader
-from megatron.training.restore import Stored, load_weights, read_stored
+from megatron.training.parallel import init_distributed
+from megatron.training.restore import Stored, read_stored
 from megatron.training.settle import settle, settle_settings
 from megatron.training.signals import STOP_SIGNALS, StopSignals, stop_reason
 from megatron.training.sinks import open_sinks
@@ -163,139 +156,6 @@ def _find_checkpoint(config: Config) -> Stored | None:
     return stored
 
 
-def build_job(
-    config: Config,
-    stored: Stored | None,
-    state: TrainState,
-    tokenizer: Any,
-    device: Device,
-    callbacks: Callbacks,
-    tracker: NullTracker,
-) -> Job:
-    """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or
-    loaded.
-
-    All ranks take part. `tear_down` is its inverse.
-    """
-    groups = build_groups(
-        config.layout,
-        timeout_minutes=config.parallel.distributed_timeout_minutes,
-        create_gloo_process_groups=config.parallel.enable_gloo_process_groups,
-        use_tp_pp_dp_mapping=config.parallel.use_tp_pp_dp_mapping,
-    )
-    model = build_model(config, groups, device)
-    optimizer = build_optimizer(config, model, groups)
-    if stored is not None:
-        load_weights(stored, config, model, optimizer, groups)
-        log_rank_zero(f"loaded {stored.folder} (iteration {stored.iteration}) as {config.layout}")
-    scheduler = build_scheduler(config, optimizer, lr_samples=state.lr_samples)
-    context = CallbackContext(
-        model=model.chunks,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        groups=groups,
-        config=config,
-        state=state,
-        run_dir=tracker.run_dir,
-    )
-    callbacks.fire("on_setup_start", context)
-    callbacks.fire("on_data_init_start", context)
-    train_data, valid_data, test_data = _open_data(config, tokenizer, device)
-    job = Job(
-        config=config,
-        device=device,
-        groups=groups,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        batch_schedule=BatchSchedule.of(config),
-        train_data=train_data,
-        valid_data=valid_data,
-        test_data=test_data,
-        checkpointer=_open_checkpointer(config, groups, callbacks, context, tracker),
-        state=state,
-        tracker=tracker,
-        callbacks=callbacks,
-        context=context,
-        local_stop=lambda _iteration: None,
-        flops_per_sample=_flops_per_sample(config),
-    )
-    # A checkpoint's parameter groups bring the rates it was trained with.
-    job.set_rates()
-    return job
-
-
-def _flops_per_sample(config: Config) -> float:
-    return training_flops_per_sample(
-        num_layers=config.model.num_layers,
-        hidden_size=config.model.hidden_size,
-        ffn_hidden_size=config.model.ffn_hidden_size,
-        num_attention_heads=config.model.num_attention_heads,
-        num_query_groups=config.model.num_query_groups,
-        kv_channels=config.model.kv_channels,
-        seq_length=config.batch.seq_length,
-        padded_vocab_size=config.model.padded_vocab_size,
-        gated_mlp=config.model.swiglu,
-    )
-
-
-def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
-    """Readers of the training, validation and test samples; None for a split without samples."""
-    evaluation = config.batch.eval_iters * config.batch.initial_global_batch_size
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.batch.seq_length,
-        seed=config.runtime.seed,
-        tokenizer=tokenizer,
-        num_samples=(config.batch.train_samples, evaluation, evaluation),
-        run_dir=config.checkpoint.save,
-    )
-    for note in datasets.notes:
-        log_rank_zero(f"note: {note}")
-    return [
-        data and BatchReader(data, num_workers=config.data.num_workers, pin_memory=device.is_cuda)
-        for data in (datasets.train, datasets.valid, datasets.test)
-    ]
-
-
-def _open_checkpointer(
-    config: Config,
-    groups: Any,
-    callbacks: Callbacks,
-    context: CallbackContext,
-    tracker: NullTracker,
-) -> Checkpointer | None:
-    if config.checkpoint.save is None:
-        return None
-
-    def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
-        where = {"consumed_samples": context.state.consumed_samples, **fields}
-        tracker.event(f"checkpoint.{kind}", iteration=iteration, **where)
-        if kind == "commit":
-            log_rank_zero(
-                f"saved iteration {iteration} to {config.checkpoint.save} "
-                f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
-            )
-            context.checkpoint_iteration = iteration
-            callbacks.fire("on_checkpoint_saved", context)
-
-    return Checkpointer(config, groups, on_event)
-
-
-def tear_down(job: Job) -> None:
-    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world
-    remains."""
-    if job.checkpointer is not None:
-        job.checkpointer.close()
-    for reader in (job.train_data, job.valid_data, job.test_data):
-        if reader is not None:
-            reader.close()
-    job.model.detach_hooks()
-    job.context.__dict__.clear()
-    job.__dict__.clear()
-    destroy_groups()
-
-
 def open_run(
     config: Config,
     stored: Stored | None,
@@ -388,9 +248,3 @@ def _set_logging(config: Config) -> None:
     if config.data.mock_data:
         # It warns for each split that invented samples have no index cache.
         logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
-
-
-def log_rank_zero(message: str) -> None:
-    """Prints a line for the user on rank 0."""
-    if dist.get_rank() == 0:
-        print(message, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,6 +77,9 @@ class Request:
     """One line for the log."""
     settings: StepSettings | None = None
     """How the following steps are taken; None leaves it."""
+    move: Callable[[Any], None] | None = None
+    """Called with the job once all else at the boundary is done, if training goes on: takes it to
+    another layout."""
 
 
 def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: float) -> None:

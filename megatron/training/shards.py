@@ -117,7 +117,7 @@ def _entries(model: Model, metadata: dict[str, Any]) -> dict[int, Any]:
     return entries
 
 
-def _pieces(entry: Any) -> list[tuple[ShardedTensor, int]]:
+def _pieces(entry: Any) -> list[tuple[Any, int]]:
     """The global tensors inside a parameter, with the first element of each in it. A gated MLP
     holds two: its gate and its up rows."""
     if isinstance(entry, ShardedTensorFactory):

@@ -1,0 +1,119 @@
+"""What a rank keeps of a layout while the job changes to another, and how a new optimizer and model
+get their state from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from copus_ext.reconfigure import verify
+from megatron.training.config import Config
+from megatron.training.job import Job
+from megatron.training.model import Model
+from megatron.training.shards import KINDS, Shards, own_shards, parts_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """All that is not the same on every rank or that the optimizer alone knows."""
+
+    config: Config
+    """Of the old layout."""
+    shards: Shards
+    """Master weights and moments; read only."""
+    step: int
+    """Updates that Adam has made."""
+    scalers: list[dict[str, Any] | None]
+    """Loss scaler of each chained optimizer."""
+    sums: dict[str, int]
+    """Checksums of the global state."""
+
+
+def extract(job: Job, keys: Sequence[str], *, group: Any) -> Held:
+    """Takes what must outlive the old layout; the job is left as it is. Collective.
+
+    Args:
+        job: at a step boundary.
+        keys: of the tensors to be summed.
+        group: of all ranks, for the sums.
+    """
+    shards = own_shards(job.model, job.optimizer, job.groups)
+    kept = Shards(
+        records=shards.records,
+        tensors=[{kind: _alone(t[kind]) for kind in KINDS} for t in shards.tensors],
+    )
+    return Held(
+        config=job.config,
+        shards=kept,
+        step=adam_steps(job.optimizer),
+        scalers=[_scaler_state(part) for part in parts_of(job.optimizer)],
+        sums=verify.checksums(kept, keys, group=group),
+    )
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the buffer that it is a view of."""
+    whole = tensor.untyped_storage().nbytes()
+    return tensor if whole == tensor.numel() * tensor.element_size() else tensor.clone()
+
+
+def adam_steps(optimizer: Any) -> int:
+    """Updates that Adam has made; the same in every group that counts them.
+
+    Raises:
+        ValueError: groups differ.
+    """
+    found = {
+        int(group["step"])
+        for part in parts_of(optimizer)
+        if part.optimizer is not None
+        for group in part.optimizer.param_groups
+        if "step" in group
+    }
+    if len(found) > 1:
+        raise ValueError(f"the optimizer's groups count different steps: {sorted(found)}")
+    return found.pop() if found else 0
+
+
+def _scaler_state(part: Any) -> dict[str, Any] | None:
+    scaler = getattr(part, "grad_scaler", None)
+    return None if scaler is None else scaler.state_dict()
+
+
+def restore_counts(optimizer: Any, held: Held) -> None:
+    """Gives a new optimizer the step count and the loss scale."""
+    for part, scaler in zip(parts_of(optimizer), held.scalers, strict=True):
+        if part.optimizer is not None and held.step:
+            for group in part.optimizer.param_groups:
+                group["step"] = held.step
+        if scaler is not None:
+            part.grad_scaler.load_state_dict(scaler)
+
+
+@torch.no_grad()
+def copy_all(source: Shards, target: Shards) -> None:
+    """Copies shards into those of the same layout.
+
+    Raises:
+        ValueError: they are not of the same layout.
+    """
+    if source.records != target.records:
+        raise ValueError("the layout is not the one that the shards are from")
+    for old, new in zip(source.tensors, target.tensors, strict=True):
+        for kind in KINDS:
+            new[kind].copy_(old[kind])
+
+
+@torch.no_grad()
+def masters_to_weights(config: Config, model: Model, optimizer: Any) -> None:
+    """Sets the model's weights to the rounded masters on every replica. Collective."""
+    for part in parts_of(optimizer):
+        copy = getattr(part, "_copy_main_params_to_model_params", None)
+        if copy is not None:
+            copy()
+    if config.parallel.use_distributed_optimizer:
+        for chunk in model.chunks:
+            chunk.start_param_sync(force_sync=True)

@@ -1,0 +1,129 @@
+"""Sums over the global state that do not depend on who holds it: equal before and after a change of
+layout, or elements were lost, doubled, moved or altered.
+
+Each element counts as its 32 bits times an odd weight that belongs to its global index, modulo
+2^64. A single wrong element changes the sum for certain, several wrong ones all but certainly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.training.model import Model
+from megatron.training.rectangles import Record
+from megatron.training.shards import KINDS, Shards, weights_of
+
+_SAMPLED = 16
+"""With `sample` one of so many tensors is summed."""
+_CHUNK = 1 << 20
+
+
+class Mismatch(ArithmeticError):
+    """The state after a change is not the state before."""
+
+
+def checked_keys(keys: Sequence[str], *, sample: bool) -> list[str]:
+    """Names of the tensors that are summed: all, or a sixteenth of them, at least one."""
+    keys = sorted(set(keys))
+    return keys[::_SAMPLED] if sample else keys
+
+
+@torch.no_grad()
+def checksums(shards: Shards, keys: Sequence[str], *, group: Any) -> dict[str, int]:
+    """Sums over the whole run's state. Collective over the group.
+
+    Args:
+        shards: what this rank holds.
+        keys: of the tensors, the same on every rank.
+        group: of all ranks.
+
+    Returns:
+        By `kind.key`, a signed 64-bit integer; equal on every rank.
+    """
+    place = {key: i for i, key in enumerate(keys)}
+    device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
+    sums = torch.zeros((len(keys), len(KINDS)), dtype=torch.int64, device=device)
+    for record in shards.records:
+        if record.is_first and record.key in place:
+            tensors = shards.tensors[record.shard]
+            for column, kind in enumerate(KINDS):
+                part = tensors[kind][record.offset : record.offset + record.numel]
+                sums[place[record.key], column] += _sum(part, record, kind)
+    dist.all_reduce(sums, group=group)
+    rows = sums.tolist()
+    return {
+        f"{kind}.{key}": rows[i][column]
+        for i, key in enumerate(keys)
+        for column, kind in enumerate(KINDS)
+    }
+
+
+def _sum(flat: torch.Tensor, record: Record, kind: str) -> torch.Tensor:
+    """Of the elements of one record."""
+    shape = [b - a for a, b in zip(record.lo, record.hi)]
+    *outer, inner = (
+        axis_weights(f"{kind}.{record.key}", axis, lo, hi, flat.device)
+        for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
+    )
+    rows = flat.view(torch.int32).view(-1, shape[-1])
+    per_chunk = max(_CHUNK // shape[-1], 1)
+    sums = [(part.long() * inner).sum(dim=1) for part in rows.split(per_chunk)]
+    total = torch.cat(sums).view(shape[:-1])
+    for weights in reversed(outer):
+        total = (total * weights).sum(dim=-1)
+    return total
+
+
+def axis_weights(name: str, axis: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """[stop - start] odd 64-bit numbers, one for each global index of an axis."""
+    seed = hashlib.blake2b(f"{name}/{axis}".encode(), digest_size=8).digest()
+    # splitmix64: https://prng.di.unimi.it/splitmix64.c
+    x = np.arange(start, stop, dtype=np.uint64) + np.uint64(1)
+    x = x * np.uint64(0x9E3779B97F4A7C15) + np.frombuffer(seed, dtype=np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(x.view(np.int64)).to(device)
+
+
+def compare(before: dict[str, int], after: dict[str, int]) -> None:
+    """Compares two sets of sums.
+
+    Raises:
+        Mismatch: naming tensors.
+    """
+    wrong = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+    if wrong:
+        raise Mismatch(f"{len(wrong)} of {len(before)} sums changed, the first: {wrong[0]}")
+
+
+@torch.no_grad()
+def check_weights(model: Model, shards: Shards, groups: Any) -> None:
+    """Checks, where this rank holds both, that the model's weights are its rounded masters.
+
+    Raises:
+        Mismatch: naming a tensor.
+    """
+    own: dict[str, list[Record]] = {}
+    for record in shards.records:
+        own.setdefault(record.key, []).append(record)
+    for place, weight in weights_of(model, groups):
+        for record in own.get(place.key, ()):
+            inside = all(a <= b for a, b in zip(place.lo, record.lo))
+            if not inside or any(a < b for a, b in zip(place.hi, record.hi)):
+                continue
+            lead = len(place.lo) - weight.dim()
+            view = weight
+            for axis in range(weight.dim()):
+                start, stop = record.lo[lead + axis], record.hi[lead + axis]
+                view = view.narrow(axis, start - place.lo[lead + axis], stop - start)
+            master = shards.tensors[record.shard]["param"]
+            master = master[record.offset : record.offset + record.numel].view(view.shape)
+            if not torch.equal(view, master.to(view.dtype)):
+                raise Mismatch(f"weight {place.key} is not its rounded master")
