@@ -1,0 +1,1 @@
+"""Moving a run between layouts: who owns what."""
