@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.training.callbacks import Callback, CallbackContext
-from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags
 
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
@@ -50,11 +49,11 @@ MORE = [
 ]
 THREE_RANKS = [
     (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),
-    (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6 --vocab-size 126"),
+    (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6"),
     (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
 ]
 CASES = {
-    4: [(*layout, *variant) for variant in VARIANTS for layout in LAYOUTS] + MORE,
+    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE,
     3: THREE_RANKS,
 }
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -86,58 +85,66 @@ def mistaken(shape: Any, mistake: dict[str, Any]) -> Iterator[Any]:
         yield dataclasses.replace(shape, **{name: value})
 
 
-class Compare(Callback):
-    """Keeps the digests of every rank."""
+def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
+    """Builds model and optimizer, reads them and asks their twin; a row of each rank."""
+    import torch.distributed as dist
 
-    rows: list[dict[str, Any]]
-    """By rank."""
+    from copus_ext.reconfigure.ownership import all_of_layout, of_layout, shape_of
+    from megatron.training.model import build_model
+    from megatron.training.optimizer import build_optimizer
+    from megatron.training.rectangles import digest
+    from megatron.training.shards import own_shards
 
-    def on_train_start(self, context: CallbackContext) -> None:
-        """Reads the live model and asks its twin."""
-        import torch.distributed as dist
-
-        from copus_ext.reconfigure.ownership import all_of_layout, of_layout, shape_of
-        from megatron.training.model import Model
-        from megatron.training.rectangles import digest
-        from megatron.training.shards import own_shards
-
-        rank, layout = dist.get_rank(), context.config.layout
-        model: Any = Model(chunks=context.model, core_config=None)  # pyright: ignore[reportArgumentType]
-        shards = own_shards(model, context.optimizer, context.groups)
-        sizes = [0] * len(shards.tensors)
-        for record in shards.records:
-            sizes[record.shard] += record.numel
-        shape = shape_of(context.config)
-        mistakes = {}
-        for name, mistake in MISTAKES.items():
-            with mistaken(shape, mistake) as wrong:
-                mistakes[name] = digest(of_layout(wrong, layout, rank))
-        row = {
-            "live": digest(shards.records),
-            "twin": digest(of_layout(shape, layout, rank)),
-            "all": [digest(records) for records in all_of_layout(shape, layout)],
-            "mistakes": mistakes,
-            "covered": sizes == [t.numel() for held in shards.tensors for t in [held["param"]]],
-            "in_order": shards.records == of_layout(shape, layout, rank),
-        }
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, row)
-        self.rows = rows
+    rank, layout, shape = dist.get_rank(), config.layout, shape_of(config)
+    model = build_model(config, groups, device)
+    shards = own_shards(model, build_optimizer(config, model, groups), groups)
+    model.detach_hooks()
+    sizes = [0] * len(shards.tensors)
+    for record in shards.records:
+        sizes[record.shard] += record.numel
+    mistakes = {}
+    for name, mistake in MISTAKES.items():
+        with mistaken(shape, mistake) as wrong:
+            mistakes[name] = digest(of_layout(wrong, layout, rank))
+    row = {
+        "live": digest(shards.records),
+        "twin": digest(of_layout(shape, layout, rank)),
+        "all": [digest(records) for records in all_of_layout(shape, layout)],
+        "mistakes": mistakes,
+        "covered": sizes == [held["param"].numel() for held in shards.tensors],
+        "in_order": shards.records == of_layout(shape, layout, rank),
+    }
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return rows
 
 
 def main(output: Path) -> None:
     """Writes, of every case, a row of each rank."""
     import torch.distributed as dist
 
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.device import use_device
+    from megatron.training.parallel import build_groups, destroy_groups
+    from megatron.training.settle import settle
+
     join()
-    cases = []
-    for number, (tp, pp, vpp, model, more) in enumerate(CASES[dist.get_world_size()]):
-        compare = Compare()
-        flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", "1"]
-        run(flags, output / str(number), [compare], base=BASES[model])
-        cases.append(compare.rows)
-        if dist.get_rank() == 0:
-            (output / "result.json").write_text(json.dumps(cases))
+    cases, before = [], None
+    with use_device("cpu", local_rank=0, backend="gloo") as device:
+        for tp, pp, vpp, model, more in CASES[dist.get_world_size()]:
+            flags = [*BASES[model].split(), *layout_flags(tp, pp, vpp), *more.split()]
+            args = parse_args([*flags, "--train-iters", "1"])
+            config = settle(resolve(args, dist.get_world_size()), None, vocab_size=127)
+            wanted = (config.layout, config.parallel.use_tp_pp_dp_mapping)
+            if wanted != before:
+                if before:
+                    destroy_groups()
+                layout, mapping = before = wanted
+                groups = build_groups(layout, timeout_minutes=2, use_tp_pp_dp_mapping=mapping)
+            cases.append(compare(config, groups, device))
+        destroy_groups()
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(cases))
     dist.destroy_process_group()
 
 
