@@ -1,0 +1,66 @@
+"""What a layout should give each rank is what the live model holds there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_ownership import CASES, MISTAKES
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_ownership.py")
+NUMBERS = [(world, number) for world, cases in CASES.items() for number in range(len(cases))]
+IDS = [f"{world}-{CASES[world][number]}" for world, number in NUMBERS]
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
+    found = {}
+    for world in CASES:
+        output = tmp_path_factory.mktemp(f"ownership{world}")
+        run_ranks([WORKER, output], world, timeout_s=150, launcher="direct").check()
+        found[world] = json.loads((output / "result.json").read_text())
+    return found
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
+def test_the_twin_is_the_live_model(
+    results: dict[int, list[Rows]], world: int, number: int
+) -> None:
+    rows = results[world][number]
+    assert len(rows) == world
+    live = [row["live"] for row in rows]
+    assert [row["twin"] for row in rows] == live
+    assert all(row["all"] == live for row in rows)
+    assert all(row["in_order"] for row in rows)
+    assert all(row["covered"] for row in rows), "records do not fill the live shards"
+
+
+@pytest.mark.parametrize(("world", "number"), NUMBERS, ids=IDS)
+def test_no_two_ranks_hold_the_same(
+    results: dict[int, list[Rows]], world: int, number: int
+) -> None:
+    tp, pp, _, _, more = CASES[world][number]
+    live = [row["live"] for row in results[world][number]]
+    if "--use-distributed-optimizer" in more:
+        assert len(set(live)) == world
+    else:
+        # Replicas but the first hold the same.
+        assert len(set(live)) == tp * pp * min(2, world // (tp * pp))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_seen(results: dict[int, list[Rows]], mistake: str) -> None:
+    seen = [
+        any(row["mistakes"][mistake] != row["live"] for row in rows)
+        for cases in results.values()
+        for rows in cases
+    ]
+    assert any(seen)
+    if mistake in ("order", "sharded", "tied", "rows"):
+        assert all(seen), "these change every layout"

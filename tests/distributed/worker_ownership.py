@@ -1,0 +1,152 @@
+"""Compares what every rank holds of a live model with what it should, under many layouts in the
+same processes.
+
+worker_ownership.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags
+
+SHARDED = "--use-distributed-optimizer"
+BUCKETS = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
+ODD = "--hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 200"
+BASES = {"llama": TINY, "gpt2": TINY_GPT2}
+LAYOUTS = [
+    (1, 1, 1),
+    (2, 1, 1),
+    (4, 1, 1),
+    (1, 2, 1),
+    (1, 4, 1),
+    (2, 2, 1),
+    (1, 2, 2),
+    (2, 2, 2),
+]
+VARIANTS = [
+    ("llama", SHARDED),
+    ("gpt2", SHARDED),
+    ("llama", ""),
+    ("gpt2", ""),
+    ("llama", f"{ODD} {BUCKETS} --qk-layernorm"),
+    ("gpt2", f"{ODD} {BUCKETS} --bf16 --qk-layernorm"),
+]
+MORE = [
+    (2, 1, 1, "llama", f"{SHARDED} --use-tp-pp-dp-mapping"),
+    (1, 2, 1, "gpt2", f"{BUCKETS} --use-tp-pp-dp-mapping"),
+    (1, 2, 1, "llama", "--use-tp-pp-dp-mapping"),
+    (2, 1, 1, "llama", f"{BUCKETS} --overlap-param-gather --bf16 --add-qkv-bias"),
+    (4, 1, 1, "gpt2", f"{SHARDED} --num-query-groups 2"),
+    (1, 1, 1, "llama", f"{SHARDED} --overlap-grad-reduce"),
+    (1, 2, 2, "llama", "--overlap-grad-reduce --ddp-bucket-size 5000 --bf16"),
+]
+THREE_RANKS = [
+    (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),
+    (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6"),
+    (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
+]
+CASES = {
+    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE,
+    3: THREE_RANKS,
+}
+MISTAKES: dict[str, dict[str, Any]] = {
+    "parameter alignment": {"PARAMETER_ALIGNMENT": 32},
+    "bucket alignment": {"BUCKET_ALIGNMENT": 64},
+    "bucket size": {"ddp_bucket_size": 4000},
+    "order": {"fused_norm": True},
+    "sharded": {"use_distributed_optimizer": None},
+    "numbering": {"use_tp_pp_dp_mapping": None},
+    "tied": {"tied": None},
+    "rows": {"gated": None},
+}
+"""What the comparison must see: a constant or a field of the shape; None turns a switch over."""
+
+
+@contextmanager
+def mistaken(shape: Any, mistake: dict[str, Any]) -> Iterator[Any]:
+    """The shape with a mistake in it, or in the constants meanwhile."""
+    from copus_ext.reconfigure import ownership
+
+    ((name, value),) = mistake.items()
+    if name.isupper():
+        right = getattr(ownership, name)
+        setattr(ownership, name, value)
+        yield shape
+        setattr(ownership, name, right)
+    else:
+        value = not getattr(shape, name) if value is None else value
+        yield dataclasses.replace(shape, **{name: value})
+
+
+def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
+    """Builds model and optimizer, reads them and asks their twin; a row of each rank."""
+    import torch.distributed as dist
+
+    from copus_ext.reconfigure.ownership import all_of_layout, of_layout, shape_of
+    from megatron.training.model import build_model
+    from megatron.training.optimizer import build_optimizer
+    from megatron.training.rectangles import digest
+    from megatron.training.shards import own_shards
+
+    rank, layout, shape = dist.get_rank(), config.layout, shape_of(config)
+    model = build_model(config, groups, device)
+    shards = own_shards(model, build_optimizer(config, model, groups), groups)
+    model.detach_hooks()
+    sizes = [0] * len(shards.tensors)
+    for record in shards.records:
+        sizes[record.shard] += record.numel
+    mistakes = {}
+    for name, mistake in MISTAKES.items():
+        with mistaken(shape, mistake) as wrong:
+            mistakes[name] = digest(of_layout(wrong, layout, rank))
+    row = {
+        "live": digest(shards.records),
+        "twin": digest(of_layout(shape, layout, rank)),
+        "all": [digest(records) for records in all_of_layout(shape, layout)],
+        "mistakes": mistakes,
+        "covered": sizes == [held["param"].numel() for held in shards.tensors],
+        "in_order": shards.records == of_layout(shape, layout, rank),
+    }
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, row)
+    return rows
+
+
+def main(output: Path) -> None:
+    """Writes, of every case, a row of each rank."""
+    import torch.distributed as dist
+
+    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.device import use_device
+    from megatron.training.parallel import build_groups, destroy_groups
+    from megatron.training.settle import settle
+
+    join()
+    cases, before = [], None
+    with use_device("cpu", local_rank=0, backend="gloo") as device:
+        for tp, pp, vpp, model, more in CASES[dist.get_world_size()]:
+            flags = [*BASES[model].split(), *layout_flags(tp, pp, vpp), *more.split()]
+            args = parse_args([*flags, "--train-iters", "1"])
+            config = settle(resolve(args, dist.get_world_size()), None, vocab_size=127)
+            wanted = (config.layout, config.parallel.use_tp_pp_dp_mapping)
+            if wanted != before:
+                if before:
+                    destroy_groups()
+                layout, mapping = before = wanted
+                groups = build_groups(layout, timeout_minutes=2, use_tp_pp_dp_mapping=mapping)
+            cases.append(compare(config, groups, device))
+        destroy_groups()
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(cases))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

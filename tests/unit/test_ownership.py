@@ -1,0 +1,250 @@
+"""Ownership from names and shapes: nothing is lost, nothing counts twice, and it is quick."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from copus_ext.perf.model_spec import PRESETS, ModelSpec
+from copus_ext.reconfigure import ownership
+from copus_ext.reconfigure.model_shape import WORDS
+from copus_ext.reconfigure.ownership import (
+    ModelShape,
+    Place,
+    all_of_layout,
+    of_layout,
+    place_of,
+    rank_of,
+    shape_of_spec,
+)
+from megatron.training.layout import Layout
+from megatron.training.rectangles import Record, digest
+
+TOY = ModelShape(
+    num_layers=2,
+    hidden_size=6,
+    ffn_hidden_size=8,
+    num_attention_heads=2,
+    num_query_groups=2,
+    kv_channels=3,
+    padded_vocab_size=32,
+    gated=True,
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
+    tp, pp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 4))
+    vpp = draw(st.integers(1, 2)) if pp > 1 else 1
+    dp = draw(st.integers(1, 512 // (tp * pp)))
+    divisors = [n for n in range(1, tp + 1) if tp % n == 0]
+    groups = draw(st.sampled_from([*divisors, 2 * tp]))
+    heads = math.lcm(tp, groups) * draw(st.integers(1, 2))
+    channels = draw(st.integers(1, 3))
+    if (heads + 2 * groups) * channels % tp:
+        channels *= tp
+    shape = ModelShape(
+        num_layers=pp * vpp * draw(st.integers(1, 2)),
+        hidden_size=draw(st.integers(1, 24)),
+        ffn_hidden_size=tp * draw(st.integers(1, 5)),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=channels,
+        padded_vocab_size=tp * draw(st.integers(1, 20)),
+        learned_positions=draw(st.integers(0, 9)),
+        gated=draw(st.booleans()),
+        linear_bias=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        normalization=draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
+        qk_layernorm=draw(st.booleans()),
+        tied=draw(st.booleans()),
+        fused_norm=draw(st.booleans()),
+        use_distributed_optimizer=draw(st.integers(0, 3)) > 0,
+        overlap_grad_reduce=draw(st.booleans()),
+        ddp_bucket_size=draw(st.none() | st.integers(1, 2000)),
+        use_tp_pp_dp_mapping=draw(st.booleans()),
+    )
+    return shape, Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
+
+
+def rank_at(shape: ModelShape, layout: Layout, tp: int, pp: int, dp: int) -> int:
+    return rank_of(Place(tp, pp, dp), layout, use_tp_pp_dp_mapping=shape.use_tp_pp_dp_mapping)
+
+
+def counts(records: Iterable[Record]) -> dict[str, np.ndarray]:
+    """How often every element of every tensor is there."""
+    found: dict[str, np.ndarray] = {}
+    for key, shape, lo, hi, *_ in records:
+        if key not in found:
+            found[key] = np.zeros(shape, np.int16)
+        found[key][tuple(map(slice, lo, hi))] += 1
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_element_counts_once(case: tuple[ModelShape, Layout]) -> None:
+    ranks = all_of_layout(*case)
+    assert len(ranks) == case[1].world_size
+    first = counts(record for records in ranks for record in records if record.is_first)
+    assert all((count == 1).all() for count in first.values())
+    assert set(first) == {record.key for records in ranks for record in records}
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_replicas_share_what_one_would_hold(case: tuple[ModelShape, Layout]) -> None:
+    shape, layout = replace(case[0], use_distributed_optimizer=True), case[1]
+    ranks = all_of_layout(shape, layout)
+    alone = all_of_layout(replace(shape, use_distributed_optimizer=False), layout)
+    for tp, pp in {(0, 0), (layout.tp - 1, layout.pp - 1), (layout.tp // 2, layout.pp // 2)}:
+        replicas = [rank_at(shape, layout, tp, pp, dp) for dp in range(layout.dp)]
+        shared = counts(record for rank in replicas for record in ranks[rank])
+        whole = counts(alone[replicas[0]])
+        assert shared.keys() == whole.keys()
+        for key, count in whole.items():
+            assert count.max() == 1
+            assert (shared[key] == count).all(), key
+        for rank in replicas[1:]:
+            copies = [record._replace(is_first=False) for record in alone[replicas[0]]]
+            assert alone[rank] == copies
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_shards_are_filled_from_their_start(case: tuple[ModelShape, Layout]) -> None:
+    for records in all_of_layout(*case):
+        filled: dict[int, int] = defaultdict(int)
+        for record in records:
+            assert record.offset == filled[record.shard]
+            filled[record.shard] += record.numel
+            assert record.numel > 0
+        assert list(filled) == list(range(len(filled)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.data())
+def test_one_rank_is_found_alone_and_copies_of_the_embedding_are_cut_alike(
+    case: tuple[ModelShape, Layout], data: st.DataObject
+) -> None:
+    shape, layout = case
+    ranks = all_of_layout(shape, layout)
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    assert of_layout(shape, layout, rank) == ranks[rank]
+    mapping = shape.use_tp_pp_dp_mapping
+    place = place_of(rank, layout, use_tp_pp_dp_mapping=mapping)
+    assert rank_of(place, layout, use_tp_pp_dp_mapping=mapping) == rank
+    if shape.tied:
+        ends = [
+            [(r.lo, r.hi, r.offset) for r in ranks[i] if r.key == WORDS]
+            for i in (
+                rank_at(shape, layout, place.tp, stage, place.dp) for stage in (0, layout.pp - 1)
+            )
+        ]
+        assert ends[0] == ends[1]
+
+
+def test_ranks_are_numbered_in_the_order_of_the_groups() -> None:
+    layout = Layout(tp=2, pp=2, dp=3)
+    assert place_of(3, layout) == Place(1, 0, 1)
+    assert place_of(6, layout) == Place(0, 1, 0)
+    assert place_of(3, layout, use_tp_pp_dp_mapping=True) == Place(1, 1, 0)
+    assert place_of(6, layout, use_tp_pp_dp_mapping=True) == Place(0, 1, 1)
+    with pytest.raises(ValueError, match="no rank 12"):
+        place_of(12, layout)
+
+
+def test_the_parts_of_a_gated_mlp_are_rows_of_their_own() -> None:
+    shape = replace(TOY, use_distributed_optimizer=False)
+    for tp in range(2):
+        records = of_layout(shape, Layout(tp=2), tp)
+        fc1 = [r for r in records if r.key == "decoder.layers.mlp.linear_fc1.weight"][:2]
+        rows = [(r.lo[1], r.hi[1]) for r in fc1]
+        assert rows == [(4 * tp, 4 * tp + 4), (8 + 4 * tp, 8 + 4 * tp + 4)]
+        assert [(r.shape, r.offset) for r in fc1] == [((2, 16, 6), 0), ((2, 16, 6), 24)]
+
+
+def test_a_buffer_by_hand() -> None:
+    """Backwards, from multiples of 64: output layer 0 to 192, last norm 192 to 198, fc2 256 to 304,
+    fc1 320 to 416, its norm 448, qkv 512 to 620, proj 640 to 676, its norm 704, embedding 768 to
+    960, which is padded to 1024: shares of 64."""
+    layout, shape = Layout(dp=16), replace(TOY, num_layers=1)
+    ranks = [[(r.key, r.lo, r.hi) for r in records] for records in all_of_layout(shape, layout)]
+    words, fc1 = "embedding.word_embeddings.weight", "decoder.layers.mlp.linear_fc1.weight"
+    assert ranks[3] == [("decoder.final_layernorm.weight", (0,), (6,))]
+    assert ranks[5] == [
+        (fc1, (0, 0, 0), (1, 8, 6)),
+        (fc1, (0, 8, 0), (1, 10, 6)),
+        (fc1, (0, 10, 0), (1, 11, 4)),
+    ]
+    assert ranks[12] == [(words, (0, 0), (10, 6)), (words, (10, 0), (11, 4))]
+    assert ranks[15] == []
+
+
+@pytest.mark.parametrize("name", ["PARAMETER_ALIGNMENT", "BUCKET_ALIGNMENT"])
+def test_a_wrong_alignment_is_another_ownership(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    layout = Layout(dp=16)
+    right = [digest(records) for records in all_of_layout(TOY, layout)]
+    assert len(set(right)) > 10
+    monkeypatch.setattr(ownership, name, getattr(ownership, name) // 2)
+    assert [digest(records) for records in all_of_layout(TOY, layout)] != right
+
+
+def test_default_buckets_are_larger_on_many_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = replace(TOY, overlap_grad_reduce=True)
+    one_bucket, layout = all_of_layout(shape, Layout(dp=4)), Layout(dp=4)
+    monkeypatch.setattr(ownership, "LEAST_BUCKET", 100)
+    monkeypatch.setattr(ownership, "BUCKET_PER_REPLICA", 10)
+    assert all_of_layout(shape, layout) == all_of_layout(
+        replace(shape, ddp_bucket_size=100), layout
+    )
+    monkeypatch.setattr(ownership, "BUCKET_PER_REPLICA", 50)
+    assert all_of_layout(shape, layout) == all_of_layout(
+        replace(shape, ddp_bucket_size=200), layout
+    )
+    assert all_of_layout(shape, layout) != one_bucket
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (Layout(pp=3), "num-layers 2"),
+        (Layout(tp=4), "attention-heads 2"),
+        (Layout(pp=2, vpp=2), "2 virtual"),
+    ],
+)
+def test_illegal_layouts_are_refused(layout: Layout, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        of_layout(TOY, layout, 0)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_elements_are_the_parameters_of_the_model(name: str) -> None:
+    spec: ModelSpec = PRESETS[name]
+    shape = shape_of_spec(spec, padded_vocab_size=int(spec.padded_vocab_size(1)))
+    layout = Layout(tp=8, pp=4, dp=2)
+    if shape.padded_vocab_size % layout.tp:
+        layout = Layout(pp=4, dp=2)
+    ranks = all_of_layout(shape, layout)
+    first = sum(r.numel for records in ranks for r in records if r.is_first)
+    assert first == spec.num_parameters
+
+
+@pytest.mark.parametrize("pp", [4, 8])
+@pytest.mark.parametrize(("is_sharded", "most_s"), [(True, 0.5), (False, 1.5)])
+def test_512_ranks_are_quick(pp: int, is_sharded: bool, most_s: float) -> None:
+    spec = PRESETS["llama-3-70b"]
+    rows = int(spec.padded_vocab_size(8))
+    shape = shape_of_spec(spec, padded_vocab_size=rows, use_distributed_optimizer=is_sharded)
+    begin = time.process_time()
+    ranks = all_of_layout(shape, Layout(tp=8, pp=pp, dp=64 // pp))
+    assert time.process_time() - begin < most_s
+    assert len(ranks) == 512
