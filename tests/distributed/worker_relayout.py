@@ -1,0 +1,183 @@
+"""Takes running jobs through all pairs of layouts and looks at every element of their state.
+
+worker_relayout.py OUTPUT_DIR VARIANT...
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+ODD = """--hidden-size 96 --ffn-hidden-size 192 --kv-channels 24 --num-layers 6
+--global-batch-size 12"""
+QUARTER = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+FEW = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1)]
+VARIANTS: dict[str, tuple[str, list[tuple[int, int, int]]]] = {
+    "llama": (f"{TINY} {SHARDED}", QUARTER),
+    "gpt2-bf16-overlap": (f"{TINY_GPT2} --bf16 {OVERLAP}", QUARTER),
+    "llama-plain": (TINY, FEW),
+    "gpt2-bf16-plain": (f"{TINY_GPT2} --bf16", FEW),
+    "llama-fp16": (f"{TINY} --fp16 --initial-loss-scale 1024 {SHARDED}", FEW),
+    "odd": (f"{TINY_GPT2} {ODD} {OVERLAP} --bf16", [(1, 1, 1), (1, 3, 1), (1, 3, 2)]),
+}
+"""Flags of a model, and the layouts (tp, pp, vpp) it goes through."""
+BEFORE, AFTER = 3, 3
+
+
+def walk(layouts: list[Any]) -> list[Any]:
+    """A closed walk over every ordered pair once."""
+    left = {a: [b for b in layouts if b != a] for a in layouts}
+    stack, path = [layouts[0]], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            path.append(stack.pop())
+    return path[::-1]
+
+
+def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+    """Every element of the global state on every rank, this rank's shards, and the rest.
+
+    Fails if copies of an element differ, an element is missing, or a weight is not its rounded
+    master.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.reconfigure.transfer import view_of
+    from megatron.training.shards import KINDS, own_shards, weights_of
+
+    shards = own_shards(job.model, job.optimizer, job.groups)
+    own = [
+        (r, {k: view_of(shards.tensors[r.shard][k], r, (r.lo, r.hi)).clone() for k in KINDS})
+        for r in shards.records
+    ]
+    weights = [(r, w.clone()) for r, w in weights_of(job.model, job.groups)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, weights))
+    full: dict[str, Any] = {}
+    for records, _ in gathered:
+        for r, parts in records:
+            place = tuple(map(slice, r.lo, r.hi))
+            for kind in KINDS:
+                whole = full.setdefault(f"{kind}.{r.key}", torch.full(r.shape, torch.nan))
+                seen = ~whole[place].isnan()
+                assert torch.equal(whole[place][seen], parts[kind][seen]), "copies differ"
+                whole[place] = parts[kind]
+    holes = [name for name, whole in full.items() if whole.isnan().any()]
+    assert not holes, holes
+    for _, held in gathered:
+        for r, weight in held:
+            master = full[f"param.{r.key}"][tuple(map(slice, r.lo, r.hi))]
+            assert torch.equal(weight, master.reshape(weight.shape).to(weight.dtype)), r.key
+    local = [{k: v.clone() for k, v in t.items()} for t in shards.tensors]
+    parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
+    rest = {
+        "steps": sorted({g.get("step") for p in parts for g in p.optimizer.param_groups}),
+        "lr": sorted({(g["lr"], g["weight_decay"]) for g in job.optimizer.param_groups}),
+        "scale": job.optimizer.get_loss_scale().item(),
+        "state": job.state.to_json(),
+    }
+    return full, local, rest
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sets of tensors are the same, bit for bit."""
+    import torch
+
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
+
+
+def main(output: Path, names: list[str]) -> None:
+    """Writes what every change did, and the losses around one."""
+    import psutil
+    import torch.distributed as dist
+
+    from copus_ext.reconfigure.inprocess import Mover
+    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.layout import Layout
+    from megatron.training.settings import Request
+
+    class Wander(Callback):
+        """After so many steps goes through some layouts at one boundary."""
+
+        def __init__(self, path: list[Any]) -> None:
+            self.path = path
+            self.rows: list[dict[str, Any]] = []
+            self.mover: Mover | None = None
+
+        def on_setup_start(self, context: CallbackContext) -> None:
+            self.mover = Mover()
+
+        def on_train_step_end(self, context: CallbackContext) -> Request | None:
+            if context.state.iteration != BEFORE:
+                return None
+            return Request(kind="change", reason="test", move=self.wander)
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            if self.mover is not None:
+                self.mover.close()
+
+        def wander(self, job: Any) -> None:
+            assert self.mover is not None
+            before, local, rest = state_of(job)
+            visited = {job.config.layout: local}
+            for tp, pp, vpp in self.path:
+                size = dist.get_world_size()
+                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=size // (tp * pp))
+                start = str(job.config.layout)
+                outcome = self.mover.move(job, to, job.state.settings)
+                after, local, now = state_of(job)
+                was = visited.setdefault(to, local)
+                self.rows.append(
+                    {
+                        "from": start,
+                        "to": str(to),
+                        "kind": outcome.kind,
+                        "reason": outcome.reason,
+                        "is_equal": equal(before, after),
+                        "is_own_equal": equal(was, local),
+                        "rest": [rest, now],
+                        "wire_bytes": outcome.wire_bytes,
+                        "minimum_bytes": outcome.minimum_bytes,
+                        "phases": outcome.phases,
+                        "num_groups": len(dist.distributed_c10d._world.pg_map),
+                        "num_fds": psutil.Process().num_fds(),
+                        "num_threads": psutil.Process().num_threads(),
+                    }
+                )
+
+    join()
+    results: dict[str, Any] = {}
+    for name in names:
+        base, layouts = VARIANTS[name]
+        flags = ["--train-iters", str(BEFORE + AFTER), "--clip-grad", "1.0"]
+        path = walk(layouts)[1:]
+        wandering = Wander(path)
+        run(flags, output / f"{name}-pairs", [wandering], base=base)
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, wandering.rows)
+        losses = {}
+        for label, way in (("whole", []), *((str(b), [b]) for b in layouts[1:])):
+            steps = run(flags, output / f"{name}-{label}", [Wander(way)], base=base)
+            losses[label] = [
+                [s["losses"]["lm loss"], s["grad_norm"], s["learning_rate"], s["consumed_samples"]]
+                for s in steps
+            ]
+        results[name] = {"rows": rows, "losses": losses}
+        if dist.get_rank() == 0:
+            (output / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
