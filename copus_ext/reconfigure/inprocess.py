@@ -141,7 +141,7 @@ class Mover:
         min_timeout_s: float = MIN_TIMEOUT_S,
     ) -> None:
         self._run_dir, self._note, self._sample = run_dir, note, sample
-        self._fault, self._patience_s, self._min_timeout_s = fault, patience_s, min_timeout_s
+        self.fault, self._patience_s, self._min_timeout_s = fault, patience_s, min_timeout_s
         self._store = dist.PrefixStore(_launch_name(), _store_of_launch())
         # Not one of megatron-core's, so that taking those down leaves it.
         self._group = dist.new_group()
@@ -301,7 +301,7 @@ class _Change:
         started = time.perf_counter()
         result = problem = None
         try:
-            self.mover._fault(topic)
+            self.mover.fault(topic)
             result = act()
         except Exception as error:  # out of memory, a group, a message: any of them is a no
             logger.debug("changing the layout failed", exc_info=True)
