@@ -35,16 +35,12 @@ def checked_keys(keys: Sequence[str], *, sample: bool) -> list[str]:
 
 
 @torch.no_grad()
-def checksums(shards: Shards, keys: Sequence[str], *, group: Any) -> dict[str, int]:
-    """Sums over the whole run's state. Collective over the group.
+def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
+    """This rank's part of the sums, [keys, kinds], modulo 2^64. Not collective.
 
     Args:
         shards: what this rank holds.
         keys: of the tensors, the same on every rank.
-        group: of all ranks.
-
-    Returns:
-        By `kind.key`, a signed 64-bit integer; equal on every rank.
     """
     place = {key: i for i, key in enumerate(keys)}
     device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
@@ -55,8 +51,23 @@ def checksums(shards: Shards, keys: Sequence[str], *, group: Any) -> dict[str, i
             for column, kind in enumerate(KINDS):
                 part = tensors[kind][record.offset : record.offset + record.numel]
                 sums[place[record.key], column] += _sum(part, record, kind)
-    dist.all_reduce(sums, group=group)
-    rows = sums.tolist()
+    return sums
+
+
+def all_sums(own: torch.Tensor, keys: Sequence[str], *, group: Any) -> dict[str, int]:
+    """Sums over the whole run's state. Collective over the group.
+
+    Args:
+        own: `own_sums` of this rank.
+        keys: of the tensors, the same on every rank.
+        group: of all ranks.
+
+    Returns:
+        By `kind.key`, a signed 64-bit integer; equal on every rank.
+    """
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    rows = total.tolist()
     return {
         f"{kind}.{key}": rows[i][column]
         for i, key in enumerate(keys)

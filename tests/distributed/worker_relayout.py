@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import TINY, TINY_GPT2, join, run
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
