@@ -8,6 +8,7 @@ the last one every rank keeps what it held, so that the old layout can be put to
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
@@ -150,6 +152,11 @@ class Mover:
             print(message, file=sys.stderr, flush=True)
             if rank == 0:
                 self._note("switch.abandoned", reason=reason)
+            # What ends them at a proper exit does not run here: the helpers of a checkpoint's
+            # writer would stay for ever.
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         finally:
             os._exit(Relaunch.exit_code)
 
