@@ -304,19 +304,18 @@ class Change:
         )
         keys = sorted({name.split(".", 1)[1] for name in held.sums})
 
-        def own() -> Any:
+        def own() -> tuple[Any, Any]:
             verify.check_weights(model, shards, built.groups)
-            if adam_steps(built.optimizer) != held.step:
-                counted = adam_steps(built.optimizer)
-                raise verify.Mismatch(f"{counted} steps instead of {held.step}")
-            return verify.own_sums(shards, keys)
+            if (steps := adam_steps(built.optimizer)) != held.step:
+                raise verify.Mismatch(f"{steps} steps instead of {held.step}")
+            return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups)
 
-        self._phase(
-            "verify",
-            own,
-            lambda sums: verify.compare(held.sums, self._all_sums(sums, keys)),
-            label=label,
-        )
+        def compare(own: tuple[Any, Any]) -> None:
+            sums = self._all_sums(own[0], keys)
+            verify.check_replicas(own[1], built.groups)
+            verify.compare(held.sums, sums)
+
+        self._phase("verify", own, compare, label=label)
 
     def _commit(self) -> None:
         self._note("switch.commit", to=str(self.layout))
