@@ -2,11 +2,10 @@
 
     python bench/switch_faults.py --runs 50 --seed 0
 
-Every run trains a tiny GPT on two ranks, saves, changes its layout and loses a rank at a drawn
-place of the change, the way back among them. The other rank must leave by itself to be launched
-again, and the run that is started again must come to the losses of one that was never broken, bit
-for bit.
-Runs that the output already holds are not done again.
+A tiny GPT trains on two ranks, saves, changes its layout and loses a rank at a drawn place of the
+change, the way back among them. The other rank must leave by itself to be launched again; the run
+that is started again loses a rank elsewhere, and after five of these it must have come to the
+losses of one that was never broken, bit for bit. What the output already holds is not done again.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def main() -> int:
     p.add_argument("--output", type=Path, default=RESULTS / "switch_faults.json")
     args = p.parse_args()
     open_source()
-    from tests.helpers.switch_cases import drawn, run_case, uninterrupted
+    from tests.helpers.switch_cases import CHAIN, drawn, run_chain, uninterrupted
 
     rows: list[dict[str, Any]] = []
     if args.output.exists():
@@ -58,13 +57,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         whole = uninterrupted(Path(temporary) / "whole")
         started, already = time.monotonic(), len(rows)
-        for number, case in enumerate(cases[already:], already):
-            row = run_case(case, Path(temporary) / str(number), whole)
-            rows.append(row)
+        while len(rows) < args.runs:
+            chain = cases[len(rows) : len(rows) + CHAIN]
+            rows += run_chain(chain, Path(temporary) / str(len(rows)), whole)
             args.output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
             left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
-            seen = "; ".join(row["problems"]) or f"resumed from {row['resumed_from']}"
-            print(f"{len(rows)}/{args.runs} {case}: {seen} ({left / 60:.1f} min left)", flush=True)
+            for case, row in zip(chain, rows[-len(chain) :]):
+                seen = "; ".join(row["problems"]) or f"resumed from {row['resumed_from']}"
+                print(f"{case}: {seen}")
+            print(f"{len(rows)}/{args.runs} kills, {left / 60:.1f} min left", flush=True)
     return 1 if any(row["problems"] for row in rows) else 0
 
 

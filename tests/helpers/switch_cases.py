@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.training import checkpoint_files as files
 from tests.distributed.worker_switch_faults import PATIENCE_S, SMALL, TIMEOUT_S, TO, topics
 from tests.helpers.jobs import steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 
 WORKER = ROOT / "tests" / "distributed" / "worker_switch_faults.py"
-INTERVAL, STEPS = 2, 6
+INTERVAL, STEPS, CHAIN = 2, 12, 5
+"""Steps between saves, of a run, and how often a run is broken."""
 RELAUNCH = 85
 LONGEST_S = 2 * TIMEOUT_S + 3 * PATIENCE_S + 10
 """From what went wrong to the end of the last rank."""
@@ -31,8 +33,8 @@ class Case:
     """See `strike` of the worker."""
     rank: int
     """Where."""
-    at: int = 4
-    """Step after which the layout is changed; a multiple of the save interval or not."""
+    is_late: bool = False
+    """The change comes a step after the save, not at the same boundary."""
     to: str = "tp"
     """Layout to change to."""
     back_from: str = ""
@@ -41,7 +43,7 @@ class Case:
     """With saves beside the steps."""
 
     def __str__(self) -> str:
-        return f"{self.kind} on rank {self.rank} at {self.topic!r} after step {self.at}"
+        return f"{self.kind} on rank {self.rank} at {self.topic!r}"
 
 
 def flags_of(save: Path, *, is_async: bool) -> list[str]:
@@ -62,52 +64,77 @@ def history(run: Path) -> list[Any]:
     return [[step[field] for field in fields] for step in steps_of(run)]
 
 
-def run_case(case: Case, folder: Path, whole: list[Any], *, ranks: int = 2) -> dict[str, Any]:
-    """Breaks a run, starts it again, and looks at what it left.
+def run_chain(
+    cases: list[Case], folder: Path, whole: list[Any], *, ranks: int = 2
+) -> list[dict[str, Any]]:
+    """Breaks a run, starts it again, breaks it in another way and so on, and looks at what it left.
 
     Args:
-        case: what goes wrong.
-        folder: empty.
+        cases: what goes wrong, at most `CHAIN` of them.
+        folder: new.
         whole: see `uninterrupted`.
         ranks: of the run.
 
     Returns:
-        What was seen; `problems` is empty if all is well.
+        What was seen, a row for each case; its `problems` are empty if all is well.
     """
-    from megatron.training import checkpoint_files as files
-
+    assert len(cases) <= CHAIN
     save, run = folder / "save", folder / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    flags = flags_of(save, is_async=case.is_async)
-    text = json.dumps({**asdict(case), "output": str(folder)})
-    command = [WORKER, "one", text, *SMALL.split(), *flags, "--run-dir", run]
-    broken = run_ranks(command, ranks, timeout_s=LONGEST_S + 60, launcher="direct", ends_all=False)
-    ended = time.time()
-    problems = _problems_of_end(case, broken, folder)
-    struck = folder / "struck"
-    seconds = ended - float(struck.read_text()) if struck.exists() else None
-    if seconds is not None and seconds > LONGEST_S:
-        problems.append(f"the last rank left after {seconds:.0f} s")
-    latest = files.read_latest(save)
-    last = case.at - case.at % INTERVAL
-    if latest is None or latest not in ((last, last - INTERVAL) if case.is_async else (last,)):
-        problems.append(f"the last checkpoint is of iteration {latest}")
-    else:
-        problems += files.damage(files.folder_of(save, latest))
-    again = train(flags, ranks, run, base=SMALL, timeout_s=120)
-    if again.returncode or f"(iteration {latest})" not in again.stdout:
-        problems.append(f"not resumed from iteration {latest}: {again.tail()}")
-    elif history(run) != whole:
-        problems.append("the steps differ from those of the uninterrupted run")
-    return {
-        **asdict(case),
-        "codes": list(broken.codes),
-        "seconds_to_leave": seconds,
-        "orphans": broken.orphans,
-        "resumed_from": latest,
-        "seconds": [broken.wall_s, again.wall_s],
-        "problems": problems,
-    }
+    rows: list[dict[str, Any]] = []
+    latest: int | None = None
+    for number, case in enumerate(cases):
+        place = folder / str(number)
+        place.mkdir(parents=True)
+        at = INTERVAL * (number + 1) + case.is_late
+        text = json.dumps({**asdict(case), "at": at, "output": str(place)})
+        flags = flags_of(save, is_async=case.is_async)
+        broken = run_ranks(
+            [WORKER, "one", text, *SMALL.split(), *flags, "--run-dir", run],
+            ranks,
+            timeout_s=LONGEST_S + 120,
+            launcher="direct",
+            ends_all=False,
+        )
+        ended = time.time()
+        if rows:
+            rows[-1]["problems"] += _problems_of_load(latest, broken)
+        problems = _problems_of_end(case, broken, place)
+        struck = place / "struck"
+        seconds = ended - float(struck.read_text()) if struck.exists() else None
+        if seconds is not None and seconds > LONGEST_S:
+            problems.append(f"the last rank left after {seconds:.0f} s")
+        latest = files.read_latest(save)
+        last = at - at % INTERVAL
+        if (latest or 0) not in ((last, last - INTERVAL) if case.is_async else (last,)):
+            problems.append(f"the last checkpoint is of iteration {latest}")
+        if latest is not None:
+            problems += files.damage(files.folder_of(save, latest))
+        rows.append(
+            {
+                **asdict(case),
+                "at": at,
+                "codes": list(broken.codes),
+                "seconds_to_leave": seconds,
+                "orphans": broken.orphans,
+                "resumed_from": latest,
+                "seconds": broken.wall_s,
+                "problems": problems,
+            }
+        )
+    again = train(flags_of(save, is_async=False), ranks, run, base=SMALL)
+    rows[-1]["problems"] += _problems_of_load(latest, again)
+    if again.returncode or history(run) != whole:
+        for row in rows:
+            row["problems"].append("in the end the steps were not those of the uninterrupted run")
+    return rows
+
+
+def _problems_of_load(latest: int | None, result: RanksResult) -> list[str]:
+    """Whether a launch went on from a checkpoint, or from the start if there was none."""
+    expected = "starting from scratch" if latest is None else f"(iteration {latest})"
+    if expected in result.stdout:
+        return []
+    return [f"not resumed from iteration {latest}: {result.tail()}"]
 
 
 def _problems_of_end(case: Case, result: RanksResult, folder: Path) -> list[str]:
@@ -139,7 +166,7 @@ def drawn(seed: int, num: int, *, ranks: int = 2) -> list[Case]:
                 topic=topic,
                 kind="kill",
                 rank=chance.randrange(ranks),
-                at=chance.choice((3, 4)),
+                is_late=chance.random() < 0.5,
                 to=chance.choice(list(TO)),
                 back_from="verify" if topic.startswith("back") else "",
                 is_async=chance.random() < 0.5,

@@ -76,7 +76,7 @@ def cut_states(draw: st.DrawFn) -> tuple[State, dict[str, list[int]]]:
     return random_state(shapes, draw(st.integers(0, 99))), cuts
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cut_states())
 def test_sums_do_not_depend_on_who_holds_what(case: tuple[State, dict[str, list[int]]]) -> None:
     state, cuts = case
@@ -95,9 +95,9 @@ def test_the_sum_is_what_is_documented() -> None:
 
 
 def test_every_single_bit_counts() -> None:
-    state = random_state({"k": (2, 3)})
+    state = random_state({"k": (2, 2)})
     before = sums(state)
-    for kind, place, bit in itertools.product(KINDS, range(6), range(32)):
+    for kind, place, bit in itertools.product(KINDS, range(4), range(32)):
         bits = state["k"][kind].view(-1).view(torch.int32)
         mask = -(2**31) if bit == 31 else 1 << bit
         bits[place] ^= mask
