@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
-from copus_ext.reconfigure.inprocess import Mover, Outcome
+from copus_ext.reconfigure.inprocess import Mover
+from copus_ext.reconfigure.phases import Outcome
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
 from copus_ext.reconfigure.relaunch import is_supervised, launch_name, write_request
 from megatron.training.agree import from_rank_zero
@@ -52,6 +53,8 @@ class Moves:
         self._run_dir: Path | None = None
         self._asked: Move | None = None
         self._saved_samples: int | None = None
+        self.fault: Callable[[str], None] = lambda topic: None
+        """A test's way to break a change; see `Mover`."""
         self.leaves = False
         """Whether the run ends so that new processes go on with it."""
 
@@ -62,13 +65,9 @@ class Moves:
             self._mover = Mover(
                 run_dir=self._run_dir,
                 note=self._note,
+                fault=lambda topic: self.fault(topic),
                 sample=self.flags.copus_verify_switch == "sample",
             )
-
-    def set_fault(self, fault: Callable[[str], None]) -> None:
-        """Breaks changes on purpose; see `Mover`."""
-        assert self._mover is not None
-        self._mover.fault = fault
 
     def close(self, context: CallbackContext) -> None:
         """At the end of training: says what became of a change that was asked for. All ranks."""
