@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,14 +36,14 @@ class Next:
 class Judge:
     """Remembers what happened to a run, and says what to do next."""
 
-    def __init__(self, flags: list[str], ranks: int) -> None:
+    def __init__(self, flags: Sequence[str], ranks: int) -> None:
         """Notes what is there before the first launch.
 
         Args:
             flags: of the program, as the user gave them.
             ranks: to start with, and the most there are.
         """
-        self.flags, self.ranks = flags, ranks
+        self.flags, self.ranks = list(flags), ranks
         save = value_of(flags, "--save")
         self._save = Path(save) if save is not None else None
         self._at_start = self._mark()

@@ -18,7 +18,7 @@ import pytest
 from megatron.training import checkpoint_files as files
 from megatron.training.metrics import read_metrics
 from tests.helpers import processes
-from tests.helpers.jobs import TINY, losses_of, steps_of, train
+from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(
     reason="the script would install what it needs into a python that is no virtual environment",
 )
 WORKER = Path(__file__).with_name("worker_local_cpu.py")
-FLAGS = ["--train-iters", "7", "--use-distributed-optimizer"]
+FLAGS = [*TINY.split(), "--train-iters", "100000", "--use-distributed-optimizer"]
+FLAGS += ["--log-interval", "1"]
 
 
 @contextlib.contextmanager
@@ -53,20 +54,43 @@ def script(
         child.wait()
 
 
-@pytest.mark.timeout(300)
-def test_it_starts_again_under_the_layout_asked_for_and_after_a_kill(tmp_path: Path) -> None:
+def wait_for(text: str, child: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the log has it."""
+    deadline = time.monotonic() + 400
+    while text not in log.read_text():
+        assert time.monotonic() < deadline and child.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    with script(["-n", "1", *FLAGS, "--exit-interval", "7", "--run-dir", "run"], folder) as (
+        child,
+        _,
+    ):
+        assert child.wait(timeout=300) == 0, (folder / "log").read_text()
+    assert "local_cpu:" not in (folder / "log").read_text()
+    return losses_of(folder / "run")
+
+
+@pytest.mark.timeout(600)
+def test_another_layout_a_kill_and_term(tmp_path: Path, whole: list[float]) -> None:
     wishes = {3: {"layout": {"tp": 1, "pp": 2, "vpp": 2, "dp": 1}}, 5: {"kill": 1}}
     env = {"COPUS_PROGRAM": str(WORKER), "COPUS_TEST_ASK": json.dumps(wishes)}
-    flags = [*TINY.split(), *FLAGS, "--save", "run", "--save-interval", "4"]
+    flags = [*FLAGS, "--save", "run", "--save-interval", "4"]
+    log = tmp_path / "log"
     with script(["-n", "2", *flags], tmp_path, env) as (child, mark):
-        code = child.wait(timeout=240)
+        wait_for(" iteration        7/", child, log)
+        os.kill(child.pid, signal.SIGTERM)
+        assert child.wait(timeout=100) == 128 + signal.SIGTERM, log.read_text()
         assert not processes.marked(mark), "nothing is left"
-    log = (tmp_path / "log").read_text()
-    assert code == 0, log
-    said = [line for line in log.splitlines() if line.startswith("local_cpu: ")]
+    said = [line for line in log.read_text().splitlines() if line.startswith("local_cpu: ")]
+    under = "local_cpu: start again under tp1.pp2.vpp2.dp1 from iteration"
     assert said == [
-        "local_cpu: start again under tp1.pp2.vpp2.dp1 from iteration 3: the test asks for it",
-        "local_cpu: start again under tp1.pp2.vpp2.dp1 from iteration 4: the ranks ended with 137",
+        f"{under} 3: the test asks for it",
+        f"{under} 4: the ranks ended with 137",
     ]
     starts = [r for r in read_metrics(tmp_path / "run") if r["kind"] == "run.start"]
     assert [(r["layout"], r["consumed_samples"]) for r in starts] == [
@@ -75,24 +99,9 @@ def test_it_starts_again_under_the_layout_asked_for_and_after_a_kill(tmp_path: P
         ("tp1.pp2.vpp2.dp1", 32),
     ]
     steps = steps_of(tmp_path / "run")
-    assert [s["consumed_samples"] for s in steps] == [8 * i for i in range(1, 8)]
-    train(FLAGS, 1, tmp_path / "whole").check()
-    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "whole"), abs=1e-5)
-
-
-@pytest.mark.timeout(200)
-def test_term_saves_and_ends_everything(tmp_path: Path) -> None:
-    flags = [*TINY.split(), "--train-iters", "100000", "--save", "run", "--log-interval", "1"]
-    with script(["-n", "1", *flags], tmp_path) as (child, mark):
-        deadline = time.monotonic() + 100
-        while "iteration        2/" not in (log := (tmp_path / "log").read_text()):
-            assert time.monotonic() < deadline and child.poll() is None, log
-            time.sleep(0.1)
-        os.kill(child.pid, signal.SIGTERM)
-        assert child.wait(timeout=60) == 128 + signal.SIGTERM
-        assert not processes.marked(mark), "nothing is left"
-    last = files.read_latest(tmp_path / "run")
-    assert last is not None and files.is_complete(tmp_path / "run", last)
+    assert [s["consumed_samples"] for s in steps] == [8 * (i + 1) for i in range(len(steps))]
+    assert losses_of(tmp_path / "run")[:7] == pytest.approx(whole, abs=1e-5)
+    assert files.read_latest(tmp_path / "run") == len(steps), "saved when asked to stop"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Trains like pretrain_gpt.py, and asks for another layout or ends badly where COPUS_TEST_ASK says.
+"""Trains like pretrain_gpt.py, and asks for another layout or loses a rank where COPUS_TEST_ASK says.
 
 worker_local_cpu.py FLAGS
 
-COPUS_TEST_ASK is JSON: iteration -> {"layout": {...}, "micro_batch_size": ...} or {"exit": code} or
-{"kill": rank} or {"stay": true}. Each is done once in a run directory.
+COPUS_TEST_ASK is JSON: iteration -> {"layout": {...}, "micro_batch_size": ...} or {"kill": rank}.
+Each is done once in a run directory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,8 @@ def asking(wishes: dict[str, Any]) -> Any:
             if not is_new:
                 return None
             done.touch()
-            if "stay" in wish:
-                print("staying", flush=True)
-                time.sleep(0.2)
             if wish.get("kill") == dist.get_rank():
                 os.kill(os.getpid(), signal.SIGKILL)
-            if "exit" in wish:
-                os._exit(wish["exit"])
             if "layout" not in wish:
                 return None
             self.wish = wish
