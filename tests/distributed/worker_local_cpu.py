@@ -1,4 +1,4 @@
-"""Trains like pretrain_gpt.py, and asks for another layout or loses a rank where COPUS_TEST_ASK says.
+"""Trains like pretrain_gpt.py; asks for another layout or loses a rank as COPUS_TEST_ASK says.
 
 worker_local_cpu.py FLAGS
 
