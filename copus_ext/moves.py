@@ -3,6 +3,7 @@ it, and keeps account of what it cost."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
 from copus_ext.reconfigure.inprocess import Mover
 from copus_ext.reconfigure.phases import Outcome
+from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE, is_supervised, write_request
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
-from copus_ext.reconfigure.relaunch import is_supervised, launch_name, write_request
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import CallbackContext
 from megatron.training.job import Job
@@ -160,11 +161,12 @@ class Moves:
             write_request(
                 self._run_dir,
                 LaunchRequest(
-                    launch=launch_name(),
+                    launch=os.environ[LAUNCH_VARIABLE],
                     kind="relayout",
                     iteration=context.state.iteration,
                     consumed_samples=context.state.consumed_samples,
                     layout=move.to,
+                    micro_batch_size=move.settings.micro_batch_size,
                     checkpoint=context.config.checkpoint.save,
                     reason=move.reason,
                 ),
