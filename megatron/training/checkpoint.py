@@ -38,6 +38,7 @@ from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure
 from megatron.training.horizon import Horizon
 from megatron.training.model import Model
+from megatron.training.optimizer_state import sharded_optimizer_state
 from megatron.training.signals import shielded_children
 from megatron.training.state import TrainState
 
@@ -152,8 +153,8 @@ class Checkpointer:
             metadata = sharding_metadata(self.config, self.groups)
             sharded = model_state(model, metadata)
             if not self.config.checkpoint.no_save_optim:
-                sharded["optimizer"] = optimizer.sharded_state_dict(
-                    dict(sharded), is_loading=False, metadata=metadata
+                sharded["optimizer"] = sharded_optimizer_state(
+                    optimizer, model, self.groups, model_state=dict(sharded), metadata=metadata
                 )
             metadata.pop("dp_cp_group")
             request = dist_checkpointing.save(
