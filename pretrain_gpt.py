@@ -50,10 +50,11 @@ def main(argv: list[str] | None = None) -> int:
             transformer_engine_available=optional.have_transformer_engine(),
             apex_available=optional.have_nvidia_apex(),
         )
-        pretrain(config, controllers(args))
+        callbacks = controllers(args)
+        pretrain(config, callbacks)
+        return max((callback.exit_code for callback in callbacks), default=0)
     except (UsageError, TrainingFailure) as error:
         return _fail(error, error.exit_code)
-    return 0
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:

@@ -40,7 +40,15 @@ class CopusConfig:
     """Further batches to choose from, such as 24,48. Default: the first batch times powers of
     two."""
     copus_layouts: str = option("current", choices=("current", "all"))
-    """Layouts to weigh. all records others too; moving to one is not built yet."""
+    """Layouts to choose from: the one of the flags, or all that these ranks can have."""
+    copus_relayout: str = option("inprocess", choices=("inprocess", "relaunch"))
+    """How to change the layout. inprocess: in the running processes, from memory to memory.
+    relaunch: save, leave, and be started again by the launcher."""
+    copus_verify_switch: str = option("full", choices=("full", "sample"))
+    """After a change of layout compare sums over all tensors, or over a sixteenth of them."""
+    copus_switch_checkpoint_tokens: float | None = option(None)
+    """Before a change of layout save first if the last checkpoint is more tokens old. Default:
+    never."""
     copus_allow_shrink: bool = option(False)
     """Let the batch become smaller when it has surely been too large for long."""
     copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))

@@ -7,42 +7,39 @@ import dataclasses
 import json
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
-from copus_ext.goodput import policies
+from copus_ext.goodput import costs, policies
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import History, key_of, new_record
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal
-from copus_ext.planner.configuration import Configuration
-from copus_ext.table import Table, gpu_of
+from copus_ext.ledger import Ledger, Present
+from copus_ext.moves import Move, Moves
+from copus_ext.outlook import Outlook
+from copus_ext.reconfigure.phases import Outcome
 from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import Callback, CallbackContext
-from megatron.training.errors import UsageError
-from megatron.training.layout import batch_problems
+from megatron.training.errors import Relaunch, UsageError
+from megatron.training.layout import Layout, batch_problems
 from megatron.training.settings import Request, StepSettings
 
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "copus_control"
-PAUSE_FILE = Path("control") / "pause"
-"""While this file is in the run directory nothing is decided."""
 _DECISION_STEPS = 20
 """Steps between decisions if no interval is given."""
-_HOLD_HALF_LIVES = 2.0
-"""A loss spike after growth stops growth for so long."""
 
 
 class Controller(Callback):
-    """Lets batch and micro-batch follow the noise scale, or records how they would.
+    """Lets batch, micro-batch and layout follow the noise scale, or records how they would.
 
     Every rank keeps the same record from the same numbers. Rank 0 alone decides and writes the
     journal; the others obey what it broadcasts. An error of the controller ends its decisions, not
@@ -51,6 +48,8 @@ class Controller(Callback):
 
     changes_micro_batch = True
     """Whether the trainer can take another micro-batch."""
+    changes_layout = True
+    """Whether it can take another layout."""
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
@@ -58,14 +57,13 @@ class Controller(Callback):
         Raises:
             UsageError: a value that makes no sense, or that is not built.
         """
-        flags_to_rules.check(flags)
+        flags_to_rules.check(flags, changes_layout=self.changes_layout)
         self.flags = flags
         self.watch = NoiseWatch(flags)
-        self.history = History(new_record())
+        self.ledger = Ledger(History(new_record()))
         self.failed = False
-        self.journal: Journal | None = None
-        self.table: Table | None = None
-        self._run_dir: Path | None = None
+        self.outlook: Outlook | None = None
+        self.moves: Moves | None = None
         self._last: Decision | None = None
         self._was_paused = False
         self.keeps_settings = self._acts
@@ -79,46 +77,76 @@ class Controller(Callback):
         config = context.config
         flags_to_rules.check_run(self.flags, config)
         self.watch.on_setup_start(context)
-        self.rules = flags_to_rules.rules_of(self.flags, config)
-        layout = config.layout
-        self.layout = str(layout)
-        self._sizes = layout.tp, layout.pp, layout.vpp, layout.dp
-        self.rates = flags_to_rules.rate_rules_of(self.flags, config)
         self._take_over(context)
+        self._enter_layout(context)
         if self._acts:
             self._begin(context)
         problem = None
         if dist.get_rank() == 0:
-            self._run_dir = context.run_dir
             try:
-                self.table = Table(
-                    config,
-                    self.flags,
-                    gpu=gpu_of(config),
-                    fixed_micro_batch=not self.changes_micro_batch,
-                )
+                self.outlook = self._look_around(context)
                 if context.run_dir is not None:
-                    self.journal = Journal(context.run_dir)
+                    self.ledger.journal = Journal(context.run_dir)
                     self._open_journal(context)
             except (UsageError, OSError) as error:
                 problem = str(error)
         if problem := from_rank_zero(problem):
             raise UsageError(problem)
+        if self._acts and self.flags.copus_layouts == "all":
+            self.moves = Moves(self.flags, self.costs, self.ledger.note)
+            self.moves.open(context)
+            if problem := self.moves.why_not():
+                raise UsageError(problem)
+
+    def _enter_layout(self, context: CallbackContext) -> None:
+        """Rules and names of the present layout."""
+        config = context.config
+        self.rules = flags_to_rules.rules_of(self.flags, config)
+        self.rates = flags_to_rules.rate_rules_of(self.flags, config)
+        self.layout = str(config.layout)
+        prior_s = costs.RELAUNCH_S
+        if self.flags.copus_relayout == "inprocess":
+            prior_s = costs.prior_s(
+                config.model, world_size=config.layout.world_size, device=config.runtime.device
+            )
+        self.costs = costs.Costs(self.ledger.history.record["layouts"], prior_s=prior_s)
+
+    def _look_around(self, context: CallbackContext) -> Outlook:
+        """On rank 0."""
+        fixed = not self.changes_micro_batch
+        return Outlook(context, self.flags, self.rules, fixed_micro_batch=fixed)
+
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """Takes the hooks out."""
+        self.watch.on_relayout_start(context)
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Puts them in, and looks at the world from the new layout."""
+        self.watch.on_relayout_end(context)
+        self._enter_layout(context)
+        if dist.get_rank() == 0:
+            try:
+                self.outlook = self._look_around(context)
+            except UsageError as error:  # decisions end with it, the run does not
+                self.outlook = None
+                logger.error("nothing is decided any more: %s", error)
 
     def _take_over(self, context: CallbackContext) -> None:
         stored = context.state.callbacks.get(STATE_KEY)
         try:
-            self.history = History(stored if stored is not None else new_record())
+            self.ledger.history = History(stored if stored is not None else new_record())
         except ValueError as error:
-            self.history = History(new_record())
+            self.ledger.history = History(new_record())
             if dist.get_rank() == 0:
                 logger.warning("the controller starts afresh: %s", error)
-        context.state.callbacks[STATE_KEY] = self.history.record
+        context.state.callbacks[STATE_KEY] = self.ledger.history.record
+        # A new launch may try what failed in another.
+        costs.Costs(self.ledger.history.record["layouts"], prior_s=0.0).lift_bars()
 
     def _begin(self, context: CallbackContext) -> None:
         """Settles the sizes of the first step of this launch: those of the checkpoint, as far as
         the layout can cut them, or of the flags; rates belong to the batch from the start."""
-        record, config, state = self.history.record, context.config, context.state
+        record, config, state = self.ledger.history.record, context.config, context.state
         known = state.settings.global_batch_size
         batch = known or self.rules.first_batch
         micro = state.settings.micro_batch_size or config.batch.micro_batch_size
@@ -129,18 +157,19 @@ class Controller(Callback):
             state.settings = self._wanted(context)
 
     def _open_journal(self, context: CallbackContext) -> None:
-        assert self.journal is not None and self.table is not None
-        if self.table.note:
-            logger.warning("%s; unmeasured batches are taken to be as fast", self.table.note)
-        self.journal.append(
+        assert self.ledger.journal is not None and self.outlook is not None
+        note = self.outlook.table.note
+        if note:
+            logger.warning("%s; unmeasured batches are taken to be as fast", note)
+        self.ledger.journal.append(
             "start",
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
             mode=self.flags.copus_mode,
             flags=self.settings(),
             layout=self.layout,
-            note=self.table.note,
-            sizes=self.history.record["sizes"],
+            note=note,
+            sizes=self.ledger.history.record["sizes"],
         )
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -156,7 +185,7 @@ class Controller(Callback):
         self.watch.on_train_step_end(context)
         step = context.step
         assert step is not None
-        self.history.add(
+        self.ledger.history.add(
             key=key_of(self.layout, step.micro_batch_size, step.global_batch_size),
             consumed_samples=step.consumed_samples,
             batch=step.global_batch_size,
@@ -164,18 +193,62 @@ class Controller(Callback):
             seconds=step.elapsed_s,
             updated=step.updated,
         )
-        self._guard(context)
-        self._grade(self.history.close_if_due())
-        reason = "learning-rate ramp"
+        self.ledger.guard(
+            step,
+            half_life_samples=self.watch.observer.half_life_samples,
+            total_samples=context.config.batch.train_samples,
+        )
+        self.ledger.grade()
+        reason, move = "learning-rate ramp", None
         if not self.failed and self._is_due(context):
             decision = self._decide(context)
-            if decision is not None and decision.kind == "batch" and self._acts:
-                self._obey(decision, context)
-                reason = decision.reason
+            if decision is not None and self._acts:
+                if decision.kind == "batch":
+                    ramp = self._ramp_to(decision.to.global_batch_size, context)
+                    self._obey(decision, context, before=Present.of(context), ramp=ramp)
+                    reason = decision.reason
+                elif decision.kind == "relayout":
+                    move = self._move_of(decision, context)
         wanted = self._wanted(context)
-        if wanted == context.state.settings:
-            return None
-        return Request(kind="change", reason=reason, settings=wanted)
+        now = None if wanted == context.state.settings else wanted
+        if move is not None and self.moves is not None:
+            return self.moves.request(move, context, now)
+        return None if now is None else Request(kind="change", reason=reason, settings=now)
+
+    def _move_of(self, decision: Decision, context: CallbackContext) -> Move:
+        """A change of layout, worked out but not in the record: it may fail."""
+        to, state, step = decision.to, context.state, context.step
+        assert step is not None
+        before = Present.of(context)
+        ramp = self._ramp_to(to.global_batch_size, context)
+        factor = (
+            self.rates.lr_factor(to.global_batch_size) if ramp is None else ramp.at(state.iteration)
+        )
+        settings = self._settings(to.global_batch_size, to.micro_batch_size, factor)
+
+        def done(outcome: Outcome) -> None:
+            if outcome.kind == "moved":
+                self.ledger.history.record["elapsed_s"] += outcome.pause_s
+                self._obey(decision, context, before=before, ramp=ramp)
+            elif dist.get_rank() == 0:
+                logger.warning("the layout stays %s: %s", self.layout, outcome.reason)
+
+        tp, pp, vpp, dp = to.layout
+        return Move(
+            number=self.ledger.history.record["num_decisions"],
+            to=Layout(tp=tp, pp=pp, vpp=vpp, dp=dp),
+            settings=settings,
+            reason=decision.reason,
+            done=done,
+        )
+
+    def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
+        """The learning rate's way to another batch; None where the batch stays."""
+        if batch == Present.of(context).batch:
+            now = self.ledger.history.record["ramp"]
+            return None if now is None else Ramp(**now)
+        state = context.state
+        return self.rates.ramp(batch, iteration=state.iteration, start=state.settings.lr_factor)
 
     @property
     def _acts(self) -> bool:
@@ -183,7 +256,7 @@ class Controller(Callback):
 
     def _is_due(self, context: CallbackContext) -> bool:
         """Whether to decide after this step."""
-        record, step = self.history.record, context.step
+        record, step = self.ledger.history.record, context.step
         assert step is not None
         batch = context.state.settings.global_batch_size or step.global_batch_size
         wanted = self._scheduled(context)
@@ -204,7 +277,7 @@ class Controller(Callback):
 
     def _decide(self, context: CallbackContext) -> Decision | None:
         """Rank 0's decision on every rank; None when the controller has failed. Collective."""
-        record, step = self.history.record, context.step
+        record, step = self.ledger.history.record, context.step
         assert step is not None
         number = record["num_decisions"] + 1
         answer: dict[str, Any] | None = None
@@ -214,7 +287,7 @@ class Controller(Callback):
             except Exception as error:
                 logger.exception("the controller failed; the run keeps its configuration")
                 answer = {"failed": f"{type(error).__name__}: {error}"}
-                self._note("failure", iteration=step.iteration, error=answer["failed"])
+                self.ledger.note("failure", iteration=step.iteration, error=answer["failed"])
         answer = from_rank_zero(answer)
         record["last_decision_samples"] = step.consumed_samples
         record["answered_batch"] = self._scheduled(context)
@@ -236,8 +309,8 @@ class Controller(Callback):
         situation = self._situation(context)
         decision = decide(situation)
         moves = decision.kind != "stay"
-        if self.journal is not None:
-            self.journal.append(
+        if self.ledger.journal is not None:
+            self.ledger.journal.append(
                 "decision",
                 number=number,
                 iteration=situation.iteration,
@@ -251,91 +324,39 @@ class Controller(Callback):
 
     def _situation(self, context: CallbackContext) -> Situation:
         """Where the run stands; on rank 0."""
-        config, state, record = context.config, context.state, self.history.record
-        step = context.step
-        assert self.table is not None and step is not None
-        batch = state.settings.global_batch_size or step.global_batch_size
-        rows, current = self.table.rows(
-            flags_to_rules.batches_to_weigh(self.rules, batch),
-            micro_batch_size=state.settings.micro_batch_size or step.micro_batch_size,
-            global_batch_size=batch,
-            measured=self._measured,
-        )
-        warming = state.lr_samples < config.optim.lr_warmup_samples
-        decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
-        ramp = record["ramp"]
-        return Situation(
-            rules=self.rules,
-            noise=self.watch.observer.noise(),
-            rows=tuple(rows),
-            current=current,
-            iteration=step.iteration,
-            consumed_samples=step.consumed_samples,
-            total_samples=config.batch.train_samples,
-            half_life_samples=self.watch.observer.half_life_samples,
-            elapsed_s=record["elapsed_s"],
-            in_warmup=warming,
-            in_ramp=ramp is not None and not Ramp(**ramp).is_over(step.iteration),
-            lr_decay_factor=1.0 if warming or not decayed else min(decayed, 1.0),
-            steps_since_change=self.history.steps_since_change,
-            skipped_steps=self.history.skipped_steps,
-            last_change_samples=record["last_change_samples"],
-            hold_growth_until_samples=record["hold_growth_until_samples"],
-            small_since_samples=record["small_since_samples"],
-            noise_when_shrunk=record["noise_when_shrunk"],
-            paused=self._is_paused(step.iteration),
+        assert self.outlook is not None and context.step is not None
+        is_paused = self.outlook.is_paused
+        if is_paused != self._was_paused:
+            self._was_paused = is_paused
+            kind = "paused" if is_paused else "resumed"
+            self.ledger.note(kind, iteration=context.step.iteration)
+        return self.outlook.situation(
+            context, self.ledger.history, self.watch.observer, self.costs, is_paused=is_paused
         )
 
-    def _is_paused(self, iteration: int) -> bool:
-        paused = self._run_dir is not None and (self._run_dir / PAUSE_FILE).exists()
-        if paused != self._was_paused:
-            self._was_paused = paused
-            self._note("paused" if paused else "resumed", iteration=iteration)
-        return paused
-
-    def _measured(self, c: Configuration) -> tuple[float, float, int] | None:
-        if (c.tp, c.pp, c.vpp, c.dp) != self._sizes:
-            return None
-        return self.history.median_s(key_of(self.layout, c.micro_batch_size, c.global_batch_size))
-
-    def _obey(self, decision: Decision, context: CallbackContext) -> None:
-        """Begins the change; the record on every rank."""
-        record, step, to = self.history.record, context.step, decision.to
-        assert step is not None
-        self._grade(self.history.close_if_due(now=True))
-        batch = context.state.settings.global_batch_size or step.global_batch_size
-        self.history.change(
-            number=record["num_decisions"],
-            fields={
-                "iteration": step.iteration,
-                "consumed_samples": step.consumed_samples,
-                "from_batch": batch,
-                "from_micro_batch": step.micro_batch_size,
-                "to_batch": to.global_batch_size,
-                "to_micro_batch": to.micro_batch_size,
-                "predicted_samples_per_s": to.samples_per_s,
-                "gain": decision.gain,
-                "reason": decision.reason,
-            },
+    def _obey(
+        self,
+        decision: Decision,
+        context: CallbackContext,
+        *,
+        before: Present,
+        ramp: Ramp | None,
+    ) -> None:
+        """Takes a change into the record, on every rank."""
+        assert context.step is not None
+        phi = self.watch.observer.noise().phi_samples
+        self.ledger.enter(
+            decision,
+            context.step,
+            before=before,
+            layout=self.layout,
+            ramp=ramp,
+            noise_samples=phi and self.rules.calibration * phi,
         )
-        if to.global_batch_size != batch:
-            record["ramp"] = self.rates.ramp(
-                to.global_batch_size,
-                iteration=step.iteration,
-                start=context.state.settings.lr_factor,
-            ).to_json()
-            record["last_change_samples"] = step.consumed_samples
-            record["small_since_samples"] = None
-            if to.global_batch_size < batch:
-                phi = self.watch.observer.noise().phi_samples
-                record["noise_when_shrunk"] = phi and self.rules.calibration * phi
-        record["sizes"] = [to.global_batch_size, to.micro_batch_size]
-        if dist.get_rank() == 0:
-            print(f"copus: {decision.reason}", flush=True)
 
     def _wanted(self, context: CallbackContext) -> StepSettings:
         """How the next step is to be taken."""
-        record, now = self.history.record, context.state.settings
+        record, now = self.ledger.history.record, context.state.settings
         if record["sizes"] is None or not self._acts:
             return now
         batch, micro = record["sizes"]
@@ -343,44 +364,12 @@ class Controller(Callback):
             factor = self.rates.lr_factor(batch)
         else:
             factor = Ramp(**record["ramp"]).at(context.state.iteration)
-        return StepSettings(
-            global_batch_size=batch, micro_batch_size=micro, **self.rates.at(batch, factor)
-        )
+        return self._settings(batch, micro, factor)
 
-    def _guard(self, context: CallbackContext) -> None:
-        """Stops growth for a while after a loss spike that followed a growth; twice in a row for
-        good."""
-        record, step = self.history.record, context.step
-        assert step is not None
-        if not self.history.is_spike():
-            return
-        record["open"]["spiked"] = True
-        record["spikes_in_a_row"] += 1
-        hold = _HOLD_HALF_LIVES * self.watch.observer.half_life_samples
-        until = step.consumed_samples + int(hold)
-        if record["spikes_in_a_row"] > 1:
-            until = context.config.batch.train_samples
-        record["hold_growth_until_samples"] = until
-        if dist.get_rank() == 0:
-            self._note("spike", iteration=step.iteration, hold_growth_until_samples=until)
-            logger.warning("the loss rose after the batch grew: no growth until sample %d", until)
-
-    def _grade(self, outcome: dict[str, Any] | None) -> None:
-        """Writes what came of a change."""
-        if outcome is None:
-            return
-        if not outcome.get("spiked") and outcome["to_batch"] > outcome["from_batch"]:
-            self.history.record["spikes_in_a_row"] = 0
-        if dist.get_rank() == 0:
-            self._note("outcome", **outcome)
-
-    def _note(self, kind: str, **fields: Any) -> None:
-        """A record that nothing depends on."""
-        try:
-            if self.journal is not None:
-                self.journal.append(kind, **fields)
-        except (OSError, ValueError) as error:
-            logger.warning("the journal cannot be written: %s", error)
+    def _settings(self, batch: int, micro: int, factor: float) -> StepSettings:
+        """Steps of some sizes, with the rates that go with them."""
+        rates = self.rates.at(batch, factor)
+        return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
     def on_log(self, context: CallbackContext) -> None:
         """Adds lines below the log line."""
@@ -389,11 +378,19 @@ class Controller(Callback):
             decision_line(self._last, mode=self.flags.copus_mode, failed=self.failed)
         )
 
+    def on_checkpoint_saved(self, context: CallbackContext) -> None:
+        """Notes how old the last checkpoint is."""
+        if self.moves is not None:
+            self.moves.on_checkpoint_saved(context)
+
     def on_train_end(self, context: CallbackContext) -> None:
         """Takes the hooks out and sums up."""
         self.watch.on_train_end(context)
-        self._grade(self.history.close_if_due(now=True))
+        if self.moves is not None:
+            self.moves.close(context)
+            self.exit_code = Relaunch.exit_code if self.moves.leaves else 0
+        self.ledger.grade(now=True)
         if dist.get_rank() == 0:
-            changes = self.history.record["changes"]
-            self._note("end", iteration=context.state.iteration, changes=len(changes))
+            changes = self.ledger.history.record["changes"]
+            self.ledger.note("end", iteration=context.state.iteration, changes=len(changes))
             print(summary(changes, mode=self.flags.copus_mode), flush=True)

@@ -25,7 +25,9 @@ class Journal:
         """Writes a record and waits until it is on disk.
 
         Args:
-            kind: `start`, `decision`, `outcome`, `paused`, `resumed`, `failure` or `end`.
+            kind: `start`, `decision`, `outcome`, `paused`, `resumed`, `failure` or `end`; of a
+                change of layout `switch` and `switch.requested`, `.begin`, `.commit`,
+                `.cancelled` or `.abandoned`.
             fields: plain JSON types.
 
         Raises:

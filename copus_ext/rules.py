@@ -20,12 +20,21 @@ _LARGEST, _SMALLEST = 64, 8
 _ANY = 1e9
 
 
-def check(flags: CopusConfig) -> None:
+def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
     """Checks the flags by themselves.
 
+    Args:
+        flags: of the controller.
+        changes_layout: whether the trainer can take another layout.
+
     Raises:
-        UsageError: a value that makes no sense, or that is not built.
+        UsageError: a value that makes no sense, or that this trainer cannot do.
     """
+    if flags.copus_mode == "act" and flags.copus_layouts == "all" and not changes_layout:
+        raise UsageError(
+            "--copus-layouts all: this trainer cannot change its layout while it runs; use "
+            "--copus-layouts current, or --copus-mode observe to see what it would do"
+        )
     positive = {
         "--copus-calibration": flags.copus_calibration,
         "--copus-interval": flags.copus_interval,
@@ -35,6 +44,7 @@ def check(flags: CopusConfig) -> None:
         "--copus-max-micro-batch-size": flags.copus_max_micro_batch_size,
         "--copus-norm-test-eta": flags.copus_norm_test_eta,
         "--copus-doubling-first-tokens": flags.copus_doubling_first_tokens,
+        "--copus-switch-checkpoint-tokens": flags.copus_switch_checkpoint_tokens,
     }
     for flag, value in positive.items():
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -47,11 +57,6 @@ def check(flags: CopusConfig) -> None:
     if least is not None and most is not None and least > most:
         raise UsageError(
             f"--copus-min-global-batch-size {least} is above --copus-max-global-batch-size {most}"
-        )
-    if flags.copus_mode == "act" and flags.copus_layouts != "current":
-        raise UsageError(
-            f"--copus-layouts {flags.copus_layouts} with --copus-mode act: moving to another "
-            "layout is not built yet; use --copus-layouts current or --copus-mode observe"
         )
     _user_grid(flags)
 
@@ -72,6 +77,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError(
             f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
         )
+    if flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
+        raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     first = first_batch_of(flags, config)
     least, most = _bounds(flags, first)
     if not least <= first <= most:
@@ -142,6 +149,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         schedule=schedule,
         doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
         doubling_ratio=flags.copus_doubling_ratio,
+        relayout=flags.copus_layouts == "all",
     )
 
 

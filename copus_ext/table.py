@@ -3,6 +3,7 @@ it goes."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -89,6 +90,7 @@ class Table:
         micro_batch_size: int,
         global_batch_size: int,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
+        visited: Sequence[Layout] = (),
     ) -> tuple[list[Row], int]:
         """Every configuration of some batches that fits.
 
@@ -98,12 +100,13 @@ class Table:
             global_batch_size: of now.
             measured: median seconds of a step, their median deviation and number, if this run has
                 timed the configuration.
+            visited: further layouts under which it has.
 
         Returns:
             The rows, and the index of the present configuration.
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
-        rows = self._predicted(batches, measured) or self._assumed(batches, now, measured)
+        rows = self._predicted(batches, measured, visited) or self._assumed(batches, now, measured)
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
         if at is None:
             # It runs, whatever is predicted for it.
@@ -120,17 +123,20 @@ class Table:
         self,
         batches: Sequence[int],
         measured: Callable[[Configuration], tuple[float, float, int] | None],
+        visited: Sequence[Layout],
     ) -> list[Row]:
         if self.planner is None:
             return []
         live = []
-        for batch in batches:
-            for b in range(1, self.flags.copus_max_micro_batch_size + 1):
-                c = _configuration(self.config, b, batch)
-                known = measured(c)
-                if known is not None:
-                    median, deviation, number = known
-                    live.append(c.timed(median, spread_s=deviation, num_steps=number))
+        sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
+        for layout, batch, b in itertools.product(
+            sorted({self.config.layout, *visited}, key=str), batches, sizes
+        ):
+            c = _configuration(self.config, b, batch, layout)
+            known = measured(c)
+            if known is not None:
+                median, deviation, number = known
+                live.append(c.timed(median, spread_s=deviation, num_steps=number))
         seen = {(t.line, t.num_microbatches) for t in live}
         others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
         self.planner.retime([*live, *others])
@@ -197,9 +203,11 @@ def _recompute(config: Config) -> tuple[str, int]:
     return r.recompute_granularity or "none", 0
 
 
-def _configuration(config: Config, micro_batch_size: int, batch: int) -> Configuration:
-    """The run's own layout with other sizes."""
-    layout: Layout = config.layout
+def _configuration(
+    config: Config, micro_batch_size: int, batch: int, layout: Layout | None = None
+) -> Configuration:
+    """The run's own layout, or another, with other sizes."""
+    layout = layout or config.layout
     mode, layers = _recompute(config)
     return Configuration(
         tp=layout.tp,

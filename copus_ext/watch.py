@@ -56,9 +56,14 @@ class NoiseWatch(Callback):
     def on_setup_start(self, context: CallbackContext) -> None:
         """Checks that the layout can be measured, hooks into the gradients and takes over what the
         checkpoint knows."""
+        self._check_estimator(context.config, self.flags.copus_gns_estimator)
+        is_resumed = context.state.iteration > 0
+        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
+        self._hook_in(context)
+
+    def _hook_in(self, context: CallbackContext) -> None:
+        """Gets ready to measure the present layout."""
         config = context.config
-        wanted = self.flags.copus_gns_estimator
-        self._check_estimator(config, wanted)
         self.layout = {
             "dp": config.layout.dp,
             "fused_accumulation": config.kernels.gradient_accumulation_fusion,
@@ -76,8 +81,6 @@ class NoiseWatch(Callback):
         self.sets["layers"] = CONTROL_SET
         if not left_out:
             self.sets["all"] = GROUPS
-        is_resumed = context.state.iteration > 0
-        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
         self.tap = GradientTap(
             context.model,
             context.groups,
@@ -214,6 +217,15 @@ class NoiseWatch(Callback):
         """Adds a line below the log line."""
         ended = self.observer.is_broken
         context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
+
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """Takes the hooks out."""
+        self.on_train_end(context)
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Hooks into the gradients of the new layout; the averages go on: they belong to the
+        parameters and the data."""
+        self._hook_in(context)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Takes the hooks out."""

@@ -224,7 +224,7 @@ def _barred(s: Situation, row: Row, *, small: bool) -> str:
     """Why a row must not be taken now, whatever it gains; empty if it may."""
     now = s.now
     if row.layout != now.layout:
-        why = _relayout_barred(s)
+        why = _relayout_barred(s, row)
         if why:
             return why
     if row.global_batch_size == now.global_batch_size:
@@ -276,9 +276,13 @@ def _shrink_barred(s: Situation, row: Row, *, small: bool) -> str:
     return ""
 
 
-def _relayout_barred(s: Situation) -> str:
+def _relayout_barred(s: Situation, row: Row) -> str:
     if not s.rules.relayout:
         return "another layout, and the run keeps its own"
+    if s.relayouts_ended:
+        return "another layout, and too many changes of layout have failed"
+    if row.layout in s.barred_layouts:
+        return "a change to this layout has failed"
     since_steps = since_s = None
     if s.last_relayout_iteration is not None:
         since_steps = s.iteration - s.last_relayout_iteration

@@ -10,6 +10,9 @@ import math
 import statistics
 from typing import Any
 
+from copus_ext.goodput.costs import new_costs
+from megatron.training.layout import Layout
+
 VERSION = 1
 WARM_UP_STEPS = 3
 """Steps after a change that are not timed."""
@@ -45,6 +48,7 @@ def new_record() -> dict[str, Any]:
         "steps": [],
         "open": None,
         "changes": [],
+        "layouts": new_costs(),
     }
 
 
@@ -66,6 +70,8 @@ class History:
     def __init__(self, record: dict[str, Any]) -> None:
         if record.get("version") != VERSION:
             raise ValueError(f"controller record of version {record.get('version')}, not {VERSION}")
+        # A checkpoint of before has no record of layouts.
+        record.setdefault("layouts", new_costs())
         self.record = record
         self._since_launch = 0
 
@@ -109,6 +115,12 @@ class History:
             return None
         median = statistics.median(times)
         return median, statistics.median(abs(t - median) for t in times), len(times)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Layouts under which steps were timed."""
+        names = {key.split()[0] for key in self.record["times"]}
+        return [Layout.from_text(name) for name in sorted(names)]
 
     @property
     def skipped_steps(self) -> int:

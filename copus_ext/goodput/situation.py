@@ -121,6 +121,10 @@ class Situation:
     """Samples at which the batch last changed."""
     last_relayout_iteration: int | None = None
     """Step after which the layout last changed."""
+    barred_layouts: tuple[tuple[int, ...], ...] = ()
+    """Layouts (tp, pp, vpp, dp) to which a change from the present one has failed."""
+    relayouts_ended: bool = False
+    """Whether too many changes of layout have failed."""
     hold_growth_until_samples: int = 0
     """No growth before, because of a loss spike."""
     small_since_samples: int | None = None
@@ -163,6 +167,7 @@ class Situation:
                 "rules": Rules(**rules),
                 "noise": NoiseScale.from_json(data["noise"]),
                 "rows": tuple(Row(**row) for row in data["rows"]),
+                "barred_layouts": tuple(map(tuple, data.get("barred_layouts", ()))),
             }
         )
 

@@ -93,6 +93,7 @@ class CopusCallback:
 
         class _Controller(Controller):
             changes_micro_batch = False
+            changes_layout = False
 
         names = [f.name for f in dataclasses.fields(CopusConfig)]
         self._flags = CopusConfig(**{name: getattr(args, name) for name in names})

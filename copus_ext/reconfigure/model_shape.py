@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from copus_ext.perf.model_spec import ModelSpec
     from megatron.training.config import Config
 
+WORDS = "embedding.word_embeddings.weight"
+"""Key of the word embedding, and of its copy in a tied output layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -221,9 +224,6 @@ def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[
             params += _output(shape, layout)
         chunks.append(params)
     return chunks
-
-
-WORDS = "embedding.word_embeddings.weight"
 
 
 def _embeddings(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:

@@ -209,7 +209,7 @@ def _round_up(number: int, unit: int) -> int:
 def _held(
     param: Parameter, tp_size: int, tp: int, start: int, stop: int, shard: int, is_first: bool
 ) -> list[Record]:
-    """Records of a range of a rank's part of a parameter, which is a shard of its own.
+    """Records of a range of a rank's part of a parameter; the range is a shard of its own.
 
     Args:
         param: of the stage.
@@ -218,7 +218,7 @@ def _held(
         start: first element of the flattened part.
         stop: one past the last.
         shard: its number.
-        is_first: whether this is so for all that data-parallel ranks decide.
+        is_first: whether no other data-parallel rank's copy goes before this one.
     """
     block, corner = list(param.shape), [0] * len(param.shape)
     if param.cut is not None:

@@ -73,6 +73,9 @@ class Callback:
     """Whether it goes on with the step settings of a checkpoint; without such a callback a run goes
     back to its flags."""
 
+    exit_code: int = 0
+    """What the process leaves with after a run that ended well; 85 asks for a new launch."""
+
     def settings(self) -> dict[str, Any]:
         """Flags of its own, printed and saved with the resolved configuration. Plain JSON types."""
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -46,6 +47,19 @@ class Layout:
     def __str__(self) -> str:
         virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
         return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """Inverse of `str`.
+
+        Raises:
+            ValueError: another form.
+        """
+        found = re.fullmatch(r"tp(\d+)\.pp(\d+)(?:\.vpp(\d+))?\.dp(\d+)", text)
+        if not found:
+            raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
+        tp, pp, vpp, dp = (int(size or 1) for size in found.groups())
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp)
 
     def to_json(self) -> dict[str, int]:
         """Returns the four sizes as a JSON-safe dictionary."""

@@ -121,8 +121,9 @@ def _pieces(entry: Any) -> list[tuple[Any, int]]:
     """The global tensors inside a parameter, with the first element of each in it. A gated MLP
     holds two: its gate and its up rows."""
     if isinstance(entry, ShardedTensorFactory):
+        parts: Any = entry.build()
         base = entry.data.storage_offset()
-        return [(p, p.data.storage_offset() - base) for p in entry.build()]
+        return [(p, p.data.storage_offset() - base) for p in parts]
     return [(entry, 0)]
 
 

@@ -213,6 +213,26 @@ def test_default_buckets_are_larger_on_many_replicas(monkeypatch: pytest.MonkeyP
     assert all_of_layout(shape, layout) != one_bucket
 
 
+def test_virtual_stages_take_turns() -> None:
+    shape, layout = replace(TOY, num_layers=8), Layout(pp=2, vpp=2)
+    for rank, layers in enumerate([[0, 1, 4, 5], [2, 3, 6, 7]]):
+        records = of_layout(shape, layout, rank)
+        assert sorted({r.lo[0] for r in records if r.key.endswith("fc2.weight")}) == layers
+
+
+def test_only_the_first_chunk_of_the_first_stage_has_several_buckets() -> None:
+    layout, shape = Layout(pp=2, vpp=2, dp=4), replace(TOY, num_layers=4)
+    few = all_of_layout(shape, layout)
+    many = all_of_layout(replace(shape, overlap_grad_reduce=True, ddp_bucket_size=100), layout)
+
+    def of_layer(ranks: list[list[Record]], layer: int) -> list[list[tuple[object, ...]]]:
+        return [[r[:4] for r in rs if len(r.shape) > 2 and r.lo[0] == layer] for rs in ranks[:4]]
+
+    assert of_layer(few, 0) != of_layer(many, 0)
+    assert of_layer(few, 2) == of_layer(many, 2)
+    assert few[4:] == many[4:]
+
+
 @pytest.mark.parametrize(
     ("layout", "why"),
     [

@@ -1,0 +1,142 @@
+"""Keeps the run's record and journal: what was changed, what came of it, and what went wrong. Every
+rank keeps the same record; rank 0 alone has a journal."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from copus_ext.goodput.history import History
+from copus_ext.goodput.rates import Ramp
+from copus_ext.goodput.situation import Decision
+from copus_ext.journal import Journal
+from megatron.training.callbacks import CallbackContext
+from megatron.training.settings import StepInfo
+
+logger = logging.getLogger(__name__)
+
+_HOLD_HALF_LIVES = 2.0
+"""A loss spike after growth stops growth for so long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Present:
+    """How steps are taken."""
+
+    layout: str
+    """Of the job."""
+    batch: int
+    """Samples of the next step."""
+
+    @classmethod
+    def of(cls, context: CallbackContext) -> Present:
+        """After a step."""
+        assert context.step is not None
+        batch = context.state.settings.global_batch_size or context.step.global_batch_size
+        return cls(layout=str(context.config.layout), batch=batch)
+
+
+class Ledger:
+    """The account of one run.
+
+    Args:
+        history: whose record it fills.
+    """
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.journal: Journal | None = None
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes a line that nothing depends on."""
+        try:
+            if self.journal is not None:
+                self.journal.append(kind, **fields)
+        except (OSError, ValueError) as error:
+            logger.warning("the journal cannot be written: %s", error)
+
+    def grade(self, *, now: bool = False) -> None:
+        """Writes what came of a change, once enough steps have followed it.
+
+        Args:
+            now: take what there is.
+        """
+        outcome = self.history.close_if_due(now=now)
+        if outcome is None:
+            return
+        if not outcome.get("spiked") and outcome["to_batch"] > outcome["from_batch"]:
+            self.history.record["spikes_in_a_row"] = 0
+        self.note("outcome", **outcome)
+
+    def guard(self, step: StepInfo, *, half_life_samples: float, total_samples: int) -> None:
+        """Stops growth for a while after a loss spike that followed a growth; twice in a row for
+        good.
+
+        Args:
+            step: just done.
+            half_life_samples: of the noise scale's average.
+            total_samples: of the run.
+        """
+        record = self.history.record
+        if not self.history.is_spike():
+            return
+        record["open"]["spiked"] = True
+        record["spikes_in_a_row"] += 1
+        until = step.consumed_samples + int(_HOLD_HALF_LIVES * half_life_samples)
+        if record["spikes_in_a_row"] > 1:
+            until = total_samples
+        record["hold_growth_until_samples"] = until
+        self.note("spike", iteration=step.iteration, hold_growth_until_samples=until)
+        if dist.get_rank() == 0:
+            logger.warning("the loss rose after the batch grew: no growth until sample %d", until)
+
+    def enter(
+        self,
+        decision: Decision,
+        step: StepInfo,
+        *,
+        before: Present,
+        layout: str,
+        ramp: Ramp | None,
+        noise_samples: float | None,
+    ) -> None:
+        """Takes a change in that follows or, of a layout, has come about.
+
+        Args:
+            decision: that is obeyed.
+            step: just done.
+            before: how it was taken.
+            layout: of the steps that follow.
+            ramp: the learning rate's way to another batch.
+            noise_samples: Phi.
+        """
+        record, to = self.history.record, decision.to
+        self.grade(now=True)
+        self.history.change(
+            number=record["num_decisions"],
+            fields={
+                "iteration": step.iteration,
+                "consumed_samples": step.consumed_samples,
+                "from_batch": before.batch,
+                "from_micro_batch": step.micro_batch_size,
+                "from_layout": before.layout,
+                "to_batch": to.global_batch_size,
+                "to_micro_batch": to.micro_batch_size,
+                "to_layout": layout,
+                "predicted_samples_per_s": to.samples_per_s,
+                "gain": decision.gain,
+                "reason": decision.reason,
+            },
+        )
+        if to.global_batch_size != before.batch:
+            record["ramp"] = None if ramp is None else ramp.to_json()
+            record["last_change_samples"] = step.consumed_samples
+            record["small_since_samples"] = None
+            if to.global_batch_size < before.batch:
+                record["noise_when_shrunk"] = noise_samples
+        record["sizes"] = [to.global_batch_size, to.micro_batch_size]
+        if dist.get_rank() == 0:
+            print(f"copus: {decision.reason}", flush=True)

@@ -1,0 +1,118 @@
+"""What the controller looks at before it decides: the configurations of the present layout and of
+others, their speeds, and where the run stands. On rank 0 alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from copus_ext import rules as flags_to_rules
+from copus_ext.config import CopusConfig
+from copus_ext.goodput.costs import Costs
+from copus_ext.goodput.history import History, key_of
+from copus_ext.goodput.rates import Ramp
+from copus_ext.goodput.situation import Rules, Situation
+from copus_ext.noise.observer import NoiseObserver
+from copus_ext.planner.configuration import Configuration
+from copus_ext.table import Table, gpu_of
+from megatron.training.callbacks import CallbackContext
+from megatron.training.layout import Layout
+
+PAUSE_FILE = Path("control") / "pause"
+"""While this file is in the run directory nothing is decided."""
+
+
+class Outlook:
+    """Sees one layout of a run.
+
+    Args:
+        context: of the run under that layout.
+        flags: of the controller.
+        rules: of its decisions there.
+        fixed_micro_batch: whether the micro-batch of the flags must stay.
+
+    Raises:
+        UsageError: a cluster or a profile that cannot be used.
+    """
+
+    def __init__(
+        self,
+        context: CallbackContext,
+        flags: CopusConfig,
+        rules: Rules,
+        *,
+        fixed_micro_batch: bool,
+    ) -> None:
+        self._run_dir, self._rules, self._flags = context.run_dir, rules, flags
+        gpu = gpu_of(context.config)
+        self.table = Table(context.config, flags, gpu=gpu, fixed_micro_batch=fixed_micro_batch)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an operator has stopped decisions."""
+        return self._run_dir is not None and (self._run_dir / PAUSE_FILE).exists()
+
+    def situation(
+        self,
+        context: CallbackContext,
+        history: History,
+        observer: NoiseObserver,
+        costs: Costs,
+        *,
+        is_paused: bool,
+    ) -> Situation:
+        """Where the run stands.
+
+        Args:
+            context: after a step.
+            history: its record.
+            observer: of the noise scale.
+            costs: of changing the layout.
+            is_paused: whether an operator has stopped decisions.
+        """
+        config, state, record = context.config, context.state, history.record
+        step = context.step
+        assert step is not None
+        batch = state.settings.global_batch_size or step.global_batch_size
+        rows, current = self.table.rows(
+            flags_to_rules.batches_to_weigh(self._rules, batch),
+            micro_batch_size=state.settings.micro_batch_size or step.micro_batch_size,
+            global_batch_size=batch,
+            measured=lambda c: history.median_s(_key(c)),
+            visited=self._visited(history, config.layout.world_size),
+        )
+        warming = state.lr_samples < config.optim.lr_warmup_samples
+        decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
+        ramp = record["ramp"]
+        return Situation(
+            rules=self._rules,
+            noise=observer.noise(),
+            rows=tuple(rows),
+            current=current,
+            iteration=step.iteration,
+            consumed_samples=step.consumed_samples,
+            total_samples=config.batch.train_samples,
+            half_life_samples=observer.half_life_samples,
+            elapsed_s=record["elapsed_s"],
+            in_warmup=warming,
+            in_ramp=ramp is not None and not Ramp(**ramp).is_over(step.iteration),
+            lr_decay_factor=1.0 if warming or not decayed else min(decayed, 1.0),
+            steps_since_change=history.steps_since_change,
+            skipped_steps=history.skipped_steps,
+            last_change_samples=record["last_change_samples"],
+            hold_growth_until_samples=record["hold_growth_until_samples"],
+            small_since_samples=record["small_since_samples"],
+            noise_when_shrunk=record["noise_when_shrunk"],
+            paused=is_paused,
+            **costs.of(config.layout),
+        )
+
+    def _visited(self, history: History, world_size: int) -> list[Layout]:
+        """Other layouts that were timed and may be chosen."""
+        if self._flags.copus_layouts == "current":
+            return []
+        return [layout for layout in history.layouts if layout.world_size == world_size]
+
+
+def _key(c: Configuration) -> str:
+    layout = Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp)
+    return key_of(str(layout), c.micro_batch_size, c.global_batch_size)

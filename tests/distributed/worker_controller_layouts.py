@@ -1,0 +1,130 @@
+"""Trains under a controller that changes the layout.
+
+worker_controller_layouts.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, join, run, steps_of
+
+BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "8", "--weight-decay", "0.1"]
+BASE += ["--adam-beta2", "0.9", "--train-samples", "640", "--use-distributed-optimizer"]
+
+
+def write_profile(path: Path, world_size: int) -> None:
+    """Times in which pipeline parallelism is ten times as fast; so the decision is known."""
+    from copus_ext.perf.cluster_spec import of_gpu
+    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.perf.profile import ProfileStore, Timing
+    from megatron.training.arguments import parse_args, resolve
+
+    config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
+    values = {**config.flat(), "vocab_size": 512, "make_vocab_size_divisible_by": 1}
+    model = ModelSpec.from_arguments(type("Flags", (), values)())
+    machine = {
+        "model": model.to_json(),
+        "world_size": world_size,
+        "gpu": of_gpu("CPU-rank", nodes=1, gpus_per_node=world_size).gpu.name,
+    }
+    store = ProfileStore(path, machine)
+    for tp, pp in [(1, 1), (2, 1), (1, 2)]:
+        dp = world_size // (tp * pp)
+        for micro in (1, 2, 4, 8):
+            for count in (2, 8):
+                seconds = 0.01 * count * micro * dp * (0.1 if pp == 2 else 1.0)
+                store.add(
+                    Timing(
+                        tp=tp,
+                        pp=pp,
+                        dp=dp,
+                        micro_batch_size=micro,
+                        num_microbatches=count,
+                        step_s=seconds,
+                        spread_s=0.01 * seconds,
+                        num_steps=10,
+                    )
+                )
+
+
+def main(output: Path) -> None:
+    """Writes what every run did."""
+    import torch.distributed as dist
+
+    from copus_ext.config import CopusConfig
+    from copus_ext.controller import Controller
+    from copus_ext.journal import NAME, read_journal
+    from megatron.training.callbacks import CallbackContext
+
+    class Noting(Controller):
+        """Also keeps what every rank came to."""
+
+        def __init__(self, **flags: Any) -> None:
+            super().__init__(CopusConfig(copus=True, copus_layouts="all", **flags))
+            self.states: list[str] = []
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            super().on_train_end(context)
+            self.states.append(json.dumps(context.state.callbacks["copus_control"]))
+            self.states.append(json.dumps(context.state.callbacks["copus_noise"]))
+
+    class Failing(Noting):
+        """Breaks the first change on one rank."""
+
+        def on_setup_start(self, context: CallbackContext) -> None:
+            super().on_setup_start(context)
+            assert self.moves is not None
+
+            def fault(phase: str) -> None:
+                if phase == "verify" and dist.get_rank() == 1:
+                    raise MemoryError("no room")
+
+            self.moves.fault = fault
+
+    join()
+    profile = output / "profile.jsonl"
+    if dist.get_rank() == 0:
+        write_profile(profile, dist.get_world_size())
+    dist.barrier()
+    results: dict[str, Any] = {}
+
+    def record(name: str, more: list[str], controller: Any = None) -> None:
+        where = output / name
+        run([*BASE, *more], where, [controller] if controller else [])
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, controller.states if controller else [])
+        if dist.get_rank() == 0:
+            journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
+            results[name] = {
+                "steps": [
+                    {k: s[k] for k in ("iteration", "consumed_samples", "global_batch_size")}
+                    | {k: s[k] for k in ("learning_rate", "micro_batch_size", "grad_norm")}
+                    | {"loss": s["losses"]["lm loss"]}
+                    for s in steps_of(where)
+                ],
+                "journal": journal,
+                "states": states,
+            }
+
+    flags = {
+        "copus_profile": str(profile),
+        "copus_policy": "static",
+        "copus_max_micro_batch_size": 1,
+    }
+    save = ["--save", str(output / "saved"), "--save-interval", "10"]
+    record("moved", save, Noting(**flags))
+    record("plain", [])
+    record("observed", [], Noting(**flags, copus_mode="observe"))
+    record("rolled back", [], Failing(**flags))
+    record("resumed", ["--load", str(output / "saved"), "--ckpt-step", "40"], Noting(**flags))
+    if dist.get_rank() == 0:
+        (output / "result.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
