@@ -22,6 +22,7 @@ from megatron.training.shards import KINDS, Shards, weights_of
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
 _CHUNK = 1 << 20
+_BITS = {4: torch.int32, 2: torch.int16}
 
 
 class Mismatch(ArithmeticError):
@@ -101,7 +102,7 @@ def _sum(flat: torch.Tensor, record: Record, kind: str) -> torch.Tensor:
         axis_weights(f"{kind}.{record.key}", axis, lo, hi, flat.device)
         for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
     )
-    rows = flat.view(torch.int32).view(-1, shape[-1])
+    rows = flat.view(_BITS[flat.element_size()]).view(-1, shape[-1])
     per_chunk = max(_CHUNK // shape[-1], 1)
     sums = [(part.long() * inner).sum(dim=1) for part in rows.split(per_chunk)]
     total = torch.cat(sums).view(shape[:-1])
@@ -162,9 +163,7 @@ def check_weights(model: Model, shards: Shards, groups: Any) -> None:
 @torch.no_grad()
 def weight_sum(model: Model, groups: Any) -> torch.Tensor:
     """One number for all weights of this rank's chunks, [1]. Not collective."""
-    sums = [torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())]
-    for place, weight in weights_of(model, groups):
-        sums.append(_sum(weight.float().reshape(-1), place, "weight"))
+    sums = [_sum(w.reshape(-1), place, "weight") for place, w in weights_of(model, groups)]
     return torch.stack(sums).sum().view(1)
 
 

@@ -88,3 +88,69 @@ def test_nothing_is_left_of_old_votes() -> None:
     for number in range(20):
         votes[0].vote(f"topic {number}", None)
     assert store.num_keys() == before
+
+
+def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no() -> None:
+    votes, reasons = ballots(timeout_s=0.1), []
+    with Watchdog(
+        votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
+    ) as dog:
+        dog.entering("build")
+        dog.entering("")
+        with pytest.raises(NoAnswer):
+            votes[1].vote("build", "out of memory")
+        time.sleep(0.7)
+    assert reasons == []
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_silent_rank_is_dead_unless_its_change_is_over(leaves: bool) -> None:
+    votes, reasons = ballots(), []
+    votes[1].beat()
+    with Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=0.6, on_expire=reasons.append):
+        time.sleep(0.3)
+        if leaves:
+            votes[1].beat(leaves=True)
+        time.sleep(1.2)
+    assert reasons == [] if leaves else ["rank 1 has been silent for 1 s"]
+    assert votes[2].is_given_up is not leaves
+
+
+def test_a_rank_that_is_there_is_not_missed() -> None:
+    votes, reasons = ballots(), []
+    both = [
+        Watchdog(votes[r], deadline_s=60, patience_s=60, silence_s=1.5, on_expire=reasons.append)
+        for r in (0, 1)
+    ]
+    with both[0], both[1]:
+        time.sleep(2)
+    assert reasons == []
+
+
+def test_when_a_rank_has_left_the_others_leave() -> None:
+    votes, reasons = ballots(), []
+    with Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append):
+        votes[2].give_up()
+        time.sleep(0.7)
+    assert reasons == ["another rank has left"]
+
+
+class Broken:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("connection reset")
+
+
+def test_a_store_that_is_gone_is_no_answer() -> None:
+    votes, reasons = ballots(), []
+    dog = Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append)
+    dog._own._store = votes[0]._store = Broken()
+    with pytest.raises(NoAnswer, match=r"vote on 'a'.*connection reset"):
+        votes[0].vote("a", None)
+    with pytest.raises(NoAnswer, match="tell"):
+        votes[0].tell("b")
+    votes[0].give_up()
+    with dog:
+        time.sleep(0.3)
+    assert reasons == ["the store of the launch is gone (connection reset)"]

@@ -226,6 +226,22 @@ def test_weights_of_a_stacked_layer_find_their_masters(monkeypatch: pytest.Monke
         verify.check_weights(NOTHING, held, NOTHING)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_number_tells_replicas_apart(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    whole = Record("w", (4, 6), (0, 0), (4, 6), 0, 0, True)
+    weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = set()
+    for place in range(25):
+        other = weight.clone()
+        if place:
+            other.view(-1).view(torch.uint8)[place - 1] ^= 1
+        with_weights(monkeypatch, [(whole, other)])
+        found.add(verify.weight_sum(NOTHING, NOTHING).item())
+    assert len(found) == 25
+
+
 def optimizer(*steps: int | None) -> Any:
     groups = [{"lr": 1.0} if n is None else {"step": n} for n in steps]
     return SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
