@@ -49,8 +49,12 @@ class Contents:
         return (*((self.master,) if self.master else ()), *contents.MOMENTS)
 
 
-def check_files(archive: Archive) -> list[str]:
+def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
     """Compares the files with the manifest.
+
+    Args:
+        archive: whose files.
+        checksums: read them all, instead of looking at their sizes.
 
     Returns:
         A note if there is no manifest to compare with.
@@ -58,7 +62,7 @@ def check_files(archive: Archive) -> list[str]:
     Raises:
         Refused: a file is missing, cut or changed.
     """
-    problems = files.damage(archive.folder)
+    problems = files.damage(archive.folder, contents=checksums)
     if problems:
         raise Refused("; ".join(problems[:3]))
     if files.read_manifest(archive.folder) is None:
