@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import NoReturn
 
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, converts, and turns problems into one line and an exit code."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     wants_json = "--json" in (sys.argv[1:] if argv is None else argv)
     try:
         return run(parser().parse_args(argv))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, reports, and turns problems into one line and an exit code."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     try:
         return run(parser().parse_args(argv))
     except KeyboardInterrupt:

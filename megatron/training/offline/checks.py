@@ -217,7 +217,7 @@ def check_truth(archive: Archive, found: Contents) -> None:
         if differ:
             raise Refused(
                 f"{key} in {archive.folder} is not its master rounded to {tensor.dtype} in "
-                f"{differ} elements, so one of them is wrong; --optimizer none keeps the weights alone"
+                f"{differ} elements: one of the two is wrong; --optimizer none keeps the weights"
             )
 
 

@@ -127,7 +127,10 @@ def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:
     vocab, notes = _vocabulary(arguments, wish)
     problems = problems_of(arguments, layout, vocab) + batch_problems_of(arguments, layout)
     if problems:
-        raise Refused("; ".join(problems))
+        raise Refused(
+            f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --pp, --vpp, "
+            "--dp and --vocab change it"
+        )
     if wish.optimizer not in (None, "none") and found.optimizer == "none":
         raise Refused(
             f"--optimizer {wish.optimizer} needs the moments of Adam, which it does not hold; "
@@ -195,7 +198,11 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
     is_ours = arguments.get("virtual_pipeline_model_parallel_size") is not None
     # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
     virtual = layout.vpp if layout.vpp > 1 or is_ours else None
+    # A launch with --use-checkpoint-args refuses a tensor parallelism that was not padded for.
     padded_for = arguments.get("pad_vocab_for_tensor_parallel_size")
+    unit = arguments.get("make_vocab_size_divisible_by") or 1
+    if padded_for and (padded_for < layout.tp or unit * padded_for % layout.tp):
+        padded_for = layout.tp
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -207,10 +214,7 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         "world_size": layout.world_size,
         "sequence_parallel": bool(arguments.get("sequence_parallel")) and layout.tp > 1,
         "padded_vocab_size": target.vocab,
-        # A launch refuses a tensor parallelism above this one.
-        **(
-            {"pad_vocab_for_tensor_parallel_size": max(padded_for, layout.tp)} if padded_for else {}
-        ),
+        **({"pad_vocab_for_tensor_parallel_size": padded_for} if padded_for else {}),
     }
 
 
