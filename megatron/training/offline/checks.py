@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -15,6 +17,7 @@ from megatron.training.offline.archive import Archive, StoredTensor
 from megatron.training.offline.coverage import Chunk, coverage_problem
 from megatron.training.offline.refusal import Refused
 
+Make: TypeAlias = Callable[[], torch.Tensor]
 _OTHER_FORMATS = {
     "dp_reshardable": "its buffers are cut for one data-parallel size and one TP and PP",
     "dp_zero_gather_scatter": "its buffers are one layout's, gathered",
@@ -210,10 +213,10 @@ def check_truth(archive: Archive, found: Contents) -> None:
     if found.master is None:
         return
     for key, tensor in found.weights.items():
+        rounded = partial(_rounded, archive, contents.state_key(found.master, key), tensor.dtype)
         differ = 0
         for part in pieces(tensor):
-            master = archive.read(contents.state_key(found.master, key), part).to(tensor.dtype)
-            differ += num_different(master, archive.read(key, part))
+            differ += num_different(partial(rounded, part), partial(archive.read, key, part))
         if differ:
             raise Refused(
                 f"{key} in {archive.folder} is not its master rounded to {tensor.dtype} in "
@@ -221,9 +224,24 @@ def check_truth(archive: Archive, found: Contents) -> None:
             )
 
 
-def num_different(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Elements whose bits differ; NaN equals itself."""
+def _rounded(archive: Archive, key: str, dtype: torch.dtype, part: Chunk) -> torch.Tensor:
+    return archive.read(key, part).to(dtype)
+
+
+def num_different(first: Make, second: Make) -> int:
+    """Elements whose bits differ; NaN equals itself.
+
+    Compares digests first, so that the two are in memory together only if they differ.
+    """
+    if _digest(first()) == _digest(second()):
+        return 0
+    a, b = first(), second()
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel())
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
     return int((a.view(words) != b.view(words)).sum())
+
+
+def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.dtype, tuple(tensor.shape), hashlib.blake2b(data).digest()

@@ -237,7 +237,7 @@ def read_back(folder: Path, target: Target, expected: Recipe | None) -> int | No
     if keys != result.tensors.keys():
         raise VerificationFailed(f"the result differs in {min(keys ^ result.tensors.keys())}")
     for piece in expected.pieces:
-        differ = num_different(piece.make(), result.read(piece.key, piece.part))
+        differ = num_different(piece.make, partial(result.read, piece.key, piece.part))
         if differ:
             raise VerificationFailed(
                 f"{piece.key} at {piece.part.offset} differs in {differ} elements"
