@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +15,24 @@ from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training.checkpoint_files import folder_of
 from megatron.training.device import use_device
+from megatron.training.offline import huggingface
+from megatron.training.offline.target import Wish
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
 from tests.helpers.launch import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
 WORKER = Path(__file__).with_name("worker_convert.py")
-MODELS = ("hf-tied", "hf-untied")
+MODELS = ("hf-tied", "hf-untied", "hf-scaled")
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "dtype")]
 
 
-def make_model(folder: Path, *, tied: bool) -> None:
+def make_model(folder: Path) -> None:
     torch.manual_seed(3)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+    if folder.name == "hf-scaled":
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **SCALING}
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -35,8 +42,8 @@ def make_model(folder: Path, *, tied: bool) -> None:
         vocab_size=101,
         max_position_embeddings=32,
         rms_norm_eps=1e-6,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=folder.name == "hf-tied",
+        rope_parameters=rope,
         initializer_range=0.2,
     )
     model = transformers.LlamaForCausalLM(config).float()
@@ -50,7 +57,7 @@ def make_model(folder: Path, *, tied: bool) -> None:
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     for name in MODELS:
-        make_model(folder / name, tied=name == "hf-tied")
+        make_model(folder / name)
     run_ranks([WORKER, folder], 2, timeout_s=300).check()
     return folder
 
@@ -118,3 +125,26 @@ def test_an_imported_model_gives_the_logits_of_transformers(
     assert got.shape[-1] == 128 * tp
     assert expected.std() > 0.3  # or the comparison says nothing
     assert (got[..., :101] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name: str) -> None:
+    original = transformers.LlamaForCausalLM.from_pretrained(output / name).float().eval()
+    huggingface.save(output / f"imported-{name}-2", tmp_path / "hf", Wish(), shard_bytes=9000)
+    exported, loading = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
+    with torch.no_grad():
+        assert torch.equal(exported.eval()(tokens()).logits, original(tokens()).logits)
+
+
+def test_transformers_reads_a_trained_checkpoint(output: Path, tmp_path: Path) -> None:
+    source = output / "to_distributed"
+    huggingface.save(source, tmp_path / "hf", Wish(dtype="fp32"), verify=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert model.config.vocab_size == 128
+    assert 4 < loss < 6  # ln 128 = 4.85 after two steps

@@ -174,8 +174,10 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
         load(model, converted, Wish(tp=tp), verify=True)
     dist.barrier()
     config = json.loads((model / "config.json").read_text())
-    untied = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
-    flags = [*untied, *layout_flags(tp, 1, 1), "--load", str(converted)]
+    more = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        more += ["--use-rope-scaling", "--rope-scaling-factor", "8"]
+    flags = [*more, *layout_flags(tp, 1, 1), "--load", str(converted)]
     run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
 
 
