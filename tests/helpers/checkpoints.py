@@ -49,13 +49,14 @@ FLAGS: dict[str, Any] = {
     "rotary_base": 10000,
 }
 ITERATION = 5
+_CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
 GROUPS = {"param_groups": [{"lr": 1e-3, "step": ITERATION}, {"lr": 1e-3, "step": ITERATION}]}
 
 
 def whole_pieces(
     flags: dict[str, Any], dtype: torch.dtype, optimizer: str, seed: int = 1
 ) -> list[Piece]:
-    """Random weights with the states an optimizer keeps, in two chunks along the last axis."""
+    """Random weights with the states an optimizer keeps; some in two chunks along the last axis."""
     generator = torch.Generator().manual_seed(seed)
     wanted = Contents(weights={}, optimizer=optimizer, dtype=dtype)
     pieces = []
@@ -67,8 +68,8 @@ def whole_pieces(
             state = master if is_master else torch.rand(shape, generator=generator)
             data[contents.state_key(kind, weight)] = state
         for key, tensor in data.items():
-            half = shape[-1] // 2
-            for start, end in ((0, half), (half, shape[-1])):
+            half = shape[-1] // 2 if key.endswith(_CUT) else shape[-1]
+            for start, end in ((0, half), (half, shape[-1]))[: 2 if half < shape[-1] else 1]:
                 part = Chunk(
                     offset=(0,) * (len(shape) - 1) + (start,), size=(*shape[:-1], end - start)
                 )
