@@ -341,6 +341,7 @@ def test_without_manifest_a_cut_file_is_still_found(
         (("--dp", 3), 3, ("--global-batch-size 8", "data parallel size 3")),
         (("--vocab", 129), 3, ("129 rows",)),
         (("--tp", 0), 2, ("--tp 0 must be at least 1",)),
+        (("--vocab", 0), 2, ("--vocab 0 must be at least 1",)),
         (("--vpp", 2), 2, ("--vpp 2", "--pp")),
         (("--dtype", "int8"), 2, ("--dtype",)),
         (("--format", "hf", "--tp", 2), 2, ("--tp", "no layout")),
@@ -380,6 +381,9 @@ def test_places_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert code == 1 and "nowhere" in err
     (tmp_path / "file").write_text("")
     assert run(capsys, source, tmp_path / "file" / "c")[0] == 1
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, source, tmp_path / "empty")[0] == 0
+    (tmp_path / "empty").rename(tmp_path / "taken")
     (tmp_path / "empty").mkdir()
     assert run(capsys, tmp_path / "empty", tmp_path / "c")[0] == 3
     assert snapshot(source) == before and (tmp_path / "b" / "mine").read_text() == "keep"

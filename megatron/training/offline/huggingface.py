@@ -112,8 +112,8 @@ def _exported_rows(archive: Archive, wish: Wish, notes: list[str]) -> int:
     if rows is None:
         notes.append(f"the flags do not say how many of the {stored} rows are tokens: all are kept")
         return stored
-    if not 1 <= rows <= stored:
-        raise UsageError(f"--vocab {rows} must be from 1 to the {stored} rows that are stored")
+    if rows > stored:
+        raise UsageError(f"--vocab {rows} is more than the {stored} rows that are stored")
     if true is not None and rows < true:
         raise Refused(f"--vocab {rows} would drop tokens: the tokenizer has {true}")
     return rows
@@ -189,8 +189,6 @@ def load(
     stored = SafetensorsFolder(source)
     dtype = _check_model(stored, arguments)
     true = arguments["vocab_size"]
-    if wish.tp is not None and wish.tp < 1:
-        raise UsageError(f"--tp {wish.tp} must be at least 1")
     padded = wish.vocab or pad_vocab_size(true, _DIVISIBLE_BY, wish.tp or 1)
     if padded < true:
         raise Refused(

@@ -23,7 +23,11 @@ OPTIMIZERS = ("distributed", "plain", "none")
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the user asked for; None keeps what is stored."""
+    """What the user asked for; None keeps what is stored.
+
+    Raises:
+        UsageError: a size below 1.
+    """
 
     tp: int | None = None
     """Tensor parallel size."""
@@ -41,6 +45,12 @@ class Wish:
     """Number format of the weights: fp32, bf16 or fp16."""
     optimizer: str | None = None
     """`distributed`, `plain` or `none`."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "dp", "vocab", "true_vocab"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {size} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +83,10 @@ def wished_layout(arguments: Mapping[str, Any], wish: Wish) -> Layout:
     """The stored layout with what was asked for instead.
 
     Raises:
-        UsageError: a size that is none.
+        UsageError: a virtual pipeline without a pipeline.
     """
     stored = stored_layout(arguments)
     sizes = {name: getattr(wish, name) for name in ("tp", "pp", "vpp", "dp")}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise UsageError(f"--{name} {size} must be at least 1")
     merged = {**stored.to_json(), **{n: s for n, s in sizes.items() if s is not None}}
     if merged["pp"] == 1 and wish.vpp is None:
         merged["vpp"] = 1
@@ -149,8 +156,6 @@ def _vocabulary(arguments: Mapping[str, Any], wish: Wish) -> tuple[int, list[str
     stored = int(arguments["padded_vocab_size"])
     if wish.vocab is None or wish.vocab == stored:
         return stored, []
-    if wish.vocab < 1:
-        raise UsageError(f"--vocab {wish.vocab} must be at least 1")
     true = wish.true_vocab or contents.true_vocab_size(arguments)
     if wish.vocab < stored and true is None:
         raise UsageError(
@@ -180,7 +185,8 @@ def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dic
         arguments["use_distributed_optimizer"] = target.optimizer == "distributed"
         if target.optimizer == "plain":
             arguments["overlap_param_gather"] = False
-        new["optimizer"] = _optimizer_state(new["optimizer"], arguments, target)
+        if (found.dtype, found.optimizer) != (target.dtype, target.optimizer):
+            new["optimizer"] = _optimizer_state(new["optimizer"], arguments, target)
     else:
         new.pop("optimizer", None)
     if "copus" in new:

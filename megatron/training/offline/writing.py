@@ -142,11 +142,13 @@ def _chunk(part: Chunk) -> ChunkStorageMetadata:
 
 def _grouped(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
     group: list[Piece] = []
+    size = 0
     for piece in pieces:
-        if group and sum(p.num_bytes for p in group) + piece.num_bytes > limit:
+        if group and size + piece.num_bytes > limit:
             yield group
-            group = []
+            group, size = [], 0
         group.append(piece)
+        size += piece.num_bytes
     if group:
         yield group
 
