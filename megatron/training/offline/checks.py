@@ -243,5 +243,5 @@ def num_different(first: Make, second: Make) -> int:
 
 
 def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return tensor.dtype, tuple(tensor.shape), hashlib.blake2b(data).digest()
