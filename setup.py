@@ -48,6 +48,9 @@ setup(
             "import-linter>=2.3",
             "pydantic>=2.9",
             "jsonschema>=4.20",
+            "safetensors>=0.4",
+            # Tests alone compare with it.
+            "transformers>=5",
             *BENCH,
             *REPORT,
             *TRACK,

@@ -1,0 +1,1 @@
+"""Checkpoints without a run: one CPU process, no process group, no model."""

@@ -1,0 +1,150 @@
+"""Converted checkpoints load under the target and train on as the originals do; imported models
+give the logits of `transformers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
+from megatron.core.safe_globals import register_safe_globals
+
+from megatron.training.checkpoint_files import folder_of
+from megatron.training.device import use_device
+from megatron.training.offline import huggingface
+from megatron.training.offline.target import Wish
+from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
+from tests.helpers.launch import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+WORKER = Path(__file__).with_name("worker_convert.py")
+MODELS = ("hf-tied", "hf-untied", "hf-scaled")
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SAME_LOSS = [name for name in CASES if name not in ("vocab", "dtype")]
+
+
+def make_model(folder: Path) -> None:
+    torch.manual_seed(3)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
+    if folder.name == "hf-scaled":
+        rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **SCALING}
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=101,
+        max_position_embeddings=32,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=folder.name == "hf-tied",
+        rope_parameters=rope,
+        initializer_range=0.2,
+    )
+    model = transformers.LlamaForCausalLM(config).float()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("convert")
+    for name in MODELS:
+        make_model(folder / name)
+    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = tmp_path_factory.mktemp("store") / "store"
+    with use_device("cpu"):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=0, world_size=1
+        )
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", SAME_LOSS)
+def test_the_next_losses_are_those_of_the_original(output: Path, name: str) -> None:
+    losses = json.loads((output / "losses.json").read_text())[name]
+    assert len(losses["direct"]) == AFTER
+    assert losses["converted"] == pytest.approx(losses["direct"], rel=1e-5)
+
+
+def test_without_padding_a_run_goes_on_with_another_softmax(output: Path) -> None:
+    losses = json.loads((output / "losses.json").read_text())["vocab"]
+    assert len(losses["converted"]) == AFTER
+    assert max(losses["converted"]) < min(losses["direct"]) - 0.5  # 128 instead of 512 choices
+
+
+def test_in_fp32_a_run_goes_on_from_the_masters(output: Path) -> None:
+    losses = json.loads((output / "losses.json").read_text())["dtype"]
+    assert losses["converted"] == pytest.approx(losses["direct"], rel=1e-2)
+    assert losses["converted"] != losses["direct"]
+
+
+@pytest.mark.parametrize("name", SAME_LOSS)
+def test_stock_megatron_core_reads_the_same_bits(output: Path, name: str) -> None:
+    register_safe_globals()
+    folders = [folder_of(output / part, BEFORE) for part in (name, f"converted-{name}")]
+    before, after = (
+        {k: v for k, v in load_plain_tensors(str(f)).items() if isinstance(v, torch.Tensor)}
+        for f in folders
+    )
+    shared = before.keys() & after.keys()
+    assert {k for k in shared if "exp_avg" in k} == {k for k in before if "exp_avg" in k}
+    assert [k for k in sorted(shared) if not torch.equal(before[k], after[k])] == []
+    # The masters have other names, or are the weights.
+    for key in after.keys() - shared:
+        kind, _, weight = key.removeprefix("optimizer.state.").partition(".")
+        other = {"param": "fp32_param", "fp32_param": "param"}[kind]
+        origin = before.get(f"optimizer.state.{other}.{weight}", before[weight])
+        assert torch.equal(origin, after[key])
+    arguments = vars(load_common_state_dict(str(folders[1]))["args"])
+    assert arguments["tensor_model_parallel_size"] == CASES[name].wish["tp"]
+
+
+@pytest.mark.parametrize("tp", LOGITS_TP)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_model_gives_the_logits_of_transformers(
+    output: Path, name: str, tp: int
+) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(output / name).float().eval()
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    got = torch.load(output / f"logits-{name}-{tp}.pt", weights_only=True)
+    assert got.shape[-1] == 128 * tp
+    assert expected.std() > 0.3  # or the comparison says nothing
+    assert (got[..., :101] - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name: str) -> None:
+    original = transformers.LlamaForCausalLM.from_pretrained(output / name).float().eval()
+    huggingface.save(output / f"imported-{name}-2", tmp_path / "hf", Wish(), shard_bytes=9000)
+    exported, loading = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
+    with torch.no_grad():
+        assert torch.equal(exported.eval()(tokens()).logits, original(tokens()).logits)
+
+
+def test_transformers_reads_a_trained_checkpoint(output: Path, tmp_path: Path) -> None:
+    source = output / "to_distributed"
+    huggingface.save(source, tmp_path / "hf", Wish(dtype="fp32"), verify=True)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        loss = float(model(ids, labels=ids).loss)
+    assert model.config.vocab_size == 128
+    assert 4 < loss < 6  # ln 128 = 4.85 after two steps

@@ -1,0 +1,199 @@
+"""Trains, converts on rank 0, and goes on from the conversion; and logits of imported models.
+
+worker_convert.py OUTPUT_DIR
+
+OUTPUT_DIR holds Hugging Face models in `hf-*`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+
+BEFORE, AFTER = 2, 2
+LENGTH = ["--train-iters", str(BEFORE + AFTER)]
+DISTRIBUTED, BF16 = "--use-distributed-optimizer", "--bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One conversion."""
+
+    base: str
+    """Flags of the model."""
+    common: tuple[str, ...]
+    """Flags of all runs."""
+    saved: tuple[str, ...]
+    """Flags of the run that saves."""
+    wish: dict[str, Any]
+    """What the conversion changes."""
+    direct: tuple[str, ...]
+    """Flags to go on from the saved file itself."""
+    converted: tuple[str, ...]
+    """Flags to go on from the conversion."""
+
+
+def layout(tp: int, pp: int = 1, vpp: int = 1) -> tuple[str, ...]:
+    """Flags of a layout of the two ranks."""
+    return tuple(layout_flags(tp, pp, vpp))
+
+
+CASES = {
+    "layout": Case(
+        base=TINY_GPT2,
+        common=(BF16, DISTRIBUTED),
+        saved=layout(2),
+        wish={"tp": 1, "pp": 2, "vpp": 2, "dp": 1},
+        direct=layout(1, 2, 2),
+        converted=layout(1, 2, 2),
+    ),
+    "to_distributed": Case(
+        base=TINY,
+        common=(BF16,),
+        saved=layout(2),
+        wish={"tp": 1, "dp": 2, "optimizer": "distributed"},
+        direct=layout(1),
+        converted=(*layout(1), DISTRIBUTED),
+    ),
+    "to_plain": Case(
+        base=TINY_GPT2,
+        common=(BF16,),
+        saved=(*layout(1, 2), DISTRIBUTED),
+        wish={"tp": 2, "pp": 1, "optimizer": "plain"},
+        direct=(*layout(2), DISTRIBUTED),
+        converted=layout(2),
+    ),
+    "fp32": Case(
+        base=TINY,
+        common=(),
+        saved=layout(1),
+        wish={"tp": 2, "dp": 1, "optimizer": "distributed"},
+        direct=layout(2),
+        converted=(*layout(2), DISTRIBUTED),
+    ),
+    "fp32_to_plain": Case(
+        base=TINY_GPT2,
+        common=(),
+        saved=(*layout(1, 2), DISTRIBUTED),
+        wish={"tp": 2, "pp": 1, "optimizer": "plain"},
+        direct=(*layout(2), DISTRIBUTED),
+        converted=layout(2),
+    ),
+    "vocab": Case(
+        base=TINY,
+        common=(BF16, DISTRIBUTED),
+        saved=layout(2),
+        wish={"vocab": 128},
+        direct=layout(2),
+        converted=layout(2),
+    ),
+    "dtype": Case(
+        base=TINY,
+        common=(DISTRIBUTED,),
+        saved=(*layout(2), BF16),
+        wish={"dtype": "fp32"},
+        direct=(*layout(2), BF16),
+        converted=layout(2),
+    ),
+}
+LOGITS_TP = (1, 2)
+LLAMA = """--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4
+--group-query-attention --num-query-groups 2 --seq-length 16 --max-position-embeddings 32
+--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --tokenizer-type NullTokenizer
+--vocab-size 100 --mock-data --swiglu --normalization RMSNorm --disable-bias-linear
+--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
+--log-interval 1000 --norm-epsilon 1e-6 --rotary-base 5000 --finetune --train-iters 1"""
+
+
+def tokens() -> Any:
+    """What the logits are computed of."""
+    import torch
+
+    return torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(5))
+
+
+def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) -> None:
+    """Converts with every check while the other rank waits."""
+    import torch.distributed as dist
+
+    from megatron.training.offline.convert import convert
+    from megatron.training.offline.target import Wish
+
+    if dist.get_rank() == 0:
+        convert(source, destination, Wish(**wish), verify=True)
+    dist.barrier()
+
+
+def go_on(output: Path, name: str, case: Case) -> dict[str, list[float]]:
+    """The losses after the saved file and after its conversion."""
+    flags = [*case.common, *LENGTH]
+    saved, converted = output / name, output / f"converted-{name}"
+    stop = ["--save", str(saved), "--exit-interval", str(BEFORE)]
+    run([*flags, *case.saved, *stop], output / f"run-{name}", base=case.base)
+    convert_on_rank_zero(saved, converted, case.wish)
+    losses = {}
+    for kind, load, more in (
+        ("direct", saved, case.direct),
+        ("converted", converted, case.converted),
+    ):
+        run_dir = output / f"run-{name}-{kind}"
+        steps = run([*flags, *more, "--load", str(load)], run_dir, base=case.base)
+        losses[kind] = [step["losses"]["lm loss"] for step in steps]
+    return losses
+
+
+def imported_logits(output: Path, model: Path, tp: int) -> None:
+    """Imports a model and writes its logits."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.offline.huggingface import load
+    from megatron.training.offline.target import Wish
+
+    class WriteLogits(Callback):
+        """Before the first step."""
+
+        def on_train_start(self, context: CallbackContext) -> None:
+            (chunk,), ids = context.model, tokens()
+            positions = torch.arange(ids.shape[1]).expand_as(ids)
+            with torch.no_grad():
+                part = chunk(ids, positions, None).contiguous()
+            parts = [torch.empty_like(part) for _ in range(context.groups.tp.size())]
+            dist.all_gather(parts, part, group=context.groups.tp)
+            if dist.get_rank() == 0:
+                torch.save(torch.cat(parts, dim=-1), output / f"logits-{model.name}-{tp}.pt")
+
+    converted = output / f"imported-{model.name}-{tp}"
+    if dist.get_rank() == 0:
+        load(model, converted, Wish(tp=tp), verify=True)
+    dist.barrier()
+    config = json.loads((model / "config.json").read_text())
+    more = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        more += ["--use-rope-scaling", "--rope-scaling-factor", "8"]
+    flags = [*more, *layout_flags(tp, 1, 1), "--load", str(converted)]
+    run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
+
+
+def main(output: Path) -> None:
+    """Writes the losses of every case, and the logits of every model."""
+    import torch.distributed as dist
+
+    join()
+    losses = {name: go_on(output, name, case) for name, case in CASES.items()}
+    if dist.get_rank() == 0:
+        (output / "losses.json").write_text(json.dumps(losses))
+    for model in sorted(output.glob("hf-*")):
+        for tp in LOGITS_TP:
+            imported_logits(output, model, tp)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,133 @@
+"""Small checkpoints made without training, whole or with one thing wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.training import checkpoint_files as files
+from megatron.training.offline import contents
+from megatron.training.offline.checks import Contents
+from megatron.training.offline.coverage import Chunk
+from megatron.training.offline.target import DTYPES
+from megatron.training.offline.writing import Piece, write_common, write_tensors
+
+FLAGS: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "ffn_hidden_size": 24,
+    "num_attention_heads": 4,
+    "kv_channels": 4,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "max_position_embeddings": 32,
+    "seq_length": 32,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "layernorm_epsilon": 1e-5,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 128,
+    "vocab_size": 100,
+    "tokenizer_type": "NullTokenizer",
+    "pad_vocab_for_tensor_parallel_size": 2,
+    "make_vocab_size_divisible_by": 64,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": 1,
+    "data_parallel_size": 2,
+    "consumed_train_samples": 40,
+    "rotary_base": 10000,
+}
+ITERATION = 5
+_CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
+GROUPS = {"param_groups": [{"lr": 1e-3, "step": ITERATION}, {"lr": 1e-3, "step": ITERATION}]}
+
+
+def whole_pieces(
+    flags: dict[str, Any], dtype: torch.dtype, optimizer: str, seed: int = 1
+) -> list[Piece]:
+    """Random weights with the states an optimizer keeps; some in two chunks along the last axis."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = Contents(weights={}, optimizer=optimizer, dtype=dtype)
+    pieces = []
+    for weight, shape in contents.expected_weights(flags).items():
+        master = torch.randn(shape, generator=generator)
+        data = {weight: master.to(dtype)}
+        for kind in wanted.kinds:
+            is_master = kind == wanted.master
+            state = master if is_master else torch.rand(shape, generator=generator)
+            data[contents.state_key(kind, weight)] = state
+        for key, tensor in data.items():
+            half = shape[-1] // 2 if key.endswith(_CUT) else shape[-1]
+            for start, end in ((0, half), (half, shape[-1]))[: 2 if half < shape[-1] else 1]:
+                part = Chunk(
+                    offset=(0,) * (len(shape) - 1) + (start,), size=(*shape[:-1], end - start)
+                )
+                made = tensor[..., start:end].clone()
+                pieces.append(
+                    Piece(key=key, dtype=tensor.dtype, shape=shape, part=part, make=made.clone)
+                )
+    return pieces
+
+
+def make_checkpoint(
+    root: Path,
+    *,
+    dtype: str = "bf16",
+    optimizer: str = "distributed",
+    change: Callable[[list[Piece]], None] | None = None,
+    blobs: dict[str, bytes] | None = None,
+    content: dict[str, Any] | None = None,
+    **flags: Any,
+) -> Path:
+    """Writes a `--save` directory with one iteration.
+
+    Args:
+        root: becomes the directory.
+        dtype: of the weights.
+        optimizer: `distributed`, `plain` or `none`.
+        change: spoils the list of pieces before they are written.
+        blobs: stored objects.
+        content: content metadata.
+        flags: stored flags other than `FLAGS`.
+    """
+    arguments = {**FLAGS, **flags, "params_dtype": dtype, "bf16": dtype == "bf16"}
+    arguments["use_distributed_optimizer"] = optimizer == "distributed"
+    pieces = whole_pieces(arguments, DTYPES[dtype], optimizer)
+    if change is not None:
+        change(pieces)
+    folder = files.begin(root, ITERATION)
+    objects = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": b"extra", **(blobs or {})}
+    write_tensors(folder, pieces, {key: partial(bytes, data) for key, data in objects.items()})
+    common: dict[str, Any] = {"args": Namespace(**arguments), "iteration": ITERATION}
+    common["content_metadata"] = content or {"distrib_optim_sharding_type": "fully_reshardable"}
+    if optimizer == "distributed":
+        common["optimizer"] = {
+            "optimizer": GROUPS,
+            "param_state_sharding_type": "fully_reshardable",
+        }
+    elif optimizer == "plain":
+        common["optimizer"] = GROUPS if dtype == "fp32" else {"optimizer": GROUPS}
+    write_common(folder, common)
+    files.finish(root, ITERATION, files.checksums(folder, files.data_files(folder)))
+    return root
+
+
+def index_of(pieces: list[Piece], part_of_key: str) -> int:
+    """Place of the first piece whose key ends so."""
+    return next(i for i, piece in enumerate(pieces) if piece.key.endswith(part_of_key))
+
+
+def renamed(piece: Piece, key: str) -> Piece:
+    """The piece under another key."""
+    return dataclasses.replace(piece, key=key)

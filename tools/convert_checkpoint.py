@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""Converts a checkpoint, offline: layout, vocabulary, number format, optimizer, Hugging Face.
+
+python tools/convert_checkpoint.py checkpoints converted --tp 4 --pp 2 --dp 8 --verify
+python tools/convert_checkpoint.py checkpoints llama-hf --format hf
+python tools/convert_checkpoint.py llama-hf checkpoints --tp 2
+
+One CPU process, no process group, no model. SRC is a --save directory, the folder of one iteration,
+or a Hugging Face Llama; DST must not exist. Exit codes: 0 done, 1 I/O, 2 usage, 3 refused,
+4 verification failed; without 0 there is no DST.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.training.errors import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = _Parser(
+        prog="convert_checkpoint.py",
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+    )
+    p.add_argument("source", metavar="SRC", type=Path)
+    p.add_argument("destination", metavar="DST", type=Path)
+    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest complete")
+    target = p.add_argument_group("target; what is not given stays as stored")
+    target.add_argument("--tp", type=int, help="tensor parallel size")
+    target.add_argument("--pp", type=int, help="pipeline parallel size")
+    target.add_argument("--vpp", type=int, help="virtual pipeline size")
+    target.add_argument("--dp", type=int, help="data parallel size")
+    target.add_argument("--vocab", type=int, help="rows of the embedding, padding included")
+    target.add_argument("--true-vocab", type=int, help="tokens, if the stored flags do not tell")
+    target.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights")
+    target.add_argument("--optimizer", choices=("distributed", "plain", "none"))
+    target.add_argument("--format", choices=("torch_dist", "hf"), default="torch_dist")
+    target.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="of a safetensors file, in 10^9 bytes"
+    )
+    p.add_argument("--verify", action="store_true", help="compare every tensor of SRC and DST")
+    p.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts and prints the outcome."""
+    from megatron.training.offline import huggingface
+    from megatron.training.offline.convert import convert
+    from megatron.training.offline.target import Wish
+
+    wish = Wish(
+        **{
+            name: getattr(args, name)
+            for name in ("tp", "pp", "vpp", "dp", "vocab", "true_vocab", "dtype", "optimizer")
+        }
+    )
+    if args.max_shard_gb <= 0:
+        raise UsageError(f"--max-shard-gb {args.max_shard_gb} must be above 0")
+    is_import = huggingface.is_model(args.source)
+    if is_import and args.format == "hf":
+        raise UsageError(f"SRC {args.source} is a Hugging Face model already; drop --format hf")
+    if is_import and args.ckpt_step is not None:
+        raise UsageError("--ckpt-step goes with a --save directory, not with a Hugging Face model")
+    if is_import:
+        outcome = huggingface.load(args.source, args.destination, wish, verify=args.verify)
+    elif args.format == "hf":
+        outcome = huggingface.save(
+            args.source,
+            args.destination,
+            wish,
+            step=args.ckpt_step,
+            verify=args.verify,
+            shard_bytes=int(args.max_shard_gb * 1e9),
+        )
+    else:
+        outcome = convert(
+            args.source, args.destination, wish, step=args.ckpt_step, verify=args.verify
+        )
+    if args.json:
+        print(json.dumps({"status": "done", **outcome.to_json()}))
+        return 0
+    how = f"{outcome.num_rewritten} written anew" if outcome.num_rewritten else "files copied"
+    compared = "" if outcome.num_compared is None else f", {outcome.num_compared} compared equal"
+    print(f"{outcome.source} -> {outcome.destination}")
+    print(f"{outcome.num_tensors} tensors, {how}{compared}; {outcome.num_bytes / 1e6:.1f} MB")
+    if outcome.layout:
+        print(f"layout {outcome.layout}")
+    for note in outcome.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads flags, converts, and turns problems into one line and an exit code."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    wants_json = "--json" in (sys.argv[1:] if argv is None else argv)
+    try:
+        return run(parser().parse_args(argv))
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, RuntimeError) as error:
+        code = getattr(error, "exit_code", 0 if isinstance(error, ValueError) else 1)
+        if not code:
+            raise
+        text = " ".join(str(error).split())
+        if wants_json:
+            print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
+        print(f"convert_checkpoint.py: error: {text}", file=sys.stderr)
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Says what is inside a checkpoint, whether it is complete, and under which layouts it loads.
+
+python tools/inspect_checkpoint.py checkpoints [--ckpt-step N] [--verify] [--json]
+
+SRC is a --save directory or the folder of one iteration. One CPU process; reads the index, with
+--verify every byte. Exit codes: 0 complete, 1 I/O, 2 usage, 3 not complete or of another format,
+4 --verify found it changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.training.errors import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = _Parser(
+        prog="inspect_checkpoint.py",
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+    )
+    p.add_argument("source", metavar="SRC", type=Path)
+    p.add_argument("--ckpt-step", type=int, help="iteration; default: the latest complete")
+    p.add_argument("--verify", action="store_true", help="compare checksums, weights and masters")
+    p.add_argument("--json", action="store_true")
+    return p
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [
+        f"{record['folder']}: iteration {record['iteration']}, "
+        f"{record['consumed_samples']} samples, saved under {record['layout']}"
+    ]
+    if "dtype" in record:
+        lines.append(f"weights {record['dtype']}, optimizer {record['optimizer']}")
+    true = record["true_vocab_size"]
+    lines.append(
+        f"vocabulary {record['padded_vocab_size']} rows"
+        + (f", {true} of them tokens" if true else "")
+    )
+    sizes = ", ".join(f"{k} {v / 1e6:.1f}" for k, v in record["bytes_by_state"].items())
+    lines.append(f"{record['bytes'] / 1e6:.1f} MB on disk; MB of {sizes}")
+    for t in record["tensors"]:
+        lines.append(f"  {t['key']}  {t['dtype']} {tuple(t['shape'])}  {t['num_chunks']} chunks")
+    lines.append(f"  and {record['num_objects']} small objects")
+    for size, values in record.get("loads_under", {}).items():
+        shown = ", ".join(map(str, values)) or "any"
+        lines.append(f"loads under --{size} {shown}")
+    if not record["has_manifest"]:
+        lines.append("it has no manifest.json: its bytes cannot be verified")
+    if record["problem"] is None:
+        how = "and every byte is as it was written" if record["verified"] else "by its index"
+        lines.append(f"complete: every tensor is there and filled once, {how}")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report."""
+    from megatron.training.offline.archive import open_archive
+    from megatron.training.offline.huggingface import is_model
+    from megatron.training.offline.report import describe
+
+    if is_model(args.source):
+        raise UsageError(
+            f"SRC {args.source} is a Hugging Face model; convert_checkpoint.py checks and reads it"
+        )
+    record = describe(open_archive(args.source, step=args.ckpt_step), verify=args.verify)
+    print(json.dumps(record) if args.json else text_of(record))
+    if record["problem"] is not None:
+        print(f"inspect_checkpoint.py: error: {record['problem']}", file=sys.stderr)
+    return record["exit_code"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Reads flags, reports, and turns problems into one line and an exit code."""
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    try:
+        return run(parser().parse_args(argv))
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, RuntimeError) as error:
+        code = getattr(error, "exit_code", 0 if isinstance(error, ValueError) else 1)
+        if not code:
+            raise
+        print(f"inspect_checkpoint.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
