@@ -180,7 +180,7 @@ class Bench:
         dist.barrier()
         begin = time.monotonic()
         save_s = self.save()
-        found = None
+        found, cpu_s = None, time.process_time()
         if dist.get_rank() == 0:
             loaded, started, stepped = self._launch(to)
             found = {
@@ -190,12 +190,17 @@ class Bench:
                 "data and first step": stepped - loaded,
             }
         parts = from_rank_zero(found)
+        # What the waiting processes take away from the new ones; should be nothing.
+        fields["waiting_cpu_s"] = sum(everyone(time.process_time() - cpu_s))
         self.step()
         self.note("restart", start, to, pause_s=sum(parts.values()), phases=parts, **fields)
 
     def _launch(self, to: Layout) -> tuple[float, float, float]:
-        """Runs the trainer for one step; when it had loaded, started its record and taken the
-        step."""
+        """Runs the trainer for one step in new processes.
+
+        Returns:
+            When it had loaded, when it had opened its record, and when it had taken the step.
+        """
         world = dist.get_world_size()
         run_dir = Path(tempfile.mkdtemp(dir=self.folder))
         root = self.job.config.checkpoint.save
