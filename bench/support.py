@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
@@ -90,3 +91,15 @@ def torchrun(ranks: int, *command: str | Path) -> list[str]:
     """The command line that starts a Python program on some ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(ranks), *map(str, command)]
+
+
+def reset_peak() -> None:
+    """Lets the peak of resident memory begin at what is resident now, where the kernel allows."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Most bytes resident since the process began or `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -1,0 +1,330 @@
+"""B6: what a change of layout costs, in the same processes and by a restart.
+
+    python bench/switch_cost.py changes restarts soak planning [--size 40M] [--ranks 4]
+
+changes: every ordered pair of layouts, with the seconds of each phase, and the same bytes over bare
+gloo after each. restarts: every ordered pair three ways in turn: in the same processes; save, new
+processes, load, one step; save and load in the same processes. soak: random changes with a step
+between. planning: the plan of a 70B model on 512 ranks. Each replaces its own part of
+docs/results/switch_cost.json; the pictures beside it are drawn anew. A core per rank and nothing
+else running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support import (
+    RESULTS,
+    ROOT,
+    open_source,
+    origin,
+    peak_rss,
+    ratio_summary,
+    reset_peak,
+    torchrun,
+)
+
+Rows = list[dict[str, Any]]
+
+COMMON = """--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
+--lr 1e-4 --tokenizer-type NullTokenizer --mock-data --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --use-distributed-optimizer --eval-iters 0
+--log-interval 100000 --train-samples 100000 --device cpu"""
+SIZES = {
+    "tiny": """--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+--vocab-size 511""",
+    "20M": """--num-layers 8 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 8
+--vocab-size 8191""",
+    "40M": """--num-layers 12 --hidden-size 512 --ffn-hidden-size 1088 --num-attention-heads 8
+--vocab-size 8191""",
+}
+RATIO, BANDWIDTH_SHARE, BYTES_RATIO = 16, 0.6, 1.05
+PLANNING_S, PLANNING_BYTES = 2.0, 1e9
+_GOALS = ("rss", "pause_s", "fds", "threads", "groups")
+# Drift of the second half of a soak that counts as none, as a share of the mean.
+_FLAT = 0.02
+
+
+def measure(section: str, args: argparse.Namespace) -> Rows:
+    """Runs a section on the ranks; its rows."""
+    count = args.soak if section == "soak" else args.repeats
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "rows.json"
+        command = torchrun(args.ranks, __file__, section, "--output", output, "--worker")
+        command += ["--size", args.size, "--repeats", str(count), "--launcher", args.launcher]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise SystemExit(f"{section} failed")
+        return json.loads(output.read_text())
+
+
+def of_kind(rows: Rows, kind: str) -> Rows:
+    """The rows of one way."""
+    return [row for row in rows if row["kind"] == kind]
+
+
+def by_pair(rows: Rows) -> dict[str, Rows]:
+    """The rows of each ordered pair of layouts."""
+    pairs: dict[str, Rows] = {}
+    for row in rows:
+        pairs.setdefault(f"{row['from']} -> {row['to']}", []).append(row)
+    return pairs
+
+
+def medians(rows: Rows) -> dict[str, Any]:
+    """Medians of the numbers of some rows, phase by phase."""
+    names = [k for k, v in rows[0].items() if isinstance(v, int | float) and k != "repeat"]
+    phases = {p: statistics.median(r["phases"][p] for r in rows) for p in rows[0]["phases"]}
+    numbers = {name: statistics.median(r[name] for r in rows) for name in names}
+    pauses = [r["pause_s"] for r in rows]
+    return {**numbers, "pause_range_s": [min(pauses), max(pauses)], "phases": phases}
+
+
+def summary_of_changes(rows: Rows) -> dict[str, Any]:
+    """Bytes against the least possible, and the transfer against bare gloo."""
+    sides = [
+        {"gloo": {"rate": r["wire_bytes"] / r["gloo_s"]}, "transfer": {"rate": r["rate"]}}
+        for r in rows
+        if r.setdefault("rate", r["wire_bytes"] / r["phases"]["transfer"])
+    ]
+    bandwidth = ratio_summary(sides, "rate", of="transfer", to="gloo")
+    worst = max(r["wire_bytes"] / r["minimum_bytes"] for r in rows)
+    return {
+        "pairs": {pair: medians(some) for pair, some in by_pair(rows).items()},
+        "bandwidth": bandwidth,
+        "state_bytes": rows[0]["state_bytes"],
+        "worst_bytes_ratio": worst,
+        "worst_peak_over_step_peak": max(r["peak_rss"] / r["step_peak_rss"] for r in rows),
+        "goals": {
+            f"transfer >= {BANDWIDTH_SHARE} of gloo": bandwidth["median_ratio"] >= BANDWIDTH_SHARE,
+            f"bytes <= {BYTES_RATIO} of the minimum": worst <= BYTES_RATIO,
+        },
+    }
+
+
+def summary_of_restarts(rows: Rows) -> dict[str, Any]:
+    """How many times longer the job stands still when it is restarted.
+
+    `ratio` compares the pause with the time from the save to the first step of the new processes,
+    less a usual step. `ratio_to_first_step` counts it in the same processes as well that the first
+    step after a change is slower. `ratio_of_reload` is without new processes.
+    """
+    changes = by_pair(of_kind(rows, "change"))
+    steps: dict[str, list[float]] = {}
+    for row in rows:
+        if "step_s" in row:
+            steps.setdefault(row["to"], []).append(row["step_s"])
+    usual = {layout: statistics.median(some) for layout, some in steps.items()}
+    sides = []
+    for pair, restarts in by_pair(of_kind(rows, "restart")).items():
+        reloads = by_pair(of_kind(rows, "reload"))[pair]
+        for change, restart, reload in zip(changes[pair], restarts, reloads, strict=True):
+            step = usual[change["to"]]
+            slower = {r["kind"]: r["first_step_s"] - step for r in (change, reload)}
+            sides.append(
+                {
+                    "change": {
+                        "pause_s": change["pause_s"],
+                        "to_first_step_s": change["pause_s"] + slower["change"],
+                    },
+                    "restart": dict.fromkeys(
+                        ("pause_s", "to_first_step_s"), restart["pause_s"] - step
+                    ),
+                    "reload": {
+                        "pause_s": reload["pause_s"],
+                        "to_first_step_s": reload["pause_s"] + slower["reload"],
+                    },
+                }
+            )
+    ratio = ratio_summary(sides, "pause_s", of="restart", to="change")
+    return {
+        "pairs": {
+            kind: {pair: medians(some) for pair, some in by_pair(of_kind(rows, kind)).items()}
+            for kind in ("change", "restart", "reload")
+        },
+        "usual_step_s": usual,
+        "ratio": ratio,
+        "ratio_to_first_step": ratio_summary(sides, "to_first_step_s", of="restart", to="change"),
+        "ratio_of_reload": ratio_summary(sides, "pause_s", of="reload", to="change"),
+        "goals": {f"ratio >= {RATIO}": ratio["median_ratio"] >= RATIO},
+    }
+
+
+def slope(values: list[float]) -> tuple[float, float]:
+    """Growth per row by least squares, and its standard error."""
+    n = len(values)
+    if n < 3:
+        return 0.0, 0.0
+    x = [i - (n - 1) / 2 for i in range(n)]
+    mean, squares = statistics.fmean(values), sum(i * i for i in x)
+    found = sum(i * v for i, v in zip(x, values)) / squares
+    rest = sum((v - mean - found * i) ** 2 for i, v in zip(x, values))
+    return found, math.sqrt(rest / (n - 2) / squares)
+
+
+def summary_of_soak(rows: Rows) -> dict[str, Any]:
+    """What grows in the second half: memory and seconds by their slope, counts by their largest
+    value against that of the first half."""
+    late, early = rows[len(rows) // 2 :], rows[: len(rows) // 2]
+    found: dict[str, Any] = {}
+    for name in ("rss", "objects", "pause_s", "keys"):
+        if rows[0][name] is None:
+            continue
+        of = [float(sum(r[name])) if isinstance(r[name], list) else r[name] for r in late]
+        growth, error = slope(of)
+        share = growth * len(of) / statistics.fmean(of)
+        found[name] = {
+            "mean": statistics.fmean(of),
+            "growth_per_change": growth,
+            "standard_error": error,
+            "growth_over_half": share,
+            "is_flat": share <= _FLAT or growth <= 2 * error,
+        }
+    for name in ("fds", "threads", "groups"):
+        before, after = (max(max(r[name]) for r in half) for half in (early, late))
+        found[name] = {"first_half": before, "second_half": after, "is_flat": after <= before}
+    return {
+        "changes": len(rows),
+        "median_pause_s": statistics.median(r["pause_s"] for r in rows),
+        "worst_pause_s": max(r["pause_s"] for r in rows),
+        "second_half": found,
+        "goals": {
+            f"no growth of {name}": of["is_flat"] for name, of in found.items() if name in _GOALS
+        },
+    }
+
+
+def plan_once() -> Rows:
+    """The way between layouts of 512 ranks, each with the memory it takes on top."""
+    import psutil
+
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.reconfigure.ownership import all_of_layout, shape_of_spec
+    from copus_ext.reconfigure.plan import make_plan
+    from copus_ext.reconfigure.route import Route
+    from megatron.training.layout import Layout
+
+    spec = PRESETS["llama-3-70b"]
+    shape = shape_of_spec(spec, padded_vocab_size=int(spec.padded_vocab_size(8)))
+    start, rows = Layout(tp=8, pp=4, dp=16), []
+    for to in (Layout(tp=8, pp=8, dp=8), Layout(tp=4, pp=8, dp=16), Layout(tp=8, pp=2, dp=32)):
+        reset_peak()
+        resident, begin = psutil.Process().memory_info().rss, time.perf_counter()
+        source, target = all_of_layout(shape, start), all_of_layout(shape, to)
+        owned = time.perf_counter()
+        plan = make_plan(source, target, ranks_per_node=8)
+        planned = time.perf_counter()
+        grown = peak_rss() - resident
+        route = Route(source=source, target=target, plan=plan)
+        route.digest()
+        rows.append(
+            {
+                "from": str(start),
+                "to": str(to),
+                "seconds": planned - begin,
+                "ownership_s": owned - begin,
+                "digest_s": time.perf_counter() - planned,
+                "memory_bytes": grown,
+                "pieces": len(plan.pieces),
+                "wire_bytes": plan.wire_bytes,
+                "minimum_bytes": plan.minimum_bytes,
+            }
+        )
+        del source, target, plan, route
+    return rows
+
+
+def summary_of_planning(rows: Rows) -> dict[str, Any]:
+    """Medians over the processes."""
+    names = [k for k, v in rows[0].items() if isinstance(v, int | float)]
+    pairs = {
+        pair: {name: statistics.median(r[name] for r in some) for name in names}
+        for pair, some in by_pair(rows).items()
+    }
+    slowest = max(p["seconds"] for p in pairs.values())
+    largest = max(p["memory_bytes"] for p in pairs.values())
+    return {
+        "model": "llama-3-70b on 512 ranks",
+        "pairs": pairs,
+        "goals": {
+            f"seconds < {PLANNING_S}": slowest < PLANNING_S,
+            f"bytes < {PLANNING_BYTES:.0e}": largest < PLANNING_BYTES,
+        },
+    }
+
+
+def plan(args: argparse.Namespace) -> Rows:
+    """Each repeat in a process of its own."""
+    rows: Rows = []
+    command = [sys.executable, __file__, "planning", "--worker"]
+    for _ in range(args.repeats):
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        rows += json.loads(done.stdout)
+        print(f"planning: {[round(r['seconds'], 2) for r in rows[-3:]]} s", flush=True)
+    return rows
+
+
+SECTIONS: dict[str, Callable[[Rows], dict[str, Any]]] = {
+    "changes": summary_of_changes,
+    "restarts": summary_of_restarts,
+    "soak": summary_of_soak,
+    "planning": summary_of_planning,
+}
+
+
+def main() -> int:
+    """Measures, and writes after every section."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: draw alone")
+    p.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
+    p.add_argument("--ranks", type=int, choices=(2, 4), default=2)
+    p.add_argument("--repeats", type=int, default=5, help="of every ordered pair")
+    p.add_argument("--soak", type=int, default=100, help="random changes")
+    p.add_argument(
+        "--launcher", choices=("direct", "torchrun"), default="direct", help="of new processes"
+    )
+    p.add_argument("--output", type=Path, default=RESULTS / "switch_cost.json")
+    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = p.parse_args()
+    open_source()
+    if args.worker and args.sections == ["planning"]:
+        print(json.dumps(plan_once()))
+        return 0
+    if args.worker:
+        from switch_worker import work
+
+        flags = [*COMMON.split(), *SIZES[args.size].split()]
+        how = {"count": args.repeats, "launcher": args.launcher, "output": args.output}
+        work(args.sections[0], flags, **how)
+        return 0
+    for section in args.sections:
+        before = origin()
+        rows = plan(args) if section == "planning" else measure(section, args)
+        found = SECTIONS[section](rows)
+        place = "all" if section == "planning" else f"{args.size}, {args.ranks} ranks"
+        how = {"repeats": args.repeats, "launcher": args.launcher, **before}
+        result = json.loads(args.output.read_text()) if args.output.exists() else {}
+        result.setdefault("what", "seconds and bytes of changes of layout; see bench/switch_cost")
+        result.setdefault(section, {})[place] = {**found, **how, "rows": rows}
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        print(json.dumps({section: {place: {**found, "pairs": "..."}}}, indent=1), flush=True)
+    from switch_figures import draw
+
+    draw(json.loads(args.output.read_text()), args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
