@@ -2,8 +2,8 @@
 
     python bench/slow_link.py --data-path runs/quickstart/data/stdlib_text_document
 
-Two nodes on one machine: network namespaces with a rate-limited link, one rank pinned to one core in
-each. The quickstart's model and flags start as dp=2, whose gradients cross the link at every step.
+Two nodes on one machine: network namespaces with a rate-limited link, one rank pinned to one core
+in each. The quickstart's model and flags start as dp=2, whose gradients cross the link every step.
 Compared over the same samples: `act` with all layouts to choose from, the same with the link given
 in `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
 docs/results/slow_link.json, .svg and the journal of the first. Needs root, iproute2 and two cores;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -237,8 +238,6 @@ def cluster_file(rate_mbit: float, path: Path) -> None:
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """Speed, batch and layout over the time of the run."""
-    import itertools
-
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,7 +268,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     lines = [f"{'run':<10}{'seconds':>9}{'pauses':>8}{'steps':>7}{'loss':>8}  layouts"]
     for run in runs:
         layouts = run["curves"]["layout"]
-        path = [layouts[0], *(b for a, b in zip(layouts, layouts[1:]) if a != b)]
+        path = [layouts[0], *(b for a, b in itertools.pairwise(layouts) if a != b)]
         lines.append(
             f"{run['kind']:<10}{run['total_s']:>9.1f}{run['paused_s']:>8.1f}{run['steps']:>7}"
             f"{run['last_losses']:>8.3f}  {' -> '.join(path)}"
