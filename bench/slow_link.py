@@ -280,8 +280,8 @@ def main() -> int:
     """Trains each way, prints and writes."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    p.add_argument("--rate", type=float, default=400.0, help="Mbit/s of the link")
-    p.add_argument("--samples", type=int, default=1600)
+    p.add_argument("--rate", type=float, default=200.0, help="Mbit/s of the link")
+    p.add_argument("--samples", type=int, default=600)
     p.add_argument("--runs", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     p.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
     p.add_argument("--output", type=Path, default=RESULTS / "slow_link.json")
