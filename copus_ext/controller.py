@@ -24,7 +24,7 @@ from copus_ext.ledger import Ledger, Present
 from copus_ext.link import time_link
 from copus_ext.moves import Move, Moves
 from copus_ext.outlook import Outlook
-from copus_ext.reconfigure.inprocess import Outcome
+from copus_ext.reconfigure.phases import Outcome
 from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import Callback, CallbackContext

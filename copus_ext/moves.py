@@ -3,6 +3,7 @@ it, and keeps account of what it cost."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch.distributed as dist
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
-from copus_ext.reconfigure.inprocess import Mover, Outcome
+from copus_ext.reconfigure.inprocess import Mover
+from copus_ext.reconfigure.phases import Outcome
+from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE, is_supervised, write_request
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
-from copus_ext.reconfigure.relaunch import is_supervised, launch_name, write_request
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import CallbackContext
 from megatron.training.job import Job
@@ -52,6 +54,8 @@ class Moves:
         self._run_dir: Path | None = None
         self._asked: Move | None = None
         self._saved_samples: int | None = None
+        self.fault: Callable[[str], None] = lambda topic: None
+        """A test's way to break a change; see `Mover`."""
         self.leaves = False
         """Whether the run ends so that new processes go on with it."""
 
@@ -62,13 +66,9 @@ class Moves:
             self._mover = Mover(
                 run_dir=self._run_dir,
                 note=self._note,
+                fault=lambda topic: self.fault(topic),
                 sample=self.flags.copus_verify_switch == "sample",
             )
-
-    def set_fault(self, fault: Callable[[str], None]) -> None:
-        """Breaks changes on purpose; see `Mover`."""
-        assert self._mover is not None
-        self._mover.fault = fault
 
     def close(self, context: CallbackContext) -> None:
         """At the end of training: says what became of a change that was asked for. All ranks."""
@@ -161,11 +161,12 @@ class Moves:
             write_request(
                 self._run_dir,
                 LaunchRequest(
-                    launch=launch_name(),
+                    launch=os.environ[LAUNCH_VARIABLE],
                     kind="relayout",
                     iteration=context.state.iteration,
                     consumed_samples=context.state.consumed_samples,
                     layout=move.to,
+                    micro_batch_size=move.settings.micro_batch_size,
                     checkpoint=context.config.checkpoint.save,
                     reason=move.reason,
                 ),

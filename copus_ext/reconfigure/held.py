@@ -3,13 +3,11 @@ get their state from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from copus_ext.reconfigure import verify
 from megatron.training.config import Config
 from megatron.training.job import Job
 from megatron.training.model import Model
@@ -28,18 +26,13 @@ class Held:
     """Updates that Adam has made."""
     scalers: list[dict[str, Any] | None]
     """Loss scaler of each chained optimizer."""
-    sums: dict[str, int]
-    """Checksums of the global state."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """Checksums of the global state, once they are known."""
 
 
-def extract(job: Job, keys: Sequence[str], *, group: Any) -> Held:
-    """Takes what must outlive the old layout; the job is left as it is. Collective.
-
-    Args:
-        job: at a step boundary.
-        keys: of the tensors to be summed.
-        group: of all ranks, for the sums.
-    """
+def extract(job: Job) -> Held:
+    """Takes what must outlive the old layout; the job, at a step boundary, is left as it is. Not
+    collective."""
     shards = own_shards(job.model, job.optimizer, job.groups)
     kept = Shards(
         records=shards.records,
@@ -50,7 +43,6 @@ def extract(job: Job, keys: Sequence[str], *, group: Any) -> Held:
         shards=kept,
         step=adam_steps(job.optimizer),
         scalers=[_scaler_state(part) for part in parts_of(job.optimizer)],
-        sums=verify.checksums(kept, keys, group=group),
     )
 
 
@@ -108,12 +100,17 @@ def copy_all(source: Shards, target: Shards) -> None:
 
 
 @torch.no_grad()
-def masters_to_weights(config: Config, model: Model, optimizer: Any) -> None:
-    """Sets the model's weights to the rounded masters on every replica. Collective."""
+def masters_to_weights(optimizer: Any) -> None:
+    """Sets the weights whose masters are on this rank to the rounded masters. Not collective."""
     for part in parts_of(optimizer):
         copy = getattr(part, "_copy_main_params_to_model_params", None)
         if copy is not None:
             copy()
+
+
+@torch.no_grad()
+def share_weights(config: Config, model: Model) -> None:
+    """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks."""
     if config.parallel.use_distributed_optimizer:
         for chunk in model.chunks:
             chunk.start_param_sync(force_sync=True)

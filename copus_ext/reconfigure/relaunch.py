@@ -1,27 +1,283 @@
-"""placeholder"""
+"""The change that needs new processes: what a run asks of whoever supervises it, and the command
+that follows from it.
 
+    <run>/control/request.json    written by rank 0 after all ranks agreed and the checkpoint is
+                                  committed; replaced atomically; of one launch, else stale
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
 import os
-from dataclasses import dataclass
-from typing import Any
+import re
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.training.checkpoint_files import write_atomically
+from megatron.training.layout import Layout
+
+LAUNCH_VARIABLE = "COPUS_LAUNCH"
+"""Environment variable: the name of this launch, set by whoever supervises it."""
+REQUEST_FILE = Path("control") / "request.json"
+Kind = Literal["done", "relayout", "requeue", "abort"]
+_KINDS = ("done", "relayout", "requeue", "abort")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_MAX_FILE_BYTES = 1 << 16
+_MAX_TEXT = 4096
+_MAX_NUMBER = 1 << 53
+_MAX_SIZE = 1 << 20
+
+_TENSOR = "--tensor-model-parallel-size"
+_PIPELINE = "--pipeline-model-parallel-size"
+_LAYERS_OF_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
+_LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
+_ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
+_SEQUENCE = "--sequence-parallel"
+_NO_OVERLAP = "--no-overlap-p2p-communication"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
+    """How the processes of a launch want to be followed.
+
+    Raises:
+        ValueError: a value of the wrong type or out of bounds, naming the field.
+    """
+
     launch: str
-    kind: str
+    """Name of the launch that asks; `LAUNCH_VARIABLE`."""
+    kind: Kind
+    """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
+    another allocation. `abort`: starting again would not help."""
     iteration: int
+    """Steps done."""
     consumed_samples: int
-    layout: Any = None
-    checkpoint: Any = None
-    reason: str = ""
+    """Samples done."""
+    reason: str
+    """One line for a person."""
+    layout: Layout | None = None
+    """To start under; needed by `relayout`."""
+    micro_batch_size: int | None = None
+    """To start with; None as the user's flags say."""
+    global_batch_size: int | None = None
+    """To start with; None as the user's flags say."""
+    checkpoint: str | None = None
+    """The folder of `--save`, as the user gave it, whose latest checkpoint to start from; needed by
+    `relayout` after the first step."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.launch, str) and _NAME.fullmatch(self.launch)):
+            raise ValueError(f"launch {_shown(self.launch)} is no name of a launch")
+        if not (isinstance(self.kind, str) and self.kind in _KINDS):
+            raise ValueError(f"kind {_shown(self.kind)} must be one of {', '.join(_KINDS)}")
+        _check_number("iteration", self.iteration, 0, _MAX_NUMBER)
+        _check_number("consumed_samples", self.consumed_samples, 0, _MAX_NUMBER)
+        for name in ("micro_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 1, _MAX_SIZE)
+        if not isinstance(self.reason, str) or len(self.reason) > _MAX_TEXT:
+            raise ValueError(f"reason {_shown(self.reason)} must be a text of at most {_MAX_TEXT}")
+        if self.checkpoint is not None:
+            _check_folder(self.checkpoint)
+        if self.layout is not None and not isinstance(self.layout, Layout):
+            raise ValueError(f"layout {_shown(self.layout)} must be a layout")
+        if self.layout is not None and self.layout.world_size > _MAX_SIZE:
+            raise ValueError(f"layout {self.layout} is for more than {_MAX_SIZE} ranks")
+        if self.kind == "relayout" and self.layout is None:
+            raise ValueError("relayout needs a layout")
+        if self.kind == "relayout" and self.checkpoint is None and self.iteration > 0:
+            raise ValueError(f"relayout after {self.iteration} steps needs a checkpoint")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**data, "layout": self.layout and self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Request:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: a missing or unknown field, or a value that makes no sense.
+        """
+        if not isinstance(data, dict):
+            raise ValueError(f"{_shown(data)} is no JSON object")
+        names = {field.name for field in fields(cls)}
+        needed = {"launch", "kind", "iteration", "consumed_samples", "reason"}
+        if unknown := sorted(set(data) - names):
+            raise ValueError(f"unknown field {_shown(unknown[0])}")
+        if missing := sorted(needed - set(data)):
+            raise ValueError(f"{missing[0]} is missing")
+        layout = data.get("layout")
+        if layout is not None:
+            if not isinstance(layout, dict):
+                raise ValueError(f"layout {_shown(layout)} is no JSON object")
+            if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
+                raise ValueError(f"{missing[0]} of the layout is missing")
+            layout = Layout.from_json(layout)
+        return cls(**{**data, "layout": layout})
+
+    @property
+    def line(self) -> str:
+        """The reason, fit to be printed: one line without control characters."""
+        return _one_line(self.reason) or "no reason given"
 
 
-def launch_name():
-    return os.environ.get("COPUS_LAUNCH", "")
+def _check_number(name: str, value: Any, lowest: int, highest: int) -> None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number or not lowest <= value <= highest:
+        raise ValueError(f"{name} {_shown(value)} must be a whole number from {lowest} on")
 
 
-def is_supervised():
-    return bool(launch_name())
+def _check_folder(folder: Any) -> None:
+    if not isinstance(folder, str) or not 0 < len(folder) <= _MAX_TEXT:
+        raise ValueError(f"checkpoint {_shown(folder)} must name a folder")
+    if folder.startswith("-") or not folder.isprintable():
+        raise ValueError(f"checkpoint {_shown(folder)} cannot be the folder of a flag")
 
 
-def write_request(run_dir, request): ...
+def _one_line(text: str) -> str:
+    """The start of a text that may be anything, without control characters."""
+    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:300]
+
+
+def _shown(value: Any) -> str:
+    """The start of a value that may be anything, on one line."""
+    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        return "(a number too large to show)"
+    return ascii(value)[:60]
+
+
+def is_supervised(env: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody reads requests and starts the run again."""
+    return bool(_NAME.fullmatch((os.environ if env is None else env).get(LAUNCH_VARIABLE, "")))
+
+
+def write_request(run_dir: Path, request: Request) -> None:
+    """Leaves a request where the supervisor looks. On rank 0, after the checkpoint is committed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run_dir / REQUEST_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(request.to_json(), allow_nan=False, indent=1) + "\n")
+
+
+def read_request(run_dir: Path, *, launch: str) -> Request | None:
+    """What a launch asked for, or None if it asked for nothing; a request of another launch is
+    stale and counts as none.
+
+    Raises:
+        ValueError: one line naming the file, if it is there and no request.
+    """
+    path = run_dir / REQUEST_FILE
+    try:
+        data = json.loads(_read_small(path))
+        other = data.get("launch") if isinstance(data, dict) else None
+        if isinstance(other, str) and other != launch:
+            return None
+        return Request.from_json(data)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {_one_line(str(error))}") from error
+
+
+def _read_small(path: Path) -> bytes:
+    """The bytes of a plain file that nobody made to hurt: no link, no pipe, not large."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError("it is no plain file")
+        data = file.read(_MAX_FILE_BYTES + 1)
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
+    return data
+
+
+def flags_for(request: Request) -> list[str]:
+    """Flags that start the run as a `relayout` asks. Put behind other flags they win, except over
+    `--num-layers-per-virtual-pipeline-stage`, `--ckpt-step` and `--finetune`: see `merged`."""
+    layout = request.layout
+    assert layout is not None, f"a request of kind {request.kind} starts nothing"
+    flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
+    if layout.vpp > 1:
+        flags += [_CHUNKS, str(layout.vpp)]
+    if request.micro_batch_size is not None:
+        flags += [_MICRO, str(request.micro_batch_size)]
+    if request.global_batch_size is not None:
+        flags += [_GLOBAL, str(request.global_batch_size)]
+    if request.checkpoint is not None:
+        flags += [_LOAD, request.checkpoint]
+    return flags
+
+
+def merged(argv: Sequence[str], request: Request) -> list[str]:
+    """The user's flags with what a `relayout` asks for in their place.
+
+    Flags that choose another layout, another start or another batch go; the rest stays in order.
+    Sequence parallelism follows the user's flags as it does in `relayout.with_layout`: where they
+    name neither it nor a tensor size, it is on wherever it can be.
+
+    Args:
+        argv: the flags of the first launch, so that nothing piles up over many changes.
+        request: of kind `relayout`; start `request.layout.world_size` ranks with the result.
+
+    Raises:
+        ValueError: one line, if it names another checkpoint folder than the flags.
+    """
+    layout = request.layout
+    assert layout is not None, f"a request of kind {request.kind} starts nothing"
+    values, switches = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS}, set[str]()
+    if request.checkpoint is not None:
+        save = value_of(argv, _SAVE)
+        if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():
+            raise ValueError(
+                f"the run asks to go on from {_shown(request.checkpoint)}, and saves in {save}"
+            )
+        values |= {_LOAD, _STEP}
+        switches |= set(_ANOTHER_START)
+    if request.micro_batch_size is not None:
+        values.add(_MICRO)
+    if request.global_batch_size is not None:
+        values.add(_GLOBAL)
+    if layout.vpp > 1 and layout.pp == 2:
+        switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
+    flags = _without(argv, values, switches)
+    follows = _SEQUENCE not in argv and value_of(argv, _TENSOR) is None
+    length = value_of(argv, "--seq-length") or ""
+    if follows and layout.tp > 1 and length.isdecimal() and int(length) % layout.tp == 0:
+        flags.append(_SEQUENCE)
+    return flags + flags_for(request)
+
+
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The value of a flag as the parser reads it: the last one counts."""
+    found = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            found = argv[i + 1]
+        elif word.startswith(flag + "="):
+            found = word[len(flag) + 1 :]
+    return found
+
+
+def _without(argv: Sequence[str], values: Collection[str], switches: Collection[str]) -> list[str]:
+    kept, skip = [], False
+    for word in argv:
+        if skip or word in switches or word.partition("=")[0] in values:
+            # In the form --flag=value the value goes with it.
+            skip = not skip and word in values
+            continue
+        kept.append(word)
+    return kept

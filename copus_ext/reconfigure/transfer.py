@@ -92,17 +92,21 @@ class Transfer:
         return tensors[0]["param"] if tensors else torch.empty(0)
 
     @torch.no_grad()
-    def run(self) -> None:
-        """Copies and exchanges. Collective over the group.
-
-        Raises:
-            RuntimeError: a message failed or timed out.
-        """
+    def copy_own(self) -> None:
+        """Copies what stays on this rank. Not collective."""
         for p in self._local:
             for kind in KINDS:
                 self._target_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi))).copy_(
                     self._source_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi)))
                 )
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Sends and receives the rest. Collective over the group.
+
+        Raises:
+            RuntimeError: a message failed or timed out.
+        """
         # In step k every rank sends to the one k further on: no cycle can wait for itself.
         for shift in range(1, self._world):
             to, come_from = (self._rank + shift) % self._world, (self._rank - shift) % self._world

@@ -35,28 +35,58 @@ def checked_keys(keys: Sequence[str], *, sample: bool) -> list[str]:
 
 
 @torch.no_grad()
-def checksums(shards: Shards, keys: Sequence[str], *, group: Any) -> dict[str, int]:
-    """Sums over the whole run's state. Collective over the group.
+def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
+    """This rank's part of the sums, modulo 2^64: for each tensor those of the copy that counts,
+    those of all other copies, and the numbers of their elements. Not collective.
 
     Args:
         shards: what this rank holds.
+        keys: of the tensors, the same on every rank.
+    """
+    place = {key: i for i, key in enumerate(keys)}
+    device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
+    sums = torch.zeros((len(keys), 2, len(KINDS) + 1), dtype=torch.int64, device=device)
+    for record in shards.records:
+        if record.key in place:
+            into = sums[place[record.key], 0 if record.is_first else 1]
+            tensors = shards.tensors[record.shard]
+            for column, kind in enumerate(KINDS):
+                part = tensors[kind][record.offset : record.offset + record.numel]
+                into[column] += _sum(part, record, kind)
+            into[-1] += record.numel
+    return sums
+
+
+def all_sums(own: torch.Tensor, keys: Sequence[str], *, group: Any) -> dict[str, int]:
+    """Sums over the whole run's state. Collective over the group.
+
+    Args:
+        own: `own_sums` of this rank.
         keys: of the tensors, the same on every rank.
         group: of all ranks.
 
     Returns:
         By `kind.key`, a signed 64-bit integer; equal on every rank.
+
+    Raises:
+        Mismatch: on every rank, if copies of a tensor differ.
     """
-    place = {key: i for i, key in enumerate(keys)}
-    device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
-    sums = torch.zeros((len(keys), len(KINDS)), dtype=torch.int64, device=device)
-    for record in shards.records:
-        if record.is_first and record.key in place:
-            tensors = shards.tensors[record.shard]
-            for column, kind in enumerate(KINDS):
-                part = tensors[kind][record.offset : record.offset + record.numel]
-                sums[place[record.key], column] += _sum(part, record, kind)
-    dist.all_reduce(sums, group=group)
-    rows = sums.tolist()
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return sums_of(total, keys)
+
+
+def sums_of(total: torch.Tensor, keys: Sequence[str]) -> dict[str, int]:
+    """The sums out of those of all ranks; see `all_sums`."""
+    first, others = total.unbind(1)
+    num_others = others[:, -1:] // first[:, -1:].clamp(min=1)
+    # Every other copy is complete, too: together they are so many times the first.
+    is_wrong = (first[:, :-1] * num_others != others[:, :-1]).any(dim=1)
+    is_wrong |= (first[:, -1:] * num_others != others[:, -1:]).any(dim=1)
+    wrong = [key for key, bad in zip(keys, is_wrong.tolist()) if bad]
+    if wrong:
+        raise Mismatch(f"copies of {len(wrong)} tensors differ, the first: {wrong[0]}")
+    rows = first.tolist()
     return {
         f"{kind}.{key}": rows[i][column]
         for i, key in enumerate(keys)
@@ -127,3 +157,25 @@ def check_weights(model: Model, shards: Shards, groups: Any) -> None:
             master = master[record.offset : record.offset + record.numel].view(view.shape)
             if not torch.equal(view, master.to(view.dtype)):
                 raise Mismatch(f"weight {place.key} is not its rounded master")
+
+
+@torch.no_grad()
+def weight_sum(model: Model, groups: Any) -> torch.Tensor:
+    """One number for all weights of this rank's chunks, [1]. Not collective."""
+    sums = [torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())]
+    for place, weight in weights_of(model, groups):
+        sums.append(_sum(weight.float().reshape(-1), place, "weight"))
+    return torch.stack(sums).sum().view(1)
+
+
+def check_replicas(own: torch.Tensor, groups: Any) -> None:
+    """Checks that data-parallel replicas have the same `weight_sum`. Collective over each replica
+    group.
+
+    Raises:
+        Mismatch: on every rank of a group in which they differ.
+    """
+    highest = torch.cat([own, ~own])
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=groups.dp_cp)
+    if highest[0] != ~highest[1]:
+        raise Mismatch("replicas have different weights")

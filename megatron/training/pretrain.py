@@ -93,7 +93,7 @@ def _run(
         state.settings, notes = settle_settings(state.settings, config, keep=keep)
         for note in notes:
             log_rank_zero(f"note: {note}")
-    with open_run(config, stored, state, callbacks.settings()) as tracker:
+    with _imports_at_rest(), open_run(config, stored, state, callbacks.settings()) as tracker:
         job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
         job.local_stop = lambda iteration: stop_reason(
             iteration=iteration,
@@ -116,6 +116,18 @@ def _run(
         )
         tear_down(job)
     return state
+
+
+@contextlib.contextmanager
+def _imports_at_rest() -> Iterator[None]:
+    """Spares every collection the hundreds of thousands of objects that imports have made; taking a
+    layout down collects, and a job waits for it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -80,10 +80,10 @@ def main(output: Path) -> None:
             assert self.moves is not None
 
             def fault(phase: str) -> None:
-                if phase == "model" and dist.get_rank() == 1:
+                if phase == "verify" and dist.get_rank() == 1:
                     raise MemoryError("no room")
 
-            self.moves.set_fault(fault)
+            self.moves.fault = fault
 
     join()
     profile = output / "profile.jsonl"

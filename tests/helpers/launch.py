@@ -25,6 +25,7 @@ _CHILD_PATH = Path(__file__).resolve().parent / "child"
 _TAIL_CHARS = 6000
 _STACK_WAIT_S = 3.0
 _GRACE_S = 20.0
+_ORPHAN_WAIT_S = 1.0
 _POLL_S = 0.05
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 _OTHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_JOB_ID")
@@ -48,6 +49,10 @@ class RanksResult:
     """Of all ranks, as it came."""
     wall_s: float
     """Seconds from start to end."""
+    codes: tuple[int, ...] = ()
+    """Of every process started: with `direct` of every rank."""
+    orphans: int = 0
+    """Processes that outlived all ranks; they are ended."""
 
     def check(self) -> RanksResult:
         """Returns itself.
@@ -73,6 +78,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     launcher: Launcher = "torchrun",
+    ends_all: bool = True,
 ) -> RanksResult:
     """Runs a Python program on `nproc` ranks of this machine and waits for its end.
 
@@ -84,6 +90,7 @@ def run_ranks(
         cwd: working directory, the repository by default.
         launcher: `torchrun` as users start it, or `direct`: one process per rank, without the
             seconds that torchrun's own imports cost, and with the true code of the first failure.
+        ends_all: end all ranks when one has failed, as torchrun does; else each must end by itself.
 
     Raises:
         RanksHung: not done in time. All stacks are in the message, all processes are gone.
@@ -108,8 +115,9 @@ def run_ranks(
                         start_new_session=True,
                     )
                 )
-        code = _wait(children, begin + timeout_s)
+        code = _wait(children, begin + timeout_s, ends_all=ends_all)
         stacks = _stacks(mark, work) if code is None else ""
+        orphans = 0 if code is None else _count_after(mark, _ORPHAN_WAIT_S)
         left = processes.end_marked(mark)
         for child in children:
             child.wait()
@@ -119,6 +127,8 @@ def run_ranks(
             stdout=(work / "stdout").read_text(errors="replace"),
             stderr=(work / "stderr").read_text(errors="replace"),
             wall_s=time.monotonic() - begin,
+            codes=tuple(child.returncode for child in children),
+            orphans=orphans,
         )
     assert not left, f"processes {left} cannot be ended"
     if code is None:
@@ -169,14 +179,24 @@ def _environment(extra: Mapping[str, str], mark: str, work: Path) -> dict[str, s
     return env
 
 
-def _wait(children: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
+def _count_after(mark: str, seconds: float) -> int:
+    """Marked processes that are still there after some seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := len(processes.marked(mark))) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return left
+
+
+def _wait(
+    children: list[subprocess.Popen[bytes]], deadline: float, *, ends_all: bool
+) -> int | None:
     """Returns the first code that is not 0, or 0, or None if the deadline passes before."""
     failed: int | None = None
     while True:
         codes = [child.poll() for child in children]
         if failed is None:
             failed = next((code for code in codes if code), None)
-            if failed is not None:
+            if failed is not None and ends_all:
                 # Ranks that wait for the dead one never finish; torchrun ends them like this.
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
                 for child in children:
@@ -184,7 +204,7 @@ def _wait(children: list[subprocess.Popen[bytes]], deadline: float) -> int | Non
         if None not in codes:
             return failed or 0
         if time.monotonic() > deadline:
-            return failed
+            return failed if ends_all else None
         time.sleep(_POLL_S)
 
 

@@ -62,7 +62,9 @@ def test_rank_zero_tells() -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(refused: bool) -> None:
     votes, reasons = ballots(timeout_s=0.1), []
-    with Watchdog(votes[0], deadline_s=60, patience_s=0.1, on_expire=reasons.append) as dog:
+    with Watchdog(
+        votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
+    ) as dog:
         dog.entering("build")
         if refused:
             with pytest.raises(NoAnswer):
@@ -73,7 +75,7 @@ def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(refused: bool
 
 def test_the_watchdog_keeps_the_deadline() -> None:
     votes, reasons = ballots(), []
-    with Watchdog(votes[0], deadline_s=0.3, patience_s=9, on_expire=reasons.append):
+    with Watchdog(votes[0], deadline_s=0.3, patience_s=9, silence_s=9, on_expire=reasons.append):
         time.sleep(0.6)
     assert reasons == ["not done after 0 s"]
 

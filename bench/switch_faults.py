@@ -1,0 +1,73 @@
+"""Kills a rank in the middle of a change of layout, again and again.
+
+    python bench/switch_faults.py --runs 50 --seed 0
+
+A tiny GPT trains on two ranks, saves, changes its layout and loses a rank at a drawn place of the
+change, the way back among them. The other rank must leave by itself to be launched again; the run
+that is started again loses a rank elsewhere, and after five of these it must have come to the
+losses of one that was never broken, bit for bit. What the output already holds is not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from support import RESULTS, open_source, origin
+
+
+def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    """What the runs have in common."""
+    leaving = [row["seconds_to_leave"] for row in rows if row["seconds_to_leave"] is not None]
+    return {
+        "what": "ranks killed in the middle of a change of layout, and the runs started again",
+        "seed": seed,
+        "runs": len(rows),
+        "resumed_with_equal_losses": sum(not row["problems"] for row in rows),
+        "by_topic": dict(sorted(collections.Counter(row["topic"] for row in rows).items())),
+        "median_seconds_to_leave": statistics.median(leaving) if leaving else None,
+        "longest_seconds_to_leave": max(leaving, default=None),
+        **origin(),
+        "rows": rows,
+    }
+
+
+def main() -> int:
+    """Kills, restarts, compares, writes."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--runs", type=int, default=50)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--output", type=Path, default=RESULTS / "switch_faults.json")
+    args = p.parse_args()
+    open_source()
+    from tests.helpers.switch_cases import CHAIN, drawn, run_chain, uninterrupted
+
+    rows: list[dict[str, Any]] = []
+    if args.output.exists():
+        before = json.loads(args.output.read_text())
+        rows = before["rows"] if before["seed"] == args.seed else []
+    cases = drawn(args.seed, args.runs)
+    with tempfile.TemporaryDirectory() as temporary:
+        whole = uninterrupted(Path(temporary) / "whole")
+        started, already = time.monotonic(), len(rows)
+        while len(rows) < args.runs:
+            chain = cases[len(rows) : len(rows) + CHAIN]
+            rows += run_chain(chain, Path(temporary) / str(len(rows)), whole)
+            args.output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
+            left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
+            for case, row in zip(chain, rows[-len(chain) :]):
+                seen = "; ".join(row["problems"]) or f"resumed from {row['resumed_from']}"
+                print(f"{case}: {seen}")
+            print(f"{len(rows)}/{args.runs} kills, {left / 60:.1f} min left", flush=True)
+    return 1 if any(row["problems"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The controller moves a running job to another layout, in step on all ranks, and accounts for
+it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import run_ranks
+from tools import replay
+
+WORKER = Path(__file__).with_name("worker_controller_layouts.py")
+pytestmark = pytest.mark.timeout(320)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def of_kind(result: dict[str, Any], *kinds: str) -> list[dict[str, Any]]:
+    return [r for r in result["journal"] if r["kind"] in kinds]
+
+
+def test_the_faster_layout_is_taken_once(results: dict[str, Any]) -> None:
+    (switch,) = of_kind(results["moved"], "switch")
+    assert switch["start"] == "tp1.pp1.dp2" and ".pp2." in switch["to"]
+    assert switch["outcome"]["kind"] == "moved"
+    assert switch["outcome"]["wire_bytes"] == switch["outcome"]["minimum_bytes"] > 0
+    (outcome,) = of_kind(results["moved"], "outcome")
+    assert (outcome["from_layout"], outcome["to_layout"]) == (switch["start"], switch["to"])
+
+
+def test_it_is_written_before_it_is_done(results: dict[str, Any]) -> None:
+    kinds = [r["kind"] for r in results["moved"]["journal"] if r["kind"] != "decision"]
+    order = ["start", "switch.requested", "switch.begin", "switch.commit", "switch", "outcome"]
+    assert kinds == [*order, "end"]
+
+
+def test_every_sample_is_read_once_and_the_losses_stay(results: dict[str, Any]) -> None:
+    moved, plain = results["moved"]["steps"], results["plain"]["steps"]
+    starts = [s["consumed_samples"] - s["global_batch_size"] for s in moved]
+    assert starts == [0, *(s["consumed_samples"] for s in moved)][:-1]
+    assert len(moved) == len(plain)
+    for a, b in zip(moved, plain):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["learning_rate"] == b["learning_rate"]
+        assert a["consumed_samples"] == b["consumed_samples"]
+
+
+def test_all_ranks_keep_the_same_account(results: dict[str, Any]) -> None:
+    for name in ("moved", "rolled back", "resumed"):
+        first, *others = results[name]["states"]
+        assert first and all(other == first for other in others)
+
+
+def test_the_noise_scale_goes_on(results: dict[str, Any]) -> None:
+    noise = json.loads(results["moved"]["states"][0][1])
+    assert noise["num_measured"] >= 75
+
+
+def test_observing_changes_nothing(results: dict[str, Any]) -> None:
+    observed, plain = results["observed"], results["plain"]
+    assert [s["loss"] for s in observed["steps"]] == [s["loss"] for s in plain["steps"]]
+    kinds = [r["decision"]["kind"] for r in of_kind(observed, "decision")]
+    assert "relayout" in kinds and not of_kind(observed, "switch", "switch.requested")
+
+
+def test_a_failed_change_leaves_the_run_as_it_was(results: dict[str, Any]) -> None:
+    failed, plain = results["rolled back"], results["plain"]
+    assert [s["loss"] for s in failed["steps"]] == [s["loss"] for s in plain["steps"]]
+    switches = of_kind(failed, "switch")
+    assert switches and {s["outcome"]["kind"] for s in switches} == {"rolled_back"}
+    assert all("no room" in s["outcome"]["reason"] for s in switches)
+    targets = [s["to"] for s in switches]
+    assert len(set(targets)) == len(targets), "the same change was tried again"
+
+
+def test_a_resumed_run_knows_of_the_change(results: dict[str, Any]) -> None:
+    account = json.loads(results["resumed"]["states"][0][0])["layouts"]
+    (switch,) = of_kind(results["moved"], "switch")
+    assert account["pauses_s"][0] == switch["outcome"]["pause_s"]
+    assert account["last_iteration"] == switch["iteration"]
+
+
+@pytest.mark.parametrize("name", ["moved", "observed", "rolled back"])
+def test_the_journal_can_be_decided_again(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert replay.main([str(folder / name)]) == 0
+    assert "0 different" in capsys.readouterr().out
+
+
+def test_decisions_are_numbered(results: dict[str, Any]) -> None:
+    for name in ("moved", "rolled back"):
+        numbers = [r["number"] for r in of_kind(results[name], "decision")]
+        assert numbers == list(range(1, len(numbers) + 1))
+        asked = [r["number"] for r in of_kind(results[name], "switch.requested")]
+        done = [r["number"] for r in of_kind(results[name], "switch")]
+        assert asked == done
+        assert all(a < b for a, b in itertools.pairwise(asked))

@@ -1,0 +1,91 @@
+"""A running job goes from any layout to any other and back: nothing changes but the layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_relayout import BEFORE, VARIANTS
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_relayout.py")
+pytestmark = pytest.mark.timeout(420)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All variants in two launches."""
+    found: dict[str, Any] = {}
+    for ranks in (4, 3):
+        names = [name for name in VARIANTS if (name == "three") == (ranks == 3)]
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        run_ranks([WORKER, folder, *names], ranks, timeout_s=400).check()
+        found |= json.loads((folder / "result.json").read_text())
+    return found
+
+
+@pytest.fixture(params=list(VARIANTS))
+def result(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str, Any]:
+    return {**results[request.param], "name": request.param}
+
+
+def test_every_pair_was_gone(result: dict[str, Any]) -> None:
+    layouts = VARIANTS[result["name"]][1]
+    for rows in result["rows"]:
+        gone = {(row["from"], row["to"]) for row in rows}
+        assert len(rows) == len(gone) == len(layouts) * (len(layouts) - 1)
+        assert {row["kind"] for row in rows} == {"moved"}
+
+
+def test_no_element_changes(result: dict[str, Any]) -> None:
+    for rows in result["rows"]:
+        assert [row for row in rows if not row["is_equal"]] == []
+
+
+def test_a_layout_comes_back_as_it_was(result: dict[str, Any]) -> None:
+    """Every layout is entered as often as there are others, from another each time."""
+    for rows in result["rows"]:
+        assert [row for row in rows if not row["is_own_equal"]] == []
+
+
+def test_counts_rates_and_loss_scale_stay(result: dict[str, Any]) -> None:
+    for rows in result["rows"]:
+        for before, after in (row["rest"] for row in rows):
+            assert before == after
+            assert before["steps"] == [BEFORE]
+    if "fp16" in result["name"]:
+        assert result["rows"][0][0]["rest"][0]["scale"] == 1024.0
+
+
+def test_only_what_must_goes_over_the_wire(result: dict[str, Any]) -> None:
+    for row in result["rows"][0]:
+        assert row["wire_bytes"] == row["minimum_bytes"]
+    assert any(row["wire_bytes"] for row in result["rows"][0])
+
+
+def test_groups_descriptors_and_threads_do_not_pile_up(result: dict[str, Any]) -> None:
+    for rows in result["rows"]:
+        last = rows[len(rows) // 2 :]
+        assert len({row["num_groups"] for row in rows}) == 1
+        for name in ("num_fds", "num_threads"):
+            by_layout: dict[str, list[int]] = {}
+            for row in last:
+                by_layout.setdefault(row["to"], []).append(row[name])
+            assert all(max(seen) - min(seen) <= 4 for seen in by_layout.values()), by_layout
+
+
+def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:
+    whole = result["losses"]["whole"]
+    relative = 1e-3 if "bf16" in result["name"] or result["name"] == "three" else 1e-5
+    if "fp16" in result["name"]:
+        relative = 1e-3
+    for name, losses in result["losses"].items():
+        assert len(losses) == len(whole)
+        for (loss, norm, *counts), (want, want_norm, *want_counts) in zip(losses, whole):
+            assert counts == want_counts, name
+            assert loss == pytest.approx(want, rel=relative), name
+            assert norm == pytest.approx(want_norm, rel=20 * relative), name
+        assert losses[:BEFORE] == whole[:BEFORE]

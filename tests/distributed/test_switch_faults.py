@@ -1,0 +1,113 @@
+"""Whatever goes wrong in a change of layout: the job trains on as if it had never tried, or it
+leaves to be started again and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_switch_faults import BEFORE, WRONG, topics
+from tests.helpers.launch import run_ranks
+from tests.helpers.switch_cases import Case, drawn, run_chain, uninterrupted
+
+WORKER = Path(__file__).with_name("worker_switch_faults.py")
+
+
+def launched(what: str, folder: Path) -> dict[str, Any]:
+    run_ranks([WORKER, what, folder], 2, timeout_s=400, launcher="direct").check()
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launched("many", tmp_path_factory.mktemp("many"))
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return launched("wrong", tmp_path_factory.mktemp("wrong"))
+
+
+def assert_untouched(row: dict[str, Any]) -> None:
+    assert row["is_equal"] and row["is_rest_equal"] and row["is_layout_kept"], row
+
+
+def test_what_fails_on_one_rank_leaves_the_job_as_it_was(many: dict[str, Any]) -> None:
+    untouched = ("prepare", "drain", "extract")
+    for rows in many["broken"]["rows"]:
+        assert {row["case"][0] for row in rows} == set(topics(waiting=False))
+        for row in rows:
+            topic, rank, _ = row["case"]
+            assert_untouched(row)
+            kind = "cancelled" if topic.startswith(untouched) else "rolled_back"
+            assert row["kind"] == kind, row
+            assert f"rank {rank}: " in row["reason"] and "on purpose" in row["reason"]
+
+
+def test_and_it_trains_on_as_if_it_had_never_tried(many: dict[str, Any]) -> None:
+    assert many["broken"]["steps"] == many["whole"]["steps"]
+
+
+def test_failed_changes_leave_nothing_behind(many: dict[str, Any]) -> None:
+    for rows in many["broken"]["rows"]:
+        assert len({row["num_groups"] for row in rows}) == 1
+        assert rows[-1]["num_threads"] <= rows[0]["num_threads"]
+        assert rows[-1]["num_fds"] <= rows[0]["num_fds"] + 2
+
+
+def test_after_a_failed_change_the_next_can_succeed(many: dict[str, Any]) -> None:
+    for rows in many["moved"]["rows"]:
+        assert [row["kind"] for row in rows] == ["cancelled", "moved"]
+    losses, expected = (
+        [step[0]["lm loss"] for step in many[name]["steps"]] for name in ("moved", "whole")
+    )
+    assert losses[:BEFORE] == expected[:BEFORE]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_that_came_out_wrong_is_seen_and_never_trained_on(wrong: dict[str, Any]) -> None:
+    rows = [row for part in wrong.values() for ranks in part["rows"] for row in ranks]
+    assert {row["case"] for row in rows} == {*WRONG, "replica"}
+    for row in rows:
+        assert row["kind"] == "rolled_back", row
+        assert row["reason"].startswith("verify: rank ") and "Mismatch: " in row["reason"], row
+        assert_untouched(row)
+
+
+@pytest.mark.timeout(500)
+def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    whole = uninterrupted(tmp_path / "whole")
+    chain = [
+        Case(topic="transfer together", kind="kill", rank=1, to="tp", is_async=True),
+        Case(topic="groups together", kind="raise", rank=1, to="pp"),
+        Case(topic="back: model", back_from="verify", kind="kill", rank=1, to="tp"),
+        Case(topic="commit together", kind="kill", rank=0, to="pp", is_late=True),
+        Case(topic="resume", kind="raise", rank=1, to="tp"),
+    ]
+    rows = run_chain(chain, tmp_path / "run", whole)
+    assert [row["problems"] for row in rows] == [[]] * len(chain)
+    assert all(row["orphans"] == 0 for row in rows if row["kind"] != "kill")
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    whole = uninterrupted(tmp_path / "whole")
+    case = Case(topic="optimizer", kind="hang", rank=1)
+    (row,) = run_chain([case], tmp_path / "run", whole)
+    assert row["problems"] == []
+    stacks = sorted((tmp_path / "run" / "0" / "stacks").iterdir())
+    assert [path.name for path in stacks] == ["switch-1-rank0.txt", "switch-1-rank1.txt"]
+    assert "strike" in stacks[1].read_text()
+
+
+def test_kills_are_drawn_over_all_places() -> None:
+    cases = drawn(0, 60)
+    assert cases == drawn(0, 60) and cases != drawn(1, 60)
+    places = {case.topic for case in cases}
+    assert {*topics(waiting=True), *topics(waiting=False)} <= places
+    assert {case.rank for case in cases} == {0, 1} and len(places) > 30

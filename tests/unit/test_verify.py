@@ -1,0 +1,238 @@
+"""Sums see every change of the state and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from copus_ext.reconfigure import verify
+from copus_ext.reconfigure.held import adam_steps
+from copus_ext.reconfigure.verify import Mismatch, checked_keys, compare, own_sums, sums_of
+from megatron.training.rectangles import Record, records_of_block
+from megatron.training.shards import KINDS, Shards
+
+State = dict[str, dict[str, torch.Tensor]]
+"""By tensor and kind."""
+
+
+def random_state(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> State:
+    """Any bits, those of NaN among them."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        key: {
+            kind: torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, generator=draw).view(
+                torch.float32
+            )
+            for kind in KINDS
+        }
+        for key, shape in shapes.items()
+    }
+
+
+def shards_of(state: State, cuts: dict[str, list[int]], *, is_first: bool = True) -> Shards:
+    """All of the state, every tensor cut at some of its elements; each part is a shard."""
+    records: list[Record] = []
+    tensors = []
+    for key, kinds in state.items():
+        shape = tuple(kinds["param"].shape)
+        size = math.prod(shape)
+        for start, stop in itertools.pairwise(sorted({0, size, *cuts.get(key, [])})):
+            records += records_of_block(
+                key=key,
+                shape=shape,
+                corner=(0,) * len(shape),
+                block=shape,
+                start=start,
+                stop=stop,
+                shard=len(tensors),
+                offset=0,
+                is_first=is_first,
+            )
+            tensors.append({k: kinds[k].reshape(-1)[start:stop].clone() for k in KINDS})
+    return Shards(records=records, tensors=tensors)
+
+
+def sums(state: State, cuts: dict[str, list[int]] | None = None) -> dict[str, int]:
+    keys = sorted(state)
+    return sums_of(own_sums(shards_of(state, cuts or {}), keys), keys)
+
+
+@st.composite
+def cut_states(draw: st.DrawFn) -> tuple[State, dict[str, list[int]]]:
+    sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+    shapes = {f"k{i}": draw(sizes) for i in range(draw(st.integers(1, 3)))}
+    cuts = {
+        key: draw(st.lists(st.integers(0, math.prod(shape)), max_size=5))
+        for key, shape in shapes.items()
+    }
+    return random_state(shapes, draw(st.integers(0, 99))), cuts
+
+
+@settings(max_examples=40)
+@given(cut_states())
+def test_sums_do_not_depend_on_who_holds_what(case: tuple[State, dict[str, list[int]]]) -> None:
+    state, cuts = case
+    assert sums(state) == sums(state, cuts)
+
+
+def test_the_sum_is_what_is_documented() -> None:
+    state = random_state({"k": (2, 3)})
+    rows, columns = (
+        verify.axis_weights("param.k", axis, 0, n, torch.device("cpu")).tolist()
+        for axis, n in ((0, 2), (1, 3))
+    )
+    bits = state["k"]["param"].view(torch.int32).tolist()
+    total = sum(bits[i][j] * rows[i] * columns[j] for i in range(2) for j in range(3)) % 2**64
+    assert sums(state)["param.k"] % 2**64 == total
+
+
+def test_every_single_bit_counts() -> None:
+    state = random_state({"k": (2, 2)})
+    before = sums(state)
+    for kind, place, bit in itertools.product(KINDS, range(4), range(32)):
+        bits = state["k"][kind].view(-1).view(torch.int32)
+        mask = -(2**31) if bit == 31 else 1 << bit
+        bits[place] ^= mask
+        after = sums(state)
+        bits[place] ^= mask
+        assert {name for name in before if before[name] != after[name]} == {f"{kind}.k"}
+    assert sums(state) == before
+
+
+def swapped(axis: int, one: int, other: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def act(tensor: torch.Tensor) -> torch.Tensor:
+        order = list(range(tensor.shape[axis]))
+        order[one], order[other] = order[other], order[one]
+        return tensor.index_select(axis, torch.tensor(order))
+
+    return act
+
+
+def put_twice(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[2:4] = tensor[0:2]
+    return tensor
+
+
+def without(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[1] = 0
+    return tensor
+
+
+MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gate and up": lambda t: torch.cat([t[3:], t[:3]]),
+    "shifted by one": lambda t: t.reshape(-1).roll(1).view(t.shape),
+    "transposed": lambda t: t.reshape(-1).view(t.shape[::-1]).t().contiguous(),
+    "sent twice": put_twice,
+    "dropped": without,
+    **{f"rows {a} {b}": swapped(0, a, b) for a, b in itertools.combinations(range(6), 2)},
+    **{f"columns {a} {b}": swapped(1, a, b) for a, b in itertools.combinations(range(4), 2)},
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_elements_out_of_place_are_seen(name: str) -> None:
+    state = random_state({"decoder.fc1": (6, 4)})
+    before = sums(state)
+    for kind in KINDS:
+        wrong = {"decoder.fc1": {**state["decoder.fc1"]}}
+        wrong["decoder.fc1"][kind] = MUTATIONS[name](state["decoder.fc1"][kind])
+        with pytest.raises(Mismatch, match=rf"1 of 3 sums changed.*{kind}\.decoder\.fc1"):
+            compare(before, sums(wrong))
+
+
+def test_kinds_and_tensors_that_change_places_are_seen() -> None:
+    state = random_state({"a": (3, 4), "b": (3, 4)})
+    tensors = state["a"]
+    kinds = {**tensors, "exp_avg": tensors["exp_avg_sq"], "exp_avg_sq": tensors["exp_avg"]}
+    for wrong in ({**state, "a": kinds}, {"a": state["b"], "b": state["a"]}):
+        with pytest.raises(Mismatch):
+            compare(sums(state), sums(wrong))
+
+
+def test_a_tensor_that_is_gone_is_seen() -> None:
+    state = random_state({"a": (3,), "b": (3,)})
+    with pytest.raises(Mismatch, match="b"):
+        compare(sums(state), sums({"a": state["a"]}))
+
+
+@pytest.mark.parametrize("num_copies", [1, 3])
+def test_copies_count_once_and_must_be_equal(num_copies: int) -> None:
+    state, keys = random_state({"norm": (8,)}), ["norm"]
+    first = own_sums(shards_of(state, {}), keys)
+    copies = [shards_of(state, {"norm": [3]}, is_first=False) for _ in range(num_copies)]
+    total = first + sum(own_sums(copy, keys) for copy in copies)
+    assert sums_of(total, keys) == sums(state)
+    copies[-1].tensors[1]["exp_avg"].view(torch.int32)[2] ^= 1
+    with pytest.raises(Mismatch, match="copies of 1 tensors differ, the first: norm"):
+        sums_of(first + sum(own_sums(copy, keys) for copy in copies), keys)
+    lost = Shards(records=copies[0].records[:1], tensors=copies[0].tensors)
+    with pytest.raises(Mismatch, match="copies"):
+        sums_of(first + own_sums(lost, keys), keys)
+
+
+def test_a_sample_is_a_sixteenth_and_never_nothing() -> None:
+    keys = [f"k{i:03}" for i in range(160)]
+    assert checked_keys(keys[::-1] * 2, sample=False) == keys
+    assert checked_keys(keys, sample=True) == keys[::16]
+    assert checked_keys(["only"], sample=True) == ["only"]
+
+
+def with_weights(
+    monkeypatch: pytest.MonkeyPatch, weights: Iterable[tuple[Record, torch.Tensor]]
+) -> None:
+    monkeypatch.setattr(verify, "weights_of", lambda model, groups: weights)
+
+
+NOTHING: Any = None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_are_the_rounded_masters(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    master = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    whole = Record("w", (4, 6), (0, 0), (4, 6), 0, 0, True)
+    held = shards_of({"w": dict.fromkeys(KINDS, master)}, {"w": [3, 17]})
+    weight = master.to(dtype)
+    with_weights(monkeypatch, [(whole, weight)])
+    verify.check_weights(NOTHING, held, NOTHING)
+    for place in range(24):
+        wrong = weight.clone()
+        flat = wrong.view(-1)
+        flat[place] = torch.nextafter(flat[place], torch.tensor(9, dtype=dtype))
+        with_weights(monkeypatch, [(whole, wrong)])
+        with pytest.raises(Mismatch, match="w is not its rounded master"):
+            verify.check_weights(NOTHING, held, NOTHING)
+
+
+def test_weights_of_a_stacked_layer_find_their_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+    master = torch.arange(24.0).view(2, 3, 4)
+    held = shards_of({"w": dict.fromkeys(KINDS, master)}, {"w": [5]})
+    places = [(Record("w", (2, 3, 4), (i, 0, 0), (i + 1, 3, 4), 0, 0, True)) for i in range(2)]
+    with_weights(monkeypatch, list(zip(places, master)))
+    verify.check_weights(NOTHING, held, NOTHING)
+    with_weights(monkeypatch, list(zip(places, master.flip(0))))
+    with pytest.raises(Mismatch):
+        verify.check_weights(NOTHING, held, NOTHING)
+
+
+def optimizer(*steps: int | None) -> Any:
+    groups = [{"lr": 1.0} if n is None else {"step": n} for n in steps]
+    return SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+
+
+def test_groups_must_count_the_same_steps() -> None:
+    assert adam_steps(optimizer(3, None, 3)) == 3
+    assert adam_steps(optimizer(None)) == 0
+    with pytest.raises(ValueError, match=r"\[3, 4\]"):
+        adam_steps(optimizer(3, 4))
