@@ -7,7 +7,7 @@ in each. The quickstart's model and flags start as dp=2, whose gradients cross t
 Compared over the same samples: `act` with all layouts to choose from, the same with the link given
 in `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
 docs/results/slow_link.json, .svg and the journal of the first. Needs root, iproute2 and two cores;
-nothing else running; about 20 minutes (the time left is printed).
+nothing else running; about 10 minutes (the time left of each run is printed).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def main(output: Path) -> None:
         """Has a bug that shows on rank 0 at the first decision in a ramp."""
 
         def _situation(self, context: CallbackContext) -> Any:
-            if self.history.record["ramp"] is not None:
+            if self.ledger.history.record["ramp"] is not None:
                 raise ZeroDivisionError("a bug")
             return super()._situation(context)
 
