@@ -167,6 +167,7 @@ class Moves:
                     consumed_samples=context.state.consumed_samples,
                     layout=move.to,
                     micro_batch_size=move.settings.micro_batch_size,
+                    global_batch_size=move.settings.global_batch_size,
                     checkpoint=context.config.checkpoint.save,
                     reason=move.reason,
                 ),

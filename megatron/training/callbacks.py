@@ -1,7 +1,7 @@
 """What a controller may see of a run and what it may ask for.
 
 The events carry the names of Megatron-LM's callback class, so that one callback serves both
-trainers; `on_grads_ready` and `on_checkpoint_saved` are ours. All events fire on every rank, in the
+trainers; `on_grads_ready`, `on_checkpoint_saved` and those of a relayout are ours. All events fire on every rank, in the
 same order.
 """
 

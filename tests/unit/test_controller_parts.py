@@ -43,7 +43,7 @@ def flags(**values: Any) -> CopusConfig:
         ({"copus_batch_grid": "8,x"}, "--copus-batch-grid 8,x"),
         ({"copus_doubling_ratio": 1.0}, "--copus-doubling-ratio 1"),
         ({"copus_lr_ramp_steps": -1}, "--copus-lr-ramp-steps -1"),
-        ({"copus_layouts": "all"}, "--copus-layouts all"),
+        ({"copus_switch_checkpoint_tokens": 0.0}, "--copus-switch-checkpoint-tokens 0"),
         (
             {"copus_min_global_batch_size": 16, "copus_max_global_batch_size": 8},
             "--copus-min-global-batch-size 16 is above",
@@ -54,6 +54,13 @@ def test_flags_that_make_no_sense(values: dict[str, Any], words: str) -> None:
     check(flags())
     with pytest.raises(UsageError, match=words):
         check(flags(**values))
+
+
+def test_a_trainer_that_cannot_change_its_layout_says_so() -> None:
+    with pytest.raises(UsageError, match="--copus-layouts all: this trainer cannot"):
+        check(flags(copus_layouts="all"), changes_layout=False)
+    check(flags(copus_layouts="all", copus_mode="observe"), changes_layout=False)
+    check(flags(copus_layouts="all"))
 
 
 @pytest.mark.parametrize(

@@ -104,10 +104,11 @@ def test_a_stop_wins_over_a_save(kinds: tuple[str, ...]) -> None:
     assert wanted is not None and wanted.kind == "stop"
 
 
-def test_the_events_are_those_of_megatron_lm_and_our_two() -> None:
+def test_the_events_are_those_of_megatron_lm_and_our_four() -> None:
     named = "setup_start data_init_start train_start train_step_start train_step_end log train_end"
     evaluation = ("start", "step_start", "step_end", "end")
     events = {f"on_{name}" for name in named.split()} | {"on_grads_ready", "on_checkpoint_saved"}
+    events |= {"on_relayout_start", "on_relayout_end"}
     events |= {f"on_{split}_{name}" for split in ("eval", "test") for name in evaluation}
     assert {name for name in vars(Callback) if name.startswith("on_")} == events
     callback = Callback()

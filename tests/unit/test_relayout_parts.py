@@ -1,0 +1,209 @@
+"""Changing the layout: the configuration under another, what it costs, and when it is barred."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from copus_ext.goodput.costs import BUILD_S, MOST_FAILURES, Costs, new_costs, prior_s
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.history import History, new_record
+from copus_ext.goodput.situation import Row, Rules, Situation
+from copus_ext.types import NoiseScale
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.callbacks import Callback, CallbackContext, Callbacks
+from megatron.training.config import Config
+from megatron.training.errors import UsageError
+from megatron.training.layout import Layout
+from megatron.training.relayout import with_layout
+from megatron.training.settings import Request, StepSettings
+from tests.helpers.jobs import TINY, layout_flags
+
+RECOMPUTE = "--recompute-granularity full --recompute-method block"
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
+
+
+def config(*more: str) -> Config:
+    resolved = resolve(parse_args([*TINY.split(), "--train-iters", "10", *more]), 4)
+    return resolved.replace(padded_vocab_size=512)
+
+
+def layout(tp: int, pp: int, vpp: int) -> Layout:
+    return Layout(tp=tp, pp=pp, vpp=vpp, dp=4 // (tp * pp))
+
+
+@pytest.mark.parametrize("way", itertools.permutations(LAYOUTS, 2))
+def test_the_configuration_is_that_of_a_launch_under_the_layout(way: Any) -> None:
+    start, end = way
+    moved = with_layout(config(*layout_flags(*start)), layout(*end))
+    fresh = config(*layout_flags(*end))
+    ours, theirs = moved.flat(), fresh.flat()
+    assert moved.layout == layout(*end)
+    free = {"pad_vocab_for_tensor_parallel_size", "sequence_parallel", "notes", "global_batch_size"}
+    free |= {"num_virtual_stages_per_pipeline_rank"}
+    assert {k for k in ours if ours[k] != theirs[k]} <= free
+    again = with_layout(with_layout(config(), layout(*end)), layout(1, 1, 1))
+    assert again == with_layout(config(), layout(1, 1, 1))
+
+
+def test_sequence_parallelism_follows_the_flags() -> None:
+    two = layout(2, 1, 1)
+    assert with_layout(config(), two).parallel.sequence_parallel
+    own = config("--tensor-model-parallel-size", "2")
+    assert not with_layout(own, two).parallel.sequence_parallel
+    given = config("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    assert with_layout(given, two).parallel.sequence_parallel
+    assert not with_layout(given, layout(1, 1, 1)).parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("to", "more", "words"),
+    [
+        (Layout(tp=1, pp=4, vpp=4, dp=1), (), "--num-layers 4"),
+        (Layout(dp=8), (), "for 8 ranks"),
+        (layout(1, 2, 2), ("--no-overlap-p2p-communication",), "overlap-p2p"),
+        (
+            layout(1, 2, 2),
+            tuple(f"{RECOMPUTE} --recompute-num-layers 2".split()),
+            "--recompute-num-layers 2",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(to: Layout, more: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        with_layout(config(*more), to)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_layout_reads_its_own_text(sizes: tuple[int, int, int]) -> None:
+    assert Layout.from_text(str(layout(*sizes))) == layout(*sizes)
+
+
+@pytest.mark.parametrize("text", ["", "tp2", "tp2.pp1.dpx", "tp0.pp1.dp1", "tp1.pp1.dp1 x"])
+def test_other_text_is_no_layout(text: str) -> None:
+    with pytest.raises(ValueError):
+        Layout.from_text(text)
+
+
+def test_the_cost_is_the_most_of_the_last_three() -> None:
+    costs = Costs(new_costs(), prior_s=7.0)
+    assert costs.seconds == 7.0
+    for number, seconds in enumerate([9.0, 1.0, 2.0, 3.0]):
+        costs.moved(seconds=seconds, iteration=number)
+    assert costs.seconds == 3.0
+    assert costs.record["paused_s"] == 15.0 and costs.record["last_iteration"] == 3
+
+
+def test_failures_bar_the_pair_and_then_all() -> None:
+    a, b = layout(1, 1, 1), layout(1, 2, 1)
+    costs = Costs(new_costs(), prior_s=1.0)
+    costs.failed(a, b, "no room", seconds=2.0)
+    assert costs.of(a)["barred_layouts"] == ((1, 2, 1, 2),)
+    assert costs.of(b)["barred_layouts"] == () and costs.is_open
+    for _ in range(MOST_FAILURES - 1):
+        costs.failed(a, b, "no room", seconds=2.0)
+    assert not costs.is_open and costs.of(b)["relayouts_ended"]
+    costs.lift_bars()
+    assert costs.is_open and costs.of(a)["barred_layouts"] == ()
+    assert costs.record["paused_s"] == 2.0 * MOST_FAILURES
+
+
+def test_the_prior_grows_with_the_state_and_falls_with_the_ranks() -> None:
+    model = config().model
+    few, many = (prior_s(model, world_size=n, device="cpu") for n in (1, 64))
+    assert few > many > BUILD_S["cpu"]
+
+
+def test_an_old_record_gets_an_account() -> None:
+    old = new_record()
+    del old["layouts"]
+    assert History(old).record["layouts"] == new_costs()
+
+
+def row(tp: int, pp: int, speed: float) -> Row:
+    return Row(
+        tp=tp,
+        pp=pp,
+        vpp=1,
+        dp=4 // (tp * pp),
+        micro_batch_size=1,
+        global_batch_size=8,
+        samples_per_s=speed,
+        relative_sd=0.01,
+        source="profiled",
+    )
+
+
+def situation(**values: Any) -> Situation:
+    plain: dict[str, Any] = {
+        "rules": Rules(policy="static", grid=(8,), first_batch=8, relayout=True),
+        "noise": NoiseScale(
+            status="none",
+            phi_samples=None,
+            low_samples=None,
+            high_samples=None,
+            g2=None,
+            v=None,
+            tokens_per_sample=1.0,
+            effective_steps=0.0,
+            estimator="none",
+            age_tokens=0.0,
+        ),
+        "rows": (row(1, 1, 10.0), row(1, 2, 20.0), row(2, 1, 15.0)),
+        "current": 0,
+        "iteration": 1000,
+        "consumed_samples": 8000,
+        "total_samples": 80000,
+        "half_life_samples": 100.0,
+        "elapsed_s": 1000.0,
+        "switch_cost_s": 10.0,
+    }
+    return Situation(**{**plain, **values})
+
+
+def test_the_best_layout_within_reach_is_taken() -> None:
+    assert decide(situation()).to.layout == (1, 2, 1, 2)
+    barred = situation(barred_layouts=((1, 2, 1, 2),))
+    assert decide(barred).kind == "relayout" and decide(barred).to.layout == (2, 1, 1, 2)
+    ended = decide(situation(relayouts_ended=True))
+    assert ended.kind == "stay" and "too many changes" in ended.reason
+
+
+def test_a_pause_that_does_not_pay_off_is_not_made() -> None:
+    late = situation(consumed_samples=79900, switch_cost_s=10.0)
+    assert decide(late).kind == "stay"
+    assert decide(replace(late, switch_cost_s=0.5)).kind == "relayout"
+
+
+def test_bars_survive_the_journal() -> None:
+    import json
+
+    before = situation(barred_layouts=((1, 2, 1, 2),))
+    again = Situation.from_json(json.loads(json.dumps(before.to_json())))
+    assert again == before
+
+
+def test_the_last_move_counts_whatever_is_asked_beside_it() -> None:
+    class Asks(Callback):
+        def __init__(self, request: Request) -> None:
+            self.request = request
+
+        def on_train_step_end(self, context: CallbackContext) -> Request | None:
+            return self.request
+
+    def move(job: Any) -> None:
+        raise AssertionError(job)
+
+    settings = StepSettings(global_batch_size=4)
+    callbacks = Callbacks(
+        [
+            Asks(Request(kind="change", reason="a", move=move)),
+            Asks(Request(kind="save", reason="b", settings=settings)),
+        ]
+    )
+    found = callbacks.fire("on_train_step_end", None)  # type: ignore[arg-type]
+    assert found is not None
+    assert (found.kind, found.move, found.settings) == ("save", move, settings)
