@@ -21,6 +21,7 @@ from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal
 from copus_ext.ledger import Ledger, Present
+from copus_ext.link import time_link
 from copus_ext.moves import Move, Moves
 from copus_ext.outlook import Outlook
 from copus_ext.reconfigure.phases import Outcome
@@ -77,6 +78,7 @@ class Controller(Callback):
         config = context.config
         flags_to_rules.check_run(self.flags, config)
         self.watch.on_setup_start(context)
+        self.link = time_link(config.runtime.device)
         self._take_over(context)
         self._enter_layout(context)
         if self._acts:
@@ -106,15 +108,13 @@ class Controller(Callback):
         self.layout = str(config.layout)
         prior_s = costs.RELAUNCH_S
         if self.flags.copus_relayout == "inprocess":
-            prior_s = costs.prior_s(
-                config.model, world_size=config.layout.world_size, device=config.runtime.device
-            )
+            prior_s = costs.prior_s(config, link_bytes_per_s=self.link and self.link.of_a_rank)
         self.costs = costs.Costs(self.ledger.history.record["layouts"], prior_s=prior_s)
 
     def _look_around(self, context: CallbackContext) -> Outlook:
         """On rank 0."""
         fixed = not self.changes_micro_batch
-        return Outlook(context, self.flags, self.rules, fixed_micro_batch=fixed)
+        return Outlook(context, self.flags, self.rules, fixed_micro_batch=fixed, link=self.link)
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """Takes the hooks out."""
@@ -169,6 +169,7 @@ class Controller(Callback):
             flags=self.settings(),
             layout=self.layout,
             note=note,
+            link_bytes_per_s=self.link and self.link.bytes_per_s,
             sizes=self.ledger.history.record["sizes"],
         )
 

@@ -11,6 +11,7 @@ from copus_ext.goodput.costs import Costs
 from copus_ext.goodput.history import History, key_of
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Rules, Situation
+from copus_ext.link import Link
 from copus_ext.noise.observer import NoiseObserver
 from copus_ext.planner.configuration import Configuration
 from copus_ext.table import Table, gpu_of
@@ -29,6 +30,7 @@ class Outlook:
         flags: of the controller.
         rules: of its decisions there.
         fixed_micro_batch: whether the micro-batch of the flags must stay.
+        link: between nodes, as timed.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -41,10 +43,12 @@ class Outlook:
         rules: Rules,
         *,
         fixed_micro_batch: bool,
+        link: Link | None = None,
     ) -> None:
         self._run_dir, self._rules, self._flags = context.run_dir, rules, flags
         gpu = gpu_of(context.config)
-        self.table = Table(context.config, flags, gpu=gpu, fixed_micro_batch=fixed_micro_batch)
+        fixed = fixed_micro_batch
+        self.table = Table(context.config, flags, gpu=gpu, fixed_micro_batch=fixed, link=link)
 
     @property
     def is_paused(self) -> bool:

@@ -4,7 +4,6 @@ it goes."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.situation import Row
-from copus_ext.perf.cluster_spec import ClusterSpec, kind_of, of_gpu, preset
+from copus_ext.link import Link, ranks_of_a_node
+from copus_ext.perf.cluster_spec import ClusterSpec, kind_of, preset
 from copus_ext.perf.model_spec import ModelSpec, SpecError
 from copus_ext.perf.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.configuration import Configuration
@@ -50,6 +50,7 @@ class Table:
         flags: of the controller.
         gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
         fixed_micro_batch: whether the micro-batch of the flags must stay.
+        link: between nodes, as timed.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -62,6 +63,7 @@ class Table:
         *,
         gpu: tuple[str, float] | None,
         fixed_micro_batch: bool = False,
+        link: Link | None = None,
     ) -> None:
         self.config, self.flags = config, flags
         self.note = ""
@@ -70,7 +72,7 @@ class Table:
         self.planner: Planner | None = None
         try:
             model = _model(config)
-            cluster = _cluster(flags, gpu, config.layout.world_size)
+            cluster = _cluster(flags, gpu, config.layout.world_size, link)
             self.profiled = _profile(flags, model, cluster)
             self.planner = Planner(
                 model,
@@ -246,18 +248,24 @@ def _model(config: Config) -> ModelSpec:
     return ModelSpec.from_arguments(SimpleNamespace(**values))
 
 
-def _cluster(flags: CopusConfig, gpu: tuple[str, float] | None, world_size: int) -> ClusterSpec:
-    """What the run is on."""
+def _cluster(
+    flags: CopusConfig,
+    gpu: tuple[str, float] | None,
+    world_size: int,
+    link: Link | None,
+) -> ClusterSpec:
+    """What the run is on; its network no faster than was timed."""
     text = flags.copus_cluster
     if text is not None:
         spec = ClusterSpec.load(Path(text)) if text.endswith(".json") else preset(text)
         if spec.world_size != world_size:
             raise SpecError(f"it has {spec.world_size} GPUs and the run {world_size}")
         return spec
-    if gpu is None:
-        return of_gpu("CPU-rank", nodes=1, gpus_per_node=world_size)
-    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))), world_size)
-    node = replace(preset(f"{kind_of(*gpu)}:1"), gpus_per_node=local)
+    kind = "cpu" if gpu is None else kind_of(*gpu)
+    node = replace(preset(f"{kind}:1"), gpus_per_node=ranks_of_a_node(world_size))
+    if link is not None:
+        network = min(node.nic_bytes_per_s, link.bytes_per_s)
+        node = replace(node, nic_bytes_per_s=network)
     return node.resize(world_size)
 
 

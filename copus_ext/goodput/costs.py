@@ -5,6 +5,7 @@ The record is plain JSON types, part of the controller's, and so of every checkp
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.training.layout import Layout
@@ -87,16 +88,17 @@ def _sizes(layout: Layout) -> list[int]:
     return [layout.tp, layout.pp, layout.vpp, layout.dp]
 
 
-def prior_s(model: Any, *, world_size: int, device: str) -> float:
+def prior_s(config: Any, *, link_bytes_per_s: float | None = None) -> float:
     """Seconds of a change before one was measured: every rank's share of the state over its link,
     and the building.
 
     Args:
-        model: num_layers, hidden_size, ffn_hidden_size, padded_vocab_size and swiglu of it.
-        world_size: ranks.
-        device: `cpu` or `cuda`.
+        config: of the run.
+        link_bytes_per_s: of a rank to other nodes, as timed; None on one node.
     """
+    model, device = config.model, config.runtime.device
     h, ffn = model.hidden_size, model.ffn_hidden_size
     layer = 4 * h * h + (3 if model.swiglu else 2) * h * ffn
     parameters = model.num_layers * layer + 2 * model.padded_vocab_size * h
-    return 12 * parameters / world_size / LINK_BYTES_PER_S[device] + BUILD_S[device]
+    rate = min(LINK_BYTES_PER_S[device], link_bytes_per_s or math.inf)
+    return 12 * parameters / config.layout.world_size / rate + BUILD_S[device]

@@ -4,13 +4,15 @@ The logarithm of measured over predicted is a common factor, plus one for the te
 the pipeline size, plus one for their pair that changes slowly with the micro-batch, plus one for
 each configuration and one for how it grows with its micro-batches, plus noise: independent
 Gaussians with mean zero. Their posterior is one small linear solve, the same in whatever order data
-come.
+come. The spread of the common factor is what the data make most likely, if that is more than was
+thought: a machine of another speed throughout says nothing about one layout against another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ class Spread:
     """Standard deviations of the parts of ln(measured / predicted)."""
 
     common: float = 0.10
-    """Of the factor that all configurations share."""
+    """Of the factor that all configurations share, at least."""
     tensor: float = 0.05
     """Of that of a tensor size."""
     pipeline: float = 0.05
@@ -85,17 +87,35 @@ def correct(
     """
     s = spread or Spread()
     ask = _table(keys, counts)
-    prior = np.einsum("i,i->i", ask[1], ask[1]) * s.growth**2 + s.variance
+    growth = np.einsum("i,i->i", ask[1], ask[1]) * s.growth**2
+    prior = growth + s.variance
     if not len(measured_keys):
         return Correction(factor=np.ones(len(ask[0])), relative_sd=np.sqrt(prior))
     known = _table(measured_keys, measured_counts)
     sd = np.maximum(s.noise, np.zeros(len(known[0])) if noise is None else noise)
+    ratios = np.asarray(log_ratios, dtype=float)
+    inner = _kernel(known, known, s) + np.diag(sd**2)
+    s = replace(s, common=_common(inner - s.common**2, ratios, at_least=s.common))
+    prior = growth + s.variance
     inner = _kernel(known, known, s) + np.diag(sd**2)
     cross = _kernel(ask, known, s)
     weights = np.linalg.solve(inner, cross.T).T
-    mean = weights @ np.asarray(log_ratios, dtype=float)
+    mean = weights @ ratios
     variance = prior - np.einsum("ij,ij->i", weights, cross)
     return Correction(factor=np.exp(mean), relative_sd=np.sqrt(np.maximum(variance, 0.0)))
+
+
+def _common(rest: Any, ratios: Any, *, at_least: float) -> float:
+    """The likeliest standard deviation of the common factor.
+
+    Args:
+        rest: [m, m] covariance of the measurements without it.
+        ratios: [m] of the measurements.
+        at_least: where less would be likelier.
+    """
+    weights = np.linalg.solve(rest, np.ones(len(ratios)))
+    mean = weights @ ratios / weights.sum()
+    return math.sqrt(max(at_least**2, mean**2 - 1.0 / weights.sum()))
 
 
 def _table(keys: Any, counts: Any) -> tuple[Any, Any]:

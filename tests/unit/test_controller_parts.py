@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from copus_ext.config import CopusConfig
+from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal, read_journal
+from copus_ext.link import Link
 from copus_ext.planner.configuration import Configuration
 from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
 from copus_ext.table import Table
@@ -135,6 +138,37 @@ def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
     assert at == 0 and rows[1].samples_per_s == 16.0
     none, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
     assert len(none) == 1 and none[at].source == "assumed"
+
+
+def test_a_slow_link_between_nodes_is_known_before_anything_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fastest(rate: float | None) -> dict[tuple[int, ...], float]:
+        link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
+        table = Table(config(), flags(copus_layouts="all"), gpu=None, link=link)
+        sizes = {"micro_batch_size": 1, "global_batch_size": 8}
+        rows, _ = table.rows([8], **sizes, measured=lambda c: None)
+        speeds: dict[tuple[int, ...], float] = {}
+        for r in rows:
+            speeds[r.layout] = max(r.samples_per_s, speeds.get(r.layout, 0.0))
+        return speeds
+
+    dp, pp, tp = (1, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)
+    one = fastest(None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    slow, fast = fastest(1e6), fastest(1e12)
+    assert slow[pp] > 2 * slow[dp] and slow[pp] > 2 * slow[tp]
+    assert all(fast[x] == pytest.approx(one[x], rel=0.2) for x in (dp, pp, tp))
+    assert fastest(None) == fast  # faster than a machine of its kind is taken to be no gain
+
+
+def test_a_slow_link_makes_a_change_of_layout_dearer() -> None:
+    run = config()
+    run = replace(run, model=replace(run.model, padded_vocab_size=512))
+    plain = prior_s(run)
+    assert prior_s(run, link_bytes_per_s=1e12) == plain
+    slow, ratio = prior_s(run, link_bytes_per_s=1e4), LINK_BYTES_PER_S["cpu"] / 1e4
+    assert slow - BUILD_S["cpu"] == pytest.approx(ratio * (plain - BUILD_S["cpu"]))
 
 
 def test_a_cluster_that_is_not_the_run_is_refused() -> None:

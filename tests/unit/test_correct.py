@@ -73,3 +73,11 @@ def test_a_noisy_measurement_counts_less() -> None:
 def test_further_columns_tell_configurations_apart() -> None:
     got = correct([(1, 2, 1, 1), (1, 2, 1, 2)], [(1, 2, 1, 2)], [0.3])
     assert 1 < got.factor[0] < got.factor[1]
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 2, 5])
+def test_a_machine_of_another_speed_throughout_favours_no_layout(factor: float) -> None:
+    got = correct(KEYS, KEYS[:1], [math.log(factor)])
+    assert got.factor == pytest.approx(factor, rel=0.05)
+    # What was known of one layout against another is still known, and no more.
+    assert (got.relative_sd[4:] > 0.1).all() and (got.relative_sd < 0.2).all()

@@ -1,0 +1,332 @@
+"""Does a live job leave data parallelism when the link between its two nodes is slow?
+
+    python bench/slow_link.py --data-path runs/quickstart/data/stdlib_text_document
+
+Two nodes on one machine: network namespaces with a rate-limited link, one rank pinned to one core
+in each. The quickstart's model and flags start as dp=2, whose gradients cross the link every step.
+Compared over the same samples: `act` with all layouts to choose from, the same with the link given
+in `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
+docs/results/slow_link.json, .svg and the journal of the first. Needs root, iproute2 and two cores;
+nothing else running; about 10 minutes (the time left of each run is printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin
+
+TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
+--lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
+--eval-interval 100000 --log-interval 20 --copus --copus-mode act"""
+"""The rest of the flags of scripts/quickstart.sh."""
+DEVICE, PORT = "slow0", "29500"
+KINDS = {
+    "all": ["--copus-layouts", "all"],
+    "told": ["--copus-layouts", "all", "--copus-cluster", "CLUSTER"],
+    "current": ["--copus-layouts", "current"],
+    "pp2": ["--copus-layouts", "current", "--pipeline-model-parallel-size", "2"],
+}
+"""Runs, and the flags in which they differ."""
+_MOST_S = 3600.0
+
+
+def why_not() -> str:
+    """Why two nodes cannot be emulated here; empty if they can."""
+    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
+    if missing:
+        return f"this needs {', '.join(missing)} (iproute2, util-linux)"
+    if os.geteuid():
+        return "this needs root, for network namespaces: run it with sudo"
+    if len(os.sched_getaffinity(0)) < 2:
+        return "this needs two cores, one for each node"
+    name = f"copus{os.getpid()}t"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"this needs network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
+
+
+def _command(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
+    """Names of two namespaces with a link of some rate between them.
+
+    A guard waits for the end of this process, however it ends, and then ends what runs in them and
+    takes them away.
+    """
+    names = f"copus{os.getpid()}a", f"copus{os.getpid()}b"
+    script = 'cat >/dev/null; for n in "$@"; do ip netns pids $n | xargs -r kill -9; done; '
+    script += 'for n in "$@"; do ip netns del $n; done'
+    guard = subprocess.Popen(
+        ["sh", "-c", script, "guard", *names],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        for name in names:
+            _command("ip", "netns", "add", name)
+        peer = ("peer", "name", DEVICE, "netns", names[1])
+        _command("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
+        for i, name in enumerate(names):
+            _command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", DEVICE)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+            _command("ip", "-n", name, "link", "set", DEVICE, "up")
+            limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
+            _command("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
+        yield names
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def start(names: tuple[str, str], command: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
+    """One rank on every node, on a core of its own; rank 0 writes to the log, rank 1 beside it."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = []
+    for rank, name in enumerate(names):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(names)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": PORT,
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        on = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[rank])]
+        with log.with_suffix(f".{rank}.txt").open("wb") as file:
+            ranks.append(
+                subprocess.Popen(
+                    [*on, *command], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
+                )
+            )
+    return ranks
+
+
+def follow(ranks: list[subprocess.Popen[bytes]], folder: Path, samples: int, name: str) -> None:
+    """Waits for the ranks and says how far they are.
+
+    Raises:
+        SystemExit: one failed, or they take too long.
+    """
+    from megatron.training.metrics import METRICS_FILE, read_metrics
+
+    began, said = time.monotonic(), 0.0
+    while any(rank.poll() is None for rank in ranks):
+        time.sleep(1)
+        failed = [rank for rank in ranks if rank.poll()]
+        if failed or time.monotonic() - began > _MOST_S:
+            for rank in ranks:
+                rank.kill()
+            logs = folder.parent.glob(f"{folder.name}.*.txt")
+            raise SystemExit("\n".join(log.read_text()[-3000:] for log in sorted(logs)))
+        if time.monotonic() - said < 20 or not (folder / METRICS_FILE).exists():
+            continue
+        said = time.monotonic()
+        steps = [r for r in read_metrics(folder) if r["kind"] == "step"]
+        if len(steps) > 5:
+            last, seconds = steps[-1], sum(r["elapsed_per_iteration_ms"] for r in steps[-5:]) / 5e3
+            left = (samples - last["consumed_samples"]) / last["global_batch_size"] * seconds
+            print(
+                f"{name}: {last['consumed_samples']} of {samples} samples, {seconds:.2f} s a step, "
+                f"about {left:.0f} s left of this run",
+                flush=True,
+            )
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit(f"{name} failed: {[rank.returncode for rank in ranks]}")
+
+
+def account(folder: Path, kind: str) -> dict[str, Any]:
+    """What a run did, from its own records."""
+    from copus_ext.journal import NAME, read_journal
+    from megatron.training.metrics import read_metrics
+    from tools.replay import replayed
+
+    records = list(read_metrics(folder))
+    journal = list(read_journal(folder / NAME))
+    steps = [r for r in records if r["kind"] == "step"]
+    moves = [r for r in journal if r["kind"] == "switch"]
+    layout = next(r["layout"] for r in records if r["kind"] == "run.start")
+    came = {r["iteration"]: r["to"] for r in moves if r["outcome"]["kind"] == "moved"}
+    layouts = []
+    for r in steps:
+        layouts.append(layout)
+        layout = came.get(r["iteration"], layout)
+    seconds = [r["elapsed_per_iteration_ms"] / 1000 for r in steps]
+    groups: dict[str, list[float]] = {}
+    for r, where, s in zip(steps, layouts, seconds):
+        groups.setdefault(f"{where} batch {r['global_batch_size']}", []).append(s)
+    decisions = [r for r in journal if r["kind"] == "decision"]
+    paused = sum(r["outcome"]["pause_s"] for r in moves)
+    return {
+        "kind": kind,
+        "total_s": sum(seconds) + paused,
+        "paused_s": paused,
+        "steps": len(steps),
+        "moves": [{k: r[k] for k in ("iteration", "start", "to", "outcome")} for r in moves],
+        "median_step_s": {
+            name: {"steps": len(some), "median_s": statistics.median(some)}
+            for name, some in groups.items()
+        },
+        "last_losses": statistics.fmean(r["losses"]["lm loss"] for r in steps[-20:]),
+        "decisions": [_brief(r) for r in decisions],
+        "decided_again_the_same": sum(replayed(r, {})[0] for r in decisions),
+        "curves": {
+            "samples": [r["consumed_samples"] for r in steps],
+            "seconds": seconds,
+            "layout": layouts,
+            "batch": [r["global_batch_size"] for r in steps],
+            "loss": [r["losses"]["lm loss"] for r in steps],
+        },
+    }
+
+
+def _brief(record: dict[str, Any]) -> dict[str, Any]:
+    """A decision without the situation, but for the speeds that it saw."""
+    situation, decision = record["situation"], record["decision"]
+    best: dict[str, dict[str, Any]] = {}
+    now = situation["rows"][situation["current"]]
+    for row in situation["rows"]:
+        if row["global_batch_size"] != now["global_batch_size"]:
+            continue
+        name = f"tp{row['tp']}.pp{row['pp']}.vpp{row['vpp']}.dp{row['dp']}"
+        if name not in best or row["samples_per_s"] > best[name]["samples_per_s"]:
+            best[name] = {
+                k: row[k] for k in ("micro_batch_size", "samples_per_s", "relative_sd", "source")
+            }
+    return {
+        "iteration": record["iteration"],
+        "kind": decision["kind"],
+        "reason": decision["reason"],
+        "switch_cost_s": situation["switch_cost_s"],
+        "now": now,
+        "speeds": best,
+    }
+
+
+def cluster_file(rate_mbit: float, path: Path) -> None:
+    """What a user writes who knows the link."""
+    from copus_ext.perf.cluster_spec import of_gpu
+
+    spec = of_gpu("CPU-rank", nodes=2, gpus_per_node=1).to_json()
+    path.write_text(json.dumps({**spec, "nic_bytes_per_s": rate_mbit * 1e6 / 8}))
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Speed, batch and layout over the time of the run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "copus"
+    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 6.5), layout="constrained")
+    for i, run in enumerate(runs):
+        c, moved = run["curves"], {m["iteration"]: m["outcome"]["pause_s"] for m in run["moves"]}
+        pauses = [moved.get(k, 0.0) for k in range(len(c["seconds"]))]
+        x = list(itertools.accumulate(s + p for s, p in zip(c["seconds"], pauses)))
+        speed = [b / s for b, s in zip(c["batch"], c["seconds"])]
+        smooth = [statistics.median(speed[max(k - 4, 0) : k + 5]) for k in range(len(speed))]
+        style = {"color": f"C{i}", "linewidth": 1.2}
+        axes[0].plot(x, smooth, label=run["kind"], **style)
+        axes[1].step(x, c["batch"], where="post", **style)
+        axes[2].step(x, [name.replace(" ", "\n") for name in c["layout"]], where="post", **style)
+    axes[0].set(ylabel="samples/s (median of 9)")
+    axes[0].legend()
+    axes[1].set_yscale("log", base=2)
+    axes[1].set(ylabel="global batch")
+    axes[2].set(xlabel="seconds")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """One line a run."""
+    lines = [f"{'run':<10}{'seconds':>9}{'pauses':>8}{'steps':>7}{'loss':>8}  layouts"]
+    for run in runs:
+        layouts = run["curves"]["layout"]
+        path = [layouts[0], *(b for a, b in itertools.pairwise(layouts) if a != b)]
+        lines.append(
+            f"{run['kind']:<10}{run['total_s']:>9.1f}{run['paused_s']:>8.1f}{run['steps']:>7}"
+            f"{run['last_losses']:>8.3f}  {' -> '.join(path)}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Trains each way, prints and writes."""
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
+    p.add_argument("--rate", type=float, default=200.0, help="Mbit/s of the link")
+    p.add_argument("--samples", type=int, default=600)
+    p.add_argument("--runs", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    p.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
+    p.add_argument("--output", type=Path, default=RESULTS / "slow_link.json")
+    args = p.parse_args()
+    if unknown := set(args.runs.split(",")) - set(KINDS):
+        p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
+    if problem := why_not():
+        print(f"slow_link: {problem}", file=sys.stderr)
+        return 2
+    open_source()
+    # An end by a signal unwinds too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before, runs = origin(), []
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        cluster = folder.resolve() / "cluster.json"
+        cluster_file(args.rate, cluster)
+        shared = [*QUICKSTART_MODEL.split(), *TRAINING.split()]
+        shared += ["--train-samples", str(args.samples)]
+        shared += ["--data-path", str(Path(args.data_path).resolve())]
+        shared += ["--data-cache-path", str(folder.resolve() / "cache")]
+        names = stack.enter_context(two_nodes(args.rate))
+        for kind in args.runs.split(","):
+            own = [str(cluster) if word == "CLUSTER" else word for word in KINDS[kind]]
+            at = folder.resolve() / kind
+            command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *shared, *own]
+            ranks = start(names, [*command, "--run-dir", str(at)], at)
+            follow(ranks, at, args.samples, kind)
+            runs.append(account(at, kind))
+            if kind == "all":
+                journal = args.output.with_suffix(".journal.jsonl")
+                shutil.copy(at / "journal.jsonl", journal)
+            print(table(runs), flush=True)
+    result = {
+        "what": "a live job over a slow link, its layout chosen by the controller or kept",
+        "rate_mbit_per_s": args.rate,
+        "samples": args.samples,
+        **before,
+        "runs": runs,
+    }
+    args.output.write_text(json.dumps(result) + "\n")
+    draw(runs, args.output.with_suffix(".svg"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
