@@ -32,7 +32,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import layers" lint-imports
-step "unit tests" python -m pytest -q tests/unit
+step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" python -m pytest -q tests --ignore tests/unit
 fi

@@ -146,8 +146,7 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     def fastest(rate: float | None) -> dict[tuple[int, ...], float]:
         link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
         table = Table(config(), flags(copus_layouts="all"), gpu=None, link=link)
-        sizes = {"micro_batch_size": 1, "global_batch_size": 8}
-        rows, _ = table.rows([8], **sizes, measured=lambda c: None)
+        rows, _ = table.rows([8], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
         speeds: dict[tuple[int, ...], float] = {}
         for r in rows:
             speeds[r.layout] = max(r.samples_per_s, speeds.get(r.layout, 0.0))

@@ -35,7 +35,7 @@ def layout(tp: int, pp: int, vpp: int) -> Layout:
     return Layout(tp=tp, pp=pp, vpp=vpp, dp=4 // (tp * pp))
 
 
-@pytest.mark.parametrize("way", itertools.permutations(LAYOUTS, 2))
+@pytest.mark.parametrize("way", list(itertools.permutations(LAYOUTS, 2)))
 def test_the_configuration_is_that_of_a_launch_under_the_layout(way: Any) -> None:
     start, end = way
     moved = with_layout(config(*layout_flags(*start)), layout(*end))
@@ -112,9 +112,11 @@ def test_failures_bar_the_pair_and_then_all() -> None:
 
 
 def test_the_prior_grows_with_the_state_and_falls_with_the_ranks() -> None:
-    model = config().model
-    few, many = (prior_s(model, world_size=n, device="cpu") for n in (1, 64))
-    assert few > many > BUILD_S["cpu"]
+    few = config()
+    many = few.replace(data_parallel_size=64)
+    assert prior_s(few) > prior_s(many) > BUILD_S["cpu"]
+    slow = [prior_s(few, link_bytes_per_s=rate) for rate in (1e3, 1e6, 1e12)]
+    assert slow == sorted(slow, reverse=True) and slow[-1] == prior_s(few)
 
 
 def test_an_old_record_gets_an_account() -> None:
