@@ -1,8 +1,9 @@
 """Sums over the global state that do not depend on who holds it: equal before and after a change of
 layout, or elements were lost, doubled, moved or altered.
 
-Each element counts as its 32 bits times an odd weight that belongs to its global index, modulo
-2^64. A single wrong element changes the sum for certain, several wrong ones all but certainly.
+Each element's 32 bits are multiplied by an odd weight of its place on the last axis, modulo 2^32, and
+the result by odd weights of its places on the other axes, modulo 2^64. A single wrong element changes
+the sum for certain, several wrong ones all but certainly.
 """
 
 from __future__ import annotations
@@ -102,9 +103,10 @@ def _sum(flat: torch.Tensor, record: Record, kind: str) -> torch.Tensor:
         axis_weights(f"{kind}.{record.key}", axis, lo, hi, flat.device)
         for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
     )
-    rows = flat.view(_BITS[flat.element_size()]).view(-1, shape[-1])
+    rows, inner = flat.view(_BITS[flat.element_size()]).view(-1, shape[-1]), inner.int()
     per_chunk = max(_CHUNK // shape[-1], 1)
-    sums = [(part.long() * inner).sum(dim=1) for part in rows.split(per_chunk)]
+    # Products of 32 bits wrap, sums of them have 64.
+    sums = [(part * inner).sum(dim=1) for part in rows.split(per_chunk)]
     total = torch.cat(sums).view(shape[:-1])
     for weights in reversed(outer):
         total = (total * weights).sum(dim=-1)
