@@ -44,6 +44,9 @@ class CopusConfig:
     copus_relayout: str = option("inprocess", choices=("inprocess", "relaunch"))
     """How to change the layout. inprocess: in the running processes, from memory to memory.
     relaunch: save, leave, and be started again by the launcher."""
+    copus_prebuild: int = option(0)
+    """Other layouts whose process groups are kept, or built while training: leaves them out of the
+    pause. Each costs its sockets and threads, with NCCL also memory."""
     copus_verify_switch: str = option("full", choices=("full", "sample"))
     """After a change of layout compare sums over all tensors, or over a sixteenth of them."""
     copus_switch_checkpoint_tokens: float | None = option(None)

@@ -210,6 +210,8 @@ class Controller(Callback):
                     reason = decision.reason
                 elif decision.kind == "relayout":
                     move = self._move_of(decision, context)
+                if self.moves is not None and move is None:
+                    self.moves.get_ready(decision.other_layouts, context)
         wanted = self._wanted(context)
         now = None if wanted == context.state.settings else wanted
         if move is not None and self.moves is not None:

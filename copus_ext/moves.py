@@ -67,6 +67,7 @@ class Moves:
                 run_dir=self._run_dir,
                 note=self._note,
                 fault=lambda topic: self.fault(topic),
+                prebuild=self.flags.copus_prebuild,
                 sample=self.flags.copus_verify_switch == "sample",
             )
 
@@ -96,6 +97,11 @@ class Moves:
                 "scripts/local_cpu.sh"
             )
         return ""
+
+    def get_ready(self, layouts: list[Layout], context: CallbackContext) -> None:
+        """Builds the groups of layouts that may come next. All ranks."""
+        if self._mover is not None and self.flags.copus_prebuild:
+            self._mover.build_ahead(context.config, layouts)
 
     def request(self, move: Move, context: CallbackContext, now: StepSettings | None) -> Request:
         """What the loop is asked to do.

@@ -51,6 +51,8 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             raise UsageError(f"{flag} {value:g} must be positive")
     if flags.copus_lr_ramp_steps is not None and flags.copus_lr_ramp_steps < 0:
         raise UsageError(f"--copus-lr-ramp-steps {flags.copus_lr_ramp_steps} must be at least 0")
+    if flags.copus_prebuild < 0:
+        raise UsageError(f"--copus-prebuild {flags.copus_prebuild} must be at least 0")
     if not flags.copus_doubling_ratio > 1:
         raise UsageError(f"--copus-doubling-ratio {flags.copus_doubling_ratio:g} must exceed 1")
     least, most = flags.copus_min_global_batch_size, flags.copus_max_global_batch_size

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from copus_ext.types import NoiseScale
+from megatron.training.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,16 @@ class Decision:
     """Whether even the upper end of the best batch is below the present one."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
+
+    @property
+    def other_layouts(self) -> list[Layout]:
+        """Layouts of the candidates but that of `to`, best first."""
+        sizes = dict.fromkeys(c.row.layout for c in self.candidates)
+        return [
+            Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
+            for tp, pp, vpp, dp in sizes
+            if (tp, pp, vpp, dp) != self.to.layout
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from copus_ext.reconfigure import memory, verify
 from copus_ext.reconfigure.ballot import Ballot, Watchdog
+from copus_ext.reconfigure.group_store import GroupStore
 from copus_ext.reconfigure.held import (
     Held,
     adam_steps,
@@ -29,7 +30,7 @@ from copus_ext.reconfigure.held import (
 from copus_ext.reconfigure.phases import BACK, PHASES, TOGETHER, Outcome, PhaseFailed
 from copus_ext.reconfigure.route import Route
 from copus_ext.reconfigure.transfer import Transfer
-from megatron.training.build import groups_of, install_layout, release_layout
+from megatron.training.build import install_layout, release_layout
 from megatron.training.config import Config
 from megatron.training.errors import Relaunch
 from megatron.training.job import Job
@@ -55,6 +56,8 @@ class Means:
     """Puts a new one in its place. Collective."""
     route: Callable[[Config, Layout], Route]
     """The way to a layout."""
+    store: GroupStore
+    """Process groups of other layouts."""
     note: Callable[..., None]
     """Writes the journal, on rank 0."""
     fault: Callable[[str], None]
@@ -132,7 +135,9 @@ class Change:
                 lambda: self._extract(keys),
                 lambda own: replace(own[0], sums=self._all_sums(own[1], keys)),
             )
-            self._phase("tear down", self._release, lambda _: destroy_groups())
+            self._phase(
+                "tear down", self._release, lambda _: self.means.store.leave(held.config.layout)
+            )
             self.new = _Built(config=with_layout(held.config, self.layout))
             self._build(self.new)
             self._phase(
@@ -256,7 +261,7 @@ class Change:
         held, device = self.held, self.job.device
         assert held is not None
         built.groups = self._phase(
-            "groups", _nothing, lambda _: groups_of(built.config), label=label
+            "groups", _nothing, lambda _: self.means.store.obtain(built.config), label=label
         )
 
         def model() -> None:

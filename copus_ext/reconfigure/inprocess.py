@@ -13,7 +13,7 @@ import faulthandler
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ import torch.distributed as dist
 
 from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
 from copus_ext.reconfigure.change import Change, Means
+from copus_ext.reconfigure.group_store import GroupStore
 from copus_ext.reconfigure.ownership import shape_of
 from copus_ext.reconfigure.phases import Outcome
 from copus_ext.reconfigure.route import Route, Routes
 from megatron.training.config import Config
-from megatron.training.errors import Relaunch
+from megatron.training.errors import Relaunch, UsageError
 from megatron.training.job import Job
 from megatron.training.layout import Layout
+from megatron.training.relayout import with_layout
 from megatron.training.settings import StepSettings
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Mover:
             way to break it.
         patience_s: see `Watchdog`; a rank counts as dead after three times as long.
         min_timeout_s: least seconds that a change may take before it counts as hung.
+        prebuild: layouts whose groups are kept or built before they are needed.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Mover:
         fault: Callable[[str], None] = lambda phase: None,
         patience_s: float = _PATIENCE_S,
         min_timeout_s: float = MIN_TIMEOUT_S,
+        prebuild: int = 0,
     ) -> None:
         self._run_dir, self._note = run_dir, note
         self._patience_s, self._min_timeout_s = patience_s, min_timeout_s
@@ -72,6 +76,7 @@ class Mover:
             group=lambda: self._group,
             renew_group=self._renew_group,
             route=self.route,
+            store=GroupStore(prebuild),
             note=note,
             fault=fault,
             is_sample=sample,
@@ -79,14 +84,31 @@ class Mover:
         )
 
     def close(self) -> None:
-        """Lets go of the group. All ranks."""
+        """Lets go of all groups of its own. All ranks."""
+        self._means.store.close()
+        self._close_group()
+
+    def _close_group(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _renew_group(self) -> None:
-        self.close()
+        self._close_group()
         self._group = dist.new_group()
+
+    def build_ahead(self, config: Config, layouts: Iterable[Layout]) -> int:
+        """Builds the groups of layouts that may come next, most likely first; those that the model
+        cannot have are passed over. All ranks, at a step boundary.
+
+        Returns:
+            How many layouts were built.
+        """
+        others = []
+        for layout in layouts:
+            with contextlib.suppress(UsageError):
+                others.append(with_layout(config, layout))
+        return self._means.store.build_ahead(config, others)
 
     def route(self, config: Config, layout: Layout) -> Route:
         """The way to a layout. Pure arithmetic; kept for the change.

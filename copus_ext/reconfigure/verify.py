@@ -1,9 +1,9 @@
 """Sums over the global state that do not depend on who holds it: equal before and after a change of
 layout, or elements were lost, doubled, moved or altered.
 
-Each element's 32 bits are multiplied by an odd weight of its place on the last axis, modulo 2^32, and
-the result by odd weights of its places on the other axes, modulo 2^64. A single wrong element changes
-the sum for certain, several wrong ones all but certainly.
+Each element's 32 bits are multiplied by an odd weight of its place on the last axis, modulo 2^32,
+and the result by odd weights of its places on the other axes, modulo 2^64. A single wrong element
+changes the sum for certain, several wrong ones all but certainly.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gc
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -89,10 +90,7 @@ def destroy_groups() -> None:
 
     Order matters: references first, then groups, then globals (docs/decisions/001).
     """
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    _forget_model()
     dist.barrier()
     for group in parallel_state._global_process_group_list or []:
         if group is not None:
@@ -100,8 +98,66 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
     for name, initial in FORGOTTEN_GLOBALS.items():
         setattr(parallel_state, name, {} if initial == {} else initial)
-    destroy_num_microbatches_calculator()
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _forget_model() -> None:
+    """Ends what a model leaves behind in this process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    destroy_num_microbatches_calculator()
+
+
+@dataclass(frozen=True)
+class IdleGroups:
+    """The groups of a layout that is not in use."""
+
+    globals: dict[str, Any]
+    """Values of megatron-core's names."""
+
+
+def _globals_of_groups() -> dict[str, Any]:
+    """megatron-core's names for groups, sizes and ranks, with their values now."""
+    names = {"_global_process_group_list"} | {n for n in vars(parallel_state) if _is_name(n)}
+    return {name: getattr(parallel_state, name) for name in sorted(names - _BUFFERS)}
+
+
+def _is_name(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isupper()
+
+
+_BUFFERS = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
+_EMPTY = {name: {} if value == {} else None for name, value in _globals_of_groups().items()}
+
+
+def set_groups_aside() -> IdleGroups:
+    """Takes the groups of the present layout out of use, whole. Not collective; a live model keeps
+    the groups that it was given."""
+    idle = IdleGroups(_globals_of_groups())
+    for name, value in _EMPTY.items():
+        setattr(parallel_state, name, {} if value == {} else value)
+    for name in _BUFFERS:
+        setattr(parallel_state, name, None)
+    return idle
+
+
+def use_groups(idle: IdleGroups) -> ProcessGroupCollection:
+    """Puts groups that were set aside to use again. Not collective."""
+    for name, value in idle.globals.items():
+        setattr(parallel_state, name, value)
+    for name in _BUFFERS:
+        setattr(parallel_state, name, None)
+    parallel_state._set_global_memory_buffer()
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def release_model() -> None:
+    """What `destroy_groups` does to a model that is gone, where the groups stay. All ranks."""
+    _forget_model()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -69,7 +69,12 @@ def test_only_what_must_goes_over_the_wire(result: dict[str, Any]) -> None:
 def test_groups_descriptors_and_threads_do_not_pile_up(result: dict[str, Any]) -> None:
     for rows in result["rows"]:
         last = rows[len(rows) // 2 :]
-        assert len({row["num_groups"] for row in rows}) == 1
+        groups = {row["num_groups"] for row in rows}
+        if result["name"].endswith("kept"):
+            # Some twenty groups for the layout in use and for each of two others.
+            assert max(groups) <= 3 * 20 + 2 and any(row["built_ahead"] for row in rows)
+            continue
+        assert len(groups) == 1 and not any(row["built_ahead"] for row in rows)
         for name in ("num_fds", "num_threads"):
             by_layout: dict[str, list[int]] = {}
             for row in last:

@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[str, list[tuple[int, int, int]], list[tuple[int, int, 
     "gpt2-odd-bf16": (f"{TINY_GPT2} {ODD} --bf16 {OVERLAP}", ALL, [(1, 4, 1)]),
     "llama-plain": (TINY, FEW, [(1, 2, 2)]),
     "gpt2-bf16-plain": (f"{TINY_GPT2} --bf16", FEW, []),
+    "llama-kept": (f"{TINY} {SHARDED}", [*FEW, (2, 2, 1)], [(2, 1, 1)]),
     "llama-fp16": (f"{TINY} --fp16 --initial-loss-scale 1024 {SHARDED}", FEW, [(2, 1, 1)]),
     "three": (f"{TINY_GPT2} {SIX} --global-batch-size 12 --bf16 {OVERLAP}", THREE, [(1, 3, 1)]),
 }
@@ -116,13 +117,13 @@ def main(output: Path, names: list[str]) -> None:
     class Wander(Callback):
         """After so many steps goes through some layouts at one boundary."""
 
-        def __init__(self, path: list[Any]) -> None:
-            self.path = path
+        def __init__(self, path: list[Any], *, prebuild: int) -> None:
+            self.path, self.prebuild = path, prebuild
             self.rows: list[dict[str, Any]] = []
             self.mover: Mover | None = None
 
         def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = Mover()
+            self.mover = Mover(prebuild=self.prebuild)
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             if context.state.iteration != BEFORE:
@@ -141,6 +142,7 @@ def main(output: Path, names: list[str]) -> None:
                 size = dist.get_world_size()
                 to = Layout(tp=tp, pp=pp, vpp=vpp, dp=size // (tp * pp))
                 start = str(job.config.layout)
+                built = self.mover.build_ahead(job.config, [to])
                 outcome = self.mover.move(job, to, job.state.settings)
                 after, local, now = state_of(job)
                 was = visited.setdefault(to, local)
@@ -148,6 +150,7 @@ def main(output: Path, names: list[str]) -> None:
                     {
                         "from": start,
                         "to": str(to),
+                        "built_ahead": built,
                         "kind": outcome.kind,
                         "reason": outcome.reason,
                         "is_equal": equal(before, after),
@@ -166,15 +169,18 @@ def main(output: Path, names: list[str]) -> None:
     results: dict[str, Any] = {}
     for name in names:
         base, layouts, goes_on = VARIANTS[name]
+        prebuild = 2 if name.endswith("kept") else 0
         flags = ["--train-iters", str(BEFORE + AFTER), "--clip-grad", "1.0"]
         path = walk(layouts)[1:]
-        wandering = Wander(path)
+        wandering = Wander(path, prebuild=prebuild)
         run(flags, output / f"{name}-pairs", [wandering], base=base)
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, wandering.rows)
         losses = {}
         for label, way in (("whole", []), *((str(b), [b]) for b in goes_on)):
-            steps = run(flags, output / f"{name}-{label}", [Wander(way)], base=base)
+            steps = run(
+                flags, output / f"{name}-{label}", [Wander(way, prebuild=prebuild)], base=base
+            )
             losses[label] = [
                 [s["losses"]["lm loss"], s["grad_norm"], s["learning_rate"], s["consumed_samples"]]
                 for s in steps
