@@ -64,6 +64,7 @@ def measure(section: str, args: argparse.Namespace) -> Rows:
         output = Path(folder) / "rows.json"
         command = torchrun(args.ranks, __file__, section, "--output", output, "--worker")
         command += ["--size", args.size, "--repeats", str(count), "--launcher", args.launcher]
+        command += ["--quick"] * args.quick
         if subprocess.run(command, cwd=ROOT).returncode:
             raise SystemExit(f"{section} failed")
         return json.loads(output.read_text())
@@ -294,6 +295,11 @@ def main() -> int:
     p.add_argument(
         "--launcher", choices=("direct", "torchrun"), default="direct", help="of new processes"
     )
+    p.add_argument(
+        "--quick",
+        action="store_true",
+        help="as with --copus-prebuild 2 --copus-verify-switch sample",
+    )
     p.add_argument("--output", type=Path, default=RESULTS / "switch_cost.json")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
@@ -306,6 +312,7 @@ def main() -> int:
 
         flags = [*COMMON.split(), *SIZES[args.size].split()]
         how = {"count": args.repeats, "launcher": args.launcher, "output": args.output}
+        how["quick"] = args.quick
         work(args.sections[0], flags, **how)
         return 0
     for section in args.sections:
@@ -313,6 +320,7 @@ def main() -> int:
         rows = plan(args) if section == "planning" else measure(section, args)
         found = SECTIONS[section](rows)
         place = "all" if section == "planning" else f"{args.size}, {args.ranks} ranks"
+        place += ", quick" if args.quick else ""
         how = {"repeats": args.repeats, "launcher": args.launcher, **before}
         result = json.loads(args.output.read_text()) if args.output.exists() else {}
         result.setdefault("what", "seconds and bytes of changes of layout; see bench/switch_cost")

@@ -69,13 +69,13 @@ def walk(layouts: list[Layout]) -> list[Layout]:
 class Measuring(Callback):
     """Hands the job over at the end of the first step, and ends the run after the next one."""
 
-    def __init__(self, act: Callable[[Any, Mover], None]) -> None:
-        self.act = act
+    def __init__(self, act: Callable[[Any, Mover], None], *, quick: bool) -> None:
+        self.act, self.quick = act, quick
         self.mover: Mover | None = None
         self.stage = 0
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        self.mover = Mover()
+        self.mover = Mover(prebuild=2 if self.quick else 0, sample=self.quick)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         if self.stage == 0:
@@ -394,7 +394,9 @@ def exchange(group: Any, table: list[list[int]]) -> float:
     return time.perf_counter() - begin
 
 
-def work(section: str, flags: list[str], *, count: int, launcher: str, output: Path) -> None:
+def work(
+    section: str, flags: list[str], *, count: int, launcher: str, output: Path, quick: bool
+) -> None:
     """Runs one section on this rank; rank 0 writes its rows."""
     from megatron.training.guard import set_process_defaults
 
@@ -417,4 +419,4 @@ def work(section: str, flags: list[str], *, count: int, launcher: str, output: P
 
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     config = parse([*flags, *map(str, places)], int(os.environ["WORLD_SIZE"]))
-    pretrain(config, [Measuring(act)])
+    pretrain(config, [Measuring(act, quick=quick)])
