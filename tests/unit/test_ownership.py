@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -256,15 +255,3 @@ def test_the_elements_are_the_parameters_of_the_model(name: str) -> None:
     ranks = all_of_layout(shape, layout)
     first = sum(r.numel for records in ranks for r in records if r.is_first)
     assert first == spec.num_parameters
-
-
-@pytest.mark.parametrize("pp", [4, 8])
-@pytest.mark.parametrize(("is_sharded", "most_s"), [(True, 0.5), (False, 1.5)])
-def test_512_ranks_are_quick(pp: int, is_sharded: bool, most_s: float) -> None:
-    spec = PRESETS["llama-3-70b"]
-    rows = int(spec.padded_vocab_size(8))
-    shape = shape_of_spec(spec, padded_vocab_size=rows, use_distributed_optimizer=is_sharded)
-    begin = time.process_time()
-    ranks = all_of_layout(shape, Layout(tp=8, pp=pp, dp=64 // pp))
-    assert time.process_time() - begin < most_s
-    assert len(ranks) == 512

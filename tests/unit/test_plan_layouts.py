@@ -1,0 +1,123 @@
+"""Plans between random layouts of up to 512 ranks: each element once, from one that has it, at the
+least cost, and evenly."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from copus_ext.reconfigure.ownership import ModelShape, all_of_layout
+from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT, Piece, make_plan
+from megatron.training.layout import Layout
+from megatron.training.rectangles import Record, volume
+
+EXAMPLES = int(os.environ.get("COPUS_TEST_EXAMPLES", "40"))
+"""More of them by hand."""
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> tuple[ModelShape, Layout, Layout]:
+    """A model and two layouts of the same ranks that it can have."""
+    world = draw(st.sampled_from([2, 3, 4, 6, 8, 12, 16, 24, 48, 64, 96, 128, 256, 512]))
+    shape = ModelShape(
+        num_layers=draw(st.sampled_from([4, 8, 12])),
+        hidden_size=draw(st.integers(1, 40)),
+        ffn_hidden_size=24 * draw(st.integers(1, 3)),
+        num_attention_heads=24,
+        num_query_groups=24,
+        kv_channels=draw(st.integers(1, 3)),
+        padded_vocab_size=24 * draw(st.integers(1, 8)),
+        learned_positions=draw(st.sampled_from([0, 7])),
+        gated=draw(st.booleans()),
+        linear_bias=draw(st.booleans()),
+        normalization=draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
+        tied=draw(st.booleans()),
+        use_distributed_optimizer=draw(st.integers(0, 3)) > 0,
+        overlap_grad_reduce=draw(st.booleans()),
+        ddp_bucket_size=draw(st.none() | st.integers(100, 5000)),
+        use_tp_pp_dp_mapping=draw(st.booleans()),
+    )
+    legal = [
+        Layout(tp=tp, pp=pp, vpp=vpp, dp=world // (tp * pp))
+        for tp, pp, vpp in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6, 12), (1, 2))
+        if world % (tp * pp) == 0 and shape.num_layers % (pp * vpp) == 0 and (pp > 1 or vpp == 1)
+    ]
+    return shape, draw(st.sampled_from(legal)), draw(st.sampled_from(legal))
+
+
+def overlap(a: Record, b: Record) -> int:
+    lo, hi = map(max, a.lo, b.lo), map(min, a.hi, b.hi)
+    edges = [y - x for x, y in zip(lo, hi)]
+    return 0 if min(edges) <= 0 else volume([0] * len(edges), edges)
+
+
+def disjoint(pieces: list[Piece]) -> bool:
+    return not any(
+        all(x < y for x, y in zip(map(max, a.lo, b.lo), map(min, a.hi, b.hi)))
+        for a, b in itertools.combinations(pieces, 2)
+    )
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(changes())
+def test_plans_are_complete_minimal_and_even(case: tuple[ModelShape, Layout, Layout]) -> None:
+    shape, before, after = case
+    source, target = all_of_layout(shape, before), all_of_layout(shape, after)
+    plan = make_plan(source, target)
+    by_target: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    sent = [0] * len(source)
+    for p in plan.pieces:
+        record = source[p.source_rank][p.source]
+        assert all(a <= b for a, b in zip(record.lo, p.lo))
+        assert all(a >= b for a, b in zip(record.hi, p.hi))
+        by_target[p.target_rank, p.target].append(p)
+        if p.source_rank != p.target_rank:
+            sent[p.source_rank] += p.numel * BYTES_PER_ELEMENT
+    needs = 0
+    for rank, records in enumerate(target):
+        own: dict[str, list[Record]] = defaultdict(list)
+        for record in source[rank]:
+            own[record.key].append(record)
+        for number, record in enumerate(records):
+            pieces = by_target.pop((rank, number))
+            assert all(source[p.source_rank][p.source].key == record.key for p in pieces)
+            assert all(x <= y for p in pieces for x, y in zip(record.lo, p.lo))
+            assert all(x >= y for p in pieces for x, y in zip(record.hi, p.hi))
+            assert sum(p.numel for p in pieces) == record.numel and disjoint(pieces)
+            # Records of one rank share nothing; both copies of a tied embedding may be on one.
+            held = sum(overlap(record, other) for other in own[record.key])
+            needs += record.numel - min(held, record.numel)
+    assert not by_target
+    assert plan.sent_bytes == sent
+    assert plan.wire_bytes == plan.minimum_bytes == needs * BYTES_PER_ELEMENT
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(changes())
+def test_replicas_share_the_sending(case: tuple[ModelShape, Layout, Layout]) -> None:
+    """Where every rank of a replica group holds the same, none sends more than its part and one
+    largest piece."""
+    shape, before, after = case
+    shape = replace(shape, use_distributed_optimizer=False, tied=False)
+    source, target = all_of_layout(shape, before), all_of_layout(shape, after)
+    plan = make_plan(source, target)
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for rank, records in enumerate(source):
+        groups[tuple((r.key, r.lo) for r in records)].append(rank)
+    largest = max((p.numel for p in plan.pieces), default=0) * BYTES_PER_ELEMENT
+    for ranks in groups.values():
+        loads = [plan.sent_bytes[rank] for rank in ranks]
+        assert max(loads) - min(loads) <= 2 * largest
+
+
+@settings(max_examples=EXAMPLES // 4, deadline=None)
+@given(changes())
+def test_a_layout_that_stays_moves_nothing(case: tuple[ModelShape, Layout, Layout]) -> None:
+    shape, before, _ = case
+    records = all_of_layout(shape, before)
+    assert make_plan(records, records).wire_bytes == 0
