@@ -48,7 +48,7 @@ class CopusConfig:
     """Other layouts whose process groups are kept, or built while training: leaves them out of the
     pause. Each costs its sockets and threads, with NCCL also memory."""
     copus_verify_switch: str = option("full", choices=("full", "sample"))
-    """After a change of layout compare sums over all tensors, or over a sixteenth of them."""
+    """After a change of layout compare all tensors with those before, or a sixteenth of them."""
     copus_switch_checkpoint_tokens: float | None = option(None)
     """Before a change of layout save first if the last checkpoint is more tokens old. Default:
     never."""

@@ -26,6 +26,7 @@ from copus_ext.reconfigure.held import (
     masters_to_weights,
     restore_counts,
     share_weights,
+    touch,
 )
 from copus_ext.reconfigure.phases import BACK, PHASES, TOGETHER, Outcome, PhaseFailed
 from copus_ext.reconfigure.route import Route
@@ -272,6 +273,7 @@ class Change:
             built.optimizer = build_optimizer(built.config, built.model, built.groups)
             restore_counts(built.optimizer, held)
             built.shards = own_shards(built.model, built.optimizer, built.groups)
+            touch(built.shards)
 
         self._phase("model", model, label=label)
         self._phase("optimizer", _nothing, lambda _: optimizer(), label=label)
@@ -310,10 +312,10 @@ class Change:
         keys = sorted({name.split(".", 1)[1] for name in held.sums})
 
         def own() -> tuple[Any, Any]:
-            verify.check_weights(model, shards, built.groups)
+            verify.check_weights(model, shards, built.groups, keys)
             if (steps := adam_steps(built.optimizer)) != held.step:
                 raise verify.Mismatch(f"{steps} steps instead of {held.step}")
-            return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups)
+            return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
 
         def compare(own: tuple[Any, Any]) -> None:
             sums = self._all_sums(own[0], keys)

@@ -14,6 +14,10 @@ from megatron.training.model import Model
 from megatron.training.shards import KINDS, Shards, own_shards, parts_of
 
 
+_PAGE_ELEMENTS = 1024
+"""fp32 elements of a page."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """All that is not the same on every rank or that the optimizer alone knows."""
@@ -83,6 +87,16 @@ def restore_counts(optimizer: Any, held: Held) -> None:
                 group["step"] = held.step
         if scaler is not None:
             part.grad_scaler.load_state_dict(scaler)
+
+
+@torch.no_grad()
+def touch(shards: Shards) -> None:
+    """Makes the system hand out the pages of new moments now: the first write to each would
+    otherwise look like a slow network."""
+    for tensors in shards.tensors:
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if tensors[kind].device.type == "cpu":
+                tensors[kind][::_PAGE_ELEMENTS].zero_()
 
 
 @torch.no_grad()

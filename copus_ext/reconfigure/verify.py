@@ -9,7 +9,7 @@ changes the sum for certain, several wrong ones all but certainly.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,8 +137,16 @@ def compare(before: dict[str, int], after: dict[str, int]) -> None:
 
 
 @torch.no_grad()
-def check_weights(model: Model, shards: Shards, groups: Any) -> None:
+def check_weights(
+    model: Model, shards: Shards, groups: Any, keys: Collection[str] | None = None
+) -> None:
     """Checks, where this rank holds both, that the model's weights are its rounded masters.
+
+    Args:
+        model: this rank's chunks.
+        shards: this rank's masters.
+        groups: process groups of the layout.
+        keys: of the tensors to check; None for all.
 
     Raises:
         Mismatch: naming a tensor.
@@ -147,6 +155,8 @@ def check_weights(model: Model, shards: Shards, groups: Any) -> None:
     for record in shards.records:
         own.setdefault(record.key, []).append(record)
     for place, weight in weights_of(model, groups):
+        if keys is not None and place.key not in keys:
+            continue
         for record in own.get(place.key, ()):
             inside = all(a <= b for a, b in zip(place.lo, record.lo))
             if not inside or any(a < b for a, b in zip(place.hi, record.hi)):
@@ -163,10 +173,17 @@ def check_weights(model: Model, shards: Shards, groups: Any) -> None:
 
 
 @torch.no_grad()
-def weight_sum(model: Model, groups: Any) -> torch.Tensor:
-    """One number for all weights of this rank's chunks, [1]. Not collective."""
-    sums = [_sum(w.reshape(-1), place, "weight") for place, w in weights_of(model, groups)]
-    return torch.stack(sums).sum().view(1)
+def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -> torch.Tensor:
+    """One number for the weights of this rank's chunks, those of `keys` or all, [1]. Not
+    collective."""
+    sums = [
+        _sum(weight.reshape(-1), place, "weight")
+        for place, weight in weights_of(model, groups)
+        if keys is None or place.key in keys
+    ]
+    # Replicas hold the same tensors, so that all of a group have some or none.
+    none = torch.zeros(1, dtype=torch.int64, device=torch.cuda.current_device())
+    return torch.stack(sums).sum().view(1) if sums else none
 
 
 def check_replicas(own: torch.Tensor, groups: Any) -> None:
