@@ -13,7 +13,6 @@ from megatron.training.job import Job
 from megatron.training.model import Model
 from megatron.training.shards import KINDS, Shards, own_shards, parts_of
 
-
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
 
