@@ -16,8 +16,8 @@ class CopusConfig:
     copus: bool = option(False)
     """Measure the gradient noise scale while training, and let the batch follow it."""
     copus_mode: str = option("act", choices=("off", "observe", "act"))
-    """act: change batch and micro-batch. observe: change nothing, and record what act would have
-    done. off: as without --copus."""
+    """act: change batch, micro-batch and, with --copus-layouts all, layout. observe: change
+    nothing, and record what act would have done. off: as without --copus."""
     copus_policy: str = option("adaptive", choices=POLICIES)
     """How the batch is chosen. adaptive weighs every configuration by --copus-objective; the
     others are ways that people use or publish (docs/controller.md)."""

@@ -29,7 +29,7 @@ from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.errors import Relaunch, UsageError
-from megatron.training.layout import Layout, batch_problems
+from megatron.training.layout import batch_problems
 from megatron.training.settings import Request, StepSettings
 
 logger = logging.getLogger(__name__)
@@ -95,10 +95,9 @@ class Controller(Callback):
         if problem := from_rank_zero(problem):
             raise UsageError(problem)
         if self._acts and self.flags.copus_layouts == "all":
-            self.moves = Moves(self.flags, self.costs, self.ledger.note)
+            self.moves = Moves(self.flags, self.costs, self.ledger)
             self.moves.open(context)
-            if problem := self.moves.why_not():
-                raise UsageError(problem)
+            self.moves.arrive(context)
 
     def _enter_layout(self, context: CallbackContext) -> None:
         """Rules and names of the present layout."""
@@ -230,16 +229,18 @@ class Controller(Callback):
         settings = self._settings(to.global_batch_size, to.micro_batch_size, factor)
 
         def done(outcome: Outcome) -> None:
+            record = self.ledger.history.record
+            record["elapsed_s"] += outcome.pause_s
             if outcome.kind == "moved":
-                self.ledger.history.record["elapsed_s"] += outcome.pause_s
                 self._obey(decision, context, before=before, ramp=ramp)
-            elif dist.get_rank() == 0:
+                return
+            record["answered_batch"] = None
+            if dist.get_rank() == 0:
                 logger.warning("the layout stays %s: %s", self.layout, outcome.reason)
 
-        tp, pp, vpp, dp = to.layout
         return Move(
             number=self.ledger.history.record["num_decisions"],
-            to=Layout(tp=tp, pp=pp, vpp=vpp, dp=dp),
+            to=to.as_layout,
             settings=settings,
             reason=decision.reason,
             done=done,
@@ -352,7 +353,7 @@ class Controller(Callback):
             decision,
             context.step,
             before=before,
-            layout=self.layout,
+            layout=str(decision.to.as_layout),
             ramp=ramp,
             noise_samples=phi and self.rules.calibration * phi,
         )

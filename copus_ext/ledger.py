@@ -50,11 +50,19 @@ class Ledger:
         self.history = history
         self.journal: Journal | None = None
 
+    def write(self, kind: str, **fields: Any) -> None:
+        """Writes a line that must be on disk before what it speaks of is done.
+
+        Raises:
+            OSError: it is not.
+        """
+        if self.journal is not None:
+            self.journal.append(kind, **fields)
+
     def note(self, kind: str, **fields: Any) -> None:
         """Writes a line that nothing depends on."""
         try:
-            if self.journal is not None:
-                self.journal.append(kind, **fields)
+            self.write(kind, **fields)
         except (OSError, ValueError) as error:
             logger.warning("the journal cannot be written: %s", error)
 

@@ -4,23 +4,28 @@ it, and keeps account of what it cost."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
+from copus_ext.ledger import Ledger
 from copus_ext.reconfigure.inprocess import Mover
 from copus_ext.reconfigure.phases import Outcome
 from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE, is_supervised, write_request
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import CallbackContext
+from megatron.training.errors import Relaunch, TrainingFailure, UsageError
 from megatron.training.job import Job
 from megatron.training.layout import Layout
 from megatron.training.settings import Request, StepSettings
+from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,7 @@ class Move:
     reason: str
     """One line."""
     done: Callable[[Outcome], None]
-    """Told what came of it, on every rank."""
+    """Told what came of it, on every rank; after a relaunch before it has come about."""
 
 
 class Moves:
@@ -45,31 +50,51 @@ class Moves:
     Args:
         flags: of the controller.
         costs: the account.
-        note: writes the journal, on rank 0 alone.
+        ledger: writes the journal, on rank 0 alone.
     """
 
-    def __init__(self, flags: CopusConfig, costs: Costs, note: Callable[..., None]) -> None:
-        self.flags, self.costs, self._note = flags, costs, note
+    def __init__(self, flags: CopusConfig, costs: Costs, ledger: Ledger) -> None:
+        self.flags, self.costs, self._ledger = flags, costs, ledger
         self._mover: Mover | None = None
         self._run_dir: Path | None = None
         self._asked: Move | None = None
-        self._saved_samples: int | None = None
+        self._saved_samples = 0
         self.fault: Callable[[str], None] = lambda topic: None
         """A test's way to break a change; see `Mover`."""
         self.leaves = False
         """Whether the run ends so that new processes go on with it."""
 
     def open(self, context: CallbackContext) -> None:
-        """Gets ready. All ranks."""
+        """Gets ready, and takes in a change that new processes were started for. All ranks.
+
+        Raises:
+            UsageError: the layout cannot be changed in this launch.
+        """
         self._run_dir = from_rank_zero(context.run_dir)
+        self._saved_samples = context.state.consumed_samples
         if self.flags.copus_relayout == "inprocess":
             self._mover = Mover(
                 run_dir=self._run_dir,
-                note=self._note,
+                note=self._ledger.write,
                 fault=lambda topic: self.fault(topic),
                 prebuild=self.flags.copus_prebuild,
                 sample=self.flags.copus_verify_switch == "sample",
             )
+        elif not is_supervised():
+            raise UsageError(
+                "--copus-relayout relaunch needs a launcher that starts the run again, such as "
+                "scripts/local_cpu.sh"
+            )
+
+    def arrive(self, context: CallbackContext) -> None:
+        """Takes in a change that new processes were started for. All ranks."""
+        left = self.costs.record.get("left")
+        self.costs.record["left"] = None
+        if not left or left["to"] != str(context.config.layout):
+            return
+        pause_s = max(from_rank_zero(time.time()) - left["time"], 0.0)
+        self.costs.moved(seconds=pause_s, iteration=context.state.iteration)
+        self._note_switch(left, context.state, Outcome(kind="moved", pause_s=pause_s))
 
     def close(self, context: CallbackContext) -> None:
         """At the end of training: says what became of a change that was asked for. All ranks."""
@@ -77,26 +102,15 @@ class Moves:
         if self._mover is not None:
             self._mover.close()
             self._mover = None
-        if asked is None:
-            return
-        if self.leaves:
+        if asked is not None and self.leaves:
             self._leave(asked, context)
-        else:
+        elif asked is not None:
             fields = {"number": asked.number, "to": str(asked.to)}
-            self._note("switch.cancelled", **fields, reason="training ended first")
+            self._ledger.note("switch.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is there."""
-        self._saved_samples = context.state.consumed_samples
-
-    def why_not(self) -> str:
-        """Why the layout cannot be changed in this launch; empty if it can."""
-        if self.flags.copus_relayout == "relaunch" and not is_supervised():
-            return (
-                "--copus-relayout relaunch needs a launcher that starts the run again, such as "
-                "scripts/local_cpu.sh"
-            )
-        return ""
+        self._saved_samples = context.checkpoint_samples or 0
 
     def get_ready(self, layouts: list[Layout], context: CallbackContext) -> None:
         """Builds the groups of layouts that may come next. All ranks."""
@@ -112,7 +126,7 @@ class Moves:
             now: settings to take on in any case, or None.
         """
         self._asked = move
-        self._note(
+        self._ledger.note(
             "switch.requested",
             number=move.number,
             iteration=context.state.iteration,
@@ -122,59 +136,93 @@ class Moves:
             way=self.flags.copus_relayout,
             predicted_s=self.costs.seconds,
         )
-        if self._mover is None:
-            self.leaves = True
-            # Into the checkpoint that is written on the way out; no step is taken before.
-            context.state.settings = move.settings
-            return Request(kind="stop", reason=f"to go on as {move.to} in new processes")
-        kind = "save" if self._saves_first(context) else "change"
-        return Request(kind=kind, reason=move.reason, settings=now, move=self._carry_out)
+        kind = "save" if self._mover is not None and self._saves_first(context) else "change"
+        carry_out = self._set_out if self._mover is None else self._carry_out
+        return Request(kind=kind, reason=move.reason, settings=now, move=carry_out)
 
     def _saves_first(self, context: CallbackContext) -> bool:
         """Whether the last checkpoint is too old to fall back to."""
         most = self.flags.copus_switch_checkpoint_tokens
         if most is None or context.config.checkpoint.save is None:
             return False
-        since = context.state.consumed_samples - (self._saved_samples or 0)
+        since = context.state.consumed_samples - self._saved_samples
         return since * context.config.batch.seq_length > most
 
     def _carry_out(self, job: Job) -> None:
         """Called by the loop at the end of the boundary."""
         move, self._asked = self._asked, None
         assert move is not None and self._mover is not None
-        start = job.config.layout
-        outcome = self._mover.move(job, move.to, move.settings, predicted_s=self.costs.seconds)
+        if job.checkpointer is not None:
+            # Before anybody looks at the clock; a save that failed ends the run as it always does.
+            job.checkpointer.finish()
+        start, about = job.config.layout, self._about(move, job)
+        try:
+            outcome = self._mover.move(job, move.to, move.settings, predicted_s=self.costs.seconds)
+        except Relaunch as error:
+            self._ledger.note("switch.abandoned", **about, reason=str(error))
+            raise
         # The account is part of checkpoints: the same on every rank.
         outcome.pause_s = from_rank_zero(outcome.pause_s)
         if outcome.kind == "moved":
             self.costs.moved(seconds=outcome.pause_s, iteration=job.state.iteration)
         else:
             self.costs.failed(start, move.to, outcome.reason, seconds=outcome.pause_s)
-        self._note(
-            "switch",
-            number=move.number,
-            iteration=job.state.iteration,
-            consumed_samples=job.state.consumed_samples,
-            start=str(start),
-            to=str(move.to),
-            outcome=outcome.to_json(),
-        )
+        self._note_switch(about, job.state, outcome)
         move.done(outcome)
 
+    def _set_out(self, job: Job) -> str:
+        """The same where new processes are needed: the run is saved as it goes on there, and ends.
+
+        Returns:
+            Why.
+        """
+        move = self._asked
+        assert move is not None
+        about = {**self._about(move, job), "time": from_rank_zero(time.time())}
+        self.leaves = True
+        job.state.settings = move.settings
+        move.done(Outcome(kind="moved"))
+        self.costs.record["left"] = about
+        return f"to go on as {move.to} in new processes"
+
+    def _about(self, move: Move, job: Job) -> dict[str, Any]:
+        return {"number": move.number, "start": str(job.config.layout), "to": str(move.to)}
+
+    def _note_switch(self, about: dict[str, Any], state: TrainState, outcome: Outcome) -> None:
+        self._ledger.note(
+            "switch",
+            number=about["number"],
+            iteration=state.iteration,
+            consumed_samples=state.consumed_samples,
+            start=about["start"],
+            to=about["to"],
+            outcome=outcome.to_json(),
+        )
+
     def _leave(self, move: Move, context: CallbackContext) -> None:
-        """Writes down what the launcher is to do; the checkpoint is there."""
+        """Writes down what the launcher is to do; the checkpoint is there.
+
+        Raises:
+            TrainingFailure: on every rank, if it cannot be written.
+        """
+        problem = None
         if dist.get_rank() == 0 and self._run_dir is not None:
-            write_request(
-                self._run_dir,
-                LaunchRequest(
-                    launch=os.environ[LAUNCH_VARIABLE],
-                    kind="relayout",
-                    iteration=context.state.iteration,
-                    consumed_samples=context.state.consumed_samples,
-                    layout=move.to,
-                    micro_batch_size=move.settings.micro_batch_size,
-                    global_batch_size=move.settings.global_batch_size,
-                    checkpoint=context.config.checkpoint.save,
-                    reason=move.reason,
-                ),
-            )
+            try:
+                write_request(self._run_dir, self._launch_request(move, context))
+            except OSError as error:
+                problem = f"the request for a new launch cannot be written: {error}"
+        if problem := from_rank_zero(problem):
+            raise TrainingFailure(problem)
+
+    def _launch_request(self, move: Move, context: CallbackContext) -> LaunchRequest:
+        return LaunchRequest(
+            launch=os.environ[LAUNCH_VARIABLE],
+            kind="relayout",
+            iteration=context.state.iteration,
+            consumed_samples=context.state.consumed_samples,
+            layout=move.to,
+            micro_batch_size=move.settings.micro_batch_size,
+            global_batch_size=move.settings.global_batch_size,
+            checkpoint=context.config.checkpoint.save,
+            reason=move.reason,
+        )

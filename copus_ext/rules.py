@@ -79,7 +79,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError(
             f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
         )
-    if flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
+    moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
+    if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     first = first_batch_of(flags, config)
     least, most = _bounds(flags, first)

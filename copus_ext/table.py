@@ -21,6 +21,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, batch_problems
+from megatron.training.relayout import with_layout
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -70,6 +71,7 @@ class Table:
         """Why nothing can be predicted; empty if it can."""
         self.profiled: list[Timing] = []
         self.planner: Planner | None = None
+        self._legal: dict[Layout, bool] = {}
         try:
             model = _model(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
@@ -146,10 +148,22 @@ class Table:
         for plan in self.planner.rank(list(batches), top=_PER_BATCH):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
+                if not self._can_be(Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp)):
+                    continue
                 is_live = (c.timed(1.0).line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
                 rows.append(_row(c, p.samples_per_s, p.step_rel_sd, source))
         return rows
+
+    def _can_be(self, layout: Layout) -> bool:
+        """Whether the run's own flags allow a layout; the planner knows the model alone."""
+        if layout not in self._legal:
+            try:
+                with_layout(self.config, layout)
+                self._legal[layout] = True
+            except UsageError:
+                self._legal[layout] = layout == self.config.layout
+        return self._legal[layout]
 
     def _assumed(
         self,

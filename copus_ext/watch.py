@@ -226,6 +226,11 @@ class NoiseWatch(Callback):
         """Hooks into the gradients of the new layout; the averages go on: they belong to the
         parameters and the data."""
         self._hook_in(context)
+        try:
+            self._check_estimator(context.config, self.flags.copus_gns_estimator)
+        except UsageError as error:
+            if dist.get_rank() == 0:
+                logger.warning("the noise scale ages under this layout: %s", error)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Takes the hooks out."""

@@ -29,6 +29,7 @@ def new_costs() -> dict[str, Any]:
         "last_iteration": None,
         "barred": [],
         "num_failed": 0,
+        "left": None,
     }
 
 

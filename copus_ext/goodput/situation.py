@@ -38,6 +38,11 @@ class Row:
         """tp, pp, vpp, dp."""
         return self.tp, self.pp, self.vpp, self.dp
 
+    @property
+    def as_layout(self) -> Layout:
+        """The same as the trainer has it."""
+        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp)
+
     def __str__(self) -> str:
         chunks = f" vpp={self.vpp}" if self.vpp > 1 else ""
         return (
@@ -209,12 +214,8 @@ class Decision:
     @property
     def other_layouts(self) -> list[Layout]:
         """Layouts of the candidates but that of `to`, best first."""
-        sizes = dict.fromkeys(c.row.layout for c in self.candidates)
-        return [
-            Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
-            for tp, pp, vpp, dp in sizes
-            if (tp, pp, vpp, dp) != self.to.layout
-        ]
+        layouts = dict.fromkeys(c.row.as_layout for c in self.candidates)
+        return [layout for layout in layouts if layout != self.to.as_layout]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""

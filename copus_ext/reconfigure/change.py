@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from copus_ext.reconfigure import memory, verify
@@ -81,9 +82,10 @@ class _Built:
 
     def drop(self) -> None:
         """Lets go of everything, so that the groups can be destroyed."""
-        if self.model is not None:
-            self.model.detach_hooks()
-        self.groups = self.model = self.optimizer = self.shards = None
+        model, self.model = self.model, None
+        self.groups = self.optimizer = self.shards = None
+        if model is not None:
+            model.detach_hooks()
 
 
 class Change:
@@ -131,15 +133,11 @@ class Change:
             route = self._phase("prepare", self._prepare, self._agree)
             self._phase("drain", self._begin, lambda _: self._drain())
             keys = verify.checked_keys(route.keys, sample=self.means.is_sample)
-            held = self.held = self._phase(
-                "extract",
-                lambda: self._extract(keys),
-                lambda own: replace(own[0], sums=self._all_sums(own[1], keys)),
+            self.held = self._phase(
+                "extract", lambda: self._extract(keys), lambda x: self._share(x[0], x[1], keys)
             )
-            self._phase(
-                "tear down", self._release, lambda _: self.means.store.leave(held.config.layout)
-            )
-            self.new = _Built(config=with_layout(held.config, self.layout))
+            self._phase("tear down", self._release, lambda _: self._leave())
+            self.new = _Built(config=with_layout(self._old_config, self.layout))
             self._build(self.new)
             self._phase(
                 "transfer", lambda: self._start_transfer(route), lambda way: self._exchange(way)
@@ -249,6 +247,18 @@ class Change:
         held = extract(self.job)
         return held, verify.own_sums(held.shards, keys)
 
+    def _share(self, held: Held, own: Any, keys: list[str]) -> Held:
+        """What all ranks know together: the sums, and the step count, which a rank without
+        parameters lacks."""
+        step = torch.tensor([held.step], device=own.device)
+        dist.all_reduce(step, op=dist.ReduceOp.MAX, group=self.means.group())
+        return replace(held, sums=self._all_sums(own, keys), step=int(step.item()))
+
+    @property
+    def _old_config(self) -> Config:
+        assert self.held is not None
+        return self.held.config
+
     def _all_sums(self, own: Any, keys: list[str]) -> dict[str, int]:
         return verify.all_sums(own, keys, group=self.means.group())
 
@@ -256,6 +266,11 @@ class Change:
         """Lets go of the old layout, unless this rank has done so before."""
         if self.job.model is not None:
             release_layout(self.job)
+
+    def _leave(self) -> None:
+        """The groups of the old layout go out of use."""
+        assert self.held is not None
+        self.means.store.leave(self.held.config.layout, self.layout)
 
     def _build(self, built: _Built, label: str = "") -> None:
         """Groups, model and optimizer of a layout, with no state yet."""
@@ -313,7 +328,7 @@ class Change:
 
         def own() -> tuple[Any, Any]:
             verify.check_weights(model, shards, built.groups, keys)
-            if (steps := adam_steps(built.optimizer)) != held.step:
+            if (steps := adam_steps(built.optimizer)) not in (None, held.step):
                 raise verify.Mismatch(f"{steps} steps instead of {held.step}")
             return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
 
@@ -350,6 +365,7 @@ class Change:
 
         def destroy() -> None:
             destroy_groups()
+            self.means.store.forget()
             # Messages of a transfer that broke off must not meet those of the next.
             self.means.renew_group()
 

@@ -41,14 +41,23 @@ class GroupStore:
         idle = self._idle.pop(config.layout, None)
         return groups_of(config) if idle is None else use_groups(idle)
 
-    def leave(self, layout: Layout) -> None:
+    def leave(self, layout: Layout, to: Layout) -> None:
         """Takes the groups in use out of use, once the model is gone: keeps or destroys them.
-        Collective."""
+        Collective.
+
+        Args:
+            layout: whose groups they are.
+            to: whose groups are obtained next.
+        """
         if self._most == 0:
             destroy_groups()
             return
         release_model()
+        # Out of reach of the bound until it is obtained.
+        following = self._idle.pop(to, None)
         self._keep(layout, set_groups_aside())
+        if following is not None:
+            self._idle[to] = following
 
     def build_ahead(self, now: Config, others: Iterable[Config]) -> int:
         """Builds the groups of likely next layouts while the present one is in use. Collective.
@@ -60,33 +69,38 @@ class GroupStore:
         Returns:
             How many layouts were built.
         """
-        built = 0
         wanted = [c for c in others if c.layout != now.layout][: self._most]
         for config in reversed(wanted):
             if config.layout in self._idle:
                 self._idle.move_to_end(config.layout)
-                continue
+        missing = [c for c in reversed(wanted) if c.layout not in self._idle]
+        for config in missing:
             in_use = set_groups_aside()
-            groups_of(config)
-            self._keep(config.layout, set_groups_aside())
-            use_groups(in_use)
-            built += 1
-        return built
+            try:
+                groups_of(config)
+                self._keep(config.layout, set_groups_aside())
+            finally:
+                use_groups(in_use)
+        return len(missing)
 
     def _keep(self, layout: Layout, idle: IdleGroups) -> None:
         self._idle[layout] = idle
         while len(self._idle) > self._most:
             _, old = self._idle.popitem(last=False)
             use_groups(old)
-            destroy_groups()
+            destroy_groups(wait=False)
 
-    def close(self) -> None:
-        """Destroys what is kept; those in use stay. Collective."""
-        if not self._idle:
-            return
-        in_use = set_groups_aside()
+    def forget(self) -> None:
+        """Destroys what is kept, after those in use were; after a failure ranks may differ in what
+        they keep. Not collective."""
         for old in self._idle.values():
             use_groups(old)
-            destroy_groups()
+            destroy_groups(wait=False)
         self._idle.clear()
-        use_groups(in_use)
+
+    def close(self) -> None:
+        """Destroys what is kept; those in use stay. Not collective."""
+        if self._idle:
+            in_use = set_groups_aside()
+            self.forget()
+            use_groups(in_use)

@@ -44,7 +44,7 @@ def extract(job: Job) -> Held:
     return Held(
         config=job.config,
         shards=kept,
-        step=adam_steps(job.optimizer),
+        step=adam_steps(job.optimizer) or 0,
         scalers=[_scaler_state(part) for part in parts_of(job.optimizer)],
     )
 
@@ -55,22 +55,23 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if whole == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
-def adam_steps(optimizer: Any) -> int:
-    """Updates that Adam has made; the same in every group that counts them.
+def adam_steps(optimizer: Any) -> int | None:
+    """Updates that Adam has made; None where no group with parameters here counts them.
 
     Raises:
         ValueError: groups differ.
     """
     found = {
-        int(group["step"])
+        int(group.get("step", 0))
         for part in parts_of(optimizer)
         if part.optimizer is not None
         for group in part.optimizer.param_groups
-        if "step" in group
+        # Not every Adam counts in a group that is empty on this rank.
+        if group["params"]
     }
     if len(found) > 1:
         raise ValueError(f"the optimizer's groups count different steps: {sorted(found)}")
-    return found.pop() if found else 0
+    return found.pop() if found else None
 
 
 def _scaler_state(part: Any) -> dict[str, Any] | None:

@@ -53,6 +53,8 @@ class Transfer:
         target_records: by rank, records after.
         group: for the messages; all ranks of the world.
         timeout_s: for each message.
+        bucket_bytes: largest message; None as the backend likes it.
+        is_batched: start messages together; None as the backend needs it.
     """
 
     def __init__(
@@ -66,12 +68,15 @@ class Transfer:
         group: Any,
         timeout_s: float,
         bucket_bytes: int | None = None,
+        is_batched: bool | None = None,
     ) -> None:
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._source, self._target = source, target
         self._records = source_records, target_records
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self._bucket = (bucket_bytes or BUCKET_BYTES[str(dist.get_backend(group))]) // 4
+        backend = str(dist.get_backend(group))
+        self._is_batched = backend == "nccl" if is_batched is None else is_batched
         self._local = [p for p in plan.pieces if p.source_rank == p.target_rank == self._rank]
         self._out: dict[int, list[Piece]] = {}
         self._in: dict[int, list[Piece]] = {}
@@ -161,46 +166,65 @@ class Transfer:
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
     ) -> None:
         """Sends and receives between this rank and two others, a few messages at a time."""
-        receiving: deque[tuple[Any, Callable[[], None]]] = deque()
-        sending: deque[tuple[Any, Callable[[], None]]] = deque()
-        pool = self._pool
+        self.num_messages += len(outgoing)
+        if self._is_batched:
+            self._exchange_in_batches(outgoing, incoming, to=to, come_from=come_from)
+            return
+        under_way: tuple[deque, deque] = deque(), deque()
         received = sent = 0
-        while received < len(incoming) or sent < len(outgoing) or receiving or sending:
-            while received < len(incoming) and len(receiving) < WINDOW:
-                receiving.append(self._receive(incoming[received], come_from, pool))
+        while received < len(incoming) or sent < len(outgoing) or any(under_way):
+            while received < len(incoming) and len(under_way[0]) < WINDOW:
+                tensor, finish = self._incoming(incoming[received])
+                work = dist.irecv(tensor, group=self._group, group_src=come_from)
+                under_way[0].append((work, finish))
                 received += 1
-            while sent < len(outgoing) and len(sending) < WINDOW:
-                sending.append(self._send(outgoing[sent], to, pool))
+            while sent < len(outgoing) and len(under_way[1]) < WINDOW:
+                tensor, finish = self._outgoing(outgoing[sent])
+                work = dist.isend(tensor, group=self._group, group_dst=to)
+                under_way[1].append((work, finish))
                 sent += 1
-                self.num_messages += 1
-            for waiting in (receiving, sending):
+            for waiting in under_way:
                 if waiting:
                     work, finish = waiting.popleft()
                     work.wait(self._timeout)
                     finish()
 
-    def _send(
-        self, message: _Message, to: int, pool: list[torch.Tensor]
-    ) -> tuple[Any, Callable[[], None]]:
+    def _exchange_in_batches(
+        self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
+    ) -> None:
+        """The same where messages that do not start together may wait for each other (NCCL)."""
+        for start in range(0, max(len(outgoing), len(incoming)), WINDOW):
+            part = slice(start, start + WINDOW)
+            operations, finishes = [], []
+            for messages, prepare, call, peer in (
+                (incoming[part], self._incoming, dist.irecv, come_from),
+                (outgoing[part], self._outgoing, dist.isend, to),
+            ):
+                for message in messages:
+                    tensor, finish = prepare(message)
+                    finishes.append(finish)
+                    operations.append(dist.P2POp(call, tensor, group=self._group, group_peer=peer))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait(self._timeout)
+            for finish in finishes:
+                finish()
+
+    def _outgoing(self, message: _Message) -> tuple[torch.Tensor, Callable[[], None]]:
+        """What to send, and what to do when it is sent."""
         if message.is_direct:
-            view = self._source_view(message.parts[0]).reshape(-1)
-            return dist.isend(view, group=self._group, group_dst=to), _nothing
-        buffer, at = pool.pop(), 0
+            return self._source_view(message.parts[0]).reshape(-1), _nothing
+        buffer, at = self._pool.pop(), 0
         for part in message.parts:
             view = self._source_view(part)
             buffer[at : at + view.numel()].view(view.shape).copy_(view)
             at += view.numel()
-        work = dist.isend(buffer[:at], group=self._group, group_dst=to)
-        return work, lambda: pool.append(buffer)
+        return buffer[:at], lambda: self._pool.append(buffer)
 
-    def _receive(
-        self, message: _Message, come_from: int, pool: list[torch.Tensor]
-    ) -> tuple[Any, Callable[[], None]]:
+    def _incoming(self, message: _Message) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Where to receive, and what to do when it is there."""
         if message.is_direct:
-            view = self._target_view(message.parts[0])
-            flat = view.view(-1)
-            return dist.irecv(flat, group=self._group, group_src=come_from), _nothing
-        buffer = pool.pop()
+            return self._target_view(message.parts[0]).view(-1), _nothing
+        buffer = self._pool.pop()
 
         def unpack() -> None:
             at = 0
@@ -208,9 +232,9 @@ class Transfer:
                 view = self._target_view(part)
                 view.copy_(buffer[at : at + view.numel()].view(view.shape))
                 at += view.numel()
-            pool.append(buffer)
+            self._pool.append(buffer)
 
-        return dist.irecv(buffer[: message.numel], group=self._group, group_src=come_from), unpack
+        return buffer[: message.numel], unpack
 
     def _source_view(self, part: _Part) -> torch.Tensor:
         record = self._records[0][self._rank][part.piece.source]

@@ -168,7 +168,9 @@ def check_weights(
                 view = view.narrow(axis, start - place.lo[lead + axis], stop - start)
             master = shards.tensors[record.shard]["param"]
             master = master[record.offset : record.offset + record.numel].view(view.shape)
-            if not torch.equal(view, master.to(view.dtype)):
+            bits = _BITS[view.element_size()]
+            # As bits: a weight that is no number is equal to itself.
+            if not torch.equal(view.view(bits), master.to(view.dtype).view(bits)):
                 raise Mismatch(f"weight {place.key} is not its rounded master")
 
 
@@ -181,9 +183,10 @@ def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -
         for place, weight in weights_of(model, groups)
         if keys is None or place.key in keys
     ]
-    # Replicas hold the same tensors, so that all of a group have some or none.
-    none = torch.zeros(1, dtype=torch.int64, device=torch.cuda.current_device())
-    return torch.stack(sums).sum().view(1) if sums else none
+    if not sums:
+        # Replicas hold the same tensors, so that all of a group have some or none.
+        return torch.zeros(1, dtype=torch.int64, device=torch.cuda.current_device())
+    return torch.stack(sums).sum().view(1)
 
 
 def check_replicas(own: torch.Tensor, groups: Any) -> None:

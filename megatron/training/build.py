@@ -93,7 +93,7 @@ def groups_of(config: Config) -> ProcessGroupCollection:
 
 def release_layout(job: Job) -> None:
     """Lets go of all that belongs to the job's layout, so that its groups can be destroyed; data,
-    counters, record and callbacks stay. All ranks take part.
+    counters, record and callbacks stay. All ranks do it; collective only while a save is under way.
 
     `install_layout` puts another one in.
     """
@@ -110,7 +110,7 @@ def release_layout(job: Job) -> None:
 def install_layout(
     job: Job, config: Config, groups: ProcessGroupCollection, model: Model, optimizer: Any
 ) -> None:
-    """Goes on with the job under another layout. All ranks take part.
+    """Goes on with the job under another layout. All ranks do it; none waits for another.
 
     Args:
         job: after `release_layout`; its state says how the next step is taken.
@@ -183,6 +183,7 @@ def _open_checkpointer(
                 f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
             )
             context.checkpoint_iteration = iteration
+            context.checkpoint_samples = fields["consumed_samples"]
             callbacks.fire("on_checkpoint_saved", context)
 
     return Checkpointer(config, groups, on_event)

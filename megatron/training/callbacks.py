@@ -60,6 +60,8 @@ class CallbackContext:
     """Lines to print after the log line; filled by `on_log`."""
     checkpoint_iteration: int | None = None
     """Iteration of the checkpoint just committed."""
+    checkpoint_samples: int | None = None
+    """Samples consumed when it was begun."""
 
 
 class Callback:

@@ -51,7 +51,8 @@ def train(job: Job) -> str | None:
                 job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
                 saved = state.iteration
         if why is None and request is not None and request.move is not None:
-            request.move(job)
+            why = request.move(job)
+            saved = -1 if why else saved
     if job.checkpointer is not None:
         if saved != state.iteration:
             job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)

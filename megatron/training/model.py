@@ -69,7 +69,8 @@ class Model:
             setattr(self.core_config, name, None)
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
-                chunk.disable_forward_pre_hook()
+                # Without the gather that it would begin with: others may not be here to take part.
+                chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def _unwrap(module: Any) -> Any:

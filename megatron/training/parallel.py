@@ -84,14 +84,18 @@ def build_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def destroy_groups() -> None:
+def destroy_groups(*, wait: bool = True) -> None:
     """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
     model is gone.
 
     Order matters: references first, then groups, then globals (docs/decisions/001).
+
+    Args:
+        wait: for the other ranks first; needless where nobody can still use the groups.
     """
     _forget_model()
-    dist.barrier()
+    if wait:
+        dist.barrier()
     for group in parallel_state._global_process_group_list or []:
         if group is not None:
             dist.destroy_process_group(group)

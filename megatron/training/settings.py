@@ -77,9 +77,9 @@ class Request:
     """One line for the log."""
     settings: StepSettings | None = None
     """How the following steps are taken; None leaves it."""
-    move: Callable[[Any], None] | None = None
+    move: Callable[[Any], str | None] | None = None
     """Called with the job once all else at the boundary is done, if training goes on: takes it to
-    another layout."""
+    another layout, or returns why the run must be saved and left instead."""
 
 
 def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: float) -> None:
