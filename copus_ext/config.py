@@ -49,6 +49,9 @@ class CopusConfig:
     pause. Each costs its sockets and threads, with NCCL also memory."""
     copus_verify_switch: str = option("full", choices=("full", "sample"))
     """After a change of layout compare all tensors with those before, or a sixteenth of them."""
+    copus_switch_cost_s: float | None = option(None)
+    """Seconds that a change of layout is taken to cost before one was measured. Default: from the
+    size of the state and the network; 60 for a relaunch."""
     copus_switch_checkpoint_tokens: float | None = option(None)
     """Before a change of layout save first if the last checkpoint is more tokens old. Default:
     never."""

@@ -18,7 +18,7 @@ from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import History, key_of, new_record
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision, Situation
-from copus_ext.goodput.summary import decision_line, summary
+from copus_ext.goodput.summary import decision_line
 from copus_ext.journal import Journal
 from copus_ext.ledger import Ledger, Present
 from copus_ext.link import time_link
@@ -97,7 +97,6 @@ class Controller(Callback):
         if self._acts and self.flags.copus_layouts == "all":
             self.moves = Moves(self.flags, self.costs, self.ledger)
             self.moves.open(context)
-            self.moves.arrive(context)
 
     def _enter_layout(self, context: CallbackContext) -> None:
         """Rules and names of the present layout."""
@@ -105,9 +104,11 @@ class Controller(Callback):
         self.rules = flags_to_rules.rules_of(self.flags, config)
         self.rates = flags_to_rules.rate_rules_of(self.flags, config)
         self.layout = str(config.layout)
-        prior_s = costs.RELAUNCH_S
-        if self.flags.copus_relayout == "inprocess":
-            prior_s = costs.prior_s(config, link_bytes_per_s=self.link and self.link.of_a_rank)
+        prior_s = self.flags.copus_switch_cost_s or costs.prior_s(
+            config,
+            is_relaunch=self.flags.copus_relayout == "relaunch",
+            link_bytes_per_s=self.link and self.link.of_a_rank,
+        )
         self.costs = costs.Costs(self.ledger.history.record["layouts"], prior_s=prior_s)
 
     def _look_around(self, context: CallbackContext) -> Outlook:
@@ -332,8 +333,7 @@ class Controller(Callback):
         is_paused = self.outlook.is_paused
         if is_paused != self._was_paused:
             self._was_paused = is_paused
-            kind = "paused" if is_paused else "resumed"
-            self.ledger.note(kind, iteration=context.step.iteration)
+            self.ledger.note("paused" if is_paused else "resumed", iteration=context.step.iteration)
         return self.outlook.situation(
             context, self.ledger.history, self.watch.observer, self.costs, is_paused=is_paused
         )
@@ -392,9 +392,9 @@ class Controller(Callback):
         self.watch.on_train_end(context)
         if self.moves is not None:
             self.moves.close(context)
-            self.exit_code = Relaunch.exit_code if self.moves.leaves else 0
+            if self.moves.leaves:
+                self.exit_code = Relaunch.exit_code
+                return  # new processes go on, and grade what is open
         self.ledger.grade(now=True)
         if dist.get_rank() == 0:
-            changes = self.ledger.history.record["changes"]
-            self.ledger.note("end", iteration=context.state.iteration, changes=len(changes))
-            print(summary(changes, mode=self.flags.copus_mode), flush=True)
+            self.ledger.end(context.state.iteration, mode=self.flags.copus_mode)

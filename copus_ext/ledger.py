@@ -12,6 +12,7 @@ import torch.distributed as dist
 from copus_ext.goodput.history import History
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision
+from copus_ext.goodput.summary import summary
 from copus_ext.journal import Journal
 from megatron.training.callbacks import CallbackContext
 from megatron.training.settings import StepInfo
@@ -78,6 +79,12 @@ class Ledger:
         if not outcome.get("spiked") and outcome["to_batch"] > outcome["from_batch"]:
             self.history.record["spikes_in_a_row"] = 0
         self.note("outcome", **outcome)
+
+    def end(self, iteration: int, *, mode: str) -> None:
+        """Sums up; on rank 0."""
+        changes = self.history.record["changes"]
+        self.note("end", iteration=iteration, changes=len(changes))
+        print(summary(changes, mode=mode), flush=True)
 
     def guard(self, step: StepInfo, *, half_life_samples: float, total_samples: int) -> None:
         """Stops growth for a while after a loss spike that followed a growth; twice in a row for

@@ -85,8 +85,9 @@ class Moves:
                 "--copus-relayout relaunch needs a launcher that starts the run again, such as "
                 "scripts/local_cpu.sh"
             )
+        self._arrive(context)
 
-    def arrive(self, context: CallbackContext) -> None:
+    def _arrive(self, context: CallbackContext) -> None:
         """Takes in a change that new processes were started for. All ranks."""
         left = self.costs.record.get("left")
         self.costs.record["left"] = None

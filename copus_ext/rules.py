@@ -45,6 +45,7 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
         "--copus-norm-test-eta": flags.copus_norm_test_eta,
         "--copus-doubling-first-tokens": flags.copus_doubling_first_tokens,
         "--copus-switch-checkpoint-tokens": flags.copus_switch_checkpoint_tokens,
+        "--copus-switch-cost-s": flags.copus_switch_cost_s,
     }
     for flag, value in positive.items():
         if value is not None and not (math.isfinite(value) and value > 0):

@@ -89,14 +89,19 @@ def _sizes(layout: Layout) -> list[int]:
     return [layout.tp, layout.pp, layout.vpp, layout.dp]
 
 
-def prior_s(config: Any, *, link_bytes_per_s: float | None = None) -> float:
+def prior_s(
+    config: Any, *, is_relaunch: bool = False, link_bytes_per_s: float | None = None
+) -> float:
     """Seconds of a change before one was measured: every rank's share of the state over its link,
     and the building.
 
     Args:
         config: of the run.
+        is_relaunch: through new processes.
         link_bytes_per_s: of a rank to other nodes, as timed; None on one node.
     """
+    if is_relaunch:
+        return RELAUNCH_S
     model, device = config.model, config.runtime.device
     h, ffn = model.hidden_size, model.ffn_hidden_size
     layer = 4 * h * h + (3 if model.swiglu else 2) * h * ffn

@@ -26,12 +26,14 @@ def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
     if not changes:
-        return "copus: the batch never changed"
+        return "copus: nothing was changed"
     lines = [f"copus: {len(changes)} changes"]
     for c in changes:
         sizes = f"{c['from_batch']} -> {c['to_batch']}"
         if c["from_micro_batch"] != c["to_micro_batch"]:
             sizes += f" (micro-batch {c['from_micro_batch']} -> {c['to_micro_batch']})"
+        if c.get("from_layout") != c.get("to_layout"):
+            sizes += f", layout {c['from_layout']} -> {c['to_layout']}"
         parts = [f"  sample {c['consumed_samples']}: batch {sizes}"]
         if c["gain"] is not None:
             parts.append(f"goodput predicted {100 * c['gain']:+.1f} %")

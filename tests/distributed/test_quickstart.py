@@ -28,7 +28,7 @@ def test_it_trains_saves_and_goes_on_under_another_layout(tmp_path: Path) -> Non
     done = quickstart(tmp_path / "run", 12)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layouts:" in done.stdout and " then " in done.stdout
-    assert "copus: the batch never changed" in done.stdout
+    assert "copus: nothing was changed" in done.stdout
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "12\n"
 
 

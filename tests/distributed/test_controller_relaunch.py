@@ -1,0 +1,67 @@
+"""The controller changes the layout through a checkpoint and new processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.journal import NAME, read_journal
+from tests.distributed.worker_controller_layouts import BASE, write_profile
+from tests.helpers.jobs import TINY, losses_of, steps_of, train
+from tests.helpers.launch import ROOT
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs a virtual environment"),
+]
+COPUS = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static
+--copus-switch-cost-s 1 --copus-max-micro-batch-size 1"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relaunch")
+    write_profile(folder / "profile.jsonl", 2)
+    flags = [*TINY.split(), *BASE, *COPUS.split()]
+    flags += ["--copus-profile", str(folder / "profile.jsonl")]
+    flags += ["--save", str(folder / "saved"), "--run-dir", str(folder / "run")]
+    done = subprocess.run(
+        ["bash", "scripts/local_cpu.sh", "-n", "2", *flags],
+        cwd=ROOT,
+        env={**os.environ, "COPUS_VENV": sys.prefix},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder
+
+
+def journal(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [r for r in read_journal(run / "run" / NAME) if r["kind"] == kind]
+
+
+def test_the_run_goes_on_in_new_processes_under_the_better_layout(run: Path) -> None:
+    starts = journal(run, "start")
+    assert len(starts) == 2 and starts[0]["layout"] == "tp1.pp1.dp2"
+    (switch,) = journal(run, "switch")
+    assert switch["start"] == "tp1.pp1.dp2" and switch["to"] == starts[1]["layout"]
+    assert ".pp2." in switch["to"]
+    assert switch["outcome"]["kind"] == "moved" and switch["outcome"]["pause_s"] > 0
+    (outcome,) = journal(run, "outcome")
+    assert outcome["to_layout"] == switch["to"] and outcome["decision"] == switch["number"]
+
+
+def test_no_sample_is_lost_and_the_losses_are_those_of_a_run_without_it(
+    run: Path, tmp_path: Path
+) -> None:
+    train(BASE, 2, tmp_path / "plain").check()
+    moved, plain = steps_of(run / "run"), steps_of(tmp_path / "plain")
+    assert [s["consumed_samples"] for s in moved] == [s["consumed_samples"] for s in plain]
+    assert losses_of(run / "run") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+    assert [s["learning_rate"] for s in moved] == [s["learning_rate"] for s in plain]
