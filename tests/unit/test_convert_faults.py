@@ -10,7 +10,7 @@ import pickle
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -172,10 +172,10 @@ def test_many_rectangles_of_many_layers_are_hardly_compared(
 ) -> None:
     rows, columns, per_layer, compared = 350, 64, 350, 0
     rects = []
-    for i in range(per_layer):
-        start, stop = (
-            rows * columns * n // per_layer + 7 * (0 < n < per_layer) for n in (i, i + 1)
-        )
+    edges = [
+        rows * columns * n // per_layer + 7 * (0 < n < per_layer) for n in range(per_layer + 1)
+    ]
+    for start, stop in itertools.pairwise(edges):
         rects += flat_to_rects((rows, columns), start, stop)
     assert len(rects) > 690
     chunks = [
@@ -350,7 +350,7 @@ MALFORMED = {
     "a flag is negative": common(flags(num_attention_heads=-1)),
     "no places": index(lambda m: setattr(m, "storage_data", None)),
     "places are text": index(lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, "x"))),
-    "an entry is text": index(lambda m: m.state_dict_metadata.update(odd="x")),
+    "an entry is text": index(lambda m: cast(Any, m.state_dict_metadata).update(odd="x")),
     "no chunks": index(lambda m: setattr(first_tensor(m), "chunks", None)),
     "a chunk is text": index(lambda m: setattr(first_tensor(m), "chunks", ["x"])),
     "no properties": index(lambda m: setattr(first_tensor(m), "properties", None)),
