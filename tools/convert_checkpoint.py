@@ -22,6 +22,7 @@ from typing import NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.errors import UsageError
+from megatron.training.offline.refusal import outcome_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,11 +114,8 @@ def main(argv: list[str] | None = None) -> int:
         return run(parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, RuntimeError) as error:
-        code = getattr(error, "exit_code", 0 if isinstance(error, ValueError) else 1)
-        if not code:
-            raise
-        text = " ".join(str(error).split())
+    except Exception as error:
+        code, text = outcome_of(error)
         if wants_json:
             print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
         print(f"convert_checkpoint.py: error: {text}", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.training.errors import UsageError
+from megatron.training.offline.refusal import outcome_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,15 +91,16 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, reports, and turns problems into one line and an exit code."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    wants_json = "--json" in (sys.argv[1:] if argv is None else argv)
     try:
         return run(parser().parse_args(argv))
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, RuntimeError) as error:
-        code = getattr(error, "exit_code", 0 if isinstance(error, ValueError) else 1)
-        if not code:
-            raise
-        print(f"inspect_checkpoint.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+    except Exception as error:
+        code, text = outcome_of(error)
+        if wants_json:
+            print(json.dumps({"verified": False, "problem": text, "exit_code": code}))
+        print(f"inspect_checkpoint.py: error: {text}", file=sys.stderr)
         return code
 
 

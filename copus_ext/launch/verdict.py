@@ -17,6 +17,13 @@ MAX_LAUNCHES = 101
 MAX_CRASHES = 3
 """Crashes without a new checkpoint between them that end the run."""
 _RELAUNCH, _WATCHDOG = 85, 86
+_NEEDED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "global_batch_size",
+    "micro_batch_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +128,17 @@ class Judge:
     def _of_checkpoint(self, save: Path, latest: int, why: str) -> Request:
         """A request for the layout of the latest checkpoint, with batches that fit it."""
         stored = stored_arguments(save)
-        sizes = ("tensor", "pipeline", "virtual_pipeline")
-        tp, pp, vpp = (stored[f"{name}_model_parallel_size"] for name in sizes)
-        layout = Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=stored["data_parallel_size"])
-        batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
+        missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
+        if missing:
+            raise ValueError(f"the checkpoint in {save} does not say {missing[0]}: {why}")
+        tp, pp, dp, batch, micro = (stored[name] for name in _NEEDED)
+        vpp = stored.get("virtual_pipeline_model_parallel_size")
+        layout = Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp)
+        if layout.world_size > self.ranks:
+            raise ValueError(
+                f"the checkpoint in {save} is of {layout}, for more than the {self.ranks} ranks of "
+                f"-n: {why}"
+            )
         fitting = [b for b in range(micro, 0, -1) if not batch_problems(layout, b, batch)]
         return Request(
             launch="crashed",

@@ -16,6 +16,7 @@ from megatron.core.safe_globals import register_safe_globals
 from megatron.training.checkpoint_files import folder_of
 from megatron.training.device import use_device
 from megatron.training.offline import huggingface
+from megatron.training.offline.archive import open_archive
 from megatron.training.offline.target import Wish
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
 from tests.helpers.launch import run_ranks
@@ -25,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 WORKER = Path(__file__).with_name("worker_convert.py")
 MODELS = ("hf-tied", "hf-untied", "hf-scaled")
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-SAME_LOSS = [name for name in CASES if name not in ("vocab", "dtype")]
+SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
 
 
 def make_model(folder: Path) -> None:
@@ -80,10 +81,26 @@ def test_the_next_losses_are_those_of_the_original(output: Path, name: str) -> N
     assert losses["converted"] == pytest.approx(losses["direct"], rel=1e-5)
 
 
-def test_without_padding_a_run_goes_on_with_another_softmax(output: Path) -> None:
-    losses = json.loads((output / "losses.json").read_text())["vocab"]
+@pytest.mark.parametrize("name", ["vocab", "vocab_dp"])
+def test_without_padding_a_run_goes_on_with_another_softmax(output: Path, name: str) -> None:
+    losses = json.loads((output / "losses.json").read_text())[name]
     assert len(losses["converted"]) == AFTER
     assert max(losses["converted"]) < min(losses["direct"]) - 0.5  # 128 instead of 512 choices
+
+
+def test_rectangles_of_ranks_are_put_together(output: Path) -> None:
+    saved, converted = (
+        open_archive(output / name, step=None) for name in ("vocab_dp", "converted-vocab_dp")
+    )
+    states = [t for key, t in saved.tensors.items() if key.startswith("optimizer.state.")]
+    assert any(len(t.chunks) > t.shape[0] and t.chunks[0].size[0] == 1 for t in states)
+    places: dict[str, set[str]] = {}
+    for index, where in saved.storage().items():
+        places.setdefault(index.fqn, set()).add(where.relative_path)
+    assert any(len(places[t.key]) > 1 for t in states)
+    for key, tensor in converted.tensors.items():
+        whole = slice(None, 128) if tensor.shape[0] == 128 else slice(None)
+        assert torch.equal(converted.read(key), saved.read(key)[whole]), key
 
 
 def test_in_fp32_a_run_goes_on_from_the_masters(output: Path) -> None:

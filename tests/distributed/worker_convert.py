@@ -92,6 +92,15 @@ CASES = {
         direct=layout(2),
         converted=layout(2),
     ),
+    # Two ranks of the distributed optimizer, cut anywhere: rectangles of layers, two files a key.
+    "vocab_dp": Case(
+        base=TINY,
+        common=(BF16, DISTRIBUTED),
+        saved=layout(1),
+        wish={"vocab": 128},
+        direct=layout(1),
+        converted=layout(2),
+    ),
     "dtype": Case(
         base=TINY,
         common=(DISTRIBUTED,),

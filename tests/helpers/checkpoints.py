@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import random
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +18,8 @@ from megatron.training.offline import contents
 from megatron.training.offline.checks import Contents
 from megatron.training.offline.coverage import Chunk
 from megatron.training.offline.target import DTYPES
-from megatron.training.offline.writing import Piece, write_common, write_tensors
+from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
+from megatron.training.rectangles import flat_to_rects
 
 FLAGS: dict[str, Any] = {
     "num_layers": 4,
@@ -88,6 +91,7 @@ def make_checkpoint(
     change: Callable[[list[Piece]], None] | None = None,
     blobs: dict[str, bytes] | None = None,
     content: dict[str, Any] | None = None,
+    file_bytes: int = FILE_BYTES,
     **flags: Any,
 ) -> Path:
     """Writes a `--save` directory with one iteration.
@@ -99,6 +103,7 @@ def make_checkpoint(
         change: spoils the list of pieces before they are written.
         blobs: stored objects.
         content: content metadata.
+        file_bytes: tensors that share a file.
         flags: stored flags other than `FLAGS`.
     """
     arguments = {**FLAGS, **flags, "params_dtype": dtype, "bf16": dtype == "bf16"}
@@ -108,7 +113,8 @@ def make_checkpoint(
         change(pieces)
     folder = files.begin(root, ITERATION)
     objects = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_4": b"extra", **(blobs or {})}
-    write_tensors(folder, pieces, {key: partial(bytes, data) for key, data in objects.items()})
+    makers = {key: partial(bytes, data) for key, data in objects.items()}
+    write_tensors(folder, pieces, makers, file_bytes=file_bytes)
     common: dict[str, Any] = {"args": Namespace(**arguments), "iteration": ITERATION}
     common["content_metadata"] = content or {"distrib_optim_sharding_type": "fully_reshardable"}
     if optimizer == "distributed":
@@ -131,3 +137,36 @@ def index_of(pieces: list[Piece], part_of_key: str) -> int:
 def renamed(piece: Piece, key: str) -> Piece:
     """The piece under another key."""
     return dataclasses.replace(piece, key=key)
+
+
+def cut_like_ranks(pieces: list[Piece], seed: int = 3) -> None:
+    """Cuts every tensor as distributed optimizers do: layers one by one, each at random elements
+    of its row-major order, in an order that scatters a tensor over files."""
+    chance = random.Random(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for piece in pieces:
+        data = tensors.setdefault(piece.key, torch.empty(piece.shape, dtype=piece.dtype))
+        data[tuple(slice(a, b) for a, b in zip(piece.part.offset, piece.part.end))] = piece.make()
+    pieces.clear()
+    for key, data in tensors.items():
+        leads = [(i,) for i in range(data.shape[0])] if contents.is_stacked(key) else [()]
+        for lead in leads:
+            block = tuple(data.shape[len(lead) :])
+            size = data[lead].numel()
+            edges = sorted({0, size, *chance.sample(range(size), k=2)})
+            for start, stop in itertools.pairwise(edges):
+                for lo, hi in flat_to_rects(block, start, stop):
+                    low, high = (*lead, *lo), (*(i + 1 for i in lead), *hi)
+                    size_of = tuple(b - a for a, b in zip(low, high))
+                    made = data[tuple(slice(a, b) for a, b in zip(low, high))].clone()
+                    part = Chunk(offset=low, size=size_of)
+                    pieces.append(
+                        Piece(
+                            key=key,
+                            dtype=data.dtype,
+                            shape=tuple(data.shape),
+                            part=part,
+                            make=made.clone,
+                        )
+                    )
+    chance.shuffle(pieces)

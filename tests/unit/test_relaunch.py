@@ -326,6 +326,22 @@ def test_a_crash_goes_on_under_the_layout_of_the_checkpoint(
     assert last.leave == 139 and "3 crashes" in last.line
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data_parallel_size": 8}, "more than the 4 ranks"),
+        ({"micro_batch_size": None}, "does not say micro_batch_size"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setattr(verdict, "stored_arguments", lambda save: {**STORED, **changes})
+    save(Path("saved"), 6)
+    following = judge.after(137, None)
+    assert following.leave == 137 and words in following.line and "ended with 137" in following.line
+
+
 def test_an_unreadable_checkpoint_ends_the_run(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

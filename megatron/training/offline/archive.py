@@ -1,17 +1,14 @@
 """Reading a `torch_dist` checkpoint rectangle by rectangle, with torch's own reader.
 
 What is trusted: `common.pt` and every stored tensor are read with torch's weights-only loader and
-megatron-core's list of safe classes. `.metadata` is a plain pickle, which torch would unpickle
-without asking; here only the classes that such a file needs, by exact name, are let through, so
-that a checkpoint from elsewhere cannot run code. Other stored objects are copied as bytes and
-never opened.
+megatron-core's list of safe classes, the index by `index.read_index`, so that a checkpoint from
+elsewhere cannot run code. Other stored objects are copied as bytes and never opened.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import pickle
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,51 +28,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.training import checkpoint_files as files
+from megatron.training.errors import UsageError
 from megatron.training.offline.coverage import Chunk
+from megatron.training.offline.index import METADATA, read_index
 from megatron.training.offline.refusal import Refused
 
 COMMON = "common.pt"
-_METADATA = ".metadata"
-_CHECKPOINT = "torch.distributed.checkpoint"
-_CORE = "megatron.core.dist_checkpointing.strategies.torch"
-_ALLOWED = {
-    f"{_CHECKPOINT}.metadata": {
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    f"{_CHECKPOINT}.planner": {
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-    },
-    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    # Older versions of megatron-core kept data of their own beside torch's.
-    _CORE: {"MCoreMetadata", "MCoreSavePlan"},
-    "torch": {"Size", "device"},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-}
-_DTYPES = {
-    str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Lets the classes of a checkpoint's metadata through and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into {_METADATA}")
 
 
 class _Into(LoadPlanner):
@@ -150,7 +108,7 @@ class Archive:
         self.folder = folder
         _check_format(folder)
         self.common = _read_common(folder / COMMON)
-        self.metadata = _read_metadata(folder / _METADATA)
+        self.metadata = read_index(folder / METADATA)
         self.tensors: dict[str, StoredTensor] = {}
         self.blobs: list[str] = []
         for key, value in sorted(self.metadata.state_dict_metadata.items()):
@@ -163,22 +121,28 @@ class Archive:
                 )
             else:
                 self.blobs.append(key)
+        self._layers: dict[str, dict[int, list[ChunkStorageMetadata]] | None] = {}
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self.metadata, True)
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The flags it was saved with; empty if it holds none."""
-        return vars(self.common.get("args", Namespace()))
+        return vars(self.common.get("args") or Namespace())
 
     @property
     def iteration(self) -> int:
         """Steps of the run up to here."""
-        return int(self.common.get("iteration", 0))
+        return self.common.get("iteration") or 0
 
     def storage(self) -> Mapping[MetadataIndex, Any]:
         """Where each chunk lies: file, first byte, number of bytes."""
         return self.metadata.storage_data or {}
+
+    def file_names(self) -> list[str]:
+        """The files it consists of: the index, what the index uses, common state and mark."""
+        used = {where.relative_path for where in self.storage().values()}
+        return sorted(used | {COMMON, METADATA, files.CORE_MARK})
 
     def read(self, key: str, part: Chunk | None = None) -> torch.Tensor:
         """One tensor or a rectangle of it. Holds the result and one stored chunk in memory.
@@ -191,11 +155,29 @@ class Archive:
         part = part or Chunk(offset=(0,) * len(stored.shape), size=stored.shape)
         target = torch.empty(part.size, dtype=stored.dtype)
         wanted = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
-        entry = self.metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
+        entry = self._entry(key, part)
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         self._run(key, LoadPlan(items), _Into(target))
         return target
+
+    def _entry(self, key: str, part: Chunk) -> TensorStorageMetadata:
+        """The index of a tensor, or of the layer of it that the part lies in."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        if not part.size or part.size[0] != 1:
+            return entry
+        if key not in self._layers:
+            layers: dict[int, list[ChunkStorageMetadata]] | None = {}
+            for chunk in entry.chunks:
+                if chunk.sizes[0] != 1:
+                    layers = None
+                    break
+                layers.setdefault(chunk.offsets[0], []).append(chunk)
+            self._layers[key] = layers
+        layers = self._layers[key]
+        if layers is None:
+            return entry
+        return TensorStorageMetadata(entry.properties, entry.size, layers.get(part.offset[0], []))
 
     def read_blob(self, key: str) -> bytes:
         """The bytes of a stored object, unopened."""
@@ -221,12 +203,16 @@ def open_archive(source: Path, *, step: int | None) -> Archive:
 
     Raises:
         Refused: there is no complete checkpoint, or it is of another format.
+        UsageError: a step, and the folder of one iteration.
         OSError: a file cannot be read.
     """
     if not source.is_dir():
         raise FileNotFoundError(f"SRC {source} is not a folder")
+    source = source.resolve()
     is_one = (source / files.CORE_MARK).is_file()
     if is_one or source.name.startswith("iter_"):
+        if step is not None:
+            raise UsageError(f"--ckpt-step {step}: SRC {source} is the folder of one iteration")
         return Archive(source)
     complete = files.complete_iterations(source)
     try:
@@ -272,22 +258,24 @@ def _check_format(folder: Path) -> None:
 def _read_common(path: Path) -> dict[str, Any]:
     register_safe_globals()
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        common = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
         text = " ".join(str(error).split())[:200]
         raise Refused(f"{path} cannot be read: {type(error).__name__}: {text}") from error
+    problem = _problem_of(common)
+    if problem is not None:
+        raise Refused(f"{path} is damaged: {problem}")
+    return common
 
 
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except OSError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise Refused(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise Refused(f"{path} is no index of a checkpoint")
-    return metadata
+def _problem_of(common: Any) -> str | None:
+    if not isinstance(common, dict):
+        return f"it holds a {type(common).__name__} instead of a dictionary"
+    kinds = {"args": Namespace, "iteration": int, "content_metadata": dict, "optimizer": dict}
+    for name, kind in kinds.items():
+        value = common.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            return f"{name} is a {type(value).__name__}"
+    return None

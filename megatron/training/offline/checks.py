@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +24,9 @@ _OTHER_FORMATS = {
     "dp_zero_gather_scatter": "its buffers are one layout's, gathered",
     "fully_sharded_model_space": "it flattens tensors over the ranks",
 }
+_TWO_MASTERS = "param and fp32_param"
+_ALONE = "; --optimizer none without --dtype keeps the weights alone"
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,22 @@ def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
         A note if there is no manifest to compare with.
 
     Raises:
-        Refused: a file is missing, cut or changed.
+        Refused: a file is missing, cut or changed, lies elsewhere, or is not in the manifest.
     """
+    for name in archive.file_names():
+        path = archive.folder / name
+        if Path(name).name != name or path.resolve().parent != archive.folder.resolve():
+            raise Refused(f"{path} lies outside the folder; put the file itself there")
     problems = files.damage(archive.folder, contents=checksums)
     if problems:
         raise Refused("; ".join(problems[:3]))
-    if files.read_manifest(archive.folder) is None:
+    manifest = files.read_manifest(archive.folder)
+    if manifest is None:
         return [f"{archive.folder} has no {files.MANIFEST}: its bytes cannot be verified"]
+    unlisted = sorted(set(archive.file_names()) - manifest.keys())
+    if unlisted:
+        path = archive.folder / files.MANIFEST
+        raise Refused(f"{path} does not list {unlisted[0]}: remove it to go on without checksums")
     return []
 
 
@@ -80,10 +93,55 @@ def check_contents(archive: Archive) -> Contents:
         Refused: naming the key.
     """
     _check_optimizer_format(archive)
-    _check_coverage(archive)
+    _check_coverage(archive, archive.tensors)
     for key in archive.blobs:
-        if not (contents.is_extra_state(key) or contents.is_per_layout(key)):
+        if not is_known_blob(key):
             raise Refused(f"{archive.folder} holds the object {key}, which is unknown")
+    weights, dtype = _checked_weights(archive)
+    found = Contents(weights=weights, optimizer=_optimizer_of(archive), dtype=dtype)
+    _check_pairing(archive, found)
+    return found
+
+
+def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
+    """Proves the weights, whatever the optimizer's state is worth. Reads no tensor.
+
+    Args:
+        archive: the checkpoint.
+        dtype: number format that is asked for; None keeps the stored one. Another one is made from
+            the masters, if there are any, which then are proved too.
+
+    Returns:
+        The weights, as if there were no optimizer; with masters, as if there were no moments.
+
+    Raises:
+        Refused: naming the key.
+    """
+    stored = {key: t for key, t in archive.tensors.items() if contents.kind_of(key) is None}
+    _check_coverage(archive, stored)
+    weights, kept = _checked_weights(archive)
+    kinds = {contents.kind_of(key) for key in archive.tensors} & set(contents.MASTERS)
+    if dtype in (None, kept) or not kinds:
+        return Contents(weights=weights, optimizer="none", dtype=kept)
+    _check_optimizer_format(archive)
+    if len(kinds) > 1:
+        raise Refused(f"{archive.folder} holds masters of two optimizers, {_TWO_MASTERS}")
+    optimizer = "distributed" if "param" in kinds else "plain"
+    found = Contents(weights=weights, optimizer=optimizer, dtype=kept)
+    if found.master is not None:
+        masters = {contents.state_key(found.master, weight) for weight in weights}
+        _check_states(archive, found, (found.master,))
+        _check_coverage(archive, {key: archive.tensors[key] for key in masters})
+    return found
+
+
+def is_known_blob(key: str) -> bool:
+    """Whether a stored object is one that can be kept or left out."""
+    return contents.is_extra_state(key) or contents.is_per_layout(key)
+
+
+def _checked_weights(archive: Archive) -> tuple[dict[str, StoredTensor], torch.dtype]:
+    """The weights that the flags ask for, and their number format."""
     expected = contents.expected_weights(archive.arguments)
     weights = {k: t for k, t in archive.tensors.items() if contents.kind_of(k) is None}
     for key in sorted(expected.keys() | weights.keys()):
@@ -102,9 +160,9 @@ def check_contents(archive: Archive) -> Contents:
     other = next((k for k, t in weights.items() if t.dtype != dtype), None)
     if other is not None:
         raise Refused(f"{other} is {weights[other].dtype}, other weights are {dtype}")
-    found = Contents(weights=weights, optimizer=_optimizer_of(archive), dtype=dtype)
-    _check_pairing(archive, found)
-    return found
+    if dtype not in _WEIGHT_DTYPES:
+        raise Refused(f"{contents.EMBEDDING} is {dtype}; weights are fp32, bf16 or fp16")
+    return weights, dtype
 
 
 def _check_optimizer_format(archive: Archive) -> None:
@@ -128,24 +186,22 @@ def _type_in(state: Any) -> Any:
     return state.get("param_state_sharding_type") if isinstance(state, dict) else None
 
 
-def _check_coverage(archive: Archive) -> None:
+def _check_coverage(archive: Archive, tensors: Mapping[str, StoredTensor]) -> None:
+    """Proves that tensors, and all objects that are kept, are there."""
     storage = archive.storage()
     sizes: dict[str, int] = {}
-    for tensor in archive.tensors.values():
+    for tensor in tensors.values():
         problem = coverage_problem(tensor.shape, tensor.chunks)
         if problem is not None:
-            raise Refused(f"{tensor.key} in {archive.folder}: {problem}")
-    places = [
-        MetadataIndex(t.key, chunk.offset) for t in archive.tensors.values() for chunk in t.chunks
-    ]
-    places += [MetadataIndex(key) for key in archive.blobs]
+            is_state = contents.kind_of(tensor.key) is not None
+            raise Refused(f"{tensor.key} in {archive.folder}: {problem}{_ALONE * is_state}")
+    places = [MetadataIndex(t.key, chunk.offset) for t in tensors.values() for chunk in t.chunks]
+    places += [MetadataIndex(key) for key in archive.blobs if is_known_blob(key)]
     for index in places:
         where = storage.get(index)
         if where is None:
             raise Refused(f"{index.fqn} in {archive.folder} lacks the chunk at {index.offset}")
         name = where.relative_path
-        if "/" in name or name.startswith("."):
-            raise Refused(f"{index.fqn} in {archive.folder} points at {name}, outside the folder")
         if name not in sizes:
             path = archive.folder / name
             if not path.is_file():
@@ -160,37 +216,41 @@ def _optimizer_of(archive: Archive) -> str:
     known = {*contents.MASTERS, *contents.MOMENTS}
     if kinds - known:
         strange = next(k for k in archive.tensors if contents.kind_of(k) in kinds - known)
-        raise Refused(f"{archive.folder} holds {strange}, which is no state of Adam")
+        raise Refused(f"{archive.folder} holds {strange}, which is no state of Adam{_ALONE}")
     if not kinds:
         return "none"
     if set(contents.MASTERS) <= kinds:
-        raise Refused(f"{archive.folder} holds masters of two optimizers, param and fp32_param")
+        raise Refused(f"{archive.folder} holds masters of two optimizers, {_TWO_MASTERS}{_ALONE}")
     return "distributed" if "param" in kinds else "plain"
 
 
 def _check_pairing(archive: Archive, found: Contents) -> None:
-    stored = {k for k in archive.tensors if contents.kind_of(k) is not None}
+    paired = _check_states(archive, found, found.kinds)
+    left = {k for k in archive.tensors if contents.kind_of(k) is not None} - paired
+    if left:
+        raise Refused(f"{archive.folder} holds {min(left)}, which belongs to no weight{_ALONE}")
+    if found.optimizer != "none" and not archive.common.get("optimizer"):
+        raise Refused(
+            f"{archive.folder / 'common.pt'} lacks the parameter groups of the optimizer{_ALONE}"
+        )
+
+
+def _check_states(archive: Archive, found: Contents, kinds: Iterable[str]) -> set[str]:
+    """Proves that every weight has some states, and returns their keys."""
+    keys = set()
     for weight, tensor in found.weights.items():
-        for kind in found.kinds:
+        for kind in kinds:
             key = contents.state_key(kind, weight)
             state = archive.tensors.get(key)
             if state is None:
-                raise Refused(
-                    f"{archive.folder} lacks {key}; --optimizer none keeps the weights alone"
-                )
+                raise Refused(f"{archive.folder} lacks {key}{_ALONE}")
             if state.shape != tensor.shape or state.dtype != torch.float32:
                 raise Refused(
                     f"{key} is {state.dtype} {state.shape}, not fp32 {tensor.shape} as its weight "
-                    "needs; --optimizer none keeps the weights alone"
+                    f"needs{_ALONE}"
                 )
-            stored.discard(key)
-    if stored:
-        raise Refused(f"{archive.folder} holds {min(stored)}, which belongs to no weight")
-    if found.optimizer != "none" and "optimizer" not in archive.common:
-        raise Refused(
-            f"{archive.folder / 'common.pt'} lacks the parameter groups of the optimizer; "
-            "--optimizer none keeps the weights alone"
-        )
+            keys.add(key)
+    return keys
 
 
 def pieces(tensor: StoredTensor) -> Iterator[Chunk]:
@@ -220,7 +280,7 @@ def check_truth(archive: Archive, found: Contents) -> None:
         if differ:
             raise Refused(
                 f"{key} in {archive.folder} is not its master rounded to {tensor.dtype} in "
-                f"{differ} elements: one of the two is wrong; --optimizer none keeps the weights"
+                f"{differ} elements: one of the two is wrong{_ALONE}"
             )
 
 

@@ -22,13 +22,15 @@ from megatron.training.offline.checks import (
     check_contents,
     check_files,
     check_truth,
+    check_weights,
+    is_known_blob,
     num_different,
     pieces,
 )
 from megatron.training.offline.coverage import Chunk
 from megatron.training.offline.refusal import Refused, VerificationFailed
 from megatron.training.offline.staging import copy_file, staged
-from megatron.training.offline.target import Target, Wish, common_of, judge, stored_layout
+from megatron.training.offline.target import DTYPES, Target, Wish, common_of, judge, stored_layout
 from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
 
 
@@ -87,26 +89,31 @@ def convert(
     """
     archive = open_archive(source, step=step)
     notes = check_files(archive)
-    found = check_contents(archive)
+    if wish.optimizer == "none":
+        found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
+    else:
+        found = check_contents(archive)
     target = judge(archive.arguments, found, wish)
     dropped = _dropped(archive, target)
     if dropped:
         notes.append(f"random streams of another layout are left out: {', '.join(dropped)}")
     recipe = _recipe(archive, found, target, set(dropped))
-    has_masters = found.master is not None and target.optimizer != "none"
-    if has_masters and (verify or recipe.is_derived):
+    if verify or recipe.is_derived:  # weights alone, of their own format, have no master here
         check_truth(archive, found)
     common = common_of(archive.common, found, target)
     with staged(source, destination) as root:
         folder = files.begin(root, archive.iteration)
+        names: list[str] = []
         if recipe.is_copy:
-            for name in files.data_files(archive.folder):
-                if name not in (COMMON, files.CORE_MARK):
-                    copy_file(archive.folder / name, folder / name)
+            names = [n for n in archive.file_names() if n not in (COMMON, files.CORE_MARK)]
+            for name in names:
+                copy_file(archive.folder / name, folder / name)
         else:
             write_tensors(folder, recipe.pieces, recipe.blobs, file_bytes=file_bytes)
         write_common(folder, common)
-        files.finish(root, archive.iteration, files.checksums(folder, files.data_files(folder)))
+        sums = files.checksums(folder, files.data_files(folder))
+        _check_copies(archive, {name: sums[name] for name in names})
+        files.finish(root, archive.iteration, sums)
         num_compared = read_back(folder, target, recipe if verify else None)
         num_bytes = files.stored_bytes(folder)
     keys = {piece.key for piece in recipe.pieces}
@@ -137,6 +144,14 @@ class Recipe:
     """Whether weights are made from masters or masters from weights."""
 
 
+def _check_copies(archive: Archive, sums: dict[str, tuple[int, int]]) -> None:
+    """Proves that what was copied is what the source's manifest lists, if it has one."""
+    listed = files.read_manifest(archive.folder) or {}
+    for name, found in sums.items():
+        if listed and listed[name] != found:
+            raise Refused(f"{archive.folder / name} has changed since it was checked")
+
+
 def _dropped(archive: Archive, target: Target) -> list[str]:
     if stored_layout(archive.arguments) == target.layout:
         return []
@@ -147,15 +162,16 @@ def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]
     vocabulary_changes = target.vocab != archive.arguments["padded_vocab_size"]
     is_derived = target.dtype != found.dtype or target.optimizer != found.optimizer
     made: list[Piece] = []
+    kept = [key for key in archive.blobs if is_known_blob(key) and key not in dropped]
     for weight in sorted(found.weights):
         for key, dtype, origin in _states(weight, found, target):
             stored = archive.tensors[origin]
             made += _pieces_of(archive, key, dtype, stored, target)
-    blobs = {key: partial(archive.read_blob, key) for key in archive.blobs if key not in dropped}
+    is_all = {piece.key for piece in made} | set(kept) == archive.tensors.keys() | {*archive.blobs}
     return Recipe(
         pieces=made,
-        blobs=blobs,
-        is_copy=not (vocabulary_changes or is_derived or dropped),
+        blobs={key: partial(archive.read_blob, key) for key in kept},
+        is_copy=is_all and not (vocabulary_changes or is_derived),
         is_derived=is_derived,
     )
 

@@ -36,9 +36,7 @@ class Chunk:
 def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
     """Says what is wrong with a set of chunks, or None if they are disjoint and fill the shape.
 
-    A sweep along the first axis: chunks are taken in the order of their first row, and each is
-    compared with those that have not ended before it. Disjoint chunks fill the shape if and only if
-    their volumes add up to it.
+    Disjoint chunks fill the shape if and only if their volumes add up to it.
 
     Args:
         shape: global shape of the tensor.
@@ -52,17 +50,62 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
         if not inside:
             return f"chunk at {chunk.offset} of size {chunk.size} leaves the shape {shape}"
     if shape:
-        active: list[Chunk] = []
-        filled = [chunk for chunk in chunks if chunk.volume]
-        for chunk in sorted(filled, key=lambda c: c.offset):
-            active = [other for other in active if other.end[0] > chunk.offset[0]]
-            clash = next((other for other in active if other.meets(chunk)), None)
-            if clash is not None:
-                return f"chunks at {clash.offset} and {chunk.offset} overlap"
-            active.append(chunk)
+        clash = _clash([chunk for chunk in chunks if chunk.volume], len(shape))
+        if clash is not None:
+            return f"chunks at {clash[0].offset} and {clash[1].offset} overlap"
     elif len(chunks) > 1:
         return "it is one number and is stored more than once"
     total, have = math.prod(shape), sum(chunk.volume for chunk in chunks)
     if have != total:
         return f"its chunks hold {have} of {total} elements"
+    return None
+
+
+def _clash(chunks: list[Chunk], axes: int) -> tuple[Chunk, Chunk] | None:
+    """Two chunks that share an element, or None.
+
+    Chunks are split again and again at places that no chunk crosses, along any axis; only those
+    that cannot be split are compared with each other. What ranks hold can be split down to single
+    chunks, so that hundreds of them in each of many layers take hardly longer than to sort them.
+    """
+    waiting = [chunks]
+    while waiting:
+        group = waiting.pop()
+        if len(group) < 2:
+            continue
+        for axis in range(axes):
+            parts = _split(group, axis)
+            if len(parts) > 1:
+                waiting += parts
+                break
+        else:
+            clash = _sweep(group)
+            if clash is not None:
+                return clash
+    return None
+
+
+def _split(chunks: list[Chunk], axis: int) -> list[list[Chunk]]:
+    """Groups of chunks between places on an axis that none of them crosses."""
+    groups: list[list[Chunk]] = []
+    end = -1
+    for chunk in sorted(chunks, key=lambda c: c.offset[axis]):
+        start = chunk.offset[axis]
+        if not groups or start >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, start + chunk.size[axis])
+    return groups
+
+
+def _sweep(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Compares each chunk with those that begin before it and have not ended, along the first
+    axis."""
+    active: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offset):
+        active = [other for other in active if other.end[0] > chunk.offset[0]]
+        clash = next((other for other in active if other.meets(chunk)), None)
+        if clash is not None:
+            return clash, chunk
+        active.append(chunk)
     return None

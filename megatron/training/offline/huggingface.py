@@ -18,9 +18,9 @@ from megatron.training.offline import contents, llama
 from megatron.training.offline.archive import Archive, open_archive
 from megatron.training.offline.checks import (
     Contents,
-    check_contents,
     check_files,
     check_truth,
+    check_weights,
     num_different,
 )
 from megatron.training.offline.convert import Outcome, Recipe, read_back
@@ -33,7 +33,7 @@ from megatron.training.offline.safetensors_files import (
     write_json,
 )
 from megatron.training.offline.staging import staged
-from megatron.training.offline.target import DTYPES, Wish, arguments_of, judge
+from megatron.training.offline.target import DTYPES, Wish, arguments_of, check_vocabulary, judge
 from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
 
 CONFIG = "config.json"
@@ -80,10 +80,9 @@ def save(
         raise UsageError(f"--optimizer {wish.optimizer}: Hugging Face models hold weights only")
     archive = open_archive(source, step=step)
     notes = check_files(archive)
-    found = check_contents(archive)
-    if verify:
-        check_truth(archive, found)
+    found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
     dtype = DTYPES[wish.dtype] if wish.dtype else found.dtype
+    check_truth(archive, found)  # nothing to compare unless weights are made from masters
     vocab = _exported_rows(archive, wish, notes)
     config = llama.config_of(archive.arguments, vocab, dtype)
     tensors = _exported(archive, found, dtype, vocab)
@@ -107,15 +106,14 @@ def save(
 
 def _exported_rows(archive: Archive, wish: Wish, notes: list[str]) -> int:
     stored = int(archive.arguments["padded_vocab_size"])
-    true = wish.true_vocab or contents.true_vocab_size(archive.arguments)
+    true = check_vocabulary(archive.arguments, wish)
     rows = wish.vocab or true
     if rows is None:
         notes.append(f"the flags do not say how many of the {stored} rows are tokens: all are kept")
         return stored
     if rows > stored:
-        raise UsageError(f"--vocab {rows} is more than the {stored} rows that are stored")
-    if true is not None and rows < true:
-        raise Refused(f"--vocab {rows} would drop tokens: the tokenizer has {true}")
+        flag = "--vocab" if wish.vocab else "--true-vocab"
+        raise UsageError(f"{flag} {rows} is more than the {stored} rows that are stored")
     return rows
 
 

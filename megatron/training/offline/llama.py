@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ _REQUIRED = (
     "vocab_size",
     "max_position_embeddings",
 )
+_OPTIONAL = ("num_key_value_heads", "head_dim")
 
 
 def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -91,9 +93,10 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(
             f"config.json: model_type is {config.get('model_type')!r}; only llama is read"
         )
-    missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
+    missing = [name for name in _REQUIRED if config.get(name) is None]
     if missing:
         raise Refused(f"config.json lacks {', '.join(missing)}")
+    _check_kinds(config)
     for name, value in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
         if config.get(name, value) != value:
             raise Refused(f"config.json: {name} is {config[name]!r}; only {value!r} is read")
@@ -114,7 +117,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_percent": 1.0,
         **_rope_arguments(config),
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": config.get("rms_norm_eps") or 1e-6,
         "swiglu": True,
         "add_bias_linear": False,
         "add_qkv_bias": False,
@@ -124,9 +127,28 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    for name in (*_REQUIRED, *_OPTIONAL):
+        value = config.get(name)
+        if (value is not None or name in _REQUIRED) and not (type(value) is int and value > 0):
+            raise Refused(f"config.json: {name} is {value!r}, no number of anything")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise Refused(f"config.json: {name} is {config[name]!r}, no object")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    numbers = {name: config.get(name) for name in ("rms_norm_eps", "rope_theta")}
+    numbers |= {
+        name: rope.get(name) for name in ("rope_theta", "factor", *_SCALING) if name in rope
+    }
+    for name, value in numbers.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (value is None or (is_number and 0 < value < math.inf)):
+            raise Refused(f"config.json: {name} is {value!r}, no number above 0")
+
+
 def _rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
     if float(theta) != int(theta):
         raise Refused(f"config.json: rope_theta {theta} is no integer, as --rotary-base needs")
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -16,3 +16,14 @@ class VerificationFailed(RuntimeError):
     """What was written is not what was read (exit code 4)."""
 
     exit_code = 4
+
+
+def outcome_of(error: Exception) -> tuple[int, str]:
+    """Exit code and line of any failure; 3 for what nobody foresaw, which odd contents cause."""
+    text = " ".join(str(error).split())
+    code = getattr(error, "exit_code", None)
+    if code is not None:
+        return code, text
+    if isinstance(error, (OSError, MemoryError)):
+        return 1, text or type(error).__name__
+    return 3, f"malformed, or of a kind that is not known ({type(error).__name__}: {text[:200]})"

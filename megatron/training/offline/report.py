@@ -24,7 +24,8 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
 
     Returns:
         Among others `problem`, which is None for a checkpoint that was proved complete, and
-        `exit_code`: 0, 3 if it is not complete, 4 if `verify` found it changed.
+        `exit_code`: 0, 3 if it is not complete, 4 if `verify` found it changed. `verified` says
+        that every byte of every file was compared with the manifest.
     """
     arguments = archive.arguments
     record: dict[str, Any] = {
@@ -54,7 +55,8 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
             check_truth(archive, found)
         except Refused as error:
             problem, code = str(error), 4
-    record |= {"verified": verify and code == 0, "problem": problem, "exit_code": code}
+    is_verified = verify and code == 0 and record["has_manifest"]
+    record |= {"verified": is_verified, "problem": problem, "exit_code": code}
     return record
 
 

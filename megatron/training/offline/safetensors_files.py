@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -93,14 +94,31 @@ class SafetensorsFolder:
         Raises:
             Refused: a number format that no model here is trained in.
         """
-        view = self._files[self._file_of[name]].get_slice(name)
-        if view.get_dtype() not in _DTYPES:
-            raise Refused(f"{name} in {self.folder} is {view.get_dtype()}; use F32, BF16 or F16")
-        return _DTYPES[view.get_dtype()], tuple(view.get_shape())
+        with self._readable(name):
+            view = self._files[self._file_of[name]].get_slice(name)
+            kind, shape = view.get_dtype(), tuple(view.get_shape())
+        if kind not in _DTYPES:
+            raise Refused(f"{name} in {self.folder} is {kind}; use F32, BF16 or F16")
+        return _DTYPES[kind], shape
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
-        return self._files[self._file_of[name]].get_tensor(name)
+        """One tensor.
+
+        Raises:
+            Refused: the file holds something else than its header says.
+        """
+        with self._readable(name):
+            return self._files[self._file_of[name]].get_tensor(name)
+
+    @contextlib.contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        from safetensors import SafetensorError
+
+        try:
+            yield
+        except SafetensorError as error:
+            path = self.folder / self._file_of[name]
+            raise Refused(f"{name} in {path} cannot be read: {error}") from error
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from megatron.training.errors import UsageError
 @contextmanager
 def staged(source: Path, destination: Path) -> Iterator[Path]:
     """Gives an empty folder that becomes `destination` if the block ends well, and is removed if
-    not.
+    not. Every file in it is on the disk before it gets its name.
 
     A kill leaves `.NAME.unfinished-PID` beside it, never a part of `destination`.
 
@@ -36,15 +36,17 @@ def staged(source: Path, destination: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _sync(temporary)
+        for folder, _, names in os.walk(temporary):
+            for path in (*(Path(folder, name) for name in names), Path(folder)):
+                _sync(path)
         os.rename(temporary, target)
         _sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -52,7 +54,5 @@ def _sync(folder: Path) -> None:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copies the contents of a file to the disk."""
+    """Copies the contents of a file."""
     shutil.copyfile(source, destination)
-    with destination.open("rb") as file:
-        os.fsync(file.fileno())

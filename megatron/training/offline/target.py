@@ -152,20 +152,37 @@ def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:
     )
 
 
-def _vocabulary(arguments: Mapping[str, Any], wish: Wish) -> tuple[int, list[str]]:
-    stored = int(arguments["padded_vocab_size"])
-    if wish.vocab is None or wish.vocab == stored:
-        return stored, []
-    true = wish.true_vocab or contents.true_vocab_size(arguments)
-    if wish.vocab < stored and true is None:
+def check_vocabulary(arguments: Mapping[str, Any], wish: Wish) -> int | None:
+    """Proves that no row of a token would go.
+
+    Returns:
+        How many rows are tokens, None if neither flags nor wish say it.
+
+    Raises:
+        UsageError: rows would go, and nothing says how many are tokens.
+        Refused: a token's row would go.
+    """
+    stored, known = int(arguments["padded_vocab_size"]), contents.true_vocab_size(arguments)
+    if wish.true_vocab is not None and known is not None and wish.true_vocab < known:
+        raise Refused(f"--true-vocab {wish.true_vocab}: the stored flags say {known}; drop it")
+    true = wish.true_vocab or known
+    if wish.vocab is not None and wish.vocab < stored and true is None:
         raise UsageError(
             f"--vocab {wish.vocab} drops rows, and the stored flags do not say how many tokens the "
             "tokenizer has; say it with --true-vocab"
         )
-    if true is not None and wish.vocab < true:
+    if wish.vocab is not None and true is not None and wish.vocab < min(true, stored):
         raise Refused(
             f"--vocab {wish.vocab} would drop tokens: the tokenizer has {true}; give at least that"
         )
+    return true
+
+
+def _vocabulary(arguments: Mapping[str, Any], wish: Wish) -> tuple[int, list[str]]:
+    stored = int(arguments["padded_vocab_size"])
+    check_vocabulary(arguments, wish)
+    if wish.vocab is None or wish.vocab == stored:
+        return stored, []
     kind = "rows of padding are dropped" if wish.vocab < stored else "rows of zeros are added"
     change = abs(wish.vocab - stored)
     return wish.vocab, [

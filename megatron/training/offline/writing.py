@@ -111,7 +111,10 @@ def write_tensors(
         blobs: stored objects by key.
         file_bytes: see `FILE_BYTES`.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    # Copying ahead would ask for, and start, an accelerator.
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
     planner = _Planner(pieces, blobs)
     writer.set_up_storage_writer(True)
     plans = [SavePlan([_item_of(p) for p in group]) for group in _grouped(pieces, file_bytes)]
