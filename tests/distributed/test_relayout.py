@@ -68,18 +68,18 @@ def test_only_what_must_goes_over_the_wire(result: dict[str, Any]) -> None:
 
 def test_groups_descriptors_and_threads_do_not_pile_up(result: dict[str, Any]) -> None:
     for rows in result["rows"]:
-        last = rows[len(rows) // 2 :]
-        groups = {row["num_groups"] for row in rows}
         if result["name"].endswith("kept"):
             # Some twenty groups for the layout in use and for each of two others.
-            assert max(groups) <= 3 * 20 + 2 and any(row["built_ahead"] for row in rows)
+            assert max(row["num_groups"] for row in rows) <= 3 * 20 + 2
+            assert any(row["built_ahead"] for row in rows)
             continue
-        assert len(groups) == 1 and not any(row["built_ahead"] for row in rows)
-        for name in ("num_fds", "num_threads"):
+        assert not any(row["built_ahead"] for row in rows)
+        # A rank is in more groups under some layouts than under others.
+        for name, most in (("num_groups", 0), ("num_fds", 4), ("num_threads", 4)):
             by_layout: dict[str, list[int]] = {}
-            for row in last:
+            for row in rows[len(rows) // 2 :]:
                 by_layout.setdefault(row["to"], []).append(row[name])
-            assert all(max(seen) - min(seen) <= 4 for seen in by_layout.values()), by_layout
+            assert all(max(seen) - min(seen) <= most for seen in by_layout.values()), by_layout
 
 
 def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:
