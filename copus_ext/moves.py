@@ -8,24 +8,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
 from copus_ext.ledger import Ledger
-from copus_ext.reconfigure.inprocess import Mover
 from copus_ext.reconfigure.phases import Outcome
 from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE, is_supervised, write_request
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import CallbackContext
 from megatron.training.errors import Relaunch, TrainingFailure, UsageError
-from megatron.training.job import Job
 from megatron.training.layout import Layout
 from megatron.training.settings import Request, StepSettings
-from megatron.training.state import TrainState
+
+if TYPE_CHECKING:
+    # In a Megatron-LM checkout our trainer is not there, and nothing moves.
+    from copus_ext.reconfigure.inprocess import Mover
+    from megatron.training.job import Job
+    from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,8 @@ class Moves:
         self._run_dir = from_rank_zero(context.run_dir)
         self._saved_samples = context.state.consumed_samples
         if self.flags.copus_relayout == "inprocess":
+            from copus_ext.reconfigure.inprocess import Mover
+
             self._mover = Mover(
                 run_dir=self._run_dir,
                 note=self._ledger.write,

@@ -156,13 +156,16 @@ class Table:
         return rows
 
     def _can_be(self, layout: Layout) -> bool:
-        """Whether the run's own flags allow a layout; the planner knows the model alone."""
+        """Whether the run's own flags allow a layout; the planner knows the model alone. Another
+        trainer's flags cannot be asked."""
+        if layout == self.config.layout or not hasattr(self.config, "replace"):
+            return True
         if layout not in self._legal:
             try:
                 with_layout(self.config, layout)
                 self._legal[layout] = True
             except UsageError:
-                self._legal[layout] = layout == self.config.layout
+                self._legal[layout] = False
         return self._legal[layout]
 
     def _assumed(

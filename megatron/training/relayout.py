@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.training.config import Config
+from typing import TYPE_CHECKING
+
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, layout_problems
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 
 def with_layout(config: Config, layout: Layout) -> Config:
