@@ -272,5 +272,5 @@ def test_words_for_the_log() -> None:
     assert "batch 16 stays" in decision_line(stays, mode="act", failed=False)
     moves = decide(situation(16, measured=noise(64.0)))
     assert "would be" in decision_line(moves, mode="observe", failed=False)
-    assert "never changed" in summary([], mode="act")
+    assert "nothing was changed" in summary([], mode="act")
     assert "observed only" in summary([], mode="observe")
