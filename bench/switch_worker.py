@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ import torch
 import torch.distributed as dist
 from jobs import parse, step_of_loop
 from support import ROOT, peak_rss, reset_peak, torchrun
+from switch_gloo import bytes_between, exchange
 
 from copus_ext.reconfigure.inprocess import Mover
 from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT
-from copus_ext.reconfigure.route import Route
-from copus_ext.reconfigure.transfer import BUCKET_BYTES, WINDOW
 from megatron.training.agree import everyone, from_rank_zero
 from megatron.training.build import groups_of, install_layout, release_layout
 from megatron.training.callbacks import Callback, CallbackContext
@@ -45,6 +43,7 @@ from megatron.training.relayout import with_layout
 from megatron.training.reporting import Reporter
 from megatron.training.restore import load_weights, read_stored
 from megatron.training.settings import Request
+from tests.helpers.walks import walk
 
 LAYOUTS = {
     2: [Layout(dp=2), Layout(pp=2), Layout(tp=2)],
@@ -52,18 +51,6 @@ LAYOUTS = {
 }
 """By number of ranks, what is changed between."""
 _OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-
-
-def walk(layouts: list[Layout]) -> list[Layout]:
-    """A closed walk over every ordered pair once."""
-    left = {a: [b for b in layouts if b != a] for a in layouts}
-    stack, path = [layouts[0]], []
-    while stack:
-        if left[stack[-1]]:
-            stack.append(left[stack[-1]].pop())
-        else:
-            path.append(stack.pop())
-    return path[::-1]
 
 
 class Measuring(Callback):
@@ -355,43 +342,6 @@ def _num_keys() -> int | None:
         return int(dist.distributed_c10d._get_default_store().num_keys())
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def bytes_between(route: Route) -> list[list[int]]:
-    """By sending and receiving rank, the bytes of a change."""
-    world = len(route.source)
-    table = [[0] * world for _ in range(world)]
-    for piece in route.plan.pieces:
-        if piece.source_rank != piece.target_rank:
-            size = piece.numel * BYTES_PER_ELEMENT
-            table[piece.source_rank][piece.target_rank] += size
-    return table
-
-
-def exchange(group: Any, table: list[list[int]]) -> float:
-    """Sends so many bytes from one tensor to another in messages and windows of the size that a
-    change has; seconds on this rank."""
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    bucket = BUCKET_BYTES[str(dist.get_backend(group))] // 4
-    out = torch.ones(max(table[rank]) // 4)
-    incoming = torch.ones(max(row[rank] for row in table) // 4)
-    dist.barrier(group=group)
-    begin = time.perf_counter()
-    for shift in range(1, world):
-        to, come_from = (rank + shift) % world, (rank - shift) % world
-        sends = deque(out[: table[rank][to] // 4].split(bucket) if table[rank][to] else ())
-        size = table[come_from][rank] // 4
-        receives = deque(incoming[:size].split(bucket) if size else ())
-        works: tuple[deque[Any], deque[Any]] = (deque(), deque())
-        while sends or receives or any(works):
-            while receives and len(works[0]) < WINDOW:
-                works[0].append(dist.irecv(receives.popleft(), group=group, group_src=come_from))
-            while sends and len(works[1]) < WINDOW:
-                works[1].append(dist.isend(sends.popleft(), group=group, group_dst=to))
-            for waiting in works:
-                if waiting:
-                    waiting.popleft().wait()
-    return time.perf_counter() - begin
 
 
 def work(

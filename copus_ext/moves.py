@@ -100,6 +100,7 @@ class Moves:
             return
         pause_s = max(from_rank_zero(time.time()) - left["time"], 0.0)
         self.costs.moved(seconds=pause_s, iteration=context.state.iteration)
+        self._ledger.history.record["elapsed_s"] += pause_s
         self._note_switch(left, context.state, Outcome(kind="moved", pause_s=pause_s))
 
     def close(self, context: CallbackContext) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs import TINY, TINY_GPT2, join, run
+from tests.helpers.walks import walk
 
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
@@ -31,18 +32,6 @@ VARIANTS: dict[str, tuple[str, list[tuple[int, int, int]], list[tuple[int, int, 
 """Flags of a model, the layouts (tp, pp, vpp) whose pairs it goes through, and those that it trains
 on in."""
 BEFORE, AFTER = 3, 3
-
-
-def walk(layouts: list[Any]) -> list[Any]:
-    """A closed walk over every ordered pair once."""
-    left = {a: [b for b in layouts if b != a] for a in layouts}
-    stack, path = [layouts[0]], []
-    while stack:
-        if left[stack[-1]]:
-            stack.append(left[stack[-1]].pop())
-        else:
-            path.append(stack.pop())
-    return path[::-1]
 
 
 def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
