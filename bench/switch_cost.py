@@ -93,17 +93,25 @@ def medians(rows: Rows) -> dict[str, Any]:
 
 
 def summary_of_changes(rows: Rows) -> dict[str, Any]:
-    """Bytes against the least possible, and the transfer against bare gloo."""
-    sides = [
-        {"gloo": {"rate": r["wire_bytes"] / r["gloo_s"]}, "transfer": {"rate": r["rate"]}}
-        for r in rows
-        if r.setdefault("rate", r["wire_bytes"] / r["phases"]["transfer"])
-    ]
-    bandwidth = ratio_summary(sides, "rate", of="transfer", to="gloo")
+    """Bytes against the least possible, and the transfer against bare gloo, without and with the
+    copies of what stays on a rank."""
+
+    def against_gloo(*phases: str) -> dict[str, float]:
+        sides = [
+            {
+                "gloo": {"rate": r["wire_bytes"] / r["gloo_s"]},
+                "transfer": {"rate": r["wire_bytes"] / sum(r["phases"][p] for p in phases)},
+            }
+            for r in rows
+        ]
+        return ratio_summary(sides, "rate", of="transfer", to="gloo")
+
+    bandwidth = against_gloo("transfer")
     worst = max(r["wire_bytes"] / r["minimum_bytes"] for r in rows)
     return {
         "pairs": {pair: medians(some) for pair, some in by_pair(rows).items()},
         "bandwidth": bandwidth,
+        "bandwidth_with_copies": against_gloo("copy", "transfer"),
         "state_bytes": rows[0]["state_bytes"],
         "worst_bytes_ratio": worst,
         "worst_peak_over_step_peak": max(r["peak_rss"] / r["step_peak_rss"] for r in rows),

@@ -139,9 +139,7 @@ class Change:
             self._phase("tear down", self._release, lambda _: self._leave())
             self.new = _Built(config=with_layout(self._old_config, self.layout))
             self._build(self.new)
-            self._phase(
-                "transfer", lambda: self._start_transfer(route), lambda way: self._exchange(way)
-            )
+            self._fill(route)
             self._fill_and_verify(self.new)
             self._phase("commit", _nothing, lambda _: self._commit())
         except PhaseFailed as error:
@@ -293,7 +291,8 @@ class Change:
         self._phase("model", model, label=label)
         self._phase("optimizer", _nothing, lambda _: optimizer(), label=label)
 
-    def _start_transfer(self, route: Route) -> Transfer:
+    def _copy_own(self, route: Route) -> Transfer:
+        """What stays on this rank; the rest is ready to be sent."""
         held, new = self.held, self.new
         assert held is not None and new is not None and new.shards is not None
         if new.shards.records != route.target[dist.get_rank()]:
@@ -309,6 +308,11 @@ class Change:
         )
         transfer.copy_own()
         return transfer
+
+    def _fill(self, route: Route) -> None:
+        """The state comes to where the new layout has it."""
+        transfer = self._phase("copy", lambda: self._copy_own(route))
+        self._phase("transfer", _nothing, lambda _: self._exchange(transfer))
 
     def _exchange(self, transfer: Transfer) -> None:
         transfer.exchange()
@@ -376,7 +380,7 @@ class Change:
         try:
             self._phase("tear down", release, lambda _: destroy(), label=BACK)
             self._build(old, BACK)
-            self._phase("transfer", fill, label=BACK)
+            self._phase("copy", fill, label=BACK)
             self._fill_and_verify(old, BACK)
             self._phase("resume", lambda: self._install(old), label=BACK)
             return

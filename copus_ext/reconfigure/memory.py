@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT
 from copus_ext.reconfigure.route import Route
-from copus_ext.reconfigure.transfer import BUCKET_BYTES, WINDOW
+from copus_ext.reconfigure.transfer import BUCKET_BYTES, BUFFERS
 from megatron.training.config import Config
 from megatron.training.job import Job
 
@@ -44,7 +44,7 @@ def check(job: Job, route: Route, config: Config) -> None:
     # The shares of a model's replicas are about equal.
     held = own * (config.layout.dp if config.parallel.use_distributed_optimizer else 1)
     needed = held * (per_weight + per_gradient) + own * BYTES_PER_ELEMENT
-    needed += 2 * WINDOW * BUCKET_BYTES.get(str(dist.get_backend()), 0)
+    needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
     released = sum(
         p.numel() * (p.element_size() + per_gradient)
         for chunk in job.model.chunks

@@ -13,6 +13,7 @@ PHASES = (
     "groups",
     "model",
     "optimizer",
+    "copy",
     "transfer",
     "weights",
     "verify",

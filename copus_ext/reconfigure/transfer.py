@@ -15,12 +15,14 @@ from copus_ext.reconfigure.plan import Piece, Plan
 from megatron.training.rectangles import Box, Record, volume
 from megatron.training.shards import KINDS, Shards
 
-DIRECT_BYTES = 128 << 10
-"""A contiguous piece of at least so many bytes goes from shard to shard without being packed."""
-BUCKET_BYTES = {"gloo": 2 << 20, "nccl": 64 << 20}
+ALONE_BYTES = 128 << 10
+"""A piece of at least so many bytes is a message of its own; smaller ones go together."""
+BUCKET_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
 """Largest message by backend."""
-WINDOW = 4
+WINDOW = 32
 """Messages under way each way."""
+BUFFERS = 4
+"""Of them, those that are packed into or unpacked from a buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,45 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What goes at once; the same list of parts on both ends."""
+    """What goes at once; the same list of parts on both ends. An end that has the whole of it side
+    by side sends from its shard, or receives into it; else a buffer is in between."""
 
     parts: list[_Part]
-    is_direct: bool
-    """One contiguous part, sent from and received into the shard itself."""
     numel: int
+
+
+_Prepared = tuple[torch.Tensor, Callable[[], None]]
+
+
+class _Way:
+    """Messages to a rank, or from one, a window at a time."""
+
+    def __init__(
+        self,
+        messages: list[_Message],
+        prepare: Callable[[_Message], _Prepared | None],
+        call: Callable[..., Any],
+        peer: dict[str, int],
+    ) -> None:
+        self.left, self.under_way = deque(messages), deque()
+        self._prepare, self._call, self._peer = prepare, call, peer
+
+    def start(self, group: Any) -> None:
+        """Starts as many as may be under way."""
+        while self.left and len(self.under_way) < WINDOW:
+            prepared = self._prepare(self.left[0])
+            if prepared is None:
+                return
+            self.left.popleft()
+            work = self._call(prepared[0], group=group, **self._peer)
+            self.under_way.append((work, prepared[1]))
+
+    def finish_one(self, timeout: timedelta) -> None:
+        """Waits for the first under way."""
+        if self.under_way:
+            work, finish = self.under_way.popleft()
+            work.wait(timeout)
+            finish()
 
 
 class Transfer:
@@ -78,23 +113,31 @@ class Transfer:
         backend = str(dist.get_backend(group))
         self._is_batched = backend == "nccl" if is_batched is None else is_batched
         self._local = [p for p in plan.pieces if p.source_rank == p.target_rank == self._rank]
-        self._out: dict[int, list[Piece]] = {}
-        self._in: dict[int, list[Piece]] = {}
+        to_others: dict[int, list[Piece]] = {}
+        from_others: dict[int, list[Piece]] = {}
         for p in plan.pieces:
             if p.source_rank != p.target_rank:
                 if p.source_rank == self._rank:
-                    self._out.setdefault(p.target_rank, []).append(p)
+                    to_others.setdefault(p.target_rank, []).append(p)
                 elif p.target_rank == self._rank:
-                    self._in.setdefault(p.source_rank, []).append(p)
-        device = self._any_tensor().device
-        size = (2 * WINDOW, self._bucket)
-        self._pool = list(torch.zeros(size, dtype=torch.float32, device=device).unbind())
+                    from_others.setdefault(p.source_rank, []).append(p)
+        self._out = {rank: list(self._messages(own)) for rank, own in to_others.items()}
+        self._in = {rank: list(self._messages(own)) for rank, own in from_others.items()}
+        self._pools = (
+            self._buffers([m for own in self._out.values() for m in own], self._sent_from),
+            self._buffers([m for own in self._in.values() for m in own], self._received_in),
+        )
         self.num_messages = 0
         """Messages that this rank sent."""
 
-    def _any_tensor(self) -> torch.Tensor:
-        tensors = [*self._source.tensors, *self._target.tensors]
-        return tensors[0]["param"] if tensors else torch.empty(0)
+    def _buffers(
+        self, messages: list[_Message], place_of: Callable[[_Message], torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """As large as they need to be, for messages that have no place of their own."""
+        sizes = [m.numel for m in messages if place_of(m) is None]
+        device = [t["param"].device for t in (*self._source.tensors, *self._target.tensors)]
+        num = min(len(sizes), BUFFERS)
+        return [torch.empty(max(sizes), device=device[0]) for _ in range(num)]
 
     @torch.no_grad()
     def copy_own(self) -> None:
@@ -116,10 +159,7 @@ class Transfer:
         for shift in range(1, self._world):
             to, come_from = (self._rank + shift) % self._world, (self._rank - shift) % self._world
             self._exchange(
-                list(self._messages(self._out.get(to, []))),
-                list(self._messages(self._in.get(come_from, []))),
-                to=to,
-                come_from=come_from,
+                self._out.get(to, []), self._in.get(come_from, []), to=to, come_from=come_from
             )
 
     def _messages(self, pieces: list[Piece]) -> Iterator[_Message]:
@@ -127,40 +167,20 @@ class Transfer:
         packed: list[_Part] = []
         filled = 0
         for piece in pieces:
-            for box in self._small_enough((piece.lo, piece.hi)):
+            for box in small_enough((piece.lo, piece.hi), self._bucket):
                 size = volume(*box)
-                is_direct = size * 4 >= DIRECT_BYTES and self._is_contiguous(piece, box)
                 for kind in KINDS:
                     part = _Part(kind=kind, piece=piece, box=box)
-                    if is_direct:
-                        yield _Message(parts=[part], is_direct=True, numel=size)
+                    if size * 4 >= ALONE_BYTES:
+                        yield _Message(parts=[part], numel=size)
                         continue
                     if packed and filled + size > self._bucket:
-                        yield _Message(parts=packed, is_direct=False, numel=filled)
+                        yield _Message(parts=packed, numel=filled)
                         packed, filled = [], 0
                     packed.append(part)
                     filled += size
         if packed:
-            yield _Message(parts=packed, is_direct=False, numel=filled)
-
-    def _small_enough(self, box: Box) -> Iterator[Box]:
-        """A rectangle in parts that each fit into a message."""
-        if volume(*box) <= self._bucket:
-            yield box
-            return
-        lo, hi = box
-        axis = next(i for i, (a, b) in enumerate(zip(lo, hi)) if b - a > 1)
-        per_index = volume(*box) // (hi[axis] - lo[axis])
-        step = max(self._bucket // per_index, 1)
-        for start in range(lo[axis], hi[axis], step):
-            stop = min(start + step, hi[axis])
-            low = (*lo[:axis], start, *lo[axis + 1 :])
-            yield from self._small_enough((low, (*hi[:axis], stop, *hi[axis + 1 :])))
-
-    def _is_contiguous(self, piece: Piece, box: Box) -> bool:
-        before = self._records[0][piece.source_rank][piece.source]
-        after = self._records[1][piece.target_rank][piece.target]
-        return is_contiguous(box, before) and is_contiguous(box, after)
+            yield _Message(parts=packed, numel=filled)
 
     def _exchange(
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
@@ -170,38 +190,31 @@ class Transfer:
         if self._is_batched:
             self._exchange_in_batches(outgoing, incoming, to=to, come_from=come_from)
             return
-        under_way: tuple[deque, deque] = deque(), deque()
-        received = sent = 0
-        while received < len(incoming) or sent < len(outgoing) or any(under_way):
-            while received < len(incoming) and len(under_way[0]) < WINDOW:
-                tensor, finish = self._incoming(incoming[received])
-                work = dist.irecv(tensor, group=self._group, group_src=come_from)
-                under_way[0].append((work, finish))
-                received += 1
-            while sent < len(outgoing) and len(under_way[1]) < WINDOW:
-                tensor, finish = self._outgoing(outgoing[sent])
-                work = dist.isend(tensor, group=self._group, group_dst=to)
-                under_way[1].append((work, finish))
-                sent += 1
-            for waiting in under_way:
-                if waiting:
-                    work, finish = waiting.popleft()
-                    work.wait(self._timeout)
-                    finish()
+        ways = (
+            _Way(incoming, self._incoming, dist.irecv, {"group_src": come_from}),
+            _Way(outgoing, self._outgoing, dist.isend, {"group_dst": to}),
+        )
+        while any(way.left or way.under_way for way in ways):
+            for way in ways:
+                way.start(self._group)
+            for way in ways:
+                way.finish_one(self._timeout)
 
     def _exchange_in_batches(
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
     ) -> None:
         """The same where messages that do not start together may wait for each other (NCCL)."""
-        for start in range(0, max(len(outgoing), len(incoming)), WINDOW):
-            part = slice(start, start + WINDOW)
+        for start in range(0, max(len(outgoing), len(incoming)), BUFFERS):
+            part = slice(start, start + BUFFERS)
             operations, finishes = [], []
             for messages, prepare, call, peer in (
                 (incoming[part], self._incoming, dist.irecv, come_from),
                 (outgoing[part], self._outgoing, dist.isend, to),
             ):
                 for message in messages:
-                    tensor, finish = prepare(message)
+                    prepared = prepare(message)
+                    assert prepared is not None  # no more messages than buffers
+                    tensor, finish = prepared
                     finishes.append(finish)
                     operations.append(dist.P2POp(call, tensor, group=self._group, group_peer=peer))
             for work in dist.batch_isend_irecv(operations):
@@ -209,30 +222,41 @@ class Transfer:
             for finish in finishes:
                 finish()
 
-    def _outgoing(self, message: _Message) -> tuple[torch.Tensor, Callable[[], None]]:
-        """What to send, and what to do when it is sent."""
-        if message.is_direct:
-            return self._source_view(message.parts[0]).reshape(-1), _nothing
-        buffer, at = self._pool.pop(), 0
-        for part in message.parts:
-            view = self._source_view(part)
-            buffer[at : at + view.numel()].view(view.shape).copy_(view)
-            at += view.numel()
-        return buffer[:at], lambda: self._pool.append(buffer)
+    def _sent_from(self, message: _Message) -> torch.Tensor | None:
+        """The elements of a message where they lie side by side in this rank's old shards."""
+        return _side_by_side([self._source_view(part) for part in message.parts[:2]])
 
-    def _incoming(self, message: _Message) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Where to receive, and what to do when it is there."""
-        if message.is_direct:
-            return self._target_view(message.parts[0]).view(-1), _nothing
-        buffer = self._pool.pop()
+    def _received_in(self, message: _Message) -> torch.Tensor | None:
+        """Where the elements of a message are to lie side by side in this rank's new shards."""
+        return _side_by_side([self._target_view(part) for part in message.parts[:2]])
+
+    def _outgoing(self, message: _Message) -> _Prepared | None:
+        """What to send, and what to do when it is sent; None without a free buffer."""
+        pool = self._pools[0]
+        if (place := self._sent_from(message)) is not None:
+            return place, _nothing
+        if not pool:
+            return None
+        buffer = pool.pop()
+        for part, packed in _split(message, buffer):
+            view = self._source_view(part)
+            packed.view(view.shape).copy_(view)
+        return buffer[: message.numel], lambda: pool.append(buffer)
+
+    def _incoming(self, message: _Message) -> _Prepared | None:
+        """Where to receive, and what to do when it is there; None without a free buffer."""
+        pool = self._pools[1]
+        if (place := self._received_in(message)) is not None:
+            return place, _nothing
+        if not pool:
+            return None
+        buffer = pool.pop()
 
         def unpack() -> None:
-            at = 0
-            for part in message.parts:
+            for part, packed in _split(message, buffer):
                 view = self._target_view(part)
-                view.copy_(buffer[at : at + view.numel()].view(view.shape))
-                at += view.numel()
-            self._pool.append(buffer)
+                view.copy_(packed.view(view.shape))
+            pool.append(buffer)
 
         return buffer[: message.numel], unpack
 
@@ -243,6 +267,20 @@ class Transfer:
     def _target_view(self, part: _Part) -> torch.Tensor:
         record = self._records[1][self._rank][part.piece.target]
         return view_of(self._target.tensors[record.shard][part.kind], record, part.box)
+
+
+def _side_by_side(views: list[torch.Tensor]) -> torch.Tensor | None:
+    """A single view as a row, if its elements lie so."""
+    return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
+
+
+def _split(message: _Message, buffer: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """The parts of a message with their elements in a buffer."""
+    at = 0
+    for part in message.parts:
+        size = volume(*part.box)
+        yield part, buffer[at : at + size]
+        at += size
 
 
 def _nothing() -> None:
@@ -258,11 +296,17 @@ def view_of(shard: torch.Tensor, record: Record, box: Box) -> torch.Tensor:
     return whole
 
 
-def is_contiguous(box: Box, record: Record) -> bool:
-    """Whether the elements of a rectangle lie side by side in the shard of a record that holds
-    it."""
-    extents = [b - a for a, b in zip(*box)]
-    whole = [b - a for a, b in zip(record.lo, record.hi)]
-    # Behind the first axis of more than one index every axis must be taken whole.
-    first = next((i for i, n in enumerate(extents) if n > 1), len(extents))
-    return extents[first + 1 :] == whole[first + 1 :]
+def small_enough(box: Box, most: int) -> Iterator[Box]:
+    """A rectangle in parts of at most so many elements, about equally large."""
+    lo, hi = box
+    if volume(lo, hi) <= most:
+        yield box
+        return
+    axis = next(i for i, (a, b) in enumerate(zip(lo, hi)) if b - a > 1)
+    extent = hi[axis] - lo[axis]
+    at_once = max(most * extent // volume(lo, hi), 1)
+    num = -(-extent // at_once)
+    for i in range(num):
+        start, stop = (lo[axis] + extent * k // num for k in (i, i + 1))
+        part = (*lo[:axis], start, *lo[axis + 1 :]), (*hi[:axis], stop, *hi[axis + 1 :])
+        yield from small_enough(part, most)

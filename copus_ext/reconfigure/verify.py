@@ -22,7 +22,8 @@ from megatron.training.shards import KINDS, Shards, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
-_CHUNK = 1 << 20
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+"""Elements at once: on a CPU they should stay in its cache, on a GPU keep it busy."""
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
@@ -52,9 +53,10 @@ def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
         if record.key in place:
             into = sums[place[record.key], 0 if record.is_first else 1]
             tensors = shards.tensors[record.shard]
+            weights = _weights(record, device)
             for column, kind in enumerate(KINDS):
                 part = tensors[kind][record.offset : record.offset + record.numel]
-                into[column] += _sum(part, record, kind)
+                into[column] += _sum(part, weights)
             into[-1] += record.numel
     return sums
 
@@ -96,20 +98,25 @@ def sums_of(total: torch.Tensor, keys: Sequence[str]) -> dict[str, int]:
     }
 
 
-def _sum(flat: torch.Tensor, record: Record, kind: str) -> torch.Tensor:
-    """Of the elements of one record."""
-    shape = [b - a for a, b in zip(record.lo, record.hi)]
+def _weights(record: Record, device: torch.device) -> list[torch.Tensor]:
+    """Of the places of a record, axis by axis; those of the last axis with 32 bits."""
     *outer, inner = (
-        axis_weights(f"{kind}.{record.key}", axis, lo, hi, flat.device)
+        axis_weights(record.key, axis, lo, hi, device)
         for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
     )
-    rows, inner = flat.view(_BITS[flat.element_size()]).view(-1, shape[-1]), inner.int()
-    per_chunk = max(_CHUNK // shape[-1], 1)
+    return [*outer, inner.int()]
+
+
+def _sum(flat: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Of the elements of one record."""
+    *outer, inner = weights
+    rows = flat.view(_BITS[flat.element_size()]).view(-1, len(inner))
+    per_chunk = max(_CHUNK[flat.device.type] // len(inner), 1)
     # Products of 32 bits wrap, sums of them have 64.
     sums = [(part * inner).sum(dim=1) for part in rows.split(per_chunk)]
-    total = torch.cat(sums).view(shape[:-1])
-    for weights in reversed(outer):
-        total = (total * weights).sum(dim=-1)
+    total = torch.cat(sums).view([len(of) for of in outer])
+    for of_axis in reversed(outer):
+        total = (total * of_axis).sum(dim=-1)
     return total
 
 
@@ -176,12 +183,12 @@ def check_weights(
 
 @torch.no_grad()
 def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -> torch.Tensor:
-    """One number for the weights of this rank's chunks, those of `keys` or all, [1]. Not
-    collective."""
+    """One number for the weights of this rank's chunks, those of `keys` or all, [1]; 0 where there
+    are no replicas to compare with. Not collective."""
     sums = [
-        _sum(weight.reshape(-1), place, "weight")
+        _sum(weight.reshape(-1), _weights(place, weight.device))
         for place, weight in weights_of(model, groups)
-        if keys is None or place.key in keys
+        if groups.dp_cp.size() > 1 and (keys is None or place.key in keys)
     ]
     if not sums:
         # Replicas hold the same tensors, so that all of a group have some or none.

@@ -214,8 +214,8 @@ def spoiled(name: str) -> Iterator[None]:
 
         def _target_view(self, part: Any) -> torch.Tensor:
             view = super()._target_view(part)
-            first = next(iter(self._in.values()))[0]
-            if part.piece != first or part.kind != "exp_avg":
+            first = next(iter(self._in.values()))[0].parts[0]
+            if part.piece != first.piece or part.kind != "exp_avg":
                 return view
             if name == "drop":
                 return torch.empty_like(view)

@@ -154,8 +154,8 @@ def drawn(seed: int, num: int, *, ranks: int = 2) -> list[Case]:
     """Kills on any rank at any place, every place about equally often."""
     chance = random.Random(seed)
     there = [*topics(waiting=False), *topics(waiting=True), "resume"]
-    # The way back begins with `tear down`, and what it transfers each rank has itself.
-    missing = ("prepare", "drain", "extract", "commit", "transfer together")
+    # The way back begins with `tear down`, and each rank has all that it needs.
+    missing = ("prepare", "drain", "extract", "commit", "transfer")
     back = [f"back: {t}" for t in there if not t.startswith(missing)]
     places = [*there, *back]
     cases = []

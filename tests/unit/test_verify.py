@@ -86,7 +86,7 @@ def test_sums_do_not_depend_on_who_holds_what(case: tuple[State, dict[str, list[
 def test_the_sum_is_what_is_documented() -> None:
     state = random_state({"k": (2, 3)})
     rows, columns = (
-        verify.axis_weights("param.k", axis, 0, n, torch.device("cpu")).tolist()
+        verify.axis_weights("k", axis, 0, n, torch.device("cpu")).tolist()
         for axis, n in ((0, 2), (1, 3))
     )
     bits = state["k"]["param"].view(torch.int32).tolist()
@@ -237,13 +237,14 @@ def test_one_number_tells_replicas_apart(
 ) -> None:
     whole = Record("w", (4, 6), (0, 0), (4, 6), 0, 0, True)
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    two: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 2))
     found = set()
     for place in range(25):
         other = weight.clone()
         if place:
             other.view(-1).view(torch.uint8)[place - 1] ^= 1
         with_weights(monkeypatch, [(whole, other)])
-        found.add(verify.weight_sum(NOTHING, NOTHING).item())
+        found.add(verify.weight_sum(NOTHING, two).item())
     assert len(found) == 25
 
 
