@@ -1,0 +1,41 @@
+"""Every element comes to its place whatever the messages look like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_transfer import WAYS
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_transfer.py")
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """By rank, all changes."""
+    output = tmp_path_factory.mktemp("transfer") / "result.json"
+    run_ranks([WORKER, output], 4, timeout_s=150).check()
+    return json.loads(output.read_text())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_element_is_where_it_belongs(results: Any, way: str) -> None:
+    rows = [row for own in results for row in own if row["way"] == way]
+    assert rows and [row for row in rows if not row["is_equal"]] == []
+
+
+def test_windows_and_buffers_were_full(results: Any) -> None:
+    from copus_ext.reconfigure.transfer import BUFFERS, WINDOW
+
+    most = {
+        way: max(row["num_messages"] for own in results for row in own if row["way"] == way)
+        for way in WAYS
+    }
+    # To three other ranks.
+    assert most["alone"] > 3 * WINDOW and most["many"] > 50 * WINDOW
+    assert most["small packed"] > 3 * BUFFERS and most["packed"] <= 3

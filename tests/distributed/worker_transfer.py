@@ -1,0 +1,127 @@
+"""Moves made-up state between all pairs of layouts of four ranks, with messages of all kinds.
+
+worker_transfer.py OUTPUT_FILE
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.jobs import join
+
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 24,
+    "ffn_hidden_size": 72,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "kv_channels": 6,
+    "padded_vocab_size": 128,
+    "gated": True,
+    "linear_bias": False,
+    "normalization": "RMSNorm",
+    "tied": False,
+    "ddp_bucket_size": 5000,
+    "overlap_grad_reduce": True,
+}
+LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
+WAYS = {
+    # Bytes of the largest message, of the smallest that goes alone, and whether they start together
+    "packed": (1 << 20, 1 << 20, False),
+    "small packed": (600, 1 << 20, False),
+    "alone": (2000, 64, False),
+    "many": (100, 4, False),
+    "batched": (2000, 64, True),
+    "batched packed": (600, 1 << 20, True),
+}
+
+
+def state_of(records: list[Any], keys: list[str]) -> Any:
+    """Shards in which every element is a number that only its kind, tensor and place have."""
+    import torch
+
+    from copus_ext.reconfigure.transfer import view_of
+    from megatron.training.shards import KINDS, Shards
+
+    sizes = [0] * (1 + max((r.shard for r in records), default=-1))
+    for r in records:
+        sizes[r.shard] = max(sizes[r.shard], r.offset + r.numel)
+    tensors = [{kind: torch.full((n,), -1.0) for kind in KINDS} for n in sizes]
+    for r in records:
+        assert math.prod(r.shape) <= 1 << 15 and len(keys) <= 1 << 6  # exact in fp32
+        places = torch.arange(math.prod(r.shape)).view(r.shape)
+        for axis, (a, b) in enumerate(zip(r.lo, r.hi)):
+            places = places.narrow(axis, a, b - a)
+        for number, kind in enumerate(KINDS):
+            first = (number * len(keys) + keys.index(r.key)) << 15
+            view_of(tensors[r.shard][kind], r, (r.lo, r.hi)).copy_(places + first)
+    return Shards(records=records, tensors=tensors)
+
+
+def main(output: Path) -> None:
+    """See above."""
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.reconfigure import transfer
+    from copus_ext.reconfigure.ownership import ModelShape, all_of_layout
+    from copus_ext.reconfigure.plan import make_plan
+    from megatron.training.layout import Layout
+
+    join()
+    rank, rows = dist.get_rank(), []
+    layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]
+    for (name, way), sharded in itertools.product(WAYS.items(), (True, False)):
+        shape = ModelShape(**SHAPE, use_distributed_optimizer=sharded)
+        bucket, transfer.ALONE_BYTES, is_batched = way
+        some = layouts[:3] if name == "many" else layouts
+        for before, after in itertools.permutations(some, 2):
+            source, target = (all_of_layout(shape, x) for x in (before, after))
+            keys = sorted({r.key for own in source for r in own})
+            held, wanted, got = (state_of(own[rank], keys) for own in (source, target, target))
+            for tensors in got.tensors:
+                for tensor in tensors.values():
+                    tensor.fill_(-2)
+            change = transfer.Transfer(
+                make_plan(source, target),
+                source=held,
+                target=got,
+                source_records=source,
+                target_records=target,
+                group=dist.group.WORLD,
+                timeout_s=60,
+                bucket_bytes=bucket,
+                is_batched=is_batched,
+            )
+            change.copy_own()
+            change.exchange()
+            is_equal = all(
+                torch.equal(
+                    transfer.view_of(got.tensors[r.shard][kind], r, (r.lo, r.hi)),
+                    transfer.view_of(wanted.tensors[r.shard][kind], r, (r.lo, r.hi)),
+                )
+                for r in target[rank]
+                for kind in wanted.tensors[r.shard]
+            )
+            rows.append(
+                {
+                    "way": name,
+                    "pair": f"{before} -> {after}",
+                    "is_equal": is_equal,
+                    "num_messages": change.num_messages,
+                }
+            )
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, rows)
+    if rank == 0:
+        output.write_text(json.dumps(every))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
