@@ -45,6 +45,8 @@ COMMON = """--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --
 SIZES = {
     "tiny": """--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
 --vocab-size 511""",
+    "8M": """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8
+--vocab-size 383""",
     "20M": """--num-layers 8 --hidden-size 384 --ffn-hidden-size 1024 --num-attention-heads 8
 --vocab-size 8191""",
     "40M": """--num-layers 12 --hidden-size 512 --ffn-hidden-size 1088 --num-attention-heads 8

@@ -17,22 +17,17 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.training.arguments import Parser
 from megatron.training.errors import UsageError
 from megatron.training.offline.refusal import outcome_of
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = _Parser(
+    p = Parser(
         prog="convert_checkpoint.py",
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,

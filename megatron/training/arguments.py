@@ -30,7 +30,7 @@ _TITLES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process, so that one place prints problems and picks the
     exit code."""
 
@@ -46,7 +46,7 @@ def build_parser(extra_groups: Mapping[str, type] | None = None) -> argparse.Arg
     Args:
         extra_groups: title -> dataclass with `option` fields, for flags of other packages.
     """
-    parser = _Parser(
+    parser = Parser(
         description="Pre-train a GPT on megatron-core with the flags of Megatron-LM.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
