@@ -17,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,13 @@ def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     }
 
 
+def rows_so_far(output: Path, cases: Sequence[Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run of the same kills, which goes on after them; none of another."""
+    rows = json.loads(output.read_text())["rows"] if output.exists() else []
+    same = [all(row[k] == v for k, v in asdict(c).items()) for row, c in zip(rows, cases)]
+    return rows if all(same) and len(rows) <= len(cases) else []
+
+
 def main() -> int:
     """Kills, restarts, compares, writes."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -49,11 +58,8 @@ def main() -> int:
     open_source()
     from tests.helpers.switch_cases import CHAIN, drawn, run_chain, uninterrupted
 
-    rows: list[dict[str, Any]] = []
-    if args.output.exists():
-        before = json.loads(args.output.read_text())
-        rows = before["rows"] if before["seed"] == args.seed else []
     cases = drawn(args.seed, args.runs)
+    rows = rows_so_far(args.output, cases)
     with tempfile.TemporaryDirectory() as temporary:
         whole = uninterrupted(Path(temporary) / "whole")
         started, already = time.monotonic(), len(rows)

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0]
         if folder in ("unit", "distributed", "slurm", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
-        if folder == "unit" and "COPUS_TEST_EXAMPLES" not in os.environ:
+        if folder == "unit" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S), append=False)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():

@@ -325,7 +325,7 @@ class Change:
         self._phase(
             "weights",
             lambda: masters_to_weights(built.optimizer),
-            lambda _: share_weights(built.config, model),
+            lambda _: share_weights(built.config, model, built.groups),
             label=label,
         )
         keys = sorted({name.split(".", 1)[1] for name in held.sums})

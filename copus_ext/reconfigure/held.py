@@ -123,8 +123,8 @@ def masters_to_weights(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def share_weights(config: Config, model: Model) -> None:
+def share_weights(config: Config, model: Model, groups: Any) -> None:
     """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks."""
-    if config.parallel.use_distributed_optimizer and config.layout.dp > 1:
+    if config.parallel.use_distributed_optimizer and groups.dp_cp.size() > 1:
         for chunk in model.chunks:
             chunk.start_param_sync(force_sync=True)

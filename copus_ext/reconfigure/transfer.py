@@ -20,7 +20,7 @@ ALONE_BYTES = 128 << 10
 BUCKET_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
 """Largest message by backend."""
 WINDOW = 32
-"""Messages under way each way."""
+"""Messages under way each way where each starts on its own (gloo)."""
 BUFFERS = 4
 """Of them, those that are packed into or unpacked from a buffer."""
 
@@ -137,7 +137,8 @@ class Transfer:
         sizes = [m.numel for m in messages if place_of(m) is None]
         device = [t["param"].device for t in (*self._source.tensors, *self._target.tensors)]
         num = min(len(sizes), BUFFERS)
-        return [torch.empty(max(sizes), device=device[0]) for _ in range(num)]
+        size, dtype = max(sizes, default=0), torch.float32
+        return [torch.zeros(size, dtype=dtype, device=device[0]) for _ in range(num)]
 
     @torch.no_grad()
     def copy_own(self) -> None:
@@ -224,11 +225,11 @@ class Transfer:
 
     def _sent_from(self, message: _Message) -> torch.Tensor | None:
         """The elements of a message where they lie side by side in this rank's old shards."""
-        return _side_by_side([self._source_view(part) for part in message.parts[:2]])
+        return _side_by_side(message, self._source_view)
 
     def _received_in(self, message: _Message) -> torch.Tensor | None:
         """Where the elements of a message are to lie side by side in this rank's new shards."""
-        return _side_by_side([self._target_view(part) for part in message.parts[:2]])
+        return _side_by_side(message, self._target_view)
 
     def _outgoing(self, message: _Message) -> _Prepared | None:
         """What to send, and what to do when it is sent; None without a free buffer."""
@@ -269,9 +270,14 @@ class Transfer:
         return view_of(self._target.tensors[record.shard][part.kind], record, part.box)
 
 
-def _side_by_side(views: list[torch.Tensor]) -> torch.Tensor | None:
-    """A single view as a row, if its elements lie so."""
-    return views[0].view(-1) if len(views) == 1 and views[0].is_contiguous() else None
+def _side_by_side(
+    message: _Message, view_of_part: Callable[[_Part], torch.Tensor]
+) -> torch.Tensor | None:
+    """The elements of a message of one part as a row, if they lie so."""
+    if len(message.parts) > 1:
+        return None
+    view = view_of_part(message.parts[0])
+    return view.view(-1) if view.is_contiguous() else None
 
 
 def _split(message: _Message, buffer: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:

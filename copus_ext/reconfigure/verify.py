@@ -1,9 +1,9 @@
 """Sums over the global state that do not depend on who holds it: equal before and after a change of
 layout, or elements were lost, doubled, moved or altered.
 
-Each element's 32 bits are multiplied by an odd weight of its place on the last axis, modulo 2^32,
-and the result by odd weights of its places on the other axes, modulo 2^64. A single wrong element
-changes the sum for certain, several wrong ones all but certainly.
+Each element's bits, taken as a signed integer, are multiplied by odd 64-bit weights of its places
+on all axes, modulo 2^64. A single wrong element changes the sum for certain, several wrong ones all
+but certainly.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron.training.shards import KINDS, Shards, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
-_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
-"""Elements at once: on a CPU they should stay in its cache, on a GPU keep it busy."""
+_CHUNK = 1 << 22
+"""Elements at once on a GPU: enough to keep it busy, few enough for its memory."""
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
@@ -99,25 +99,31 @@ def sums_of(total: torch.Tensor, keys: Sequence[str]) -> dict[str, int]:
 
 
 def _weights(record: Record, device: torch.device) -> list[torch.Tensor]:
-    """Of the places of a record, axis by axis; those of the last axis with 32 bits."""
-    *outer, inner = (
+    """Of the places of a record, axis by axis."""
+    return [
         axis_weights(record.key, axis, lo, hi, device)
         for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
-    )
-    return [*outer, inner.int()]
+    ]
 
 
 def _sum(flat: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     """Of the elements of one record."""
     *outer, inner = weights
     rows = flat.view(_BITS[flat.element_size()]).view(-1, len(inner))
-    per_chunk = max(_CHUNK[flat.device.type] // len(inner), 1)
-    # Products of 32 bits wrap, sums of them have 64.
-    sums = [(part * inner).sum(dim=1) for part in rows.split(per_chunk)]
-    total = torch.cat(sums).view([len(of) for of in outer])
+    total = _sums_of_rows(rows, inner).view([len(of) for of in outer])
     for of_axis in reversed(outer):
         total = (total * of_axis).sum(dim=-1)
     return total
+
+
+def _sums_of_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The products of each row with the weights, modulo 2^64."""
+    if rows.is_cuda:
+        per_chunk = max(_CHUNK // len(weights), 1)
+        return torch.cat([(part * weights).sum(dim=1) for part in rows.split(per_chunk)])
+    # Twice as fast as torch, which has no such product of integers and widens all of them first.
+    found = np.einsum("ij,j->i", rows.numpy(), weights.numpy(), dtype=np.int64)
+    return torch.from_numpy(found)
 
 
 def axis_weights(name: str, axis: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
@@ -187,8 +193,8 @@ def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -
     are no replicas to compare with. Not collective."""
     sums = [
         _sum(weight.reshape(-1), _weights(place, weight.device))
-        for place, weight in weights_of(model, groups)
-        if groups.dp_cp.size() > 1 and (keys is None or place.key in keys)
+        for place, weight in (weights_of(model, groups) if groups.dp_cp.size() > 1 else ())
+        if keys is None or place.key in keys
     ]
     if not sums:
         # Replicas hold the same tensors, so that all of a group have some or none.

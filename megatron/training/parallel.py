@@ -165,9 +165,13 @@ def set_groups_aside() -> IdleGroups:
 
 
 def use_groups(idle: IdleGroups) -> ProcessGroupCollection:
-    """Puts groups that were set aside to use again. Not collective."""
-    for name, value in idle.globals.items():
-        setattr(parallel_state, name, value)
+    """Puts groups that were set aside to use again. Not collective.
+
+    Args:
+        idle: empty afterwards, so that it does not keep groups that are destroyed.
+    """
+    while idle.globals:
+        setattr(parallel_state, *idle.globals.popitem())
     for name in _BUFFERS:
         setattr(parallel_state, name, None)
     parallel_state._set_global_memory_buffer()

@@ -53,6 +53,9 @@ def test_the_run_goes_on_in_new_processes_under_the_better_layout(run: Path) -> 
     assert switch["start"] == "tp1.pp1.dp2" and switch["to"] == starts[1]["layout"]
     assert ".pp2." in switch["to"]
     assert switch["outcome"]["kind"] == "moved" and switch["outcome"]["pause_s"] > 0
+    pause_s = switch["outcome"]["pause_s"]
+    later = [d for d in journal(run, "decision") if d["iteration"] > switch["iteration"]]
+    assert later and all(d["situation"]["elapsed_s"] > pause_s for d in later)
     (outcome,) = journal(run, "outcome")
     assert outcome["to_layout"] == switch["to"] and outcome["decision"] == switch["number"]
 

@@ -105,9 +105,10 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert "strike" in stacks[1].read_text()
 
 
-def test_kills_are_drawn_over_all_places() -> None:
+def test_kills_are_drawn_over_all_places(many: dict[str, Any]) -> None:
     cases = drawn(0, 60)
     assert cases == drawn(0, 60) and cases != drawn(1, 60)
     places = {case.topic for case in cases}
+    assert places == set(many["topics"])
     assert {*topics(waiting=True), *topics(waiting=False)} <= places
     assert {case.rank for case in cases} == {0, 1} and len(places) > 30

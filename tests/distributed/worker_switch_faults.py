@@ -150,6 +150,7 @@ def many(output: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     current: list[Any] = [None]
+    seen: set[str] = set()
 
     @contextlib.contextmanager
     def attempt(case: Any) -> Iterator[None]:
@@ -157,6 +158,7 @@ def many(output: Path) -> dict[str, Any]:
         yield
 
     def fault(topic: str) -> None:
+        seen.add(topic)
         place, rank, kind = current[0]
         if (topic, dist.get_rank()) == (place, rank):
             strike(kind)
@@ -168,7 +170,7 @@ def many(output: Path) -> dict[str, Any]:
     for name, way in (("whole", []), ("broken", cases), ("moved", [cases[0], ("", 0, "")])):
         callback = wandering(way, list(TO.values()), attempt, fault=fault)
         results[name] = trained(callback, output / name, "--save", str(output / f"{name}-save"))
-    return results
+    return results | {"topics": sorted(seen)}
 
 
 def together(act: Any, output: Path) -> None:
@@ -215,12 +217,13 @@ def spoiled(name: str) -> Iterator[None]:
         def _target_view(self, part: Any) -> torch.Tensor:
             view = super()._target_view(part)
             first = next(iter(self._in.values()))[0].parts[0]
-            if part.piece != first.piece or part.kind != "exp_avg":
+            if part.piece != first.piece or part.kind == "param":
                 return view
             if name == "drop":
-                return torch.empty_like(view)
-            other = replace(part, kind="exp_avg_sq")
-            return super()._target_view(other) if name == "wrong place" else view
+                return torch.empty_like(view) if part.kind == "exp_avg" else view
+            other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}[part.kind]
+            changed = replace(part, kind=other)
+            return super()._target_view(changed) if name == "wrong place" else view
 
         def exchange(self) -> None:
             super().exchange()
@@ -232,8 +235,8 @@ def spoiled(name: str) -> Iterator[None]:
             group["step"] += 1
         done.append("counts")
 
-    def weights(config: Any, model: Any) -> None:
-        share_weights(config, model)
+    def weights(config: Any, model: Any, groups: Any) -> None:
+        share_weights(config, model, groups)
         if name in ("weight", "replica") and "weights" not in done:
             # Rank 1 holds the masters of all, or of the first parameters.
             params = list(model.chunks[0].parameters())

@@ -32,6 +32,7 @@ SHAPE = {
 LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
 WAYS = {
     # Bytes of the largest message, of the smallest that goes alone, and whether they start together
+    # (over gloo in the order of NCCL's batches, but one after the other)
     "packed": (1 << 20, 1 << 20, False),
     "small packed": (600, 1 << 20, False),
     "alone": (2000, 64, False),
@@ -76,6 +77,14 @@ def main(output: Path) -> None:
     join()
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]
+    under_way: list[int] = []
+    finish_one = transfer._Way.finish_one
+
+    def finish(self: Any, timeout: Any) -> None:
+        under_way.append(len(self.under_way))
+        finish_one(self, timeout)
+
+    transfer._Way.finish_one = finish
     for (name, way), sharded in itertools.product(WAYS.items(), (True, False)):
         shape = ModelShape(**SHAPE, use_distributed_optimizer=sharded)
         bucket, transfer.ALONE_BYTES, is_batched = way
@@ -86,7 +95,9 @@ def main(output: Path) -> None:
             held, wanted, got = (state_of(own[rank], keys) for own in (source, target, target))
             for tensors in got.tensors:
                 for tensor in tensors.values():
-                    tensor.fill_(-2)
+                    # What no record covers is not touched.
+                    tensor.masked_fill_(tensor >= 0, -2)
+            under_way.clear()
             change = transfer.Transfer(
                 make_plan(source, target),
                 source=held,
@@ -100,13 +111,12 @@ def main(output: Path) -> None:
             )
             change.copy_own()
             change.exchange()
+            untouched = state_of(source[rank], keys)
             is_equal = all(
-                torch.equal(
-                    transfer.view_of(got.tensors[r.shard][kind], r, (r.lo, r.hi)),
-                    transfer.view_of(wanted.tensors[r.shard][kind], r, (r.lo, r.hi)),
-                )
-                for r in target[rank]
-                for kind in wanted.tensors[r.shard]
+                torch.equal(one[kind], other[kind])
+                for old, new in ((got, wanted), (held, untouched))
+                for one, other in zip(old.tensors, new.tensors, strict=True)
+                for kind in other
             )
             rows.append(
                 {
@@ -114,6 +124,7 @@ def main(output: Path) -> None:
                     "pair": f"{before} -> {after}",
                     "is_equal": is_equal,
                     "num_messages": change.num_messages,
+                    "most_under_way": max(under_way, default=0),
                 }
             )
     every: list[Any] = [None] * dist.get_world_size()

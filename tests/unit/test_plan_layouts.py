@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from megatron.training.rectangles import Record, volume
 
 EXAMPLES = int(os.environ.get("COPUS_TEST_EXAMPLES", "40"))
 """More of them by hand."""
+pytestmark = pytest.mark.timeout(60 + EXAMPLES)
 
 
 @st.composite

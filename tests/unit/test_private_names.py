@@ -30,14 +30,17 @@ from megatron.training.parallel import FORGOTTEN_GLOBALS
 
 GROUPS_OF_ONE_RANK = """
 import json, sys
+import psutil
 import torch.distributed as dist
 from megatron.core import parallel_state as p
 from megatron.training.device import use_device
-from megatron.training.parallel import destroy_groups
+from megatron.training.parallel import destroy_groups, set_groups_aside, use_groups
 def state():
     return {n: repr(v) for n, v in vars(p).items() if n.startswith("_") and n.isupper()}
 def alive():
     return len(dist.distributed_c10d._world.pg_map)
+def threads():
+    return psutil.Process().num_threads()
 def changed():
     after = state()
     return [n for n in before if after[n] != before[n]]
@@ -49,9 +52,16 @@ p.destroy_model_parallel()
 result |= {"left": changed(), "leaked": alive()}
 p.initialize_model_parallel(1, 1, None, create_gloo_process_groups=True)
 result["listed"] = sum(g is not None for g in p._global_process_group_list)
+result["threads"] = [threads()]
 with use_device("cpu"):
     destroy_groups()
-result |= {"left_by_us": changed(), "alive": alive()}
+    result["threads"].append(threads())
+    result |= {"left_by_us": changed(), "alive": alive()}
+    p.initialize_model_parallel(1, 1, None, create_gloo_process_groups=True)
+    idle = set_groups_aside()
+    use_groups(idle)
+    destroy_groups()
+    result["threads"].append(threads())
 print(json.dumps(result))
 """
 
@@ -64,6 +74,9 @@ def test_megatron_core_forgets_groups_and_globals_and_we_do_not(tmp_path: Path) 
     assert result["left"] and set(result["left"]) <= set(FORGOTTEN_GLOBALS), result
     assert result["leaked"] > 1 and result["listed"] > 1, result
     assert result["left_by_us"] == [] and result["alive"] == result["leaked"], result
+    # Each group has threads of its own, which end before `destroy_groups` does.
+    built, destroyed, after_idle = result["threads"]
+    assert destroyed == after_idle <= built - result["listed"], result
 
 
 @pytest.mark.parametrize("name", FORGOTTEN_GLOBALS)

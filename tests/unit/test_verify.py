@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from copus_ext.reconfigure import verify
 from copus_ext.reconfigure.held import adam_steps
 from copus_ext.reconfigure.verify import Mismatch, checked_keys, compare, own_sums, sums_of
+from megatron.training.device import use_device
 from megatron.training.rectangles import Record, records_of_block
 from megatron.training.shards import KINDS, Shards
 
@@ -92,11 +93,20 @@ def test_the_sum_is_what_is_documented() -> None:
     bits = state["k"]["param"].view(torch.int32).tolist()
 
     def product(i: int, j: int) -> int:
-        wrapped = bits[i][j] * columns[j] % 2**32
-        return rows[i] * (wrapped - 2**32 * (wrapped >= 2**31))
+        return rows[i] * bits[i][j] * columns[j]
 
     total = sum(product(i, j) for i in range(2) for j in range(3)) % 2**64
     assert sums(state)["param.k"] % 2**64 == total
+
+
+def test_two_signs_that_change_in_a_row_are_seen() -> None:
+    state = random_state({"k": (1, 24)})
+    before, row = sums(state), state["k"]["param"][0]
+    for a, b in itertools.combinations(range(24), 2):
+        row[[a, b]] *= -1
+        assert sums(state) != before
+        row[[a, b]] *= -1
+    assert sums(state) == before
 
 
 def test_every_single_bit_counts() -> None:
@@ -246,6 +256,9 @@ def test_one_number_tells_replicas_apart(
         with_weights(monkeypatch, [(whole, other)])
         found.add(verify.weight_sum(NOTHING, two).item())
     assert len(found) == 25
+    alone: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
+    with use_device("cpu"):
+        assert verify.weight_sum(NOTHING, alone).item() == 0
 
 
 def optimizer(*steps: int | None) -> Any:
