@@ -89,7 +89,8 @@ def destroy_groups(*, wait: bool = True) -> None:
     """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
     model is gone.
 
-    Order matters: references first, then groups, then globals (docs/decisions/001).
+    Order matters: references first, then groups, then globals, then what closing waits for
+    (docs/decisions/001).
 
     Args:
         wait: for the other ranks first; needless where nobody can still use the groups.

@@ -36,6 +36,7 @@ def test_windows_and_buffers_were_full(results: Any) -> None:
         return max(row[name] for own in results for row in own if row["way"] == way)
 
     assert most("alone", "most_under_way") == most("many", "most_under_way") == WINDOW
-    assert most("small packed", "most_under_way") == BUFFERS
+    # More where a message is side by side anyway.
+    assert most("small packed", "most_under_way") >= BUFFERS
     # One to each other rank.
     assert most("packed", "num_messages") <= 3 < most("small packed", "num_messages")

@@ -79,6 +79,15 @@ def test_nothing_is_left_for_later(path: Path) -> None:
     assert not [word for word in later if word in text]
 
 
+def test_the_readme_names_every_source_file() -> None:
+    told = (ROOT / "README.md").read_text()
+    folders = ("megatron", "copus_ext", "tools", "bench")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    # Dataclasses of flags, one for each group.
+    own = [p for p in files if not p.name.startswith("__") and p.parent.name != "config"]
+    assert [str(p) for p in own if p.name not in told] == []
+
+
 def test_public_names_of_the_trainer_are_explained() -> None:
     silent = [
         f"{name(path)}: {node.name}"

@@ -29,7 +29,7 @@ from megatron.training.device import use_device
 from megatron.training.parallel import FORGOTTEN_GLOBALS
 
 GROUPS_OF_ONE_RANK = """
-import json, sys
+import json, sys, time
 import psutil
 import torch.distributed as dist
 from megatron.core import parallel_state as p
@@ -39,8 +39,13 @@ def state():
     return {n: repr(v) for n, v in vars(p).items() if n.startswith("_") and n.isupper()}
 def alive():
     return len(dist.distributed_c10d._world.pg_map)
-def threads():
-    return psutil.Process().num_threads()
+def threads(most=10**6):
+    # A thread that was joined may be counted for a moment.
+    for _ in range(100):
+        if (number := psutil.Process().num_threads()) <= most:
+            break
+        time.sleep(0.02)
+    return number
 def changed():
     after = state()
     return [n for n in before if after[n] != before[n]]
@@ -55,13 +60,13 @@ result["listed"] = sum(g is not None for g in p._global_process_group_list)
 result["threads"] = [threads()]
 with use_device("cpu"):
     destroy_groups()
-    result["threads"].append(threads())
+    result["threads"].append(threads(result["threads"][0] - result["listed"]))
     result |= {"left_by_us": changed(), "alive": alive()}
     p.initialize_model_parallel(1, 1, None, create_gloo_process_groups=True)
     idle = set_groups_aside()
     use_groups(idle)
     destroy_groups()
-    result["threads"].append(threads())
+    result["threads"].append(threads(result["threads"][1]))
 print(json.dumps(result))
 """
 
@@ -76,7 +81,7 @@ def test_megatron_core_forgets_groups_and_globals_and_we_do_not(tmp_path: Path) 
     assert result["left_by_us"] == [] and result["alive"] == result["leaked"], result
     # Each group has threads of its own, which end before `destroy_groups` does.
     built, destroyed, after_idle = result["threads"]
-    assert destroyed == after_idle <= built - result["listed"], result
+    assert after_idle <= destroyed <= built - result["listed"], result
 
 
 @pytest.mark.parametrize("name", FORGOTTEN_GLOBALS)
