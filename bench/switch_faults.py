@@ -44,7 +44,7 @@ def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
 def rows_so_far(output: Path, cases: Sequence[Any]) -> list[dict[str, Any]]:
     """The rows of an earlier run of the same kills, which goes on after them; none of another."""
     rows = json.loads(output.read_text())["rows"] if output.exists() else []
-    same = [all(row[k] == v for k, v in asdict(c).items()) for row, c in zip(rows, cases)]
+    same = [all(row.get(k) == v for k, v in asdict(c).items()) for row, c in zip(rows, cases)]
     return rows if all(same) and len(rows) <= len(cases) else []
 
 

@@ -139,7 +139,7 @@ class Change:
             self._phase("tear down", self._release, lambda _: self._leave())
             self.new = _Built(config=with_layout(self._old_config, self.layout))
             self._build(self.new)
-            self._fill(route)
+            self._move_state(route)
             self._fill_and_verify(self.new)
             self._phase("commit", _nothing, lambda _: self._commit())
         except PhaseFailed as error:
@@ -309,7 +309,7 @@ class Change:
         transfer.copy_own()
         return transfer
 
-    def _fill(self, route: Route) -> None:
+    def _move_state(self, route: Route) -> None:
         """The state comes to where the new layout has it."""
         transfer = self._phase("copy", lambda: self._copy_own(route))
         self._phase("transfer", _nothing, lambda _: self._exchange(transfer))
