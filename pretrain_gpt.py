@@ -23,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
     # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    from copus_ext.launch.rank_side import end_with_launcher, leave_error
+
+    end_with_launcher()
     from copus_ext.config import CopusConfig
     from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.errors import TrainingFailure, UsageError
@@ -54,7 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         pretrain(config, callbacks)
         return max((callback.exit_code for callback in callbacks), default=0)
     except (UsageError, TrainingFailure) as error:
+        leave_error(error, is_told=True)
         return _fail(error, error.exit_code)
+    except Exception as error:
+        leave_error(error)
+        raise
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:

@@ -66,13 +66,18 @@ class RecordFile:
 def launch_id(env: Mapping[str, str], now: datetime, previous: Iterable[str] = ()) -> str:
     """Returns `<job>.<restart count>.<n>`, which differs from every previous launch.
 
-    A bare counter repeats after a requeue; a job number with its restart count does not.
+    A bare counter repeats after a requeue; a job number with its restart count does not. Whoever
+    supervises the run has given it its name.
 
     Args:
-        env: environment; SLURM_JOB_ID and SLURM_RESTART_COUNT are read.
+        env: environment; COPUS_LAUNCH, SLURM_JOB_ID and SLURM_RESTART_COUNT are read.
         now: start time, stands for the job outside SLURM.
         previous: launches already recorded in this run directory.
     """
+    previous = list(previous)
+    given = env.get("COPUS_LAUNCH")
+    if given and given not in previous:
+        return given
     job = env.get("SLURM_JOB_ID") or now.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     prefix = f"{job}.{env.get('SLURM_RESTART_COUNT') or '0'}."
     counts = [name[len(prefix) :] for name in previous if name.startswith(prefix)]

@@ -1,0 +1,365 @@
+"""Starts the ranks of a run, and again when the run asks for it or crashes.
+
+python -m copus_ext.launch.supervisor [flags] -- pretrain_gpt.py FLAGS
+
+One for each node; that of node 0 decides for all. docs/decisions/017 says why each launch is a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from copus_ext.launch.cause import Failure, root_of
+from copus_ext.launch.messages import Ended, Plan, shares_of
+from copus_ext.launch.nodes import Board
+from copus_ext.launch.options import Options, read_options
+from copus_ext.launch.progress import progress_of
+from copus_ext.launch.stops import Stops
+from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
+from copus_ext.launch.workers import Launch, Workers
+from copus_ext.reconfigure.relaunch import Request, read_request
+from megatron.training import checkpoint_files as files
+from megatron.training import metrics
+from megatron.training.control import STACKS
+from megatron.training.errors import UsageError
+
+_TICK_S = 0.1
+_PLAN_LOOK_S = 0.5
+_LINGER_S = 60.0
+"""Ranks that are left when the launch has ended well elsewhere are ended after so long."""
+_GATHER_S = 30.0
+"""Reports of other nodes are waited for so long, and once more after all were told to end."""
+
+
+def say(line: str) -> None:
+    """Prints a line for the operator."""
+    print(f"supervisor: {line}", file=sys.stderr, flush=True)
+
+
+class Node:
+    """The part of a job that runs on this node.
+
+    Args:
+        options: of the command line.
+        run_dir: directory of the run.
+    """
+
+    def __init__(self, options: Options, run_dir: Path) -> None:
+        self.options, self.run_dir = options, run_dir
+        self.stops = Stops(run_dir, options.stop_margin_s)
+        self.board = Board(
+            run_dir,
+            node=options.node_rank,
+            num_nodes=options.nnodes,
+            processes=options.processes,
+            lost_s=options.node_timeout_s,
+        )
+
+    def run(self, plan: Plan) -> Ended:
+        """Runs this node's ranks of a launch to their end, and reports it."""
+        launch = Launch(
+            name=plan.launch,
+            node=self.options.node_rank,
+            nodes=plan.nodes,
+            processes=plan.shares[str(self.options.node_rank)],
+            endpoint=self.options.endpoint,
+            command=[str(self.options.program), *plan.flags],
+            barred=plan.barred,
+        )
+        with tempfile.TemporaryDirectory(prefix="copus-", ignore_cleanup_errors=True) as folder:
+            workers = Workers(launch, Path(folder))
+            try:
+                self._watch(workers, plan)
+            finally:
+                workers.end()
+            ended = workers.ended()
+        self.board.report(ended)
+        return ended
+
+    def _watch(self, workers: Workers, plan: Plan) -> None:
+        over_s: float | None = None
+        while workers.is_running():
+            time.sleep(_TICK_S)
+            self.tick(workers)
+            if over_s is None and self.board.is_over(plan.launch):
+                over_s = time.monotonic()
+            lingers = over_s is not None and time.monotonic() - over_s > _LINGER_S
+            lost = [node for node in self.board.lost() if node in plan.nodes]
+            if lost:
+                say(f"node {lost[0]} shows no life: the launch ends")
+                self.board.fail(plan.launch)
+            if lost or lingers or self.board.has_failed(plan.launch):
+                return
+
+    def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
+        """What has to be done often."""
+        self.stops.obey(workers)
+        self.board.tick(starting=starting)
+
+
+class Head(Node):
+    """Node 0, which decides."""
+
+    def __init__(self, options: Options) -> None:
+        """Finds the run's directory, giving it one if the flags name none."""
+        now = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}"
+        if options.run_dir is None:
+            flags = (*options.flags, "--run-dir", f"runs/{now}-{os.getpid()}")
+            options = dataclasses.replace(options, flags=flags)
+        assert options.run_dir is not None
+        super().__init__(options, options.run_dir)
+        self._judge = Judge(options.flags, limits=options.limits, has_gpu=options.has_gpu)
+        job = os.environ.get("SLURM_JOB_ID") or f"{now}-{os.getpid()}"
+        self._prefix = f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+        self._number = 0
+        self._lost = set[int]()
+
+    def run_job(self) -> int:
+        """Runs launches until one ends the run.
+
+        Returns:
+            The exit code.
+        """
+        self.stops.install()
+        code = FAILED
+        try:
+            self._number = next_number(self._prefix, metrics.previous_launches(self.run_dir))
+            code = self._launches()
+        except OSError as error:
+            say(f"{error.filename or self.run_dir}: {error.strerror or error}")
+        finally:
+            self._publish(Plan(launch=self._name, number=self._number + 1, leave=code))
+        return code
+
+    @property
+    def _name(self) -> str:
+        return f"{self._prefix}.{self._number}"
+
+    def _launches(self) -> int:
+        self.stops.clear()
+        self.board.clear()
+        if missing := self._wait_for_nodes():
+            after = f"{self.options.join_timeout_s:g} s"
+            say(f"node {missing[0]} of {self.options.nnodes} has not come within {after}")
+            return FAILED
+        following = self._judge.first(self._places())
+        while following.leave is None:
+            if following.line:
+                say(following.line + (f" (in {following.wait_s:g} s)" if following.wait_s else ""))
+            if self._wait(following.wait_s):
+                following = self._stopped()
+                break
+            plan = self._plan(following)
+            self.board.publish(plan)
+            reports = self._gather(plan, self.run(plan))
+            following = self._after(plan, reports)
+            self._number += 1
+        assert following.leave is not None
+        if following.gives_up:
+            self._show(following)
+        elif following.line:
+            say(following.line)
+        return following.leave
+
+    def _stopped(self) -> Next:
+        """Instead of a launch that would have come next."""
+        number = self.stops.first
+        code = AGAIN if not number else 128 + number
+        return Next(leave=code, line="stopped before the next launch")
+
+    def _wait_for_nodes(self) -> list[int]:
+        """Those that have not come in time."""
+        deadline_s = time.monotonic() + self.options.join_timeout_s
+        while missing := self.board.missing():
+            if time.monotonic() > deadline_s or self.stops.first is not None:
+                break
+            time.sleep(_TICK_S)
+            self.tick()
+        return missing
+
+    def _wait(self, seconds: float) -> bool:
+        """Lets time pass; whether the run was asked to stop by then."""
+        end_s = time.monotonic() + seconds
+        while True:
+            self.tick()
+            if self.stops.asked is not None:
+                return True
+            if (left_s := end_s - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(left_s, _TICK_S))
+
+    def _places(self) -> int:
+        """Ranks that can be started."""
+        return sum(self._processes().values())
+
+    def _processes(self) -> dict[int, int]:
+        there = self.board.there
+        return {node: one.processes for node, one in there.items() if node not in self._lost}
+
+    def _plan(self, following: Next) -> Plan:
+        return Plan(
+            launch=self._name,
+            number=self._number,
+            shares=shares_of(following.ranks, self._processes()),
+            tokens={str(node): one.token for node, one in self.board.there.items()},
+            flags=following.flags,
+            barred=[str(layout) for layout in following.barred],
+        )
+
+    def _publish(self, plan: Plan) -> None:
+        tokens = {str(node): one.token for node, one in self.board.there.items()}
+        try:
+            self.board.publish(dataclasses.replace(plan, tokens=tokens))
+        except OSError as error:
+            say(f"the other nodes cannot be told to leave: {error.strerror or error}")
+
+    def _gather(self, plan: Plan, own: Ended) -> list[Ended]:
+        """How the launch ended on all nodes; a node that does not say is lost."""
+        wanted, reports = len(plan.nodes) - 1, list[Ended]()
+        for _ in range(2):
+            deadline_s = time.monotonic() + _GATHER_S
+            while len(reports := self.board.reports(plan)) < wanted:
+                if time.monotonic() > deadline_s:
+                    break
+                time.sleep(_TICK_S)
+                self.tick()
+            if len(reports) == wanted:
+                break
+            self.board.fail(plan.launch)
+        silent = sorted(set(plan.nodes) - {report.node for report in (own, *reports)})
+        self._lost |= set(silent)
+        return [own, *reports, *(self._silence(plan, node) for node in silent)]
+
+    def _silence(self, plan: Plan, node: int) -> Ended:
+        """Stands for the report of a node that is lost."""
+        error = f"node {node} is lost: it does not say how its ranks ended"
+        host = self.board.there[node].host
+        failure = Failure(rank=-1, host=host, code=1, time_s=time.time(), error=error)
+        return Ended(launch=plan.launch, node=node, code=1, failure=failure)
+
+    def _after(self, plan: Plan, reports: Sequence[Ended]) -> Next:
+        try:
+            request: Request | None = read_request(self.run_dir, launch=plan.launch)
+        except ValueError as error:
+            return Next(leave=FAILED, line=str(error), gives_up=True)
+        ending = ending_of(reports, request)
+        ending = dataclasses.replace(
+            ending,
+            progress=progress_of(self.run_dir, plan.launch),
+            stopped_by=self.stops.asked,
+        )
+        if ending.failure is not None and ending.failure.traceback:
+            say(f"{ending.failure.line}\n{ending.failure.traceback.rstrip()}")
+        ranks, now_s = self._places(), time.monotonic()
+        return self._judge.after(ending, ranks=ranks, now_s=now_s)
+
+    def _show(self, following: Next) -> None:
+        """All that an operator needs, on one screen."""
+        save, budget = self._judge.save, self._judge.budget
+        checkpoint = "none: the flags name no --save"
+        if save is not None:
+            try:
+                latest = self._judge.latest()
+                checkpoint = f"none in {save}"
+                if latest is not None:
+                    checkpoint = f"iteration {latest} in {files.folder_of(save, latest)}"
+            except (ValueError, OSError) as error:
+                checkpoint = str(error)
+        stacks = self.run_dir / STACKS
+        rows = {
+            "crashes": f"{budget.num_crashes}, {budget.num_counted} without a new checkpoint",
+            "checkpoint": checkpoint,
+            "stacks": f"{stacks}" if stacks.is_dir() else "none were written",
+            "go on with": self.options.command,
+        }
+        lines = [f"  {name:<12}{text}" for name, text in rows.items()]
+        say("\n".join([f"given up: {following.line}", *lines]))
+
+
+class Follower(Node):
+    """Another node, which does what node 0 decides."""
+
+    def __init__(self, options: Options) -> None:
+        """Takes the run's directory from the flags.
+
+        Raises:
+            UsageError: they name none, and it has to be the same on all nodes.
+        """
+        if options.run_dir is None:
+            raise UsageError("with several nodes give --run-dir or --save, which all nodes can see")
+        super().__init__(options, options.run_dir)
+
+    def run_job(self) -> int:
+        """Runs what it is asked to.
+
+        Returns:
+            The exit code.
+        """
+        self.stops.install()
+        number = -1
+        while (plan := self._next(number)) is not None:
+            if plan.leave is not None:
+                return plan.leave
+            number = plan.number
+            if str(self.options.node_rank) in plan.shares:
+                self.run(plan)
+        return FAILED
+
+    def _next(self, number: int) -> Plan | None:
+        """The next decision; None if there will be none."""
+        deadline_s = time.monotonic() + self.options.join_timeout_s
+        is_first, looked_s = number < 0, float("-inf")
+        while True:
+            self.tick(starting=is_first)
+            now_s = time.monotonic()
+            if now_s - looked_s >= _PLAN_LOOK_S:
+                looked_s = now_s
+                if (plan := self.board.plan_after(number)) is not None:
+                    return plan
+                if is_first and now_s > deadline_s:
+                    say(f"node 0 has not come within {self.options.join_timeout_s:g} s")
+                    return None
+                if not is_first and self.board.lost():
+                    say("node 0 shows no life")
+                    return None
+            if self.stops.is_final:
+                return None
+            time.sleep(_TICK_S)
+
+
+def ending_of(reports: Sequence[Ended], request: Request | None) -> Ending:
+    """How a launch ended, from how it ended on each node: what was ended on account of a failure
+    elsewhere tells nothing."""
+    telling = [report for report in reports if not report.told] or reports
+    failure = root_of(report.failure for report in telling if report.failure is not None)
+    code = 0 if failure is None else failure.exit_code
+    return Ending(code=code, request=request, failure=failure)
+
+
+def next_number(prefix: str, previous: Sequence[str]) -> int:
+    """The first number that no launch of a job had yet."""
+    counts = [name[len(prefix) + 1 :] for name in previous if name.startswith(f"{prefix}.")]
+    return max((int(n) for n in counts if n.isdecimal()), default=-1) + 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Supervises a job on this node."""
+    try:
+        options = read_options(argv)
+        kind: Callable[[Options], Head | Follower] = Head if options.node_rank == 0 else Follower
+        return kind(options).run_job()
+    except UsageError as error:
+        say(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
