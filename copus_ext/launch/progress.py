@@ -40,6 +40,37 @@ def progress_of(run_dir: Path, launch: str) -> Progress:
     return Progress(step=step, entered=entered)
 
 
+def saved_with(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | None:
+    """The flags that a checkpoint was saved with, if the end of the record tells; spares reading
+    the checkpoint.
+
+    Args:
+        run_dir: directory of the run.
+        save: where the checkpoint is.
+        iteration: of the checkpoint.
+    """
+    now: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
+    for record in _records(run_dir / METRICS_FILE):
+        kind, layout = record.get("kind"), _layout_of(record.get("layout"))
+        if kind == "run.start":
+            config = record.get("config")
+            folder = config.get("save") if isinstance(config, dict) else None
+            is_there = isinstance(folder, str) and Path(folder).resolve() == save.resolve()
+            now = config if is_there else None
+        if kind in ("run.start", "layout") and now is not None and layout is not None:
+            now = {
+                **now,
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vpp,
+                "data_parallel_size": layout.dp,
+            }
+        elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
+            found = now
+    return found
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open("rb") as file:

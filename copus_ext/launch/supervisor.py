@@ -13,16 +13,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from copus_ext.launch.cause import Failure, root_of
 from copus_ext.launch.messages import Ended, Plan, shares_of
 from copus_ext.launch.nodes import Board
 from copus_ext.launch.options import Options, read_options
-from copus_ext.launch.progress import progress_of
+from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.stops import Stops
+from copus_ext.launch.stored import stored_arguments
 from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
 from copus_ext.launch.workers import Launch, Workers
 from copus_ext.reconfigure.relaunch import Request, read_request
@@ -116,7 +118,9 @@ class Head(Node):
             options = dataclasses.replace(options, flags=flags)
         assert options.run_dir is not None
         super().__init__(options, options.run_dir)
-        self._judge = Judge(options.flags, limits=options.limits, has_gpu=options.has_gpu)
+        self._judge = Judge(
+            options.flags, limits=options.limits, stored=self._stored, has_gpu=options.has_gpu
+        )
         job = os.environ.get("SLURM_JOB_ID") or f"{now}-{os.getpid()}"
         self._prefix = f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
         self._number = 0
@@ -138,6 +142,12 @@ class Head(Node):
         finally:
             self._publish(Plan(launch=self._name, number=self._number + 1, leave=code))
         return code
+
+    def _stored(self, save: Path) -> Mapping[str, Any]:
+        """The flags of the latest checkpoint in a folder."""
+        latest = files.read_latest(save)
+        found = None if latest is None else saved_with(self.run_dir, save, latest)
+        return found or stored_arguments(save)
 
     @property
     def _name(self) -> str:
@@ -223,20 +233,23 @@ class Head(Node):
 
     def _gather(self, plan: Plan, own: Ended) -> list[Ended]:
         """How the launch ended on all nodes; a node that does not say is lost."""
-        wanted, reports = len(plan.nodes) - 1, list[Ended]()
-        for _ in range(2):
-            deadline_s = time.monotonic() + _GATHER_S
-            while len(reports := self.board.reports(plan)) < wanted:
-                if time.monotonic() > deadline_s:
-                    break
-                time.sleep(_TICK_S)
-                self.tick()
-            if len(reports) == wanted:
-                break
+        reports = self._wait_for_reports(plan)
+        if own.is_clean and len(reports) < len(plan.nodes) - 1:
             self.board.fail(plan.launch)
+            reports = self._wait_for_reports(plan)
         silent = sorted(set(plan.nodes) - {report.node for report in (own, *reports)})
         self._lost |= set(silent)
         return [own, *reports, *(self._silence(plan, node) for node in silent)]
+
+    def _wait_for_reports(self, plan: Plan) -> list[Ended]:
+        deadline_s = time.monotonic() + _GATHER_S
+        while True:
+            reports = self.board.reports(plan)
+            known = {self.options.node_rank, *self.board.lost(), *(one.node for one in reports)}
+            if known >= set(plan.nodes) or time.monotonic() > deadline_s:
+                return reports
+            time.sleep(_TICK_S)
+            self.tick()
 
     def _silence(self, plan: Plan, node: int) -> Ended:
         """Stands for the report of a node that is lost."""

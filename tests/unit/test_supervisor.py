@@ -22,7 +22,7 @@ from copus_ext.launch.cause import MOST_TEXT, Failure, first_line, root_of, shor
 from copus_ext.launch.messages import Ended, Plan, Presence, shares_of
 from copus_ext.launch.nodes import Board
 from copus_ext.launch.options import read_options, visible_gpus
-from copus_ext.launch.progress import progress_of
+from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.rank_side import leave_error
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.supervisor import ending_of, next_number
@@ -335,6 +335,22 @@ def test_the_record_says_how_far_a_launch_came(tmp_path: Path) -> None:
     assert (found.step, found.entered) == (8, [(layouts[0], 4), (layouts[1], 7)])
     assert progress_of(tmp_path, "j.0.2").step is None
     assert progress_of(tmp_path / "no", "j.0.1").entered == []
+
+
+def test_the_record_says_how_a_checkpoint_was_saved(tmp_path: Path) -> None:
+    config = {"save": str(tmp_path / "saved"), "global_batch_size": 8, "data_parallel_size": 2}
+    with Tracker(tmp_path, launch="j.0.0") as tracker:
+        tracker.event("checkpoint.commit", 1, 0)
+        tracker.event("run.start", 1, 0, config=config, layout="tp1.pp1.dp2")
+        tracker.event("checkpoint.commit", 2, 0)
+        tracker.event("layout", 3, 0, layout="tp2.pp1.dp1")
+        tracker.event("checkpoint.commit", 4, 0)
+        tracker.event("run.start", 4, 0, config={"save": None}, layout="tp1.pp1.dp2")
+        tracker.event("checkpoint.commit", 5, 0)
+    found = [saved_with(tmp_path, tmp_path / "saved", i) for i in range(6)]
+    assert [f and f["tensor_model_parallel_size"] for f in found] == [None, None, 1, None, 2, None]
+    assert found[4] and found[4]["data_parallel_size"] == 1 and found[4]["global_batch_size"] == 8
+    assert saved_with(tmp_path, tmp_path, 2) is None, "of another folder"
 
 
 def test_numbers_of_launches_go_on_over_requeues() -> None:
