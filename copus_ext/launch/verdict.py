@@ -79,7 +79,8 @@ class Judge:
                 following = self._relayout(request)
             else:
                 left = {"done": 0, "requeue": _RELAUNCH, "abort": 1}[request.kind]
-                following = self._leave(left, f"{request.kind}: {request.line}")
+                line = "" if left == 0 else f"{request.kind}: {request.line}"
+                following = self._leave(left, line)
         except (ValueError, OSError, TrainingFailure) as error:
             return self._leave(code or 1, " ".join(str(error).split()))
         if following.leave is None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.training.checkpoint_files import write_atomically
+from megatron.training.control import LAUNCH_NAME, supervised_launch
+from megatron.training.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
 from megatron.training.layout import Layout
 
-LAUNCH_VARIABLE = "COPUS_LAUNCH"
-"""Environment variable: the name of this launch, set by whoever supervises it."""
 REQUEST_FILE = Path("control") / "request.json"
 Kind = Literal["done", "relayout", "requeue", "abort"]
 _KINDS = ("done", "relayout", "requeue", "abort")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MAX_FILE_BYTES = 1 << 16
 _MAX_TEXT = 4096
 _MAX_NUMBER = 1 << 53
@@ -52,7 +50,7 @@ class Request:
     """
 
     launch: str
-    """Name of the launch that asks; `LAUNCH_VARIABLE`."""
+    """Name of the launch that asks; `control.LAUNCH_VARIABLE`."""
     kind: Kind
     """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
     another allocation. `abort`: starting again would not help."""
@@ -73,7 +71,7 @@ class Request:
     `relayout` after the first step."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.launch, str) and _NAME.fullmatch(self.launch)):
+        if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
             raise ValueError(f"launch {_shown(self.launch)} is no name of a launch")
         if not (isinstance(self.kind, str) and self.kind in _KINDS):
             raise ValueError(f"kind {_shown(self.kind)} must be one of {', '.join(_KINDS)}")
@@ -157,7 +155,7 @@ def _shown(value: Any) -> str:
 
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
     """Whether somebody reads requests and starts the run again."""
-    return bool(_NAME.fullmatch((os.environ if env is None else env).get(LAUNCH_VARIABLE, "")))
+    return supervised_launch(os.environ if env is None else env) is not None
 
 
 def write_request(run_dir: Path, request: Request) -> None:
