@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         check_environment()
         import torch
 
+        from copus_ext.reconfigure import ending
         from megatron.training import optional
         from megatron.training.pretrain import pretrain
         from megatron.training.restore import read_arguments
@@ -54,8 +55,9 @@ def main(argv: list[str] | None = None) -> int:
             apex_available=optional.have_nvidia_apex(),
         )
         callbacks = controllers(args)
-        pretrain(config, callbacks)
-        return max((callback.exit_code for callback in callbacks), default=0)
+        outcome = pretrain(config, callbacks, ending.tell)
+        codes = [callback.exit_code for callback in callbacks]
+        return max([ending.exit_code(outcome), *codes])
     except (UsageError, TrainingFailure) as error:
         leave_error(error, is_told=True)
         return _fail(error, error.exit_code)

@@ -14,7 +14,7 @@ from copus_ext.reconfigure.checked import (
     check_text,
     shown,
 )
-from copus_ext.reconfigure.relaunch import LAUNCH_NAME
+from megatron.training.control import LAUNCH_NAME
 from megatron.training.layout import Layout
 
 _MOST_NODES, _MOST_PROCESSES = 1 << 16, 1 << 12

@@ -110,7 +110,8 @@ class Judge:
         try:
             if request is not None and request.kind != "relayout":
                 left = {"done": DONE, "requeue": AGAIN, "abort": FAILED}[request.kind]
-                return _leave(left, f"{request.kind}: {request.line}", request.kind == "abort")
+                line = "" if left == DONE else f"{request.kind}: {request.line}"
+                return _leave(left, line, gives_up=left == FAILED)
             if ending.stopped_by is not None:
                 return self._stopped(ending)
             if request is not None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,15 +27,13 @@ from copus_ext.reconfigure.checked import (
     shown,
 )
 from megatron.training.checkpoint_files import write_atomically
+from megatron.training.control import LAUNCH_NAME, supervised_launch
+from megatron.training.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
 from megatron.training.layout import Layout
 
-LAUNCH_VARIABLE = "COPUS_LAUNCH"
-"""Environment variable: the name of this launch, set by whoever supervises it."""
 REQUEST_FILE = Path("control") / "request.json"
 Kind = Literal["done", "relayout", "requeue", "abort"]
 _KINDS = ("done", "relayout", "requeue", "abort")
-LAUNCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-"""What a launch may be called: `<job>.<restart count>.<n>`."""
 BARRED_VARIABLE = "COPUS_BARRED_LAYOUTS"
 """Environment variable: layouts such as tp2.pp1.dp4, with commas between, that the run must not
 choose."""
@@ -63,7 +60,7 @@ class Request:
     """
 
     launch: str
-    """Name of the launch that asks; `LAUNCH_VARIABLE`."""
+    """Name of the launch that asks; `control.LAUNCH_VARIABLE`."""
     kind: Kind
     """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
     another allocation. `abort`: starting again would not help."""
@@ -143,9 +140,7 @@ def _check_folder(folder: Any) -> None:
 
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
     """Whether somebody reads requests and starts the run again."""
-    return bool(
-        LAUNCH_NAME.fullmatch((os.environ if env is None else env).get(LAUNCH_VARIABLE, ""))
-    )
+    return supervised_launch(os.environ if env is None else env) is not None
 
 
 def barred_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
