@@ -25,7 +25,8 @@ from megatron.training.checkpoint_files import write_atomically
 MOST = "COPUS_MAX_REQUEUES"
 """Environment variable: times without a new checkpoint; 0 never goes back."""
 DEFAULT_MOST = 3
-_AGAIN = 85
+_AGAIN = (85, 143)
+"""The supervisor's wish, and what it leaves with when a TERM came before there was a run."""
 _COUNT_FILE = Path("control") / "requeues.json"
 
 
@@ -47,7 +48,7 @@ def decide(
     except ValueError as error:
         return False, str(error)
     kind = "none" if request is None else request.kind
-    if kind in ("done", "abort") or (kind != "requeue" and code != _AGAIN):
+    if kind in ("done", "abort") or (kind != "requeue" and code not in _AGAIN):
         return False, f"left with {code}"
     if state not in (None, "RUNNING"):
         return False, f"saved; not put back into the queue, as the job is {state}"

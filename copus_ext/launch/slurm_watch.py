@@ -82,6 +82,8 @@ class Facts:
             in_place = moves and config.get("copus_relayout") == "inprocess"
             self.switch_s = costs.timeout_s(0.0) if in_place else 0.0
             self.steps_s.clear()
+        elif kind == "layout":
+            self.layout = str(record.get("layout", ""))
         elif kind == "step":
             batch = _positive(record.get("global_batch_size"))
             self.batch = int(batch) or self.batch

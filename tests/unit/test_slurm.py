@@ -351,7 +351,9 @@ JOB = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}
         ("abort", "5.2.0", 1, "RUNNING", False),
         ("requeue", "5.1.0", 1, "RUNNING", False),
         ("requeue", "5.22.0", 1, "RUNNING", False),
-        (None, "", 143, "RUNNING", False),
+        (None, "", 143, "RUNNING", True),
+        (None, "", 143, "COMPLETING", False),
+        (None, "", 137, "RUNNING", False),
         ("requeue", "5.2.0", 85, "COMPLETING", False),
     ],
 )
