@@ -1,5 +1,5 @@
-"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by torchrun
-or alone.
+"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by
+torchrun, by srun or alone.
 
 torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path
 my_text_document
@@ -27,10 +27,12 @@ def main(argv: list[str] | None = None) -> int:
 
     end_with_launcher()
     from copus_ext.config import CopusConfig
+    from copus_ext.launch.environment import adopt_srun
     from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.errors import TrainingFailure, UsageError
 
     try:
+        adopt_srun()
         args = parse_args(argv, {"copus controller": CopusConfig})
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         from megatron.training.guard import check_environment, set_process_defaults

@@ -19,6 +19,14 @@ LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 5e9}
 """Bytes per second that a rank is taken to send before one was measured; low."""
 RELAUNCH_S = 60.0
 """Seconds of leaving, starting and loading, before one was measured."""
+MIN_TIMEOUT_S = 60.0
+"""Least seconds that a change in the running processes may take before it counts as hung."""
+_PREDICTED_TIMES = 10.0
+
+
+def timeout_s(predicted_s: float, least_s: float = MIN_TIMEOUT_S) -> float:
+    """Seconds after which a change that was thought to take `predicted_s` counts as hung."""
+    return max(_PREDICTED_TIMES * predicted_s, least_s)
 
 
 def new_costs() -> dict[str, Any]:
