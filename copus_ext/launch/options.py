@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from copus_ext.launch.budget import Limits
+from copus_ext.launch.slurm import Step, address_of, read_step
 from copus_ext.reconfigure.relaunch import value_of
 from megatron.training.errors import UsageError
 
@@ -50,6 +51,8 @@ class Options:
     """How the user started this, without the flags."""
     has_gpu: bool
     """Whether ranks have a GPU."""
+    step: Step | None = None
+    """The place of this process in a step of SLURM; None outside of one."""
 
     @property
     def run_dir(self) -> Path | None:
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=_MODULE,
         usage=f"{_MODULE} [flags] -- PROGRAM FLAGS_OF_PROGRAM",
         description="Starts the ranks of a run on this node, and again when it asks for it or "
-        "crashes.",
+        "crashes. Under srun, with one task a node, nodes and address come from SLURM.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -113,8 +116,8 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         raise UsageError(f"no program given; end with: -- pretrain_gpt.py FLAGS; see {_MODULE} -h")
     gpus = visible_gpus(env)
     processes = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
-    nnodes = 1 if given.nnodes is None else given.nnodes
-    node = 0 if given.node_rank is None else given.node_rank
+    step = read_step(env)
+    nnodes, node, endpoint = _place(given, step)
     _check_between("--nnodes", nnodes, 1, _MOST_NODES)
     _check_between("--node-rank", node, 0, nnodes - 1)
     _check_between("--nproc-per-node", processes, 1, _MOST_PROCESSES)
@@ -130,7 +133,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         nnodes=nnodes,
         node_rank=node,
         processes=processes,
-        endpoint=_endpoint(given.rdzv_endpoint, nnodes),
+        endpoint=endpoint,
         limits=limits,
         stop_margin_s=given.stop_margin_s,
         join_timeout_s=given.join_timeout_s,
@@ -139,6 +142,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         flags=tuple(words[1:]),
         called=given.called or shlex.join([*_MODULE.split(), *own, "--", words[0]]),
         has_gpu=gpus > 0,
+        step=step,
     )
 
 
@@ -147,16 +151,27 @@ def _check_between(flag: str, value: int, lowest: int, highest: int) -> None:
         raise UsageError(f"{flag} {value} must be between {lowest} and {highest}")
 
 
-def _endpoint(text: str | None, nnodes: int) -> str:
-    if text is None:
+def _place(given: argparse.Namespace, step: Step | None) -> tuple[int, int, str]:
+    """Number of nodes, number of this one, `host:port` of the first; flags win over SLURM."""
+    endpoint = given.rdzv_endpoint
+    if given.nnodes is not None or step is None:
+        nnodes, node = given.nnodes, given.node_rank
+        nnodes, node = 1 if nnodes is None else nnodes, 0 if node is None else node
+    else:
+        nnodes, node = step.num_nodes, step.node_rank
+        if step.num_local_tasks > 1:
+            raise UsageError("one supervisor a node is enough: srun --ntasks-per-node=1")
+        if nnodes > 1 and endpoint is None:
+            endpoint = f"{address_of(step.head)}:{step.port}"
+    if endpoint is None:
         if nnodes > 1:
             raise UsageError(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT of node 0")
-        return ""
-    host, colon, port = text.rpartition(":")
-    host, port = (host, port) if colon else (text, str(_DEFAULT_PORT))
+        return nnodes, node, ""
+    host, colon, port = endpoint.rpartition(":")
+    host, port = (host, port) if colon else (endpoint, str(_DEFAULT_PORT))
     if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise UsageError(f"--rdzv-endpoint {text} must be HOST:PORT")
-    return f"{host}:{port}"
+        raise UsageError(f"--rdzv-endpoint {endpoint} must be HOST:PORT")
+    return nnodes, node, f"{host}:{port}"
 
 
 def _program(word: str) -> Path:

@@ -17,21 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copus_ext.launch import nodes
+from copus_ext.launch import board as board_module
+from copus_ext.launch.board import Board
 from copus_ext.launch.cause import MOST_TEXT, Failure, first_line, root_of, shortened
+from copus_ext.launch.head import ending_of, next_number
 from copus_ext.launch.messages import Ended, Plan, Presence, shares_of
-from copus_ext.launch.nodes import Board
 from copus_ext.launch.options import read_options, visible_gpus
 from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.rank_side import leave_error
 from copus_ext.launch.stops import Stops
-from copus_ext.launch.supervisor import ending_of, next_number
 from copus_ext.launch.workers import NODE_VARIABLE, end_launch
 from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE
 from megatron.training.control import STOP_FILE
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout
 from megatron.training.tracker import Tracker
+from tests.unit.test_slurm import TASK
 
 
 def failed(code: int, error: str = "", time_s: float = 0.0, **more: Any) -> Failure:
@@ -177,8 +178,8 @@ def test_nodes_are_filled_in_their_order(ranks: int, sizes: list[int]) -> None:
 @pytest.fixture
 def boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Board, Board]:
     """Of the head, and of the one other node."""
-    monkeypatch.setattr(nodes, "_LOOK_S", 0.0)
-    monkeypatch.setattr(nodes, "_TOUCH_S", 0.0)
+    monkeypatch.setattr(board_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(board_module, "_TOUCH_S", 0.0)
     head, other = (
         Board(tmp_path, node=node, num_nodes=2, processes=2, lost_s=60) for node in (0, 1)
     )
@@ -310,6 +311,20 @@ def test_a_wrong_command_line_is_said_in_one_line(words: str, program: str) -> N
     with pytest.raises(UsageError) as raised:
         read_options([program if word == "P" else word for word in words.split()], {})
     assert "\n" not in str(raised.value)
+
+
+def test_under_srun_nodes_and_address_come_from_slurm(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # no scontrol: the name of the node has to do
+    env = {**TASK, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
+    found = read_options(["--", program], env)
+    assert (found.nnodes, found.node_rank) == (3, 2)
+    assert found.step is not None and found.endpoint == f"gpu-07:{found.step.port}"
+    own = ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--", program]
+    assert (read_options(own, env).nnodes, read_options(own, env).node_rank) == (2, 0)
+    with pytest.raises(UsageError, match="ntasks-per-node=1"):
+        read_options(["--", program], TASK)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def save(root: Path, iteration: int) -> None:
 class Case:
     """A judge over a real checkpoint folder, with a clock of its own."""
 
-    def __init__(self, flags: list[str], stored: Any = STORED, **limits: Any) -> None:
+    def __init__(self, flags: Sequence[str], stored: Any = STORED, **limits: Any) -> None:
         self.stored, self.now_s, self.ranks = stored, 0.0, 4
         self.judge = Judge(flags, limits=Limits(**limits), stored=self.read)
 
