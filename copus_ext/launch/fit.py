@@ -193,10 +193,9 @@ def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
     parts = prefer.model_parallel_size
     pairs = [(tp, pp) for tp in _divisors(ranks) for pp in _divisors(ranks // tp)]
 
-    def order(pair: tuple[int, int]) -> tuple[bool, bool, int, int]:
+    def order(pair: tuple[int, int]) -> tuple[bool, int, int]:
         tp, pp = pair
-        is_other = pair != (prefer.tp, prefer.pp)
-        return is_other, tp * pp < parts, abs(tp * pp - parts), abs(tp - prefer.tp)
+        return tp * pp < parts, abs(tp * pp - parts), abs(tp - prefer.tp)
 
     for tp, pp in sorted(pairs, key=order):
         chunks = [prefer.vpp, 1] if pp == prefer.pp and prefer.vpp > 1 else [1]

@@ -3,6 +3,7 @@ line, signals, what it kills."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -53,11 +54,9 @@ ORDER = [
 ]
 
 
-@given(st.lists(st.sampled_from(range(len(ORDER))), min_size=1), st.randoms())
-def test_the_cause_is_found_in_any_order(chosen: list[int], random: Any) -> None:
-    failures = [ORDER[i] for i in chosen]
-    random.shuffle(failures)
-    assert root_of(failures) == ORDER[min(chosen)]
+def test_the_cause_is_found_in_any_order() -> None:
+    for first, second in itertools.permutations(range(len(ORDER)), 2):
+        assert root_of([ORDER[first], ORDER[second]]) == ORDER[min(first, second)]
     assert root_of([]) is None
 
 

@@ -217,6 +217,15 @@ def test_a_layout_that_crashes_when_entered_is_barred(case: Case) -> None:
     assert case.crash(entered=[(first, 95)], step=201).barred == (other,)
 
 
+def test_going_back_to_a_layout_is_not_entering_it(case: Case) -> None:
+    first, other = Layout(dp=4), Layout(tp=2, dp=2)
+    save(Path("saved"), 90)
+    assert case.crash(entered=[(first, 0), (other, 100)], step=105).barred == ()
+    save(Path("saved"), 91)
+    for step in (92, 93):
+        assert case.crash(entered=[(first, 91)], step=step).barred == ()
+
+
 def test_a_barred_layout_of_a_checkpoint_gives_way_to_the_one_before(case: Case) -> None:
     """Entered in new processes, which saved before they crashed."""
     first, other = Layout(dp=4), Layout(pp=2)
