@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from typing import Any
 
 from copus_ext.perf.constants import Constants
 from copus_ext.perf.model_spec import SpecError
+from copus_ext.perf.spec_file import read_json
 
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _CONSTANTS = Path(__file__).parent / "data"
@@ -150,11 +150,13 @@ class ClusterSpec:
     def load(cls, path: Path) -> ClusterSpec:
         """Reads a JSON file."""
         try:
-            return cls.from_json(json.loads(path.read_text()))
-        except json.JSONDecodeError as error:
-            raise SpecError(f"{path.name} is no JSON: {error}") from error
+            return cls.from_json(read_json(path))
         except SpecError as error:
             raise SpecError(f"{path.name}: {error}") from error
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise SpecError(f"{path.name} is no JSON: {error}") from error
 
 
 def _checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
