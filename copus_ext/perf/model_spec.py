@@ -20,6 +20,7 @@ _DENSE_TYPES = {
 }
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
+_LARGEST = 1 << 31
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
 
 
@@ -78,8 +79,9 @@ class ModelSpec:
                 raise SpecError(f"{field.name} {str(value)[:60]!r} is of the wrong kind")
             if isinstance(value, int) and not isinstance(value, bool):
                 least = 0 if field.name == "learned_positions" else 1
-                if value < least:
-                    raise SpecError(f"{field.name} {value} must be at least {least}")
+                if not least <= value <= _LARGEST:
+                    shown = value if abs(value) <= _LARGEST else "(a number too large)"
+                    raise SpecError(f"{field.name} {shown} must be at least {least}")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
