@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
+from copus_ext.goodput import costs
 from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
 from copus_ext.reconfigure.change import Change, Means
 from copus_ext.reconfigure.group_store import GroupStore
@@ -32,10 +32,10 @@ from megatron.training.job import Job
 from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
 from megatron.training.settings import StepSettings
+from megatron.training.watchdog import leave_at_once
 
 logger = logging.getLogger(__name__)
 
-MIN_TIMEOUT_S, _PREDICTED_TIMES = 60.0, 10.0
 _PATIENCE_S = 10.0
 _SILENCE_PER_PATIENCE = 3.0
 
@@ -62,7 +62,7 @@ class Mover:
         sample: bool = False,
         fault: Callable[[str], None] = lambda phase: None,
         patience_s: float = _PATIENCE_S,
-        min_timeout_s: float = MIN_TIMEOUT_S,
+        min_timeout_s: float = costs.MIN_TIMEOUT_S,
         prebuild: int = 0,
     ) -> None:
         self._run_dir, self._note = run_dir, note
@@ -139,7 +139,7 @@ class Mover:
             Relaunch: on every rank that still can: the job must be started again.
         """
         self._count += 1
-        timeout_s = max(_PREDICTED_TIMES * predicted_s, self._min_timeout_s)
+        timeout_s = costs.timeout_s(predicted_s, self._min_timeout_s)
         ballot = Ballot(
             self._store,
             str(self._count),
@@ -174,13 +174,8 @@ class Mover:
             print(message, file=sys.stderr, flush=True)
             if rank == 0:
                 self._note("switch.abandoned", reason=reason)
-            # What ends them at a proper exit does not run here: the helpers of a checkpoint's
-            # writer would stay for ever.
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
         finally:
-            os._exit(Relaunch.exit_code)
+            leave_at_once(Relaunch.exit_code)
 
     def _dump_stacks(self) -> None:
         if self._run_dir is None:

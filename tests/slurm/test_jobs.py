@@ -1,0 +1,130 @@
+"""The shipped batch scripts as they are, on a real SLURM of pretend nodes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from copus_ext.perf.profile import ProfileStore
+from megatron.training import checkpoint_files as files
+from megatron.training.metrics import read_metrics
+from tests.helpers.jobs import TINY, losses_of, steps_of
+from tests.helpers.launch import ROOT
+from tests.slurm.cluster import SCRIPT, Cluster
+
+pytestmark = pytest.mark.timeout(600)
+
+BATCH, STEPS = 8, 100
+BASE = [*TINY.split(), "--use-distributed-optimizer", "--lr-decay-style", "constant"]
+BASE += ["--lr-warmup-samples", str(BATCH)]
+FLAGS = [*BASE, "--train-samples", str(BATCH * STEPS)]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the uninterrupted run of two ranks, started by srun alone."""
+    run = tmp_path_factory.mktemp("whole")
+    program = [sys.executable, ROOT / "pretrain_gpt.py", *FLAGS, "--run-dir", run]
+    cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *program, timeout_s=200)
+    (start,) = (r for r in read_metrics(run) if r["kind"] == "run.start")
+    assert start["layout"] == "tp1.pp1.dp2"
+    environment = start["rank_environment"]
+    assert (environment["WORLD_SIZE"], environment["MASTER_ADDR"]) == ("2", "127.0.0.1")
+    assert len(losses_of(run)) == STEPS
+    return losses_of(run)
+
+
+def layouts_of(run: Path) -> list[str]:
+    return [r["layout"] for r in read_metrics(run) if r["kind"] == "run.start"]
+
+
+def test_signal_node_loss_and_preemption_change_nothing(
+    cluster: Cluster, whole: list[float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ["--nodes=2-3", "--partition=low", "--time=60"]
+    flags = [*FLAGS, "--save-interval", "10"]
+    variables = {"COPUS_RUN": run, "COPUS_TEST_STEP_S": "0.1"}
+    job = cluster.submit("pretrain.sbatch", flags, *options, **variables)
+
+    cluster.wait_for_steps(run, job, 0)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait_for_restart(job, 1)
+    saved = files.read_latest(run)
+    assert saved is not None and saved == len(steps_of(run)) < STEPS
+    assert cluster.fields(job)["Comment"] == f"tp1.pp1.dp3_B={BATCH}"
+
+    cluster.start_now(job)
+    cluster.wait_for_steps(run, job, 1)
+    first = cluster.fields(job)["BatchHost"]
+    cluster.run("bash", SCRIPT, "kill-node", first)
+    cluster.wait_for_restart(job, 2)
+    cluster.start_now(job)
+    assert cluster.fields(job)["BatchHost"] != first
+    cluster.run("bash", SCRIPT, "start-node", first)
+
+    cluster.wait_for_steps(run, job, 2)
+    urgent = cluster.run("sbatch", "--parsable", "--nodes=3", "--exclusive", "--wrap", "true")
+    cluster.wait_for_restart(job, 3)
+    cluster.wait_for_end(urgent)
+    cluster.start_now(job)
+    cluster.wait_for_end(job)
+
+    assert losses_of(run) == pytest.approx(whole, rel=1e-5)
+    steps = [r["consumed_samples"] for r in steps_of(run)]
+    assert steps == [BATCH * (i + 1) for i in range(STEPS)]
+
+
+def test_another_layout_inside_the_allocation(
+    cluster: Cluster, whole: list[float], tmp_path: Path
+) -> None:
+    assert layouts_of(tmp_path) and whole
+
+
+def test_the_time_limit_is_not_reached(
+    cluster: Cluster, whole: list[float], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    endless = [*BASE, "--train-samples", str(BATCH * 100000)]
+    job = cluster.submit("pretrain.sbatch", endless, "--nodes=2", "--time=1", COPUS_RUN=run)
+    cluster.wait_for_restart(job, 1)
+    cluster.run("scancel", job)
+    losses = losses_of(run)
+    assert files.read_latest(run) == len(losses) > 0
+    assert losses[:STEPS] == whole[: len(losses)]
+
+
+def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.txt"
+    lines.write_text("--lr 1e-3\n# nothing\n--lr '2e-3' --seed 5")
+    flags = [*BASE, "--train-samples", str(BATCH * 3)]
+    variables = {"COPUS_SWEEP": lines, "COPUS_RUN": tmp_path / "sweep"}
+
+    def sweep(*more: str) -> str:
+        options = ["--array=1-3", "--wait"]
+        job = cluster.submit("sweep.sbatch", [*flags, *more], *options, **variables)
+        return job
+
+    job = sweep()
+    cluster.wait_for_end(job)
+    rates = {n: steps_of(tmp_path / "sweep" / n)[-1]["learning_rate"] for n in ("1", "3")}
+    assert rates == {"1": 1e-3, "3": 2e-3}
+    assert json.loads((tmp_path / "sweep" / "3" / "config.json").read_text())["seed"] == 5
+
+
+def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
+    store = tmp_path / "profile.jsonl"
+    own = ["--max-micro-batch", "1", "--steps", "1", "--warm-up", "0", "--fix", "tp=1,pp=1"]
+    job = cluster.submit(
+        "profile.sbatch",
+        [*own, "--global-batch-size", "8", "--", *BASE],
+        "--ntasks-per-node=2",
+        COPUS_STORE=store,
+    )
+    cluster.wait_for_end(job)
+    text = [json.loads(line) for line in store.read_text().splitlines()]
+    assert text[0]["machine"]["world_size"] == 2 and len(text) == 3
+    assert ProfileStore is not None
