@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import signal
@@ -65,6 +66,8 @@ def _run(options: argparse.Namespace) -> list[Failure]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # It tells each end in its own words, also those that are no failures; the supervisor says it.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     # Ranks go by the order of nodes under the static backend; alone a node needs no fixed port.
     is_alone = options.nodes == 1
     config = LaunchConfig(
