@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import random
@@ -336,6 +337,44 @@ def request(rng: random.Random, folder: Path) -> str | None:
     return problem_of(read, ValueError)
 
 
+def told(rng: random.Random, folder: Path) -> str | None:
+    """What supervisors tell each other."""
+    from copus_ext.launch.cause import Failure
+    from copus_ext.launch.messages import Ended, Plan, Presence
+    from copus_ext.reconfigure.checked import read_value
+
+    failure = Failure(rank=1, code=-9, host="a", time_s=1.0)
+    messages: list[Any] = [
+        Presence(node=1, token="ab", processes=8, host="a"),
+        Plan(
+            launch="job.0.1", number=3, tokens={"1": "ab"}, shares={"0": 8, "1": 8}, flags=["--x"]
+        ),
+        Ended(launch="job.0.1", node=1, code=137, failure=failure),
+    ]
+    message, path = rng.choice(messages), folder / "message.json"
+    path.write_bytes(spoiled_json(rng, dataclasses.asdict(message)))
+    kind = type(message)
+    return problem_of(lambda: read_value(path, kind.from_json, most_bytes=1 << 20), ValueError)
+
+
+def lock(rng: random.Random, folder: Path) -> str | None:
+    """A lock that somebody left."""
+    from megatron.training.control import LOCK_FILE
+    from megatron.training.errors import UsageError
+    from megatron.training.lock import Holder, Lock
+
+    path = folder / LOCK_FILE
+    path.parent.mkdir()
+    holder = Holder(host="elsewhere", pid=7, launch="job.0.0", machine="m", token="t")
+    path.write_bytes(spoiled_json(rng, dataclasses.asdict(holder)))
+
+    def take() -> None:
+        with Lock(folder, flag="--save", launch="job.0.1", is_supervised=True):
+            pass
+
+    return problem_of(take, UsageError)
+
+
 def _journal_lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in _JOURNAL.read_text().splitlines()[:6]]
 
@@ -361,6 +400,7 @@ def journal(rng: random.Random, folder: Path) -> str | None:
 
 def metrics(rng: random.Random, folder: Path) -> str | None:
     """`metrics.jsonl`."""
+    from copus_ext.launch.progress import progress_of, saved_with
     from megatron.training.metrics import previous_launches, read_metrics
 
     kinds = ("run.start", "step", "step", "eval", "run.end")
@@ -373,6 +413,8 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
     def read() -> None:
         read_metrics(folder)
         list(previous_launches(folder))
+        progress_of(folder, "a.0.1")
+        saved_with(folder, folder, 5)
 
     return problem_of(read)
 
@@ -459,11 +501,13 @@ def texts(rng: random.Random, folder: Path) -> str | None:
 
 _CHECKPOINTS = Checkpoints()
 KINDS: dict[str, tuple[int, Check]] = {
-    "flags": (30, flags),
+    "flags": (24, flags),
     "data set": (15, data_set),
     "checkpoint": (10, lambda rng, folder: inspected(rng, folder, _CHECKPOINTS)),
     "conversion": (5, lambda rng, folder: converted(rng, folder, _CHECKPOINTS)),
-    "request": (10, request),
+    "request": (6, request),
+    "told": (6, told),
+    "lock": (4, lock),
     "journal": (8, journal),
     "metrics": (8, metrics),
     "profile": (8, profile),
