@@ -156,6 +156,29 @@ def test_a_damaged_lock_counts_until_it_is_stale(tmp_path: Path, text: str) -> N
         pass
 
 
+def test_a_lock_that_was_taken_between_look_and_removal_stays(tmp_path: Path) -> None:
+    class Overtaken(Lock):
+        is_first = True
+
+        def _age_s(self) -> float:
+            if self.is_first:
+                leave_lock(tmp_path, age_s=0, machine=machine(), pid=os.getppid(), token="quick")
+                path = tmp_path / LOCK_FILE
+                started = process_start(os.getppid())
+                path.write_text(path.read_text().replace('"1"', f'"{started}"'))
+            self.is_first = False
+            return 0.0
+
+    path = leave_lock(tmp_path, age_s=0, machine=machine(), pid=2**22 + 1)
+    with (
+        pytest.raises(UsageError, match=f"process {os.getppid()} "),
+        Overtaken(tmp_path, flag="--save", launch="slow.0.0"),
+    ):
+        pass
+    assert json.loads(path.read_text())["token"] == "quick"
+    assert [file.name for file in path.parent.iterdir()] == ["lock"]
+
+
 def test_of_many_that_start_together_one_gets_it(tmp_path: Path) -> None:
     leave_lock(tmp_path, age_s=0, machine=machine(), pid=2**22 + 1)
     got: list[int] = []

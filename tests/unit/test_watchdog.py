@@ -106,9 +106,11 @@ def test_a_process_that_was_stopped_and_goes_on_has_not_hung(tmp_path: Path) -> 
     assert child.stdout is not None
     while child.stdout.readline() != "on\n":
         pass
+    time.sleep(0.5)  # it has looked at least once
     child.send_signal(signal.SIGSTOP)
     time.sleep(3)
     child.send_signal(signal.SIGCONT)
+    time.sleep(0.5)
     _, errors = child.communicate("\n", timeout=60)
     assert child.returncode == 0 and errors == "" and not (tmp_path / STACKS).exists()
 
