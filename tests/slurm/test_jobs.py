@@ -13,7 +13,7 @@ from megatron.training import checkpoint_files as files
 from megatron.training.metrics import read_metrics
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT
-from tests.slurm.cluster import SCRIPT, Cluster
+from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -61,11 +61,11 @@ def test_signal_node_loss_and_preemption_change_nothing(
     cluster.start_now(job)
     cluster.wait_for_steps(run, job, 1)
     first = cluster.fields(job)["BatchHost"]
-    cluster.run("bash", SCRIPT, "kill-node", first)
+    cluster.lose_node(first)
     cluster.wait_for_restart(job, 2)
     cluster.start_now(job)
     assert cluster.fields(job)["BatchHost"] != first
-    cluster.run("bash", SCRIPT, "start-node", first)
+    cluster.return_node(first)
 
     cluster.wait_for_steps(run, job, 2)
     urgent = cluster.run("sbatch", "--parsable", "--nodes=3", "--exclusive", "--wrap", "true")
