@@ -146,9 +146,8 @@ class Cluster:
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def return_node(self, node: str) -> None:
-        """Brings a lost node back."""
+        """Brings a lost node back, which SLURM then uses again."""
         self.run("bash", SCRIPT, "start-node", node)
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def report(self, job: str) -> str:
         """How things stand."""
