@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from copus_ext.launch.slurm import state_of
+from copus_ext.launch.slurm import handle_of, state_of
 from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, read_request
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_files import write_atomically
@@ -94,9 +94,9 @@ def _count(run_dir: Path, save: Path, job: str, most: int) -> tuple[bool, str]:
 def main(argv: list[str]) -> int:
     """Decides for the job of this environment."""
     run_dir, save, code = argv
-    state = state_of(os.environ.get("SLURM_JOB_ID", ""))
-    again, why = decide(Path(run_dir), Path(save), int(code), os.environ, state)
-    print(f"job {os.environ.get('SLURM_JOB_ID')}: {why}", file=sys.stderr, flush=True)
+    handle = handle_of(os.environ)
+    again, why = decide(Path(run_dir), Path(save), int(code), os.environ, state_of(handle))
+    print(f"job {handle}: {why}", file=sys.stderr, flush=True)
     return 0 if again else 1
 
 

@@ -30,6 +30,8 @@ class Step:
 
     job: str
     """Number of the job; of an array's task its own."""
+    handle: str
+    """What commands know the job by; see `handle_of`."""
     restarts: int
     """How often the job was put back into the queue."""
     number: int
@@ -60,11 +62,6 @@ class Step:
         within = self.number % _PORTS_PER_JOB
         return _FIRST_PORT + (int(self.job) * _PORTS_PER_JOB + within) % _NUM_PORTS
 
-    @property
-    def name(self) -> str:
-        """First two parts of the names of its launches, `<job>.<restart count>`."""
-        return f"{self.job}.{self.restarts}"
-
 
 def read_step(env: Mapping[str, str] | None = None) -> Step | None:
     """The step of this process; None outside of one, as in the shells of sbatch and salloc.
@@ -84,6 +81,7 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
     return Step(
         job=str(_number(env, "SLURM_JOB_ID")),
+        handle=handle_of(env),
         restarts=_number(env, "SLURM_RESTART_COUNT", 0),
         number=_number(env, "SLURM_STEP_ID"),
         nodes=env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost"),
@@ -94,6 +92,13 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
         num_local_tasks=_tasks_of_node(per_node, node_rank),
         local_rank=_number(env, "SLURM_LOCALID", 0),
     )
+
+
+def handle_of(env: Mapping[str, str]) -> str:
+    """What commands know this job by, such as 77, or 70_3 for a task of an array: the number of one
+    of the tasks stands for the whole array."""
+    array, task = (env.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID", "")
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -147,19 +152,19 @@ def answer(command: Sequence[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def time_left_command(job: str) -> list[str]:
+def time_left_command(handle: str) -> list[str]:
     """Asks for the time left of a job; see `seconds_of`."""
-    return ["squeue", "-h", "-j", job, "-o", "%L"]
+    return ["squeue", "-h", "-j", handle, "-o", "%L"]
 
 
-def comment_command(job: str, text: str) -> list[str]:
+def comment_command(handle: str, text: str) -> list[str]:
     """Publishes a text as the job's comment, which `squeue -o %k` shows."""
-    return ["scontrol", "update", f"JobId={job}", f"Comment={text}"]
+    return ["scontrol", "update", f"JobId={handle}", f"Comment={text}"]
 
 
-def state_of(job: str) -> str | None:
+def state_of(handle: str) -> str | None:
     """State of a job, such as RUNNING; COMPLETING once it was cancelled. None if unknown."""
-    return (answer(["squeue", "-h", "-j", job, "-o", "%T"]) or "").strip() or None
+    return (answer(["squeue", "-h", "-j", handle, "-o", "%T"]) or "").strip() or None
 
 
 def seconds_of(text: str | None) -> float | None:

@@ -33,7 +33,7 @@ STOP_FILE, TIME_LIMIT = Path("control") / "stop", "time limit"
 UNMEASURED_SAVE_S = 60.0
 """A save is taken to last so long before one was measured."""
 _MARGIN_S = 60.0
-_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S = 10.0, 60.0, 20.0
+_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S, _LAST_WORD_S = 10.0, 60.0, 20.0, 5.0
 _MAX_BYTES = 1 << 20
 _RECENT_STEPS = 100
 _ENDLESS = 1e9
@@ -175,6 +175,12 @@ class Asking:
             return True
         return False
 
+    def wait(self, seconds: float) -> None:
+        """Gives it time to end."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
     def answer(self) -> str | None:
         """What it printed, or None if it failed."""
         if self._process is None or self._process.stdout is None:
@@ -194,7 +200,7 @@ class Watch:
     """Ticks beside a launch; one for all launches of a job, on the head node alone.
 
     Args:
-        job: number of the job.
+        job: what SLURM's commands know it by.
         run_dir: directory of the run.
         granted_s: seconds that `--signal` gives, or None if unknown.
         say: prints one line.
@@ -248,7 +254,13 @@ class Watch:
             self._stop(left)
 
     def close(self) -> None:
-        """Ends what is under way in the background."""
+        """Publishes what came last, within seconds, and ends what is under way."""
+        self._look()
+        self._next_comment_s = -math.inf
+        for _ in range(2):  # what is under way, and the last
+            if self._publishing is not None:
+                self._publishing.wait(_LAST_WORD_S)
+            self._publish(self._clock())
         for asking in (self._asking, self._publishing):
             if asking is not None:
                 asking.end()
@@ -339,4 +351,4 @@ def watch_of(
     if step is None or step.node_rank != 0:
         return None
     text = (os.environ if env is None else env).get(SIGNAL_LEAD, "")
-    return Watch(step.job, run_dir, granted_s=float(text) if text.isdecimal() else None)
+    return Watch(step.handle, run_dir, granted_s=float(text) if text.isdecimal() else None)

@@ -25,10 +25,8 @@ SCRIPT = Path(__file__).with_name("slurm_dev.sh")
 SCRIPTS = ROOT / "scripts" / "slurm"
 NODES = 4
 EXTRA = """
-# Two minutes more than the limit, so that a slow machine fails no test; a lost node is seen soon.
+# Two minutes more than the limit, so that a slow machine fails no test.
 OverTimeLimit=2
-SlurmdTimeout=9
-KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=INFINITE
@@ -141,6 +139,15 @@ class Cluster:
             return self.state(job) == "RUNNING"
 
         self.wait("the start", has_begun, job, 60)
+
+    def lose_node(self, node: str) -> None:
+        """Kills all of a node, and tells SLURM, which would notice after its SlurmdTimeout."""
+        self.run("bash", SCRIPT, "kill-node", node)
+        self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def return_node(self, node: str) -> None:
+        """Brings a lost node back, which SLURM then uses again."""
+        self.run("bash", SCRIPT, "start-node", node)
 
     def report(self, job: str) -> str:
         """How things stand."""

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from copus_ext.perf.profile import ProfileStore
 from megatron.training import checkpoint_files as files
 from megatron.training.metrics import read_metrics
+from tests.distributed.worker_controller_layouts import write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT
-from tests.slurm.cluster import SCRIPT, Cluster
+from tests.slurm.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(600)
 
 BATCH, STEPS = 8, 100
 BASE = [*TINY.split(), "--use-distributed-optimizer", "--lr-decay-style", "constant"]
 BASE += ["--lr-warmup-samples", str(BATCH)]
+RELAUNCH = """--copus --copus-layouts all --copus-relayout relaunch --copus-policy static
+--copus-switch-cost-s 1 --copus-max-micro-batch-size 1"""
 FLAGS = [*BASE, "--train-samples", str(BATCH * STEPS)]
 
 
@@ -37,10 +40,6 @@ def whole(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return losses_of(run)
 
 
-def layouts_of(run: Path) -> list[str]:
-    return [r["layout"] for r in read_metrics(run) if r["kind"] == "run.start"]
-
-
 def test_signal_node_loss_and_preemption_change_nothing(
     cluster: Cluster, whole: list[float], tmp_path: Path
 ) -> None:
@@ -55,16 +54,17 @@ def test_signal_node_loss_and_preemption_change_nothing(
     cluster.wait_for_restart(job, 1)
     saved = files.read_latest(run)
     assert saved is not None and saved == len(steps_of(run)) < STEPS
-    assert cluster.fields(job)["Comment"] == f"tp1.pp1.dp3_B={BATCH}"
+    comment = cluster.run("squeue", "-h", "-j", job, "-o", "%k")
+    assert comment == f"tp1.pp1.dp2 B={BATCH}", "three ranks cannot share the batch"
 
     cluster.start_now(job)
     cluster.wait_for_steps(run, job, 1)
     first = cluster.fields(job)["BatchHost"]
-    cluster.run("bash", SCRIPT, "kill-node", first)
+    cluster.lose_node(first)
     cluster.wait_for_restart(job, 2)
     cluster.start_now(job)
     assert cluster.fields(job)["BatchHost"] != first
-    cluster.run("bash", SCRIPT, "start-node", first)
+    cluster.return_node(first)
 
     cluster.wait_for_steps(run, job, 2)
     urgent = cluster.run("sbatch", "--parsable", "--nodes=3", "--exclusive", "--wrap", "true")
@@ -73,7 +73,7 @@ def test_signal_node_loss_and_preemption_change_nothing(
     cluster.start_now(job)
     cluster.wait_for_end(job)
 
-    assert losses_of(run) == pytest.approx(whole, rel=1e-5)
+    assert losses_of(run) == whole
     steps = [r["consumed_samples"] for r in steps_of(run)]
     assert steps == [BATCH * (i + 1) for i in range(STEPS)]
 
@@ -81,7 +81,17 @@ def test_signal_node_loss_and_preemption_change_nothing(
 def test_another_layout_inside_the_allocation(
     cluster: Cluster, whole: list[float], tmp_path: Path
 ) -> None:
-    assert layouts_of(tmp_path) and whole
+    run = tmp_path / "run"
+    write_profile(tmp_path / "profile.jsonl", 2)
+    flags = [*FLAGS, *RELAUNCH.split(), "--copus-profile", tmp_path / "profile.jsonl"]
+    job = cluster.submit("pretrain.sbatch", flags, "--nodes=2", COPUS_RUN=run)
+    cluster.wait_for_end(job)
+    starts = [r for r in read_metrics(run) if r["kind"] == "run.start"]
+    assert [r["launch"] for r in starts] == [f"{job}.0.0", f"{job}.0.1"]
+    before, after = (r["layout"] for r in starts)
+    assert before == "tp1.pp1.dp2" and ".pp2." in after
+    assert losses_of(run) == pytest.approx(whole, rel=1e-5)
+    assert f"Comment={after} B={BATCH} " in cluster.run("scontrol", "show", "job", job)
 
 
 def test_the_time_limit_is_not_reached(
@@ -89,7 +99,12 @@ def test_the_time_limit_is_not_reached(
 ) -> None:
     run = tmp_path / "run"
     endless = [*BASE, "--train-samples", str(BATCH * 100000)]
-    job = cluster.submit("pretrain.sbatch", endless, "--nodes=2", "--time=1", COPUS_RUN=run)
+    options = ["--nodes=2", "--time=60", "--signal=B:USR1@60"]
+    job = cluster.submit("pretrain.sbatch", endless, *options, COPUS_RUN=run)
+    cluster.wait_for_steps(run, job, 0)
+    hours, minutes, seconds = map(int, cluster.fields(job)["RunTime"].split(":"))
+    limit = 60 * hours + minutes + 1 + (seconds > 20)
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
     cluster.wait_for_restart(job, 1)
     cluster.run("scancel", job)
     losses = losses_of(run)
@@ -99,20 +114,29 @@ def test_the_time_limit_is_not_reached(
 
 def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
     lines = tmp_path / "lines.txt"
-    lines.write_text("--lr 1e-3\n# nothing\n--lr '2e-3' --seed 5")
-    flags = [*BASE, "--train-samples", str(BATCH * 3)]
+    lines.write_text("--lr 1e-3\n# nothing\n--lr '2e-3' --global-batch-size 16")
+    flags = [*BASE, "--train-samples", str(BATCH * 6)]
     variables = {"COPUS_SWEEP": lines, "COPUS_RUN": tmp_path / "sweep"}
 
-    def sweep(*more: str) -> str:
-        options = ["--array=1-3", "--wait"]
+    def sweep(*more: str) -> tuple[str, dict[str, str]]:
+        """The array's number, and what each task said, once all have ended."""
+        options = ["--array=1-3", "--output=%A-%a-%j.out"]
         job = cluster.submit("sweep.sbatch", [*flags, *more], *options, **variables)
-        return job
+        cluster.wait("the array", lambda: not cluster.run("squeue", "-h", "-j", job), job, 200)
+        logs = cluster.work.glob(f"{job}-*.out")
+        return job, {path.name.split("-")[1]: path.read_text() for path in logs}
 
-    job = sweep()
-    cluster.wait_for_end(job)
+    job, said = sweep()
+    assert "line 2 is empty" in said["2"], said
     rates = {n: steps_of(tmp_path / "sweep" / n)[-1]["learning_rate"] for n in ("1", "3")}
-    assert rates == {"1": 1e-3, "3": 2e-3}
-    assert json.loads((tmp_path / "sweep" / "3" / "config.json").read_text())["seed"] == 5
+    assert rates == {"1": 1e-3, "3": 2e-3}, said
+    shown = cluster.run("scontrol", "show", "job", "--oneliner", job).splitlines()
+    comments = {re.findall(r"ArrayTaskId=(\d+).* Comment=(.*?) Std", line)[0] for line in shown}
+    assert comments >= {("1", "tp1.pp1.dp1 B=8"), ("3", "tp1.pp1.dp1 B=16")}, "each task its own"
+    _, again = sweep()
+    assert again["1"] == "run 1 is done\n" and again["3"] == "run 3 is done\n"
+    _, refused = sweep("--seed", "7")
+    assert "begun with other flags" in refused["1"]
 
 
 def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
@@ -120,11 +144,10 @@ def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
     own = ["--max-micro-batch", "1", "--steps", "1", "--warm-up", "0", "--fix", "tp=1,pp=1"]
     job = cluster.submit(
         "profile.sbatch",
-        [*own, "--global-batch-size", "8", "--", *BASE],
+        [*own, "--global-batch-size", "8", "--", *FLAGS],
         "--ntasks-per-node=2",
         COPUS_STORE=store,
     )
     cluster.wait_for_end(job)
     text = [json.loads(line) for line in store.read_text().splitlines()]
     assert text[0]["machine"]["world_size"] == 2 and len(text) == 3
-    assert ProfileStore is not None

@@ -59,7 +59,13 @@ def test_the_place_of_a_task() -> None:
     assert (step.job, step.restarts, step.number) == ("1234", 0, 1)
     assert (step.num_nodes, step.node_rank, step.head) == (3, 2, "gpu-07")
     assert (step.num_tasks, step.rank, step.num_local_tasks, step.local_rank) == (7, 5, 3, 0)
-    assert step.name == "1234.0"
+    assert step.handle == "1234"
+
+
+def test_a_task_of_an_array_is_not_taken_for_the_array() -> None:
+    step = slurm.read_step({**TASK, "SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "3"})
+    assert step is not None and step.job == "1234"
+    assert step.handle == "1234_3"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +281,9 @@ def test_the_comment_follows_layout_and_batch(tmp_path: Path, commands: Path) ->
     made = calls(commands, "scontrol")[1:]
     assert 2 <= len(made) <= 3, "at most once a minute"
     assert made[-1] == f"{prefix}tp1.pp2.dp4 B=379"
+    write(tmp_path / "metrics.jsonl", step_of(512))
+    clock.watch.close()
+    assert calls(commands, "scontrol")[-1] == f"{prefix}tp1.pp2.dp4 B=512", "and at the end"
 
 
 def test_it_says_once_when_the_signal_comes_too_late(tmp_path: Path) -> None:
