@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,8 +13,10 @@ from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
 from megatron.training.device import Device
+from megatron.training.failed_saves import FailedSaves
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
+from megatron.training.rank_times import RankTimes
 from megatron.training.reader import BatchReader
 from megatron.training.settings import StepInfo, StepSettings, learning_rate, set_rates
 from megatron.training.signals import StopReason
@@ -60,12 +62,35 @@ class Job:
     """Why this rank alone would leave after the given iteration."""
     flops_per_sample: float
     """Model FLOPs of one sample, forward and backward."""
+    failed_saves: FailedSaves = field(default_factory=FailedSaves)
+    """Checkpoints that could not be written, whatever the layout."""
+    data_identity: list[dict[str, Any]] = field(default_factory=list)
+    """The data sets, as checkpoints remember them."""
+    rank_times: RankTimes = field(default_factory=RankTimes)
+    """What each rank of the layout needs for its own part of a step."""
 
     def fire(self, event: str, **values: Any) -> Any:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""
         for name, value in values.items():
             setattr(self.context, name, value)
         return self.callbacks.fire(event, self.context)
+
+    def save(self, *, must: bool) -> bool:
+        """Writes a checkpoint; all ranks take part.
+
+        Args:
+            must: the run ends with it, or is lost without it.
+
+        Returns:
+            Whether it is there, or being written; a failure is told and counted.
+
+        Raises:
+            TrainingFailure: on every rank, when it failed and the run must not go on.
+        """
+        assert self.checkpointer is not None
+        return self.checkpointer.save(
+            self.model, self.optimizer, self.scheduler, self.state, must=must
+        )
 
     @property
     def needs_data(self) -> bool:

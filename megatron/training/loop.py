@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.training.bad_steps import BadSteps
 from megatron.training.evaluate import evaluate
 from megatron.training.job import Job
 from megatron.training.reporting import Reporter
@@ -16,7 +17,7 @@ def train(job: Job) -> str | None:
     Returns:
         Why it stopped early, or None when training is complete.
     """
-    config, state, reporter = job.config, job.state, Reporter(job)
+    config, state, reporter, bad_steps = job.config, job.state, Reporter(job), BadSteps()
     job.fire("on_train_start")
     why: str | None = None
     saved, evaluated = state.iteration, -1
@@ -38,6 +39,7 @@ def train(job: Job) -> str | None:
         if request is not None and request.settings is not None:
             info = job.adopt(request.settings, info)
         reporter.record(info)
+        bad_steps.check(job, info)
         why = _why(stop, request)
         signalled = stop is not None and stop.kind == "signal"
         if not signalled and job.evaluation_due(info):
@@ -48,15 +50,16 @@ def train(job: Job) -> str | None:
             asked = request is not None and request.kind != "change"
             interval = config.checkpoint.save_interval
             if asked or (interval and state.iteration % interval == 0):
-                job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
-                saved = state.iteration
+                moves = request is not None and request.move is not None
+                must = why is not None or (asked and moves)
+                saved = state.iteration if job.save(must=must) else saved
         if why is None and request is not None and request.move is not None:
             why = request.move(job)
             saved = -1 if why else saved
     if job.checkpointer is not None:
         if saved != state.iteration:
-            job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
-        job.checkpointer.finish()
+            job.save(must=True)
+        job.checkpointer.finish(must=True)
     if why is None:
         if evaluated != state.iteration:
             _evaluate(job, reporter, "valid", where="on validation set")

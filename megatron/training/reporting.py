@@ -91,8 +91,17 @@ class Reporter:
         )
         context.scalars.clear()
         context.step_fields.clear()
+        self._tell_of_slow_ranks(info)
         if is_due:
             self._print(info, norm)
+
+    def _tell_of_slow_ranks(self, info: StepInfo) -> None:
+        line = self.job.rank_times.slow()
+        if line is not None:
+            where = info.iteration, info.consumed_samples
+            self.job.tracker.event("alert", *where, alert="slow rank", line=line)
+            if is_last_rank():
+                print(f"ALERT: {line}", flush=True)
 
     def _print(self, info: StepInfo, norm: float | None) -> None:
         losses = self.interval.losses

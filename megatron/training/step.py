@@ -39,7 +39,11 @@ def language_model_loss(
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(output.float().reshape(-1) * mask)
     num_tokens = mask.sum()
-    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+    report = torch.stack([total.detach(), num_tokens])
+    # An infinite loss may have a finite gradient: as NaN it reaches every rank with the reduce, and
+    # all skip the step. A factor of 1 changes no bit.
+    total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
+    return total, num_tokens.to(torch.int), {"lm loss": report}
 
 
 def forward_step(device: torch.device, batches: Iterator[Batch] | None, chunk: Any) -> tuple:
@@ -98,7 +102,7 @@ def run_schedule(
 
 
 def share_numbers(
-    job: Job, losses: torch.Tensor | None, stop_code: int, elapsed_s: float = 0.0
+    job: Job, losses: torch.Tensor | None, stop_code: int, elapsed_s: float | None = None
 ) -> tuple[float, float, int, float]:
     """Gives every rank the loss, the stop code any rank asks for, and the time of the slowest. One
     small all-gather over the world.
@@ -107,20 +111,24 @@ def share_numbers(
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
         stop_code: 0, or why this rank wants to leave.
-        elapsed_s: seconds of the step so far on this rank.
+        elapsed_s: seconds of the training step so far on this rank.
 
     Returns:
         Sum of the losses of all replicas, tokens counted, largest stop code, most seconds.
     """
-    own = torch.zeros(4, dtype=torch.float64, device=job.device.torch_device)
+    own = torch.zeros(5, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         own[:2] = losses.double().sum(dim=0)
-    own[2], own[3] = stop_code, elapsed_s
-    gathered = torch.empty(dist.get_world_size() * 4, dtype=torch.float64, device=own.device)
+    own[2] = stop_code
+    if elapsed_s is not None:
+        own[3], own[4] = elapsed_s, job.model.clock.own_s()
+    gathered = torch.empty(dist.get_world_size() * 5, dtype=torch.float64, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, 4)
+    rows = gathered.view(-1, 5)
+    if elapsed_s is not None:
+        job.rank_times.add(rows[:, 4])
     total, tokens = rows[:, :2].sum(dim=0).tolist()
-    code, seconds = rows[:, 2:].max(dim=0).values.tolist()
+    code, seconds = rows[:, 2:4].max(dim=0).values.tolist()
     return total, tokens, int(code), seconds
 
 
@@ -131,6 +139,7 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         The step, and why the ranks agree to stop after it (None: go on).
     """
     started = time.monotonic()
+    job.model.clock.start()
     config, state = job.config, job.state
     mbs, dp = job.micro_batch_size, config.layout.dp
     global_batch_size = job.global_batch_size
