@@ -169,7 +169,7 @@ class Checkpointer:
         must: bool = False,
     ) -> bool:
         """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns
-        while it is written.
+        while it is written, unless it must succeed.
 
         Args:
             model: to be saved.
@@ -199,7 +199,7 @@ class Checkpointer:
             started=started,
             process=process,
         )
-        if self.config.checkpoint.async_save:
+        if self.config.checkpoint.async_save and not must:
             return True
         return self._settle(blocking=True, must=must)
 
