@@ -63,8 +63,9 @@ def _request_of(run_dir: Path, launches: str) -> Request | None:
         launch = data["launch"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         launch = None
-    ours = isinstance(launch, str) and launch.startswith(launches)
-    return read_request(run_dir, launch=launch) if ours else None
+    if not (isinstance(launch, str) and launch.startswith(launches)):
+        return None
+    return read_request(run_dir, launch=launch)
 
 
 def _count(run_dir: Path, save: Path, job: str, most: int) -> tuple[bool, str]:
