@@ -23,6 +23,9 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
     # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    from copus_ext.launch.rank_side import end_with_launcher, leave_error
+
+    end_with_launcher()
     from copus_ext.config import CopusConfig
     from copus_ext.launch.environment import adopt_srun
     from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
@@ -38,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         check_environment()
         import torch
 
+        from copus_ext.reconfigure import ending
         from megatron.training import optional
         from megatron.training.pretrain import pretrain
         from megatron.training.restore import read_arguments
@@ -53,10 +57,15 @@ def main(argv: list[str] | None = None) -> int:
             apex_available=optional.have_nvidia_apex(),
         )
         callbacks = controllers(args)
-        pretrain(config, callbacks)
-        return max((callback.exit_code for callback in callbacks), default=0)
+        outcome = pretrain(config, callbacks, ending.tell)
+        codes = [callback.exit_code for callback in callbacks]
+        return max([ending.exit_code(outcome), *codes])
     except (UsageError, TrainingFailure) as error:
+        leave_error(error, is_told=True)
         return _fail(error, error.exit_code)
+    except Exception as error:
+        leave_error(error)
+        raise
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:

@@ -28,8 +28,10 @@ def open_job(flags: list[str]) -> Iterator[Any]:
     from megatron.training.build import build_job, tear_down
     from megatron.training.callbacks import Callbacks
     from megatron.training.device import use_device
+    from megatron.training.job import Outside
     from megatron.training.parallel import init_distributed
-    from megatron.training.pretrain import open_run, tokenizer_flags
+    from megatron.training.pretrain import tokenizer_flags
+    from megatron.training.run_directory import hold_run, open_run
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer
@@ -48,8 +50,9 @@ def open_job(flags: list[str]) -> Iterator[Any]:
         tokenizer = build_tokenizer(**tokenizer_flags(config))
         config = settle(config, None, vocab_size=tokenizer.vocab_size)
         state = TrainState()
-        with open_run(config, None, state) as tracker:
-            job = build_job(config, None, state, tokenizer, device, Callbacks(()), tracker)
+        with hold_run(config) as run, open_run(config, run, None, state) as tracker:
+            outside = Outside(tracker=tracker)
+            job = build_job(config, None, state, tokenizer, device, Callbacks(()), outside)
             yield job
             tear_down(job)
         torch.distributed.destroy_process_group()

@@ -3,8 +3,6 @@ others, their speeds, and where the run stands. On rank 0 alone."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
@@ -16,10 +14,8 @@ from copus_ext.noise.observer import NoiseObserver
 from copus_ext.planner.configuration import Configuration
 from copus_ext.table import Table, gpu_of
 from megatron.training.callbacks import CallbackContext
+from megatron.training.control import PAUSE_FILE
 from megatron.training.layout import Layout
-
-PAUSE_FILE = Path("control") / "pause"
-"""While this file is in the run directory nothing is decided."""
 
 
 class Outlook:

@@ -104,11 +104,11 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     from megatron.training.batch_schedule import BatchSchedule
     from megatron.training.build import build_job, tear_down
     from megatron.training.callbacks import Callbacks
+    from megatron.training.job import Outside
     from megatron.training.pretrain import tokenizer_flags
     from megatron.training.settle import settle
     from megatron.training.state import TrainState
     from megatron.training.tokenizer import build_tokenizer
-    from megatron.training.tracker import NullTracker
 
     def config_of(count: int) -> Any:
         batch = str(count * c.dp * c.micro_batch_size)
@@ -121,7 +121,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     config = settle(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
     with contextlib.redirect_stdout(io.StringIO()):
-        job = build_job(config, None, state, tokenizer, device, Callbacks(()), NullTracker())
+        job = build_job(config, None, state, tokenizer, device, Callbacks(()), Outside())
     for count in wanted:
         job.batch_schedule = BatchSchedule.of(config_of(count))
         state.consumed_samples = 0

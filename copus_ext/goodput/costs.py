@@ -66,7 +66,7 @@ class Costs:
     def of(self, layout: Layout) -> dict[str, Any]:
         """The fields of a `Situation` under a layout."""
         here = _sizes(layout)
-        barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start == here)
+        barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start in (here, None))
         return {
             "switch_cost_s": self.seconds,
             "paused_s": self.record["paused_s"],
@@ -86,6 +86,10 @@ class Costs:
         self.record["barred"].append([_sizes(start), _sizes(to), reason])
         self.record["num_failed"] += 1
         self.record["paused_s"] += seconds
+
+    def bar(self, to: Layout, reason: str) -> None:
+        """Takes in that a layout is not to be chosen, from wherever."""
+        self.record["barred"].append([None, _sizes(to), reason])
 
     def lift_bars(self) -> None:
         """A new launch may try again."""

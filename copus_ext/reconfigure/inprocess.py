@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
 from copus_ext.goodput import costs
@@ -33,6 +32,7 @@ from megatron.training.job import Job
 from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
 from megatron.training.settings import StepSettings
+from megatron.training.watchdog import leave_at_once
 
 logger = logging.getLogger(__name__)
 
@@ -174,13 +174,8 @@ class Mover:
             print(message, file=sys.stderr, flush=True)
             if rank == 0:
                 self._note("switch.abandoned", reason=reason)
-            # What ends them at a proper exit does not run here: the helpers of a checkpoint's
-            # writer would stay for ever.
-            for child in psutil.Process().children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
         finally:
-            os._exit(Relaunch.exit_code)
+            leave_at_once(Relaunch.exit_code)
 
     def _dump_stacks(self) -> None:
         if self._run_dir is None:

@@ -14,12 +14,13 @@ from megatron.training.config import Config
 from megatron.training.data import build_datasets
 from megatron.training.device import Device
 from megatron.training.flops import training_flops_per_sample
-from megatron.training.job import Job
+from megatron.training.job import Job, Outside
 from megatron.training.model import Model, build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.parallel import build_groups, destroy_groups
 from megatron.training.reader import BatchReader
 from megatron.training.restore import Stored, load_weights
+from megatron.training.signals import StopAsked
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker
 
@@ -31,13 +32,17 @@ def build_job(
     tokenizer: Any,
     device: Device,
     callbacks: Callbacks,
-    tracker: NullTracker,
+    outside: Outside,
 ) -> Job:
     """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or
     loaded.
 
     All ranks take part. `tear_down` is its inverse.
+
+    Raises:
+        StopAsked: on every rank, before the data is built: groups are left to be destroyed.
     """
+    tracker = outside.tracker
     groups = groups_of(config)
     model = build_model(config, groups, device)
     optimizer = build_optimizer(config, model, groups)
@@ -45,6 +50,9 @@ def build_job(
         load_weights(stored, config, model, optimizer, groups)
         log_rank_zero(f"loaded {stored.folder} (iteration {stored.iteration}) as {config.layout}")
     scheduler = build_scheduler(config, optimizer, lr_samples=state.lr_samples)
+    # Loading took its time, and building the indices of the data may take longer.
+    if reason := outside.urgent_stop(state.iteration):
+        raise StopAsked(reason)
     context = CallbackContext(
         model=model.chunks,
         optimizer=optimizer,
@@ -70,10 +78,9 @@ def build_job(
         test_data=test_data,
         checkpointer=_open_checkpointer(config, groups, callbacks, context, tracker),
         state=state,
-        tracker=tracker,
+        outside=outside,
         callbacks=callbacks,
         context=context,
-        local_stop=lambda _iteration: None,
         flops_per_sample=_flops_per_sample(config),
     )
     # A checkpoint's parameter groups bring the rates it was trained with.
@@ -128,6 +135,12 @@ def install_layout(
     context.optimizer, context.scheduler = optimizer, scheduler
     job.checkpointer = _open_checkpointer(config, groups, job.callbacks, context, job.tracker)
     job.set_rates()
+    job.tracker.event(
+        "layout",
+        iteration=job.state.iteration,
+        consumed_samples=job.state.consumed_samples,
+        layout=str(config.layout),
+    )
     job.fire("on_relayout_end")
 
 

@@ -14,12 +14,25 @@ class UsageError(ValueError):
 
 
 class TrainingFailure(RuntimeError):
-    """A run that was set up correctly could not go on (exit code 1)."""
+    """A run that was set up correctly could not go on (exit code 1).
+
+    Args:
+        message: one line: what happened, where, and what to do.
+        restart_helps: whether the run, started again as it was, may get further; then a supervisor
+            does that. The same on every rank that raises it.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, *, restart_helps: bool = False) -> None:
+        super().__init__(message)
+        self.restart_helps = restart_helps
 
 
 class Relaunch(TrainingFailure):
     """The run must be started again from its last checkpoint, in new processes (exit code 85)."""
 
     exit_code = 85
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, restart_helps=True)

@@ -15,7 +15,7 @@ from megatron.training.step import run_schedule, share_numbers
 
 
 @torch.no_grad()
-def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
+def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason:
     """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks
     take part.
 
@@ -29,7 +29,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
         split: `valid` or `test`.
 
     Returns:
-        The loss in nats per token, or None when a signal cut the evaluation short.
+        The loss in nats per token, or why the ranks agreed to break it off and leave.
     """
     config = job.config
     size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
@@ -55,16 +55,16 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | None:
         batches = reader.read_evaluation(**where) if job.needs_data else None
         count = len(evaluation_indices(**where))
         losses = run_schedule(job, batches, count, micro_batch_size=mbs, forward_only=True)
-        stop = job.local_stop(job.state.iteration)
-        part, number, code, _ = share_numbers(job, losses, stop.code if stop else 0)
-        total, tokens, reason = total + part, tokens + number, StopReason.from_code(code)
+        shared = share_numbers(job, losses, iteration=job.state.iteration)
+        total, tokens = total + shared.loss, tokens + shared.num_tokens
         job.fire(f"{event}_step_end")
-        if reason is not None and reason.kind == "signal":
+        if shared.stop is not None and shared.stop.is_urgent:
+            reason = shared.stop
             break
     for chunk in job.model.chunks:
         chunk.train()
-    if reason is not None and reason.kind == "signal":
-        return None
+    if reason is not None:
+        return reason
     loss = total / tokens if tokens else math.nan
     job.fire(f"{event}_end", loss_dict={"lm loss": loss})
     return loss

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.training.agree import everyone
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
+from megatron.training.control import SAVE_FILE, Control
 from megatron.training.device import Device
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
@@ -20,6 +23,27 @@ from megatron.training.settings import StepInfo, StepSettings, learning_rate, se
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker
+from megatron.training.watchdog import Watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What a job has to do with the world around its training."""
+
+    tracker: NullTracker = field(default_factory=NullTracker)
+    """Records; does nothing but on one rank."""
+    control: Control = field(default_factory=Control)
+    """Sees what is asked of the run by files."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    """Told of all progress."""
+    local_stop: Callable[[int], StopReason | None] = lambda iteration: None
+    """Why this rank alone would leave after the given iteration."""
+
+    def urgent_stop(self, iteration: int) -> StopReason | None:
+        """Why all ranks leave without another step, or None. Collective over the world."""
+        own = self.local_stop(iteration)
+        codes = everyone(own.code if own is not None and own.is_urgent else 0)
+        return StopReason.from_code(max(codes))
 
 
 @dataclass(kw_only=True)
@@ -50,14 +74,12 @@ class Job:
     """Saves into `--save`, if given."""
     state: TrainState
     """Counters."""
-    tracker: NullTracker
-    """Records; does nothing but on one rank."""
+    outside: Outside
+    """What it has to do with the world around."""
     callbacks: Callbacks
     """Who watches."""
     context: CallbackContext
     """What they are given."""
-    local_stop: Callable[[int], StopReason | None]
-    """Why this rank alone would leave after the given iteration."""
     flops_per_sample: float
     """Model FLOPs of one sample, forward and backward."""
 
@@ -66,6 +88,56 @@ class Job:
         for name, value in values.items():
             setattr(self.context, name, value)
         return self.callbacks.fire(event, self.context)
+
+    @property
+    def tracker(self) -> NullTracker:
+        """Records; does nothing but on one rank."""
+        return self.outside.tracker
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Told of all progress."""
+        return self.outside.watchdog
+
+    def save(self, *, to_the_end: bool = False) -> None:
+        """Writes a checkpoint, if there is a `--save`. All ranks take part.
+
+        Args:
+            to_the_end: because it was asked for by a file: wait for it also where checkpoints are
+                written while training goes on, and take the file away.
+        """
+        if self.checkpointer is not None:
+            with self.watchdog.phase("saving", patient=True):
+                self.checkpointer.save(self.model, self.optimizer, self.scheduler, self.state)
+                if to_the_end:
+                    self.checkpointer.finish()
+        if to_the_end:
+            if self.checkpointer is None and dist.get_rank() == 0:
+                print(f"note: {SAVE_FILE} has no effect without --save", flush=True)
+            self.outside.control.save_obeyed()
+
+    def poll(self) -> None:
+        """Commits a checkpoint that has been written meanwhile. All ranks take part."""
+        if self.checkpointer is not None:
+            with self.watchdog.phase("saving", patient=True):
+                self.checkpointer.poll()
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that is being written. All ranks take part."""
+        if self.checkpointer is not None:
+            with self.watchdog.phase("saving", patient=True):
+                self.checkpointer.finish()
+
+    def move(self, move: Callable[[Job], str | None]) -> StopReason | None:
+        """Lets a controller take the job to another layout.
+
+        Returns:
+            Why the run must be left instead, or None.
+        """
+        with self.watchdog.phase("changing the layout", patient=True):
+            why = move(self)
+        self.watchdog.forget_pace()
+        return None if why is None else StopReason(kind="relayout", text=why)
 
     @property
     def needs_data(self) -> bool:

@@ -10,7 +10,7 @@ from megatron.training.signals import StopReason
 from megatron.training.step import train_step
 
 
-def train(job: Job) -> str | None:
+def train(job: Job) -> StopReason | None:
     """Trains until the samples are used up or all ranks agree to stop. All ranks take part.
 
     Returns:
@@ -18,7 +18,7 @@ def train(job: Job) -> str | None:
     """
     config, state, reporter = job.config, job.state, Reporter(job)
     job.fire("on_train_start")
-    why: str | None = None
+    why = job.outside.urgent_stop(state.iteration)
     saved, evaluated = state.iteration, -1
     while why is None and job.next_batch_fits:
         batch = job.global_batch_size
@@ -27,7 +27,7 @@ def train(job: Job) -> str | None:
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
         job.fire("on_train_step_start", **sizes)
-        info, stop = train_step(job)
+        info, shared = train_step(job)
         request = job.fire(
             "on_train_step_end",
             step=info,
@@ -38,42 +38,43 @@ def train(job: Job) -> str | None:
         if request is not None and request.settings is not None:
             info = job.adopt(request.settings, info)
         reporter.record(info)
-        why = _why(stop, request)
-        signalled = stop is not None and stop.kind == "signal"
-        if not signalled and job.evaluation_due(info):
-            _evaluate(job, reporter, "valid")
-            evaluated = state.iteration
-        if job.checkpointer is not None:
-            job.checkpointer.poll()
-            asked = request is not None and request.kind != "change"
-            interval = config.checkpoint.save_interval
-            if asked or (interval and state.iteration % interval == 0):
-                job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
-                saved = state.iteration
+        why = shared.stop or _wish(request)
+        if not (why is not None and why.is_urgent) and job.evaluation_due(info):
+            cut = _evaluate(job, reporter, "valid")
+            why, evaluated = why or cut, state.iteration
+        job.poll()
+        asked = shared.save or (request is not None and request.kind != "change")
+        interval = config.checkpoint.save_interval
+        if asked or (interval and state.iteration % interval == 0):
+            job.save(to_the_end=shared.save)
+            saved = state.iteration
         if why is None and request is not None and request.move is not None:
-            why = request.move(job)
+            why = job.move(request.move)
             saved = -1 if why else saved
-    if job.checkpointer is not None:
-        if saved != state.iteration:
-            job.checkpointer.save(job.model, job.optimizer, job.scheduler, state)
-        job.checkpointer.finish()
-    if why is None:
-        if evaluated != state.iteration:
-            _evaluate(job, reporter, "valid", where="on validation set")
-        _evaluate(job, reporter, "test", where="on test set")
+    reporter.leaving(why)
+    if saved != state.iteration:
+        job.save()
+    job.finish_saving()
+    if why is None and evaluated != state.iteration:
+        why = _evaluate(job, reporter, "valid", where="on validation set")
+    why = why or _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")
     return why
 
 
-def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> None:
-    """Evaluates and reports; does nothing without data, and reports nothing if a signal came."""
-    reader = {"valid": job.valid_data, "test": job.test_data}[split]
-    loss = None if reader is None else evaluate(job, reader, split=split)
-    if loss is not None:
-        reporter.evaluation(loss, split=split, where=where)
+def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> StopReason | None:
+    """Evaluates and reports, if there is data; why it was broken off, or None."""
+    if (reader := {"valid": job.valid_data, "test": job.test_data}[split]) is None:
+        return None
+    with job.watchdog.phase("evaluating"):
+        result = evaluate(job, reader, split=split)
+    if isinstance(result, StopReason):
+        return result
+    reporter.evaluation(result, split=split, where=where)
+    return None
 
 
-def _why(stop: StopReason | None, request: Request | None) -> str | None:
-    if stop is not None:
-        return str(stop)
-    return request.reason if request is not None and request.kind == "stop" else None
+def _wish(request: Request | None) -> StopReason | None:
+    if request is None or request.kind != "stop":
+        return None
+    return StopReason(kind="callback", text=request.reason)

@@ -12,6 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from megatron.training.control import supervised_launch
+
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
@@ -66,13 +68,18 @@ class RecordFile:
 def launch_id(env: Mapping[str, str], now: datetime, previous: Iterable[str] = ()) -> str:
     """Returns `<job>.<restart count>.<n>`, which differs from every previous launch.
 
-    A bare counter repeats after a requeue; a job number with its restart count does not.
+    A bare counter repeats after a requeue; a job number with its restart count does not. A
+    supervisor has named the launch itself.
 
     Args:
-        env: environment; SLURM_JOB_ID and SLURM_RESTART_COUNT are read.
+        env: environment; COPUS_LAUNCH, SLURM_JOB_ID and SLURM_RESTART_COUNT are read.
         now: start time, stands for the job outside SLURM.
         previous: launches already recorded in this run directory.
     """
+    previous = list(previous)
+    named = supervised_launch(env)
+    if named is not None and named not in previous:
+        return named
     job = env.get("SLURM_JOB_ID") or now.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     prefix = f"{job}.{env.get('SLURM_RESTART_COUNT') or '0'}."
     counts = [name[len(prefix) :] for name in previous if name.startswith(prefix)]
@@ -139,9 +146,9 @@ def committed_history(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     for record in reversed(records):
         kind, launch, iteration = (record.get(k) for k in ("kind", "launch", "iteration"))
         # Walking backwards, `start` is the earliest point that any later launch started from.
-        limit = horizon.setdefault(launch, start)
+        limit = horizon.setdefault(str(launch), start)
         if kind in _REPEATED_KINDS and isinstance(iteration, int):
-            key = (kind, iteration, record.get("split"))
+            key = (kind, iteration, str(record.get("split")))
             if iteration > limit or key in seen:
                 continue
             seen.add(key)

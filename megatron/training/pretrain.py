@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
-import json
 import logging
 import os
-import platform
 import time
-from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training import metrics
-from megatron.training.agree import from_rank_zero
 from megatron.training.build import build_job, log_rank_zero, tear_down
 from megatron.training.callbacks import Callback, Callbacks
-from megatron.training.checkpoint_files import write_atomically
 from megatron.training.config import Config
+from megatron.training.control import Control
 from megatron.training.device import Device, use_device
-from megatron.training.errors import TrainingFailure, UsageError
+from megatron.training.errors import TrainingFailure
 from megatron.training.guard import check_environment
+from megatron.training.job import Job, Outside
+from megatron.training.layout import Layout
 from megatron.training.loop import train
-from megatron.training.parallel import init_distributed
+from megatron.training.outcome import Outcome
+from megatron.training.parallel import destroy_groups, init_distributed
 from megatron.training.restore import Stored, read_stored
+from megatron.training.run_directory import RunDirectory, hold_run, open_run
 from megatron.training.settle import settle, settle_settings
-from megatron.training.signals import STOP_SIGNALS, StopSignals, stop_reason
-from megatron.training.sinks import open_sinks
+from megatron.training.signals import (
+    STOP_SIGNALS,
+    StopAsked,
+    StopReason,
+    StopSignals,
+    stop_reason,
+)
 from megatron.training.state import TrainState
 from megatron.training.tokenizer import build_tokenizer
-from megatron.training.tracker import NullTracker, Tracker
+from megatron.training.tracker import NullTracker
+from megatron.training.watchdog import Limits, Watchdog
 
 logger = logging.getLogger(__name__)
 
 
-def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
+def pretrain(
+    config: Config,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
     """Trains a GPT as configured. Every rank of the world calls it.
 
     Joins the process group that torchrun describes in the environment, unless the caller has;
@@ -48,9 +59,11 @@ def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
     Args:
         config: from `arguments.resolve`.
         callbacks: told of every event, on every rank.
+        tell: told on every rank how the run ended, also when it failed, while its directory is
+            still held and the file that asked it to stop still there.
 
     Returns:
-        The counters at the end.
+        How it ended.
 
     Raises:
         UsageError: flags, data or environment are wrong (exit code 2).
@@ -72,50 +85,132 @@ def pretrain(config: Config, callbacks: Iterable[Callback] = ()) -> TrainState:
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
-        state = _run(config, Callbacks(callbacks), opened, signals, started)
+        outcome = _run(config, Callbacks(callbacks), opened, signals, started, tell)
         # After an error the world goes with the process: closing it here would end the other ranks
         # with an error of theirs before this one can say what happened.
         if not joined:
             dist.destroy_process_group()
-        return state
+        return outcome
 
 
 def _run(
-    config: Config, callbacks: Callbacks, device: Device, signals: StopSignals, started: float
-) -> TrainState:
+    config: Config,
+    callbacks: Callbacks,
+    device: Device,
+    signals: StopSignals,
+    started: float,
+    tell: Callable[[Outcome], None],
+) -> Outcome:
+    limits = Limits.of(os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes)
     tokenizer = build_tokenizer(**tokenizer_flags(config))
-    stored = _find_checkpoint(config)
-    config = settle(config, stored, vocab_size=tokenizer.vocab_size)
-    state = TrainState()
-    if stored is not None and not config.checkpoint.finetune:
-        state = stored.state
-        keep = callbacks.keep_settings
-        state.settings, notes = settle_settings(state.settings, config, keep=keep)
-        for note in notes:
-            log_rank_zero(f"note: {note}")
-    with _imports_at_rest(), open_run(config, stored, state, callbacks.settings()) as tracker:
-        job = build_job(config, stored, state, tokenizer, device, callbacks, tracker)
-        job.local_stop = lambda iteration: stop_reason(
-            iteration=iteration,
-            elapsed_s=time.monotonic() - started,
-            exit_interval=config.batch.exit_interval,
-            exit_duration_in_mins=config.batch.exit_duration_in_mins,
-            received=signals.received,
+    with hold_run(config) as run:
+        control = Control(run.path, sees_save=dist.get_rank() == 0)
+        local_stop = functools.partial(_local_stop, config, started, signals, control)
+        outcome = Outcome(
+            state=TrainState(), run_dir=run.path, layout=config.layout, save=config.checkpoint.save
         )
+        try:
+            stored = _find_checkpoint(config)
+            config = settle(config, stored, vocab_size=tokenizer.vocab_size)
+            state = _state_at_start(config, stored, callbacks)
+            outcome = replace(outcome, state=state)
+            with (
+                _imports_at_rest(),
+                open_run(config, run, stored, state, callbacks.settings()) as tracker,
+                _watch(run, limits, state, tracker) as watchdog,
+            ):
+                outside = Outside(
+                    tracker=tracker, control=control, watchdog=watchdog, local_stop=local_stop
+                )
+                build = functools.partial(
+                    build_job, config, stored, state, tokenizer, device, callbacks, outside
+                )
+                reason, layout = _train(config, state, tracker, build)
+        except TrainingFailure as failure:
+            tell(replace(outcome, failure=failure))
+            raise
+        outcome = replace(outcome, reason=reason, layout=layout)
+        tell(outcome)
+        if dist.get_rank() == 0:
+            control.stop_obeyed()
+    return outcome
+
+
+def _train(
+    config: Config, state: TrainState, tracker: NullTracker, build: Callable[[], Job]
+) -> tuple[StopReason | None, Layout]:
+    """From a job's groups to its end.
+
+    Returns:
+        Why it ended early, and the layout that it had then.
+    """
+    job, reason, layout = None, None, config.layout
+    try:
+        job = build()
+    except StopAsked as asked:
+        reason = asked.reason
+    if job is None:
+        # Once the exception is gone, and with it what it held of the model.
+        destroy_groups()
+    else:
         with _garbage_collection(automatic=not config.runtime.manual_gc):
-            why = train(job)
-        if why is None and 0 < job.samples_left < config.batch.train_samples:
+            reason = train(job)
+        if reason is None and 0 < job.samples_left < config.batch.train_samples:
             log_rank_zero(f"{job.samples_left} samples are left over, too few for a step")
-        if why is not None:
-            log_rank_zero(f"stopped after iteration {state.iteration}: {why}")
-        tracker.event(
-            "run.end",
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
-            why=why or "done",
-        )
+    if reason is not None:
+        log_rank_zero(f"stopped after iteration {state.iteration}: {reason}")
+    tracker.event(
+        "run.end",
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        why="done" if reason is None else str(reason),
+    )
+    if job is not None:
+        layout = job.config.layout
         tear_down(job)
+    return reason, layout
+
+
+def _local_stop(
+    config: Config, started: float, signals: StopSignals, control: Control, iteration: int
+) -> StopReason | None:
+    """Why this rank alone would leave after an iteration."""
+    return stop_reason(
+        iteration=iteration,
+        elapsed_s=time.monotonic() - started,
+        exit_interval=config.batch.exit_interval,
+        exit_duration_in_mins=config.batch.exit_duration_in_mins,
+        received=signals.received,
+        stop_file=control.stop_asked(),
+    )
+
+
+def _state_at_start(config: Config, stored: Stored | None, callbacks: Callbacks) -> TrainState:
+    """The counters of the checkpoint, or zeros."""
+    if stored is None or config.checkpoint.finetune:
+        return TrainState()
+    state = stored.state
+    state.settings, notes = settle_settings(state.settings, config, keep=callbacks.keep_settings)
+    for note in notes:
+        log_rank_zero(f"note: {note}")
     return state
+
+
+def _watch(run: RunDirectory, limits: Limits, state: TrainState, tracker: NullTracker) -> Watchdog:
+    def note(kind: str, **fields: Any) -> None:
+        where = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+        tracker.event(kind, **where, **fields)
+
+    watchdog = Watchdog(
+        run.path,
+        launch=run.launch,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        limits=limits,
+        note=note,
+    )
+    watchdog.iteration = state.iteration
+    return watchdog
 
 
 @contextlib.contextmanager
@@ -166,87 +261,6 @@ def _find_checkpoint(config: Config) -> Stored | None:
             raise TrainingFailure(message)
         log_rank_zero(f"{message}: starting from scratch")
     return stored
-
-
-def open_run(
-    config: Config,
-    stored: Stored | None,
-    state: TrainState,
-    more_settings: dict[str, Any] | None = None,
-) -> NullTracker:
-    """Makes the run directory, prints and saves the resolved configuration, and opens the record on
-    rank 0.
-
-    Args:
-        config: resolved.
-        stored: the checkpoint the run continues from, or None.
-        state: counters at the start.
-        more_settings: flags of the callbacks, printed and saved with the rest.
-
-    Raises:
-        UsageError: on every rank, when the directory cannot be written.
-    """
-    run_dir, launch, problem = None, "", None
-    settings = {**config.flat(), **(more_settings or {})}
-    if dist.get_rank() == 0:
-        now = datetime.now(timezone.utc)
-        run_dir = Path(
-            config.runtime.run_dir
-            or config.checkpoint.save
-            or config.logging.tensorboard_dir
-            or f"runs/{now:%Y%m%d-%H%M%S}"
-        )
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            launch = metrics.launch_id(os.environ, now, metrics.previous_launches(run_dir))
-            write_atomically(run_dir / "config.json", json.dumps(settings, indent=1))
-        except OSError as error:
-            problem = f"the run directory {run_dir} cannot be written ({error}); set --run-dir"
-    if problem := from_rank_zero(problem):
-        raise UsageError(problem)
-    if run_dir is None:
-        return NullTracker()
-    tracker = Tracker(
-        run_dir,
-        launch=launch,
-        sinks=open_sinks(config.logging, run_dir, config=settings),
-        timers_to_sinks=config.logging.log_timers_to_tensorboard,
-        ppl_to_sinks=config.logging.log_validation_ppl_to_tensorboard,
-    )
-    _print_configuration(config, settings, run_dir)
-    tracker.event(
-        "run.start",
-        iteration=state.iteration,
-        consumed_samples=state.consumed_samples,
-        config=settings,
-        layout=str(config.layout),
-        loaded=str(stored.folder) if stored else None,
-        versions=_versions(),
-        rank_environment={
-            name: os.environ.get(name)
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR")
-        },
-        host=platform.node(),
-        pid=os.getpid(),
-    )
-    return tracker
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("torch", "numpy", "megatron-core")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
-def _print_configuration(config: Config, settings: dict[str, Any], run_dir: Path) -> None:
-    print("------------------------ arguments ------------------------", flush=True)
-    for name, value in sorted(settings.items()):
-        print(f"  {name} {'.' * max(2, 48 - len(name))} {value}")
-    print("-------------------- end of arguments ---------------------")
-    for note in config.runtime.notes:
-        print(f"note: {note}")
-    print(f"layout {config.layout}, run directory {run_dir}", flush=True)
 
 
 def _set_logging(config: Config) -> None:

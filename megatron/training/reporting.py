@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.training.job import Job
 from megatron.training.logline import StepReport, training_line, validation_lines
 from megatron.training.settings import StepInfo
+from megatron.training.signals import StopReason
 
 
 def is_last_rank() -> bool:
@@ -71,6 +73,7 @@ class Reporter:
         self.job = job
         self.interval = _Interval()
         self.printed = False
+        self._started_at = job.state.iteration
 
     def record(self, info: StepInfo) -> None:
         """Records a step; prints the log line at the interval's end and after the first step of the
@@ -93,6 +96,40 @@ class Reporter:
         context.step_fields.clear()
         if is_due:
             self._print(info, norm)
+        self._look_at_checkpoints(info)
+
+    def _look_at_checkpoints(self, info: StepInfo) -> None:
+        """Alerts when the last one is older than two intervals, and again at each further one."""
+        interval, latest = self.job.config.checkpoint.save_interval, self.latest_checkpoint
+        age = info.iteration - latest
+        if self.job.checkpointer is None or not interval or age <= 2 * interval:
+            return
+        if age % interval == 1 or interval == 1:
+            self.alert(
+                "old checkpoint",
+                f"the last checkpoint is of iteration {latest}, {age} steps ago",
+            )
+
+    @property
+    def latest_checkpoint(self) -> int:
+        """Iteration of the last committed checkpoint, or where this launch began."""
+        known = self.job.context.checkpoint_iteration
+        return self._started_at if known is None else known
+
+    def alert(self, topic: str, message: str) -> None:
+        """Records and prints what an operator should look at."""
+        self._event("alert", topic=topic, message=message)
+        if dist.get_rank() == 0:
+            print(f"alert: {message}", flush=True)
+
+    def leaving(self, why: StopReason | None) -> None:
+        """Records that somebody outside has asked the run to leave."""
+        if why is not None and why.is_urgent:
+            self._event("signal", name=str(why))
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        state = self.job.state
+        self.job.tracker.event(kind, state.iteration, state.consumed_samples, **fields)
 
     def _print(self, info: StepInfo, norm: float | None) -> None:
         losses = self.interval.losses

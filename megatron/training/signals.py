@@ -12,32 +12,53 @@ from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from megatron.training.control import STOP_FILE, TIME_LIMIT
+
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 
-_DURATION_CODE = 2
-_INTERVAL_CODE = 1
+Kind = Literal["signal", "file", "time-limit", "duration", "interval", "callback", "relayout"]
+
+_CODES: dict[Kind, int] = {"interval": 1, "duration": 2, "file": 3, "time-limit": 4}
+_WORDS: dict[Kind, str] = {
+    "interval": "--exit-interval",
+    "duration": "--exit-duration-in-mins",
+    "file": str(STOP_FILE),
+    "time-limit": f"{STOP_FILE}: {TIME_LIMIT}",
+}
 _FIRST_SIGNAL_CODE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopReason:
-    """Why the run leaves at this step boundary. Clocks and signals differ between ranks, and one
-    that leaves alone hangs the others: the greatest `code` of all ranks wins on all of them."""
+    """Why the run leaves at this step boundary. Clocks, signals and views of a file differ between
+    ranks, and one that leaves alone hangs the others: the greatest `code` of all ranks wins on all
+    of them."""
 
-    kind: Literal["signal", "duration", "interval"]
-    """`--exit-interval`, `--exit-duration-in-mins`, or a signal."""
+    kind: Kind
+    """`--exit-interval`, `--exit-duration-in-mins`, a signal, a stop file, one that was written
+    before a time limit; or what all ranks come to alike: a wish of a callback, or of a controller
+    to go on under another layout in new processes."""
     signal: str | None = None
     """Name such as `SIGTERM` if and only if `kind` is `signal`."""
+    text: str | None = None
+    """One line, if and only if `kind` is `callback` or `relayout`."""
 
     def __post_init__(self) -> None:
         assert (self.kind == "signal") == (self.signal is not None), self
+        assert (self.kind in ("callback", "relayout")) == (self.text is not None), self
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the processes are about to be ended: an evaluation is broken off, and the run is
+        to go on elsewhere."""
+        return self.kind in ("signal", "file", "time-limit")
 
     @property
     def code(self) -> int:
         """Positive number for an all-reduce; see `from_code`."""
         if self.signal is not None:
             return _FIRST_SIGNAL_CODE + int(signal.Signals[self.signal])
-        return _DURATION_CODE if self.kind == "duration" else _INTERVAL_CODE
+        return _CODES[self.kind]
 
     @staticmethod
     def from_code(code: int) -> StopReason | None:
@@ -46,11 +67,18 @@ class StopReason:
             return None
         if code > _FIRST_SIGNAL_CODE:
             return StopReason(kind="signal", signal=signal.Signals(code - _FIRST_SIGNAL_CODE).name)
-        return StopReason(kind="duration" if code == _DURATION_CODE else "interval")
+        return StopReason(kind=next(kind for kind, known in _CODES.items() if known == code))
 
     def __str__(self) -> str:
-        words = {"duration": "--exit-duration-in-mins", "interval": "--exit-interval"}
-        return self.signal or words[self.kind]
+        return self.signal or self.text or _WORDS[self.kind]
+
+
+class StopAsked(Exception):
+    """All ranks have agreed to leave before there is anything to train."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class StopSignals:
@@ -135,6 +163,7 @@ def stop_reason(
     exit_interval: int | None,
     exit_duration_in_mins: float | None,
     received: str | None,
+    stop_file: str | None = None,
 ) -> StopReason | None:
     """Returns why this rank would leave after this step, or None.
 
@@ -144,9 +173,13 @@ def stop_reason(
         exit_interval: leave when `iteration` is a multiple of it.
         exit_duration_in_mins: leave once `elapsed_s` exceeds it.
         received: `StopSignals.received`.
+        stop_file: `Control.stop_asked`.
     """
     if received is not None:
         return StopReason(kind="signal", signal=received)
+    if stop_file is not None:
+        is_limit = stop_file.startswith(TIME_LIMIT)
+        return StopReason(kind="time-limit" if is_limit else "file")
     if exit_duration_in_mins is not None and elapsed_s > 60.0 * exit_duration_in_mins:
         return StopReason(kind="duration")
     if exit_interval and iteration % exit_interval == 0:

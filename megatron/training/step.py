@@ -7,6 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,18 +43,36 @@ def language_model_loss(
     return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
 
 
-def forward_step(device: torch.device, batches: Iterator[Batch] | None, chunk: Any) -> tuple:
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What all ranks know after a batch."""
+
+    loss: float
+    """Sum of the losses of all replicas, in nats."""
+    num_tokens: float
+    """Tokens counted."""
+    elapsed_s: float
+    """Seconds of the slowest rank."""
+    stop: StopReason | None
+    """Why all of them leave."""
+    save: bool
+    """Whether all of them save."""
+
+
+def forward_step(job: Job, batches: Iterator[Batch] | None, chunk: Any) -> tuple:
     """Runs one chunk on one micro-batch, as the schedules call it.
 
     Args:
-        device: where the batch is put.
+        job: says where the batch is put.
         batches: micro-batches in order, or None on a stage that needs none.
         chunk: the wrapped model chunk.
 
     Returns:
         The chunk's output and the function that turns it into a loss.
     """
+    job.watchdog.beat()
     batch = {} if batches is None else next(batches)
+    device = job.device.torch_device
     batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, functools.partial(language_model_loss, batch.get("loss_mask"))
@@ -86,7 +105,7 @@ def run_schedule(
         for chunk in job.model.unwrapped
     ]
     reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, job.device.torch_device),
+        forward_step_func=functools.partial(forward_step, job),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=job.model.chunks,
         num_microbatches=num_microbatches,
@@ -98,37 +117,43 @@ def run_schedule(
 
 
 def share_numbers(
-    job: Job, losses: torch.Tensor | None, stop_code: int, elapsed_s: float = 0.0
-) -> tuple[float, float, int, float]:
-    """Gives every rank the loss, the stop code any rank asks for, and the time of the slowest. One
-    small all-gather over the world.
+    job: Job, losses: torch.Tensor | None, *, iteration: int, elapsed_s: float = 0.0
+) -> Shared:
+    """Gives every rank the loss, what any rank asks for, and the time of the slowest. One small
+    all-gather over the world.
 
     Args:
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
-        stop_code: 0, or why this rank wants to leave.
+        iteration: steps done.
         elapsed_s: seconds of the step so far on this rank.
-
-    Returns:
-        Sum of the losses of all replicas, tokens counted, largest stop code, most seconds.
     """
-    own = torch.zeros(4, dtype=torch.float64, device=job.device.torch_device)
+    outside = job.outside
+    stop = outside.local_stop(iteration)
+    own = torch.zeros(5, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         own[:2] = losses.double().sum(dim=0)
-    own[2], own[3] = stop_code, elapsed_s
-    gathered = torch.empty(dist.get_world_size() * 4, dtype=torch.float64, device=own.device)
+    own[2] = stop.code if stop else 0
+    own[3], own[4] = elapsed_s, outside.control.save_asked()
+    gathered = torch.empty(dist.get_world_size() * 5, dtype=torch.float64, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, 4)
+    rows = gathered.view(-1, 5)
     total, tokens = rows[:, :2].sum(dim=0).tolist()
-    code, seconds = rows[:, 2:].max(dim=0).values.tolist()
-    return total, tokens, int(code), seconds
+    code, seconds, save = rows[:, 2:].max(dim=0).values.tolist()
+    return Shared(
+        loss=total,
+        num_tokens=tokens,
+        elapsed_s=seconds,
+        stop=StopReason.from_code(int(code)),
+        save=bool(save),
+    )
 
 
-def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
+def train_step(job: Job) -> tuple[StepInfo, Shared]:
     """Takes one step from `state.consumed_samples` and counts it. All ranks take part.
 
     Returns:
-        The step, and why the ranks agree to stop after it (None: go on).
+        The step, and what the ranks agree to do after it.
     """
     started = time.monotonic()
     config, state = job.config, job.state
@@ -160,11 +185,10 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         if state.settings.changes_rates:
             job.set_rates()
     _wait_for_kernels(job)
-    stop = job.local_stop(state.iteration + 1)
-    total, tokens, stop_code, elapsed_s = share_numbers(
-        job, losses, stop.code if stop else 0, time.monotonic() - started
+    shared = share_numbers(
+        job, losses, iteration=state.iteration + 1, elapsed_s=time.monotonic() - started
     )
-    loss = total / tokens if tokens else math.nan
+    loss = shared.loss / shared.num_tokens if shared.num_tokens else math.nan
     state.advance(
         samples=global_batch_size,
         updated=result.updated,
@@ -182,12 +206,13 @@ def train_step(job: Job) -> tuple[StepInfo, StopReason | None]:
         num_zeros=result.num_zeros,
         learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
-        elapsed_s=elapsed_s,
+        elapsed_s=shared.elapsed_s,
     )
+    job.watchdog.step(info.iteration, info.elapsed_s)
     interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
     if interval and state.iteration % interval == 0:
         gc.collect()
-    return info, StopReason.from_code(stop_code)
+    return info, shared
 
 
 def _wait_for_kernels(job: Job) -> None:

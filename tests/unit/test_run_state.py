@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron.training import guard
+from megatron.training import guard, reporting
 from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
 from megatron.training.errors import UsageError
 from megatron.training.flops import training_flops_per_sample
@@ -23,6 +23,7 @@ from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
 from megatron.training.reporting import _Interval
 from megatron.training.settings import StepInfo
 from megatron.training.state import TrainState
+from megatron.training.tracker import NullTracker
 
 
 def test_state_counts_and_survives_json() -> None:
@@ -165,6 +166,35 @@ def step_info(**changes: Any) -> StepInfo:
         "elapsed_s": 0.5,
     }
     return StepInfo(**{**values, **changes})
+
+
+class Events(NullTracker):
+    def __init__(self) -> None:
+        self.iterations: list[int] = []
+
+    def event(self, kind: str, iteration: int, consumed_samples: int, **fields: Any) -> None:
+        assert kind == "alert" and fields["topic"] == "old checkpoint"
+        self.iterations.append(iteration)
+
+
+def test_a_checkpoint_older_than_two_intervals_is_told_once_an_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reporting.dist, "get_rank", lambda: 1)
+    events, state = Events(), TrainState(iteration=100)
+    job: Any = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=10)),
+        context=SimpleNamespace(checkpoint_iteration=None),
+        checkpointer="some",
+        state=state,
+        tracker=events,
+    )
+    reporter = reporting.Reporter(job)
+    for state.iteration in range(101, 160):
+        if state.iteration == 142:
+            job.context.checkpoint_iteration = 140
+        reporter._look_at_checkpoints(step_info(iteration=state.iteration))
+    assert events.iterations == [121, 131, 141]
 
 
 def test_the_mean_loss_is_that_of_the_steps_taken() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.training.control import TIME_LIMIT
 from megatron.training.signals import (
     STOP_SIGNALS,
     StopReason,
@@ -25,6 +26,8 @@ reasons = st.sampled_from(
     [
         StopReason(kind="interval"),
         StopReason(kind="duration"),
+        StopReason(kind="file"),
+        StopReason(kind="time-limit"),
         *(StopReason(kind="signal", signal=name) for name in ("SIGTERM", "SIGUSR1", "SIGINT")),
     ]
 )
@@ -145,6 +148,7 @@ def test_a_signal_while_shielding_arrives_afterwards() -> None:
     interval=st.none() | st.integers(1, 100),
     minutes=st.none() | st.floats(0, 1e4),
     received=st.none() | st.sampled_from(STOP_SIGNALS),
+    stop_file=st.none() | st.sampled_from(["", "maintenance", "time limit"]),
 )
 def test_a_rank_leaves_exactly_when_something_asks_for_it(
     iteration: int,
@@ -152,6 +156,7 @@ def test_a_rank_leaves_exactly_when_something_asks_for_it(
     interval: int | None,
     minutes: float | None,
     received: str | None,
+    stop_file: str | None,
 ) -> None:
     reason = stop_reason(
         iteration=iteration,
@@ -159,16 +164,20 @@ def test_a_rank_leaves_exactly_when_something_asks_for_it(
         exit_interval=interval,
         exit_duration_in_mins=minutes,
         received=received,
+        stop_file=stop_file,
     )
     causes = {
         "signal": received is not None,
         "duration": minutes is not None and elapsed_s > minutes * 60,
         "interval": interval is not None and iteration % interval == 0,
+        "file": stop_file is not None and stop_file != TIME_LIMIT,
+        "time-limit": stop_file == TIME_LIMIT,
     }
     if reason is None:
         assert not any(causes.values())
     else:
         assert causes[reason.kind] and reason.signal == received
+        assert reason.is_urgent == (received is not None or stop_file is not None)
 
 
 @given(st.lists(st.none() | reasons, min_size=1, max_size=8))
@@ -179,9 +188,12 @@ def test_all_ranks_agree_and_one_wish_is_enough(local: list[StopReason | None]) 
         assert reason in local
         if any(r is not None and r.kind == "signal" for r in local):
             assert reason.kind == "signal"
+        assert reason.is_urgent == any(r is not None and r.is_urgent for r in local)
 
 
 @given(reasons)
 def test_codes_keep_the_reason(reason: StopReason) -> None:
     assert reason.code > 0 and StopReason.from_code(reason.code) == reason
-    assert str(reason) in ("--exit-interval", "--exit-duration-in-mins", reason.signal)
+    words = {"interval": "--exit-interval", "duration": "--exit-duration-in-mins"}
+    words |= {"file": "control/stop", "time-limit": "control/stop: time limit"}
+    assert str(reason) == words.get(reason.kind, reason.signal)

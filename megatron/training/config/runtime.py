@@ -16,6 +16,9 @@ class RuntimeConfig:
     run_dir: str | None = option(None)
     """Folder for the resolved configuration and the metrics. Default: --save, else
    --tensorboard-dir, else runs/ and the time in UTC."""
+    copus_take_over: bool = option(False)
+    """Write into a directory whose lock another run has left behind: one that died on another node
+    and has shown no sign of life for two minutes."""
     seed: int = option(1234)
     """Seed of initial weights, data order and dropout."""
     deterministic_mode: bool = option(False)

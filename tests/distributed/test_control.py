@@ -1,0 +1,162 @@
+"""A run does what it is asked by files, and ends when one of its ranks hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.reconfigure.relaunch import Request, read_request
+from megatron.training import checkpoint_files as files
+from megatron.training.control import HEARTBEATS, LOCK_FILE, SAVE_FILE, STACKS, STOP_FILE
+from megatron.training.lock import Lock, process_start
+from megatron.training.metrics import decode, read_metrics
+from tests.helpers.jobs import TINY, evaluations_of, losses_of, steps_of, train
+from tests.helpers.launch import ROOT, RanksResult, run_ranks
+
+WAIT_S = 200
+
+
+def run(flags: list[str], run_dir: Path, *, launch: str = "", **env: str) -> RanksResult:
+    """Two ranks, each to its own end, supervised if the launch has a name."""
+    args = [ROOT / "pretrain_gpt.py", *TINY.split(), *flags, "--run-dir", run_dir]
+    env = {**env, **({"COPUS_LAUNCH": launch} if launch else {})}
+    return run_ranks(args, 2, timeout_s=240, env=env, launcher="direct", ends_all=False)
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def steps_since(run_dir: Path, launch: str) -> int:
+    """Steps that a launch has recorded so far."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    records = [record for record in map(decode, lines) if record]
+    return sum(r["kind"] == "step" and r["launch"] == launch for r in records)
+
+
+class Beside(threading.Thread):
+    """Does something beside a run."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self.act, self.is_done = act, False
+        self.start()
+
+    def run(self) -> None:
+        self.act()
+        self.is_done = True
+
+    def check(self) -> None:
+        self.join(5)
+        assert self.is_done
+
+
+def requested(run_dir: Path, launch: str) -> Request:
+    found = read_request(run_dir, launch=launch)
+    assert found is not None
+    return found
+
+
+def test_saved_and_stopped_by_files_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    path, save = tmp_path / "run", tmp_path / "save"
+    flags = ["--train-iters", "100000", "--save", str(save), "--load", str(save)]
+
+    def save_then_stop() -> None:
+        wait_until(lambda: steps_since(path, "job.0.0") >= 2)
+        (path / SAVE_FILE).touch()
+        wait_until(lambda: not (path / SAVE_FILE).exists())
+        assert (files.read_latest(save) or 0) > 0
+        assert (path / LOCK_FILE).exists()
+        (path / STOP_FILE).touch()
+
+    beside = Beside(save_then_stop)
+    first = run(flags, path, launch="job.0.0")
+    beside.check()
+    assert first.codes == (85, 85), first.tail()
+    stopped, on_request = sorted(files.complete_iterations(save))[::-1]
+    assert stopped > on_request > 0
+    asked = requested(path, "job.0.0")
+    assert (asked.kind, asked.iteration) == ("requeue", stopped)
+    assert asked.checkpoint == str(save) and "control/stop" in asked.line
+    assert not (path / STOP_FILE).exists() and not (path / LOCK_FILE).exists()
+
+    def stop_evaluation() -> None:
+        wait_until(lambda: steps_since(path, "job.0.1") >= 1)
+        (path / STOP_FILE).write_text("time limit\n")
+
+    beside = Beside(stop_evaluation)
+    evaluating = ["--eval-interval", "1", "--eval-iters", "20000"]
+    second = run([*flags, *evaluating], path, launch="job.0.1")
+    beside.check()
+    assert second.codes == (85, 85), second.tail()
+    assert "time limit" in requested(path, "job.0.1").line
+    assert files.read_latest(save) == stopped + 1 and evaluations_of(path) == []
+
+    third = run([*flags, "--exit-interval", "10"], path, launch="job.0.2")
+    assert third.codes == (0, 0), third.tail()
+    done = requested(path, "job.0.2")
+    assert done.kind == "done" and done.iteration % 10 == 0 and "--exit-interval" in done.line
+    whole = tmp_path / "whole"
+    train([*flags[:2], "--exit-interval", str(done.iteration)], 2, whole).check()
+    assert losses_of(path) == losses_of(whole)
+    assert [s["consumed_samples"] for s in steps_of(path)] == [
+        8 * (i + 1) for i in range(done.iteration)
+    ]
+    kinds = [r["kind"] for r in read_metrics(path)]
+    assert kinds.count("signal") == 2 and kinds.count("alert") == 0
+
+
+def test_when_a_rank_hangs_the_others_say_where_and_leave(tmp_path: Path) -> None:
+    def stop_rank_one() -> None:
+        beats = [tmp_path / HEARTBEATS / str(rank) for rank in range(2)]
+        wait_until(lambda: all(beat.exists() for beat in beats))
+        wait_until(lambda: steps_since(tmp_path, "job.0.0") >= 2)
+        pids = [json.loads(beat.read_text())["pid"] for beat in beats]
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_until(lambda: process_start(pids[0]) is None)
+        os.kill(pids[1], signal.SIGKILL)
+
+    beside = Beside(stop_rank_one)
+    flags = ["--train-iters", "100000"]
+    result = run(flags, tmp_path, launch="job.0.0", COPUS_WATCHDOG_S="2:4")
+    beside.check()
+    assert result.codes == (86, -signal.SIGKILL), result.tail()
+    lines = [line for line in result.stderr.splitlines() if line.startswith("copus: rank 0, ")]
+    assert len(lines) == 2 and "no progress" in lines[0] and "leaves with 86" in lines[1]
+    stacks = (tmp_path / STACKS / "job.0.0.0.txt").read_text()
+    assert "in train_step" in stacks
+    assert read_request(tmp_path, launch="job.0.0") is None, "a crash"
+    kinds = [r["kind"] for r in read_metrics(tmp_path)]
+    assert "alert" in kinds and "fault" in kinds
+    assert (tmp_path / LOCK_FILE).exists()
+    train(["--train-iters", "1"], 1, tmp_path).check()
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_second_run_on_a_directory_is_refused(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    with Lock(save, flag="--save", launch="other.0.0"):
+        flags = ["--train-iters", "2", "--save", str(save)]
+        result = train([*flags, "--copus-take-over"], 1, tmp_path / "run")
+    assert result.returncode == 2, result.tail()
+    (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
+    assert f"--save {save}" in line and f"process {os.getpid()}" in line
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists() and not save.exists(), "nothing is left"
+
+
+@pytest.fixture(autouse=True)
+def unsupervised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COPUS_LAUNCH", raising=False)
