@@ -37,6 +37,7 @@ class _SlowSteps:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
         load = spec.loader.exec_module
 
         def load_slow(module):
