@@ -19,7 +19,7 @@ from copus_ext.launch.slurm_watch import watch_of
 from copus_ext.launch.stored import stored_arguments
 from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
 from copus_ext.launch.workers import Workers
-from copus_ext.reconfigure.relaunch import Request, read_request
+from copus_ext.reconfigure.relaunch import Request, read_request, resumed
 from megatron.training import checkpoint_files as files
 from megatron.training import metrics
 from megatron.training.control import STACKS
@@ -39,6 +39,9 @@ class Head(Node):
         if options.run_dir is None:
             flags = (*options.flags, "--run-dir", f"runs/{now}-{os.getpid()}")
             options = dataclasses.replace(options, flags=flags)
+        if options.step is not None and options.step.restarts > 0:
+            # The batch script gives the flags of the first start, which may begin somewhere else.
+            options = dataclasses.replace(options, flags=tuple(resumed(options.flags)))
         assert options.run_dir is not None
         super().__init__(options, options.run_dir)
         self._judge = Judge(

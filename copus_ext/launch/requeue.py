@@ -21,12 +21,16 @@ from copus_ext.launch.slurm import handle_of, state_of
 from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, read_request
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_files import write_atomically
+from megatron.training.control import STOP_FILE
+from megatron.training.signals import StopReason
 
 MOST = "COPUS_MAX_REQUEUES"
 """Environment variable: times without a new checkpoint; 0 never goes back."""
 DEFAULT_MOST = 3
 _AGAIN = (85, 143)
 """The supervisor's wish, and what it leaves with when a TERM came before there was a run."""
+_BY_HAND = f"stopped: {StopReason(kind='file')}"
+"""Reason of a run that found a stop file which nobody wrote on account of the job's end."""
 _COUNT_FILE = Path("control") / "requeues.json"
 
 
@@ -50,6 +54,8 @@ def decide(
     kind = "none" if request is None else request.kind
     if kind in ("done", "abort") or (kind != "requeue" and code not in _AGAIN):
         return False, f"left with {code}"
+    if request is not None and request.reason == _BY_HAND:
+        return False, f"saved and stopped by hand ({STOP_FILE})"
     if state not in (None, "RUNNING"):
         return False, f"saved; not put back into the queue, as the job is {state}"
     most = env.get(MOST, "")
@@ -63,7 +69,7 @@ def _request_of(run_dir: Path, launches: str) -> Request | None:
         launch = data["launch"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         launch = None
-    if not (isinstance(launch, str) and launch.startswith(launches)):
+    if not isinstance(launch, str) or not launch.startswith(launches):
         return None
     return read_request(run_dir, launch=launch)
 

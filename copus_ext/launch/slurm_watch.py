@@ -25,11 +25,11 @@ from typing import Any
 from copus_ext.goodput import costs
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.launch import slurm
+from megatron.training.control import STOP_FILE, TIME_LIMIT
 from megatron.training.metrics import METRICS_FILE
 
 SIGNAL_LEAD = "COPUS_SIGNAL_LEAD_S"
 """Environment variable: seconds that `--signal` gives, set by the batch script."""
-STOP_FILE, TIME_LIMIT = Path("control") / "stop", "time limit"
 UNMEASURED_SAVE_S = 60.0
 """A save is taken to last so long before one was measured."""
 _MARGIN_S = 60.0

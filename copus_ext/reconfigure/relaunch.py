@@ -26,7 +26,7 @@ from copus_ext.reconfigure.checked import (
     read_value,
     shown,
 )
-from megatron.training.checkpoint_files import write_atomically
+from megatron.training.checkpoint_files import TRACKER, write_atomically
 from megatron.training.control import LAUNCH_NAME, supervised_launch
 from megatron.training.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
 from megatron.training.layout import Layout
@@ -235,6 +235,15 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
     if follows and layout.tp > 1 and length.isdecimal() and int(length) % layout.tp == 0:
         flags.append(_SEQUENCE)
     return flags + flags_for(request)
+
+
+def resumed(argv: Sequence[str]) -> list[str]:
+    """The user's flags so that they go on from the latest checkpoint in `--save`, whatever they
+    were to start from; as they are if there is none."""
+    save = value_of(argv, _SAVE)
+    if save is None or not (Path(save) / TRACKER).exists():
+        return list(argv)
+    return [*_without(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copus_ext.reconfigure import relaunch
-from copus_ext.reconfigure.relaunch import Request, flags_for, merged, read_request, write_request
+from copus_ext.reconfigure.relaunch import (
+    Request,
+    flags_for,
+    merged,
+    read_request,
+    resumed,
+    write_request,
+)
 from megatron.training.arguments import parse_args, resolve
+from megatron.training.checkpoint_files import TRACKER
 from megatron.training.layout import Layout
 from tests.helpers.jobs import TINY
 
@@ -215,6 +223,14 @@ def test_flags_of_a_request_win_over_those_before() -> None:
     config = resolve(parse_args([*before, *flags_for(wanted)]), 2)
     assert config.layout == wanted.layout and config.checkpoint.load == "saved"
     assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (2, 16)
+
+
+def test_a_restart_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+    start = ["--load", "base", "--finetune", "--lr", "1", "--ckpt-step=3", "--save", str(tmp_path)]
+    assert resumed(start) == start, "nothing is saved yet"
+    assert resumed(start[:5]) == start[:5]
+    (tmp_path / TRACKER).write_text("4")
+    assert resumed(start) == ["--lr", "1", "--save", str(tmp_path), "--load", str(tmp_path)]
 
 
 def test_another_folder_is_refused() -> None:

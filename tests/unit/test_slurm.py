@@ -17,6 +17,10 @@ from copus_ext.launch.slurm_watch import Facts, Tail, Watch, watch_of
 from copus_ext.reconfigure.relaunch import Request, write_request
 from megatron.training import checkpoint_files as files
 from megatron.training.errors import UsageError
+from megatron.training.layout import Layout
+from megatron.training.outcome import Outcome
+from megatron.training.signals import Kind, StopReason
+from megatron.training.state import TrainState
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -337,7 +341,7 @@ def test_records_of_any_shape_do_no_harm(record: dict[str, Any], kind: str) -> N
     facts = Facts(steps_s=deque(maxlen=3), layout="tp1.pp1.dp1", batch=1, switch_s=60.0)
     facts.take_metric({**record, "kind": kind})
     facts.take_decision({**record, "kind": kind})
-    assert 180 <= facts.lead_s < math.inf and isinstance(facts.comment, str)
+    assert 60 <= facts.lead_s < math.inf and isinstance(facts.comment, str)
 
 
 def request(run: Path, kind: str, launch: str) -> None:
@@ -372,6 +376,21 @@ def test_the_request_of_this_start_decides(
     if kind is not None:
         request(tmp_path, kind, launch)
     assert requeue.decide(tmp_path, tmp_path, code, JOB, state)[0] is again
+
+
+def test_who_stops_a_run_by_hand_gets_no_other(tmp_path: Path) -> None:
+    made: Any = {"launch": "5.2.0", "kind": "requeue", "iteration": 0, "consumed_samples": 0}
+    cases: list[tuple[Kind, bool]] = [("file", False), ("time-limit", True)]
+    for kind, again in cases:
+        outcome = Outcome(
+            state=TrainState(),
+            run_dir=tmp_path,
+            layout=Layout(),
+            save="x",
+            reason=StopReason(kind=kind),
+        )
+        write_request(tmp_path, Request(**made, reason=outcome.line))
+        assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0] is again
 
 
 def test_it_gives_up_when_nothing_gets_saved(tmp_path: Path) -> None:
