@@ -1,5 +1,5 @@
-"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by torchrun
-or alone.
+"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by
+torchrun, by srun or alone.
 
 torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path
 my_text_document
@@ -23,11 +23,16 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
     # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    from copus_ext.launch.rank_side import end_with_launcher, leave_error
+
+    end_with_launcher()
     from copus_ext.config import CopusConfig
+    from copus_ext.launch.environment import adopt_srun
     from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
     from megatron.training.errors import TrainingFailure, UsageError
 
     try:
+        adopt_srun()
         args = parse_args(argv, {"copus controller": CopusConfig})
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         from megatron.training.guard import check_environment, set_process_defaults
@@ -56,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         codes = [callback.exit_code for callback in callbacks]
         return max([ending.exit_code(outcome), *codes])
     except (UsageError, TrainingFailure) as error:
+        leave_error(error, is_told=True)
         return _fail(error, error.exit_code)
+    except Exception as error:
+        leave_error(error)
+        raise
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:

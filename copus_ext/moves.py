@@ -16,7 +16,12 @@ from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
 from copus_ext.ledger import Ledger
 from copus_ext.reconfigure.phases import Outcome
-from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE, is_supervised, write_request
+from copus_ext.reconfigure.relaunch import (
+    LAUNCH_VARIABLE,
+    barred_layouts,
+    is_supervised,
+    write_request,
+)
 from copus_ext.reconfigure.relaunch import Request as LaunchRequest
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import CallbackContext
@@ -91,6 +96,8 @@ class Moves:
                 "scripts/local_cpu.sh"
             )
         self._arrive(context)
+        for layout in barred_layouts():
+            self.costs.bar(layout, "the run crashed in it")
 
     def _arrive(self, context: CallbackContext) -> None:
         """Takes in a change that new processes were started for. All ranks."""

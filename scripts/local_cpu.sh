@@ -6,10 +6,11 @@
 #
 # RANKS (default 2) is what it starts with and the most it ever starts. Paths in flags are relative to
 # the current folder. Without --save nothing can go on after a crash. SIGTERM and Ctrl-C save and
-# stop; a second one kills. Exit code: 0 done, 2 wrong usage, 85 to be queued again, 128 + N after
-# signal N, else that of the ranks.
+# stop; a second one kills. Exit code: 0 done, 1 given up, 2 wrong usage, 85 to be queued again,
+# 128 + N after signal N, else that of the ranks.
 #
-#   COPUS_PROGRAM   program to run instead of pretrain_gpt.py
+#   COPUS_PROGRAM        program to run instead of pretrain_gpt.py
+#   COPUS_RESTART_WAIT   seconds before starting again after a crash (5, then 15, then 45)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -40,4 +41,10 @@ done
 
 python=$(bash "$root/scripts/setup_env.sh" run)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-exec "$python" -m copus_ext.launch.local "$ranks" "${COPUS_PROGRAM:-$root/pretrain_gpt.py}" "$@"
+export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "$(uname)" = Linux ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
+wait=()
+[ -z "${COPUS_RESTART_WAIT:-}" ] || wait=(--restart-wait "$COPUS_RESTART_WAIT")
+exec "$python" -m copus_ext.launch.supervisor --nproc-per-node "$ranks" --stop-margin-s 0 \
+    ${wait[@]+"${wait[@]}"} --called "bash $0 -n $ranks" -- \
+    "${COPUS_PROGRAM:-$root/pretrain_gpt.py}" "$@"

@@ -2,7 +2,10 @@
 # Sets up the environment and runs everything that must hold.
 #
 #   bash scripts/test.sh           lint, types, layers, unit tests, then the tests on several ranks
-#   bash scripts/test.sh --unit    without the tests on several ranks
+#                                  and on a throw-away SLURM cluster
+#   bash scripts/test.sh --unit    without the last two
+#
+# As root on Debian it installs SLURM's packages; without them the last part is skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,12 +31,31 @@ step() {
     echo "== $title ok, $((SECONDS - begin)) s"
 }
 
+# For tests/slurm; where it cannot be had, they say so and are skipped.
+install_slurm() {
+    command -v slurmctld slurmd sbatch >/dev/null && return
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+    local policy=/usr/sbin/policy-rc.d made=false
+    # Packages must start no daemons.
+    if [ ! -e $policy ] && printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy; then
+        made=true
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    local packages=(slurmctld slurmd slurm-client)
+    { timeout 300 apt-get update && timeout 600 apt-get install -y --no-install-recommends \
+        "${packages[@]}"; } >/dev/null 2>&1 || echo "apt-get could not install ${packages[*]}"
+    if $made; then rm -f $policy; fi
+}
+
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import layers" lint-imports
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
-    step "tests on several ranks" python -m pytest -q tests --ignore tests/unit
+    step "tests on several ranks" \
+        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm
+    step "SLURM" install_slurm
+    step "tests on SLURM" python -m pytest -q -rs tests/slurm
 fi
 echo "== all passed, $SECONDS s"

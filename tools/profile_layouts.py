@@ -201,6 +201,7 @@ def model_of(flags: list[str], world: int) -> Any:
 
 def main(argv: list[str]) -> int:
     """Measures everything that is not in the store."""
+    from copus_ext.launch.environment import adopt_srun
     from copus_ext.perf.model_spec import SpecError
     from copus_ext.perf.profile import ForeignProfile, ProfileStore
     from megatron.training.errors import UsageError
@@ -210,6 +211,7 @@ def main(argv: list[str]) -> int:
     set_process_defaults()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
+        adopt_srun()
         check_environment()
         import torch.distributed as dist
 

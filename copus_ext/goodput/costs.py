@@ -19,6 +19,14 @@ LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 5e9}
 """Bytes per second that a rank is taken to send before one was measured; low."""
 RELAUNCH_S = 60.0
 """Seconds of leaving, starting and loading, before one was measured."""
+MIN_TIMEOUT_S = 60.0
+"""Least seconds that a change in the running processes may take before it counts as hung."""
+_PREDICTED_TIMES = 10.0
+
+
+def timeout_s(predicted_s: float, least_s: float = MIN_TIMEOUT_S) -> float:
+    """Seconds after which a change that was thought to take `predicted_s` counts as hung."""
+    return max(_PREDICTED_TIMES * predicted_s, least_s)
 
 
 def new_costs() -> dict[str, Any]:
@@ -58,7 +66,7 @@ class Costs:
     def of(self, layout: Layout) -> dict[str, Any]:
         """The fields of a `Situation` under a layout."""
         here = _sizes(layout)
-        barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start == here)
+        barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start in (here, None))
         return {
             "switch_cost_s": self.seconds,
             "paused_s": self.record["paused_s"],
@@ -78,6 +86,10 @@ class Costs:
         self.record["barred"].append([_sizes(start), _sizes(to), reason])
         self.record["num_failed"] += 1
         self.record["paused_s"] += seconds
+
+    def bar(self, to: Layout, reason: str) -> None:
+        """Takes in that a layout is not to be chosen, from wherever."""
+        self.record["barred"].append([None, _sizes(to), reason])
 
     def lift_bars(self) -> None:
         """A new launch may try again."""

@@ -1,64 +1,137 @@
-"""torchrun with an exit code that says how the ranks ended; torchrun itself leaves with 1 always.
+"""torch's launcher for the ranks of one launch on one node: a process of its own, which dies with
+the supervisor and takes the ranks along. Says in a file how they ended.
 
-python -m copus_ext.launch.ranks TORCHRUN_FLAGS program.py FLAGS
+python -m copus_ext.launch.ranks --launch NAME ... PROGRAM FLAGS
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
+import json
+import logging
+import os
+import platform
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
-_SAYS_ITSELF = (2, 85)
-"""Codes of ranks that have said why in a line of their own."""
-_TELLING = (85, 86, 2)
-_PR_SET_PDEATHSIG = 1
+from copus_ext.launch.cause import Failure, first_line, root_of, shortened
+from copus_ext.launch.workers import REPORT, end_launch
+from megatron.training.checkpoint_files import write_atomically
+
+_LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Schedulers send these to every process of a job; ranks and supervisor answer them."""
+_PARENT_LOOK_S = 0.2
 
 
 def main(argv: list[str]) -> int:
-    """Runs the ranks to their end.
+    """Runs the ranks of this node to their end.
 
     Returns:
-        0, or the code of the ranks: 128 + N if signal N ended one.
+        0, or the code of the rank that failed first, 128 + N after signal N.
     """
-    _end_with_parent()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    options = _parser().parse_args(argv)
+    _end_with(options.parent, options.launch, options.node)
+    for number in _LEFT_ALONE:
+        # A function: what is ignored would stay ignored in the ranks.
+        signal.signal(number, _pass)
+    failures = _run(options)
+    failure = root_of(failures)
+    code = 0 if failure is None else failure.exit_code or 1
+    report = {"code": code, "failure": None if failure is None else failure.to_json()}
+    write_atomically(Path(options.folder) / REPORT, json.dumps(report))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--launch", required=True, help="name of the launch")
+    parser.add_argument("--node", type=int, required=True, help="number of this node")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes that take part")
+    parser.add_argument("--position", type=int, required=True, help="of this node among those")
+    parser.add_argument("--processes", type=int, required=True, help="ranks on this node")
+    parser.add_argument("--endpoint", required=True, help="host:port of the first node")
+    parser.add_argument("--folder", required=True, help="for the report and for errors of ranks")
+    parser.add_argument("--parent", type=int, required=True, help="the supervisor's process id")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="program and flags")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> list[Failure]:
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # It tells each end in its own words, also those that are no failures; the supervisor says it.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # Ranks go by the order of nodes under the static backend; alone a node needs no fixed port.
+    is_alone = options.nodes == 1
+    config = LaunchConfig(
+        min_nodes=options.nodes,
+        max_nodes=options.nodes,
+        nproc_per_node=options.processes,
+        run_id=options.launch,
+        rdzv_backend="c10d" if is_alone else "static",
+        rdzv_endpoint="127.0.0.1:0" if is_alone else options.endpoint,
+        rdzv_configs={} if is_alone else {"rank": options.position},
+        local_addr="127.0.0.1" if is_alone else None,
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGINT",
+        logs_specs=DefaultLogsSpecs(log_dir=options.folder),
+    )
     try:
-        run(parse_args(argv))
+        elastic_launch(config, sys.executable)("-u", *options.command)
     except ChildFailedError as error:
-        first = error.get_first_failure()[1].exitcode
-        code = code_of([first, *(failure.exitcode for failure in error.failures.values())])
-        if code not in _SAYS_ITSELF:
-            print(error, file=sys.stderr, flush=True)
-        return code
+        return [_failure(rank, failure) for rank, failure in error.failures.items()]
     except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+        return [_own(-int(error.sigval), "")]
+    except Exception as error:  # no rendezvous, no port, no program: torch raises many kinds
+        return [_own(1, f"{type(error).__name__}: {error}")]
+    return []
 
 
-def code_of(codes: Sequence[int]) -> int:
-    """One code for ranks that failed.
+def _failure(rank: int, failure: Any) -> Failure:
+    """Of a rank, with the error that it left in torch's form."""
+    error, text, seconds = "", "", float(failure.timestamp)
+    if isinstance(failure.message, dict):
+        more = failure.message.get("extraInfo") or {}
+        error, text = str(failure.message.get("message", "")), str(more.get("py_callstack", ""))
+        if isinstance(more.get("time"), float):
+            seconds = more["time"]
+    return Failure(
+        rank=rank,
+        host=platform.node()[:500],
+        code=failure.exitcode,
+        time_s=seconds,
+        error=first_line(error),
+        traceback=shortened(text),
+    )
 
-    A rank that was killed is the cause of what the others say; SIGTERM is torchrun's own way to end
-    those that are left.
 
-    Args:
-        codes: as Popen gives them, that of the first failure first.
-    """
-    killed = [code for code in codes if code < 0 and code != -signal.SIGTERM]
-    telling = [code for code in _TELLING if code in codes]
-    code = (killed or telling or list(codes))[0]
-    return code if code >= 0 else 128 - code
+def _own(code: int, error: str) -> Failure:
+    host, now = platform.node()[:500], time.time()
+    return Failure(rank=-1, host=host, code=code, time_s=now, error=first_line(error))
 
 
-def _end_with_parent() -> None:
-    """Lets Linux send SIGTERM to this process when its parent is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def _end_with(parent: int, launch: str, node: int) -> None:
+    """Ends the launch when the supervisor has gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_LOOK_S)
+        end_launch(launch, node)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _pass(number: int, frame: Any) -> None:
+    """Does nothing."""
 
 
 if __name__ == "__main__":

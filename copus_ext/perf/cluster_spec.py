@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,9 +12,11 @@ from typing import Any
 
 from copus_ext.perf.constants import Constants
 from copus_ext.perf.model_spec import SpecError
+from copus_ext.perf.spec_file import read_json
 
 _UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _CONSTANTS = Path(__file__).parent / "data"
+_MOST_GPUS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,13 @@ class GpuSpec:
     """Peak in fp32 (TF32 where that is the default); None: half of the bf16 one."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise SpecError(f"gpu.name {str(self.name)[:60]!r} must be a text")
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not (math.isfinite(value) and value > 0):
-                raise SpecError(f"gpu.{field.name} {value!r} must be positive")
+            may_lack = field.name == "fp32_peak_flops" and value is None
+            if not may_lack and field.name != "name" and not _is_positive(value):
+                raise SpecError(f"gpu.{field.name} {str(value)[:60]!r} must be positive")
 
     def peak(self, precision: str) -> float:
         """Dense peak at a precision."""
@@ -66,10 +70,15 @@ class ClusterSpec:
     """Name of the fitted constants (`copus_ext/perf/data/NAME.json`)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "gpus_per_node", "intra_bytes_per_s", "nic_bytes_per_s"):
+        for name in ("num_nodes", "gpus_per_node"):
             value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise SpecError(f"cluster.{name} {value!r} must be positive")
+            if not (isinstance(value, int) and _is_positive(value) and value <= _MOST_GPUS):
+                raise SpecError(f"cluster.{name} {str(value)[:60]} must be a whole number from 1")
+        if self.world_size > _MOST_GPUS:
+            raise SpecError(f"a cluster of {self.world_size} GPUs is more than {_MOST_GPUS}")
+        for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
+            if not _is_positive(value := getattr(self, name)):
+                raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
 
     @property
     def world_size(self) -> int:
@@ -103,11 +112,11 @@ class ClusterSpec:
         Raises:
             SpecError: no such file.
         """
-        path = _CONSTANTS / f"{self.constants}.json"
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in _CONSTANTS.glob("*.json")))
-            raise SpecError(f"constants {self.constants!r} are unknown; known: {known}")
-        return path
+        known = {path.stem: path for path in sorted(_CONSTANTS.glob("*.json"))}
+        if not isinstance(self.constants, str) or self.constants not in known:
+            shown = str(self.constants)[:60]
+            raise SpecError(f"constants {shown!r} are unknown; known: {', '.join(known)}")
+        return known[self.constants]
 
     def resize(self, world_size: int) -> ClusterSpec:
         """The same kind of machine with so many GPUs.
@@ -150,11 +159,18 @@ class ClusterSpec:
     def load(cls, path: Path) -> ClusterSpec:
         """Reads a JSON file."""
         try:
-            return cls.from_json(json.loads(path.read_text()))
-        except json.JSONDecodeError as error:
-            raise SpecError(f"{path.name} is no JSON: {error}") from error
+            return cls.from_json(read_json(path))
         except SpecError as error:
             raise SpecError(f"{path.name}: {error}") from error
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise SpecError(f"{path.name} is no JSON: {error}") from error
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
 
 
 def _checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:

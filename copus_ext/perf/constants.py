@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from copus_ext.perf.spec_file import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +70,11 @@ class Constants:
     @classmethod
     def load(cls, path: Path) -> Constants:
         """Reads a file that `bench/planner_accuracy.py` or a user wrote."""
-        return cls.from_json(json.loads(path.read_text())["constants"])
+        return cls.from_json(read_json(path)["constants"])
 
 
 def describe(path: Path) -> dict[str, Any]:
     """Name of a file of constants, what it was fitted on, and how well that went."""
-    record = json.loads(path.read_text())
+    record = read_json(path)
     names = ("fitted_on", "residual")
     return {"name": path.stem, **{name: record.get(name) for name in names}}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from copus_ext.perf.spec_file import read_json
 
 _DENSE_TYPES = {
     "llama": {"gated": True, "bias": False, "normalization": "RMSNorm"},
@@ -18,6 +19,9 @@ _DENSE_TYPES = {
     "gpt2": {"gated": False, "bias": True, "normalization": "LayerNorm"},
 }
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+
+_LARGEST = 1 << 31
+_KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
 
 
 class SpecError(ValueError):
@@ -70,10 +74,14 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            kinds = _KINDS[str(field.type)]
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                raise SpecError(f"{field.name} {str(value)[:60]!r} is of the wrong kind")
             if isinstance(value, int) and not isinstance(value, bool):
                 least = 0 if field.name == "learned_positions" else 1
-                if value < least:
-                    raise SpecError(f"{field.name} {value} must be at least {least}")
+                if not least <= value <= _LARGEST:
+                    shown = value if abs(value) <= _LARGEST else "(a number too large)"
+                    raise SpecError(f"{field.name} {shown} must be at least {least}")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
@@ -217,7 +225,7 @@ class ModelSpec:
         Raises:
             SpecError: an unknown model type, experts, or no sample length.
         """
-        data = json.loads(path.read_text())
+        data = read_json(path)
         if not isinstance(data, dict):
             raise SpecError(f"{path.name} is no config.json: it holds no object")
         for key in _EXPERT_KEYS:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from copus_ext.goodput import costs
 from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
 from copus_ext.reconfigure.change import Change, Means
 from copus_ext.reconfigure.group_store import GroupStore
@@ -35,7 +36,6 @@ from megatron.training.watchdog import leave_at_once
 
 logger = logging.getLogger(__name__)
 
-MIN_TIMEOUT_S, _PREDICTED_TIMES = 60.0, 10.0
 _PATIENCE_S = 10.0
 _SILENCE_PER_PATIENCE = 3.0
 
@@ -62,7 +62,7 @@ class Mover:
         sample: bool = False,
         fault: Callable[[str], None] = lambda phase: None,
         patience_s: float = _PATIENCE_S,
-        min_timeout_s: float = MIN_TIMEOUT_S,
+        min_timeout_s: float = costs.MIN_TIMEOUT_S,
         prebuild: int = 0,
     ) -> None:
         self._run_dir, self._note = run_dir, note
@@ -139,7 +139,7 @@ class Mover:
             Relaunch: on every rank that still can: the job must be started again.
         """
         self._count += 1
-        timeout_s = max(_PREDICTED_TIMES * predicted_s, self._min_timeout_s)
+        timeout_s = costs.timeout_s(predicted_s, self._min_timeout_s)
         ballot = Ballot(
             self._store,
             str(self._count),

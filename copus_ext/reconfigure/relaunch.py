@@ -9,14 +9,23 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from copus_ext.reconfigure.checked import (
+    MAX_NUMBER,
+    check_fields,
+    check_number,
+    check_text,
+    one_line,
+    read_value,
+    shown,
+)
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.control import LAUNCH_NAME, supervised_launch
 from megatron.training.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
@@ -25,9 +34,10 @@ from megatron.training.layout import Layout
 REQUEST_FILE = Path("control") / "request.json"
 Kind = Literal["done", "relayout", "requeue", "abort"]
 _KINDS = ("done", "relayout", "requeue", "abort")
-_MAX_FILE_BYTES = 1 << 16
+BARRED_VARIABLE = "COPUS_BARRED_LAYOUTS"
+"""Environment variable: layouts such as tp2.pp1.dp4, with commas between, that the run must not
+choose."""
 _MAX_TEXT = 4096
-_MAX_NUMBER = 1 << 53
 _MAX_SIZE = 1 << 20
 
 _TENSOR = "--tensor-model-parallel-size"
@@ -72,20 +82,19 @@ class Request:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
-            raise ValueError(f"launch {_shown(self.launch)} is no name of a launch")
+            raise ValueError(f"launch {shown(self.launch)} is no name of a launch")
         if not (isinstance(self.kind, str) and self.kind in _KINDS):
-            raise ValueError(f"kind {_shown(self.kind)} must be one of {', '.join(_KINDS)}")
-        _check_number("iteration", self.iteration, 0, _MAX_NUMBER)
-        _check_number("consumed_samples", self.consumed_samples, 0, _MAX_NUMBER)
+            raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(_KINDS)}")
+        check_number("iteration", self.iteration, 0, MAX_NUMBER)
+        check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
         for name in ("micro_batch_size", "global_batch_size"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 1, _MAX_SIZE)
-        if not isinstance(self.reason, str) or len(self.reason) > _MAX_TEXT:
-            raise ValueError(f"reason {_shown(self.reason)} must be a text of at most {_MAX_TEXT}")
+                check_number(name, getattr(self, name), 1, _MAX_SIZE)
+        check_text("reason", self.reason, _MAX_TEXT)
         if self.checkpoint is not None:
             _check_folder(self.checkpoint)
         if self.layout is not None and not isinstance(self.layout, Layout):
-            raise ValueError(f"layout {_shown(self.layout)} must be a layout")
+            raise ValueError(f"layout {shown(self.layout)} must be a layout")
         if self.layout is not None and self.layout.world_size > _MAX_SIZE:
             raise ValueError(f"layout {self.layout} is for more than {_MAX_SIZE} ranks")
         if self.kind == "relayout" and self.layout is None:
@@ -105,18 +114,12 @@ class Request:
         Raises:
             ValueError: a missing or unknown field, or a value that makes no sense.
         """
-        if not isinstance(data, dict):
-            raise ValueError(f"{_shown(data)} is no JSON object")
-        names = {field.name for field in fields(cls)}
         needed = {"launch", "kind", "iteration", "consumed_samples", "reason"}
-        if unknown := sorted(set(data) - names):
-            raise ValueError(f"unknown field {_shown(unknown[0])}")
-        if missing := sorted(needed - set(data)):
-            raise ValueError(f"{missing[0]} is missing")
+        check_fields(data, {field.name for field in fields(cls)}, needed)
         layout = data.get("layout")
         if layout is not None:
             if not isinstance(layout, dict):
-                raise ValueError(f"layout {_shown(layout)} is no JSON object")
+                raise ValueError(f"layout {shown(layout)} is no JSON object")
             if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
                 raise ValueError(f"{missing[0]} of the layout is missing")
             layout = Layout.from_json(layout)
@@ -125,37 +128,29 @@ class Request:
     @property
     def line(self) -> str:
         """The reason, fit to be printed: one line without control characters."""
-        return _one_line(self.reason) or "no reason given"
-
-
-def _check_number(name: str, value: Any, lowest: int, highest: int) -> None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number or not lowest <= value <= highest:
-        raise ValueError(f"{name} {_shown(value)} must be a whole number from {lowest} on")
+        return one_line(self.reason) or "no reason given"
 
 
 def _check_folder(folder: Any) -> None:
     if not isinstance(folder, str) or not 0 < len(folder) <= _MAX_TEXT:
-        raise ValueError(f"checkpoint {_shown(folder)} must name a folder")
+        raise ValueError(f"checkpoint {shown(folder)} must name a folder")
     if folder.startswith("-") or not folder.isprintable():
-        raise ValueError(f"checkpoint {_shown(folder)} cannot be the folder of a flag")
-
-
-def _one_line(text: str) -> str:
-    """The start of a text that may be anything, without control characters."""
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:300]
-
-
-def _shown(value: Any) -> str:
-    """The start of a value that may be anything, on one line."""
-    if isinstance(value, int) and abs(value) > _MAX_NUMBER:
-        return "(a number too large to show)"
-    return ascii(value)[:60]
+        raise ValueError(f"checkpoint {shown(folder)} cannot be the folder of a flag")
 
 
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
     """Whether somebody reads requests and starts the run again."""
     return supervised_launch(os.environ if env is None else env) is not None
+
+
+def barred_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
+    """Layouts that whoever supervises the run has seen it crash in; what is none is passed over."""
+    words = (os.environ if env is None else env).get(BARRED_VARIABLE, "").split(",")
+    found = []
+    for word in words:
+        with contextlib.suppress(ValueError):
+            found.append(Layout.from_text(word))
+    return found
 
 
 def write_request(run_dir: Path, request: Request) -> None:
@@ -176,31 +171,14 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
     Raises:
         ValueError: one line naming the file, if it is there and no request.
     """
-    path = run_dir / REQUEST_FILE
-    try:
-        data = json.loads(_read_small(path))
+
+    def parse(data: Any) -> Request | None:
         other = data.get("launch") if isinstance(data, dict) else None
         if isinstance(other, str) and other != launch:
             return None
         return Request.from_json(data)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {_one_line(str(error))}") from error
 
-
-def _read_small(path: Path) -> bytes:
-    """The bytes of a plain file that nobody made to hurt: no link, no pipe, not large."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("it is no plain file")
-        data = file.read(_MAX_FILE_BYTES + 1)
-    if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
-    return data
+    return read_value(run_dir / REQUEST_FILE, parse)
 
 
 def flags_for(request: Request) -> list[str]:
@@ -241,7 +219,7 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
         save = value_of(argv, _SAVE)
         if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():
             raise ValueError(
-                f"the run asks to go on from {_shown(request.checkpoint)}, and saves in {save}"
+                f"the run asks to go on from {shown(request.checkpoint)}, and saves in {save}"
             )
         values |= {_LOAD, _STEP}
         switches |= set(_ANOTHER_START)

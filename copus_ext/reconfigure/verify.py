@@ -48,7 +48,10 @@ def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
     """
     place = {key: i for i, key in enumerate(keys)}
     device = shards.tensors[0]["param"].device if shards.tensors else torch.device("cpu")
-    sums = torch.zeros((len(keys), 2, len(KINDS) + 1), dtype=torch.int64, device=device)
+    shape = (len(keys), 2, len(KINDS) + 1)
+    sums: Any = torch.zeros(shape, dtype=torch.int64, device=device)
+    if not sums.is_cuda:
+        sums = np.zeros(shape, dtype=np.int64)
     for record in shards.records:
         if record.key in place:
             into = sums[place[record.key], 0 if record.is_first else 1]
@@ -56,9 +59,9 @@ def own_sums(shards: Shards, keys: Sequence[str]) -> torch.Tensor:
             weights = _weights(record, device)
             for column, kind in enumerate(KINDS):
                 part = tensors[kind][record.offset : record.offset + record.numel]
-                into[column] += _sum(part, weights)
+                into[column, ...] += _sum(part, weights)
             into[-1] += record.numel
-    return sums
+    return sums if isinstance(sums, torch.Tensor) else torch.from_numpy(sums)
 
 
 def all_sums(own: torch.Tensor, keys: Sequence[str], *, group: Any) -> dict[str, int]:
@@ -98,35 +101,35 @@ def sums_of(total: torch.Tensor, keys: Sequence[str]) -> dict[str, int]:
     }
 
 
-def _weights(record: Record, device: torch.device) -> list[torch.Tensor]:
-    """Of the places of a record, axis by axis."""
-    return [
-        axis_weights(record.key, axis, lo, hi, device)
+def _weights(record: Record, device: torch.device) -> list[Any]:
+    """Of the places of a record, axis by axis: tensors on a GPU, else arrays."""
+    found = [
+        axis_weights(record.key, axis, lo, hi)
         for axis, (lo, hi) in enumerate(zip(record.lo, record.hi))
     ]
+    return [torch.from_numpy(of).to(device) for of in found] if device.type == "cuda" else found
 
 
-def _sum(flat: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Of the elements of one record."""
+def _sum(flat: torch.Tensor, weights: list[Any]) -> Any:
+    """Of the elements of one record: a tensor of no axes, or such an array."""
     *outer, inner = weights
     rows = flat.view(_BITS[flat.element_size()]).view(-1, len(inner))
-    total = _sums_of_rows(rows, inner).view([len(of) for of in outer])
+    total = _sums_of_rows(rows, inner).reshape([len(of) for of in outer])
     for of_axis in reversed(outer):
-        total = (total * of_axis).sum(dim=-1)
+        total = (total * of_axis).sum(-1)
     return total
 
 
-def _sums_of_rows(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _sums_of_rows(rows: torch.Tensor, weights: Any) -> Any:
     """The products of each row with the weights, modulo 2^64."""
     if rows.is_cuda:
         per_chunk = max(_CHUNK // len(weights), 1)
         return torch.cat([(part * weights).sum(dim=1) for part in rows.split(per_chunk)])
     # Twice as fast as torch, which has no such product of integers and widens all of them first.
-    found = np.einsum("ij,j->i", rows.numpy(), weights.numpy(), dtype=np.int64)
-    return torch.from_numpy(found)
+    return np.einsum("ij,j->i", rows.numpy(), weights, dtype=np.int64)
 
 
-def axis_weights(name: str, axis: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
+def axis_weights(name: str, axis: int, start: int, stop: int) -> np.ndarray:
     """[stop - start] odd 64-bit numbers, one for each global index of an axis."""
     seed = hashlib.blake2b(f"{name}/{axis}".encode(), digest_size=8).digest()
     # splitmix64: https://prng.di.unimi.it/splitmix64.c
@@ -135,7 +138,7 @@ def axis_weights(name: str, axis: int, start: int, stop: int, device: torch.devi
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = (x ^ (x >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(x.view(np.int64)).to(device)
+    return x.view(np.int64)
 
 
 def compare(before: dict[str, int], after: dict[str, int]) -> None:
@@ -199,6 +202,8 @@ def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -
     if not sums:
         # Replicas hold the same tensors, so that all of a group have some or none.
         return torch.zeros(1, dtype=torch.int64, device=torch.cuda.current_device())
+    if not isinstance(sums[0], torch.Tensor):
+        sums = [torch.from_numpy(np.asarray(found)) for found in sums]
     return torch.stack(sums).sum().view(1)
 
 

@@ -135,6 +135,12 @@ def install_layout(
     context.optimizer, context.scheduler = optimizer, scheduler
     job.checkpointer = _open_checkpointer(config, groups, job.callbacks, context, job.tracker)
     job.set_rates()
+    job.tracker.event(
+        "layout",
+        iteration=job.state.iteration,
+        consumed_samples=job.state.consumed_samples,
+        layout=str(config.layout),
+    )
     job.fire("on_relayout_end")
 
 

@@ -146,9 +146,9 @@ def committed_history(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     for record in reversed(records):
         kind, launch, iteration = (record.get(k) for k in ("kind", "launch", "iteration"))
         # Walking backwards, `start` is the earliest point that any later launch started from.
-        limit = horizon.setdefault(launch, start)
+        limit = horizon.setdefault(str(launch), start)
         if kind in _REPEATED_KINDS and isinstance(iteration, int):
-            key = (kind, iteration, record.get("split"))
+            key = (kind, iteration, str(record.get("split")))
             if iteration > limit or key in seen:
                 continue
             seen.add(key)

@@ -150,7 +150,8 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": config.precision.bf16,
         "fp16": config.precision.fp16,
-        "use_cpu_initialization": not on_cuda,
+        # Also on CPU: that way every rank would make whole matrices only to copy its part.
+        "use_cpu_initialization": False,
         # Batched messages between the same two ranks are swapped when each holds several virtual
         # stages: the gradients are then wrong without an error.
         "overlap_p2p_comm": config.parallel.overlap_p2p_comm and layout.vpp > 1,

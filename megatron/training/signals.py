@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -147,6 +148,9 @@ def shielded_children(names: Iterable[str] = STOP_SIGNALS) -> Iterator[None]:
     numbers = {_signal_of(name) for name in names}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
+        # multiprocessing starts its tracker before the first child, and unblocks SIGTERM after it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -21,7 +21,7 @@ from tests.helpers import processes
 ROOT = Path(__file__).resolve().parents[2]
 Launcher = Literal["torchrun", "direct"]
 
-_CHILD_PATH = Path(__file__).resolve().parent / "child"
+CHILD_PATH = Path(__file__).resolve().parent / "child"
 _TAIL_CHARS = 6000
 _STACK_WAIT_S = 3.0
 _GRACE_S = 20.0
@@ -98,7 +98,7 @@ def run_ranks(
     program = [str(args)] if isinstance(args, (str, Path)) else [str(arg) for arg in args]
     mark = uuid.uuid4().hex
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, _guarded(mark):
+    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, guarded(mark):
         work = Path(folder)
         base = _environment(env or {}, mark, work)
         children = []
@@ -116,7 +116,7 @@ def run_ranks(
                     )
                 )
         code = _wait(children, begin + timeout_s, ends_all=ends_all)
-        stacks = _stacks(mark, work) if code is None else ""
+        stacks = stacks_of(mark, work) if code is None else ""
         orphans = 0 if code is None else _count_after(mark, _ORPHAN_WAIT_S)
         left = processes.end_marked(mark)
         for child in children:
@@ -173,7 +173,7 @@ def _environment(extra: Mapping[str, str], mark: str, work: Path) -> dict[str, s
         COPUS_TEST_STACKS=str(stacks),
     )
     env.update(extra)
-    paths = (str(_CHILD_PATH), str(ROOT), env.get("PYTHONPATH"))
+    paths = (str(CHILD_PATH), str(ROOT), env.get("PYTHONPATH"))
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     env[processes.MARK] = mark
     return env
@@ -208,7 +208,7 @@ def _wait(
         time.sleep(_POLL_S)
 
 
-def _stacks(mark: str, work: Path) -> str:
+def stacks_of(mark: str, work: Path) -> str:
     """Asks every marked process for its stacks; returns them under one heading each."""
     alive = set(processes.marked(mark))
     files = {file: int(file.stem.split(".")[1]) for file in sorted((work / "stacks").iterdir())}
@@ -228,7 +228,7 @@ def _stacks(mark: str, work: Path) -> str:
 
 
 @contextlib.contextmanager
-def _guarded(mark: str) -> Iterator[None]:
+def guarded(mark: str) -> Iterator[None]:
     """Holds a process that ends the marked ones if this process dies first."""
     guard = subprocess.Popen(
         [sys.executable, str(Path(processes.__file__)), mark],

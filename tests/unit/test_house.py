@@ -100,7 +100,10 @@ def test_public_names_of_the_trainer_are_explained() -> None:
     assert not silent, silent
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "scripts").rglob("*.sh")), ids=name)
+SCRIPTS = [f for folder in ("scripts", "tests") for f in (ROOT / folder).rglob("*.s[bh]*")]
+
+
+@pytest.mark.parametrize("script", sorted(SCRIPTS), ids=name)
 def test_a_shell_script_parses(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
 

@@ -1,13 +1,9 @@
-"""Starting a run again in new processes: requests, the flags that follow, and what follows a
-launch."""
+"""Starting a run again in new processes: requests and the flags that follow."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.launch import verdict
-from copus_ext.launch.local import end_launch
-from copus_ext.launch.ranks import code_of
-from copus_ext.launch.verdict import Judge
 from copus_ext.reconfigure import relaunch
 from copus_ext.reconfigure.relaunch import Request, flags_for, merged, read_request, write_request
-from megatron.training import checkpoint_files as files
 from megatron.training.arguments import parse_args, resolve
-from megatron.training.errors import TrainingFailure
 from megatron.training.layout import Layout
 from tests.helpers.jobs import TINY
 
@@ -233,154 +223,13 @@ def test_another_folder_is_refused() -> None:
             merged(argv, asked())
 
 
+def test_barred_layouts_are_read_and_nonsense_is_passed_over() -> None:
+    env = {relaunch.BARRED_VARIABLE: "tp2.pp1.dp4,,tp0.pp1.dp1,no,tp1.pp2.vpp2.dp1"}
+    assert relaunch.barred_layouts(env) == [Layout(tp=2, dp=4), Layout(pp=2, vpp=2)]
+    assert relaunch.barred_layouts({}) == []
+
+
 def test_who_is_supervised() -> None:
     name = relaunch.LAUNCH_VARIABLE
     assert relaunch.is_supervised({name: "job.0.1"})
     assert not any(relaunch.is_supervised(env) for env in ({}, {name: ""}, {name: "a b"}))
-
-
-def save(root: Path, iteration: int) -> None:
-    files.begin(root, iteration)
-    (files.folder_of(root, iteration) / files.CORE_MARK).touch()
-    files.finish(root, iteration, {})
-
-
-@pytest.fixture
-def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """Of a run that saved iteration 3 before this command."""
-    monkeypatch.chdir(tmp_path)
-    save(Path("saved"), 3)
-    return Judge([*BASE, "--load", "saved"], 4)
-
-
-def test_the_file_decides_and_then_the_code(judge: Judge) -> None:
-    assert [judge.after(code, None).leave for code in (0, 1, 2, 7)] == [0, 1, 2, 7]
-    ends = {"done": 0, "requeue": 85, "abort": 1}
-    assert [judge.after(85, asked(kind=k)).leave for k in ends] == list(ends.values())
-
-
-def test_a_relaunch_starts_the_ranks_of_its_layout(judge: Judge) -> None:
-    save(Path("saved"), 12)
-    following = judge.after(85, asked(reason="  faster\n\x1b[2J "))
-    assert (following.leave, following.ranks) == (None, 2)
-    assert following.line == "start again under tp1.pp2.dp1 from iteration 12: faster [2J"
-    assert resolve(parse_args(following.flags), 2).layout == Layout(pp=2)
-
-
-def test_two_relaunches_need_a_checkpoint_between_them(judge: Judge) -> None:
-    for iteration in (12, 13):
-        save(Path("saved"), iteration)
-        assert judge.after(85, asked()).leave is None
-    following = judge.after(85, asked())
-    assert following.leave == 85 and "twice" in following.line and "\n" not in following.line
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [
-        ({"layout": Layout(dp=5)}, "-n"),
-        ({"checkpoint": "other"}, "saves in"),
-    ],
-    ids=["too many ranks", "another folder"],
-)
-def test_a_relaunch_that_cannot_be_ends_the_run(
-    judge: Judge, wanted: dict[str, Any], said: str
-) -> None:
-    following = judge.after(0, asked(**wanted))
-    assert following.leave == 1 and said in following.line
-
-
-def test_relaunches_are_counted(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "MAX_LAUNCHES", 3)
-    left = []
-    for iteration in (12, 13, 14):
-        save(Path("saved"), iteration)
-        left.append(judge.after(85, asked()).leave)
-    assert left == [None, None, 1]
-
-
-STORED = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": 1,
-    "data_parallel_size": 4,
-    "global_batch_size": 8,
-    "micro_batch_size": 4,
-}
-
-
-def test_a_crash_goes_on_under_the_layout_of_the_checkpoint(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verdict, "stored_arguments", lambda save: STORED)
-    first = judge.after(137, None)
-    assert (first.flags, first.ranks) == (judge.flags, 4), "nothing of this run is saved"
-    save(Path("saved"), 6)
-    for code in (85, 86):
-        following = judge.after(code, None)
-        assert following.leave is None and "from iteration 6" in following.line
-        config = resolve(parse_args(following.flags), following.ranks)
-        assert config.layout == Layout(dp=4)
-        assert config.batch.micro_batch_size == 2, "the largest that fits"
-    last = judge.after(139, None)
-    assert last.leave == 139 and "3 crashes" in last.line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"data_parallel_size": 8}, "more than the 4 ranks"),
-        ({"micro_batch_size": None}, "does not say micro_batch_size"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
-) -> None:
-    monkeypatch.setattr(verdict, "stored_arguments", lambda save: {**STORED, **changes})
-    save(Path("saved"), 6)
-    following = judge.after(137, None)
-    assert following.leave == 137 and words in following.line and "ended with 137" in following.line
-
-
-def test_an_unreadable_checkpoint_ends_the_run(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(save: Path) -> dict[str, Any]:
-        raise TrainingFailure("cannot be\nread")
-
-    monkeypatch.setattr(verdict, "stored_arguments", broken)
-    save(Path("saved"), 6)
-    following = judge.after(137, None)
-    assert (following.leave, following.line) == (137, "cannot be read")
-    (Path("saved") / files.TRACKER).write_text("x")
-    assert "should hold" in judge.after(137, None).line
-
-
-def test_without_a_folder_nothing_can_go_on() -> None:
-    judge = Judge(TINY.split(), 2)
-    assert judge.after(137, None).ranks == 2
-    assert judge.after(85, asked()).leave == 85
-    from_scratch = asked(iteration=0, checkpoint=None)
-    assert judge.after(85, from_scratch).leave is None
-    assert judge.after(85, from_scratch).leave == 85
-
-
-def test_one_code_for_all_ranks() -> None:
-    killed, ended = -signal.SIGKILL, -signal.SIGTERM
-    assert code_of([85, 85, ended]) == 85
-    assert code_of([1, 1, killed]) == 137, "the cause of the others"
-    assert code_of([1, 85]) == 85 and code_of([2, ended]) == 2
-    assert code_of([ended]) == 143 and code_of([7, 1]) == 7
-
-
-def test_what_is_left_of_a_launch_is_ended() -> None:
-    name = f"test-{os.getpid()}.0.0"
-    command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    env = {**os.environ, relaunch.LAUNCH_VARIABLE: name}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        child.stdout.read(1)
-        end_launch(name + "0")
-        assert child.poll() is None, "of another launch"
-        end_launch(name)
-        child.wait(timeout=20)

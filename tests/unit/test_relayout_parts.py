@@ -108,6 +108,8 @@ def test_failures_bar_the_pair_and_then_all() -> None:
     assert not costs.is_open and costs.of(b)["relayouts_ended"]
     costs.lift_bars()
     assert costs.is_open and costs.of(a)["barred_layouts"] == ()
+    costs.bar(b, "the run crashed in it")
+    assert costs.of(a)["barred_layouts"] == costs.of(b)["barred_layouts"] == ((1, 2, 1, 2),)
     assert costs.record["paused_s"] == 2.0 * MOST_FAILURES
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,29 @@ def test_only_shielded_children_outlive_the_signal(name: str, shielded: bool) ->
             child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.returncode == (0 if shielded else -signal.Signals[name])
     assert child.stdout.strip() == (b"alive" if shielded else b"")
+
+
+@pytest.mark.parametrize("name", STOP_SIGNALS)
+def test_the_first_child_of_multiprocessing_is_shielded_too(tmp_path: Path, name: str) -> None:
+    """Its tracker, which starts with the first child, lets SIGTERM through again."""
+    program = tmp_path / "program.py"
+    lines = [
+        "import multiprocessing, os, signal",
+        "from megatron.training.signals import StopSignals, shielded_children",
+        "def struck():",
+        f"    os.kill(os.getpid(), signal.{name})",
+        "if __name__ == '__main__':",
+        "    with StopSignals():",
+        "        with shielded_children():",
+        "            child = multiprocessing.get_context('spawn').Process(target=struck)",
+        "            child.start()",
+        "        child.join()",
+        "        signal.raise_signal(signal.SIGTERM)",
+        "        print(child.exitcode)",
+    ]
+    program.write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "0")
 
 
 def test_a_signal_while_shielding_arrives_afterwards() -> None:

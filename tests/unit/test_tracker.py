@@ -226,6 +226,13 @@ def test_launches_never_repeat(tmp_path: Path) -> None:
     assert previous_launches(tmp_path / "none") == []
 
 
+def test_a_supervisor_names_the_launch_once(tmp_path: Path) -> None:
+    env = {"COPUS_LAUNCH": "77.0.4", "SLURM_JOB_ID": "77"}
+    for name in ("77.0.4", "77.0.5"):
+        assert launch_id(env, NOW, previous_launches(tmp_path)) == name
+        launch(tmp_path, name, 0, 1)
+
+
 def test_commits_wait_for_the_disk_and_steps_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,10 +86,7 @@ def test_sums_do_not_depend_on_who_holds_what(case: tuple[State, dict[str, list[
 
 def test_the_sum_is_what_is_documented() -> None:
     state = random_state({"k": (2, 3)})
-    rows, columns = (
-        verify.axis_weights("k", axis, 0, n, torch.device("cpu")).tolist()
-        for axis, n in ((0, 2), (1, 3))
-    )
+    rows, columns = (verify.axis_weights("k", axis, 0, n).tolist() for axis, n in ((0, 2), (1, 3)))
     bits = state["k"]["param"].view(torch.int32).tolist()
 
     def product(i: int, j: int) -> int:

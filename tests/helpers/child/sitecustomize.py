@@ -1,17 +1,20 @@
 """Loaded by every Python process that the launcher starts.
 
 SIGUSR2 writes the stacks of all threads. Output comes in whole lines: unbuffered, the words of
-several ranks would mix; buffered, what a killed rank printed would be lost.
+several ranks would mix; buffered, what a killed rank printed would be lost. COPUS_TEST_STEP_S is
+slept before each training step, so that a run on any machine lasts until it is disturbed.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import importlib.util
 import io
 import os
 import signal
 import sys
+import time
 
 
 def _register() -> None:
@@ -24,6 +27,30 @@ def _register() -> None:
             if isinstance(stream, io.TextIOWrapper):
                 # torchrun starts its workers with -u, which is write-through.
                 stream.reconfigure(line_buffering=True, write_through=False)
+
+
+class _SlowSteps:
+    """Finds the module of the training step, once, and wraps what is in it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "megatron.training.step":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_slow(module):
+            load(module)
+            plain = module.train_step
+
+            def train_step(job):
+                time.sleep(float(os.environ["COPUS_TEST_STEP_S"]))
+                return plain(job)
+
+            module.train_step = train_step
+
+        spec.loader.exec_module = load_slow
+        return spec
 
 
 def _load_the_one_behind_this() -> None:
@@ -41,4 +68,6 @@ def _load_the_one_behind_this() -> None:
 
 
 _register()
+if "COPUS_TEST_STEP_S" in os.environ:
+    sys.meta_path.insert(0, _SlowSteps())
 _load_the_one_behind_this()

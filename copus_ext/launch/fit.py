@@ -1,0 +1,218 @@
+"""A layout for the ranks there are, where the one asked for does not fit them. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from copus_ext.config import CopusConfig
+from copus_ext.reconfigure.relaunch import Request, merged, value_of
+from megatron.training import checkpoint_files as files
+from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.errors import UsageError
+from megatron.training.layout import Layout
+
+Stored = Callable[[Path], Mapping[str, Any]]
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+_NEEDED = (*_SIZES, "global_batch_size", "micro_batch_size")
+
+
+class NoFit(ValueError):
+    """No layout is legal for the ranks there are; one line."""
+
+
+class Fit:
+    """Finds layouts for a number of ranks, with the batch of the flags.
+
+    Args:
+        flags: of the program, as the user gave them.
+        stored: reads the flags of the latest checkpoint in a folder, raising ValueError; slow.
+        has_gpu: whether ranks have a GPU.
+    """
+
+    def __init__(self, flags: Sequence[str], *, stored: Stored, has_gpu: bool = False) -> None:
+        self.flags, self._stored, self._has_gpu = list(flags), stored, has_gpu
+        self._known: dict[Path, Mapping[str, Any] | None] = {}
+
+    def start(self, ranks: int) -> tuple[list[str], str]:
+        """The flags to start with, and what to say about them if they are not the user's.
+
+        Flags that cannot be read, or whose fault is not the layout, are left to the program, which
+        says what is wrong with them.
+
+        Raises:
+            NoFit: the ranks are too many, too few or odd for any layout.
+        """
+        try:
+            problem = self._problem(self.flags, ranks)
+        except UsageError:
+            return self.flags, ""
+        if problem is None:
+            return self.flags, ""
+        prefer = self._layout_of_checkpoint() or self._layout_of_flags()
+        request, others = self._search(ranks, prefer, self._request)
+        if request is not None:
+            line = f"start {ranks} ranks under {request.layout}: {problem}"
+            return merged(self.flags, request), line
+        if others == {problem}:
+            return self.flags, ""
+        raise NoFit(f"no layout of {ranks} ranks is legal for this model and batch: {problem}")
+
+    def going_on(
+        self, ranks: int, stored: Mapping[str, Any], *, layout: Layout | None, why: str
+    ) -> Request:
+        """How to go on from the latest checkpoint in `--save`.
+
+        Args:
+            ranks: that there are.
+            stored: flags of that checkpoint.
+            layout: to go on under if it fits; None as it was saved.
+            why: what happened.
+
+        Raises:
+            NoFit: no layout is legal for these ranks.
+            ValueError: the checkpoint does not say its layout.
+        """
+        missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
+        if missing:
+            raise ValueError(f"the checkpoint does not say {missing[0]}")
+        wanted = layout or _layout_of(stored)
+        batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
+
+        def request(to: Layout, size: int | None) -> Request:
+            return self._request(
+                to, size or micro, batch=batch, checkpoint=value_of(self.flags, "--save"), why=why
+            )
+
+        if wanted.world_size <= ranks:
+            sizes = [b for b in range(micro, 0, -1) if batch % (b * wanted.dp) == 0]
+            for size in sizes:
+                found = request(wanted, size)
+                if self._is_legal(merged(self.flags, found), wanted.world_size):
+                    return found
+            return request(wanted, sizes[0] if sizes else micro)
+        found, _ = self._search(ranks, wanted, request, batch=batch, micro=micro)
+        if found is None:
+            raise NoFit(
+                f"{wanted} needs more than {ranks} ranks, and no layout of {ranks} is legal"
+            )
+        return found
+
+    def _request(
+        self,
+        layout: Layout,
+        micro: int | None,
+        *,
+        batch: int | None = None,
+        checkpoint: str | None = None,
+        why: str = "",
+    ) -> Request:
+        return Request(
+            launch="fit",
+            kind="relayout",
+            iteration=0,
+            consumed_samples=0,
+            reason=why,
+            layout=layout,
+            micro_batch_size=micro,
+            global_batch_size=batch,
+            checkpoint=checkpoint,
+        )
+
+    def _search(
+        self,
+        ranks: int,
+        prefer: Layout,
+        request: Callable[[Layout, int | None], Request],
+        *,
+        batch: int | None = None,
+        micro: int | None = None,
+    ) -> tuple[Request | None, set[str]]:
+        """The first legal layout in the order of `layouts_for`, with the largest micro-batch that
+        fits; and what was said against the others."""
+        batch = batch or _number(self.flags, "--global-batch-size")
+        micro = micro or _number(self.flags, "--micro-batch-size") or 1
+        said = set[str]()
+        for layout in layouts_for(ranks, prefer):
+            sizes = [b for b in range(micro, 0, -1) if not batch or batch % (b * layout.dp) == 0]
+            for size in sizes or [micro]:
+                found = request(layout, size)
+                problem = self._problem(merged(self.flags, found), ranks)
+                if problem is None:
+                    return found, said
+                said.add(problem)
+        return None, said
+
+    def _is_legal(self, flags: list[str], ranks: int) -> bool:
+        try:
+            return self._problem(flags, ranks) is None
+        except UsageError:
+            return False
+
+    def _problem(self, flags: Sequence[str], ranks: int) -> str | None:
+        """What the trainer would say against flags, the first line; None if nothing.
+
+        Raises:
+            UsageError: they are not those of the trainer.
+        """
+        args = parse_args(flags, {"copus controller": CopusConfig})
+        if args.use_checkpoint_args and args.load:
+            args = with_checkpoint_args(args, self._of_checkpoint(Path(args.load)) or {})
+        try:
+            resolve(args, ranks, cuda_available=self._has_gpu)
+        except UsageError as error:
+            return str(error).split("\n")[0]
+        return None
+
+    def _layout_of_flags(self) -> Layout:
+        sizes = [_number(self.flags, f"--{name.replace('_', '-')}") or 1 for name in _SIZES[:2]]
+        return Layout(tp=sizes[0], pp=sizes[1])
+
+    def _layout_of_checkpoint(self) -> Layout | None:
+        load = value_of(self.flags, "--load")
+        stored = None if load is None else self._of_checkpoint(Path(load))
+        is_told = stored and all(isinstance(stored.get(name), int) for name in _SIZES)
+        return _layout_of(stored) if stored and is_told else None
+
+    def _of_checkpoint(self, load: Path) -> Mapping[str, Any] | None:
+        """Its flags, or None if there is none or it cannot be read: that is for the trainer."""
+        if load not in self._known:
+            self._known[load] = None
+            with contextlib.suppress(ValueError, OSError):
+                if files.read_latest(load) is not None:
+                    self._known[load] = self._stored(load)
+        return self._known[load]
+
+
+def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
+    """All layouts of some ranks: first the tensor and pipeline sizes that are preferred; then those
+    that cut the model into no fewer parts, which are sure to fit the memory, the fewest first; then
+    the others, the most first."""
+    parts = prefer.model_parallel_size
+    pairs = [(tp, pp) for tp in _divisors(ranks) for pp in _divisors(ranks // tp)]
+
+    def order(pair: tuple[int, int]) -> tuple[bool, int, int]:
+        tp, pp = pair
+        return tp * pp < parts, abs(tp * pp - parts), abs(tp - prefer.tp)
+
+    for tp, pp in sorted(pairs, key=order):
+        chunks = [prefer.vpp, 1] if pp == prefer.pp and prefer.vpp > 1 else [1]
+        for vpp in chunks:
+            yield Layout(tp=tp, pp=pp, vpp=vpp, dp=ranks // (tp * pp))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _layout_of(stored: Mapping[str, Any]) -> Layout:
+    tp, pp, dp = (stored[name] for name in _SIZES)
+    vpp = stored.get("virtual_pipeline_model_parallel_size")
+    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp)
+
+
+def _number(flags: Sequence[str], name: str) -> int | None:
+    text = value_of(flags, name) or ""
+    return int(text) if text.isdecimal() and 0 < int(text) < 1 << 20 else None

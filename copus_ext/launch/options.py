@@ -1,0 +1,193 @@
+"""The command line of the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from copus_ext.launch.budget import Limits
+from copus_ext.launch.slurm import Step, address_of, read_step
+from copus_ext.reconfigure.relaunch import value_of
+from megatron.training.errors import UsageError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_MODULE = "python -m copus_ext.launch.supervisor"
+_RUN_DIR_FLAGS = ("--run-dir", "--save", "--tensorboard-dir")
+"""Where the trainer keeps the run, the first that is given."""
+_DEFAULT_PORT = 29500
+_MOST_NODES, _MOST_PROCESSES = 1 << 16, 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the supervisor of a node is to do."""
+
+    nnodes: int
+    """Nodes of the job."""
+    node_rank: int
+    """Number of this one; 0 decides for all."""
+    processes: int
+    """Ranks it can start."""
+    endpoint: str
+    """`host:port` of node 0, which its ranks and those of the others meet at."""
+    limits: Limits
+    """Crashes that are gone on from."""
+    stop_margin_s: float
+    """Seconds that saving may take, before a second signal ends the ranks."""
+    join_timeout_s: float
+    """Seconds to wait for the other nodes at the start."""
+    node_timeout_s: float
+    """A node that shows no life for so long is lost."""
+    program: Path
+    """What the ranks run."""
+    flags: tuple[str, ...]
+    """Of the program."""
+    called: str
+    """How the user started this, without the flags."""
+    has_gpu: bool
+    """Whether ranks have a GPU."""
+    step: Step | None = None
+    """The place of this process in a step of SLURM; None outside of one."""
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Directory of the run; None if the flags name none."""
+        found = (value_of(self.flags, flag) for flag in _RUN_DIR_FLAGS)
+        return next((Path(value) for value in found if value), None)
+
+    @property
+    def command(self) -> str:
+        """What goes on with the run, fit for a shell."""
+        flags = list(self.flags)
+        save = value_of(flags, "--save")
+        if save is not None and value_of(flags, "--load") is None:
+            flags += ["--load", save]
+        return f"{self.called} {shlex.join(flags)}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; for the flags see: {_MODULE} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=_MODULE,
+        usage=f"{_MODULE} [flags] -- PROGRAM FLAGS_OF_PROGRAM",
+        description="Starts the ranks of a run on this node, and again when it asks for it or "
+        "crashes. Under srun, with one task a node, nodes and address come from SLURM.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--nnodes", type=int, help="nodes of the job, each with a supervisor (1)")
+    add("--node-rank", type=int, help="number of this node (0); node 0 decides for all")
+    add("--nproc-per-node", type=int, help="ranks on this node (the GPUs it sees, else 1)")
+    add("--rdzv-endpoint", help="HOST:PORT of node 0; needed with several nodes")
+    add("--max-crashes", type=int, default=10, help="crashes of the run to go on from (10)")
+    add("--max-crashes-per-hour", type=int, default=3, help="the same within an hour (3)")
+    add("--restart-wait", type=float, help="seconds before starting again (5, then 15, then 45)")
+    add("--stop-margin-s", type=float, default=600, help="a second TERM ends ranks from then on")
+    add("--join-timeout-s", type=float, default=600, help="wait so long for the other nodes")
+    add("--node-timeout-s", type=float, default=120, help="a node silent for so long is lost")
+    add("--called", help="how this was started, for the command that it prints at the end")
+    return parser
+
+
+def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Options:
+    """Reads the command line.
+
+    Args:
+        argv: words after the name of the module.
+        env: environment; None takes that of the process.
+
+    Raises:
+        UsageError: one line with the flag and the fix.
+    """
+    env = os.environ if env is None else env
+    own = list(argv[: argv.index("--")] if "--" in argv else argv)
+    words = list(argv[len(own) + 1 :])
+    given = _parser().parse_args(own)
+    if not words:
+        raise UsageError(f"no program given; end with: -- pretrain_gpt.py FLAGS; see {_MODULE} -h")
+    gpus = visible_gpus(env)
+    processes = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
+    step = read_step(env)
+    nnodes, node, endpoint = _place(given, step)
+    _check_between("--nnodes", nnodes, 1, _MOST_NODES)
+    _check_between("--node-rank", node, 0, nnodes - 1)
+    _check_between("--nproc-per-node", processes, 1, _MOST_PROCESSES)
+    for name in ("stop_margin_s", "join_timeout_s", "node_timeout_s"):
+        if not getattr(given, name) >= 0:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 0")
+    try:
+        waits = {} if given.restart_wait is None else {"waits_s": (given.restart_wait,)}
+        limits = Limits(per_hour=given.max_crashes_per_hour, per_run=given.max_crashes, **waits)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return Options(
+        nnodes=nnodes,
+        node_rank=node,
+        processes=processes,
+        endpoint=endpoint,
+        limits=limits,
+        stop_margin_s=given.stop_margin_s,
+        join_timeout_s=given.join_timeout_s,
+        node_timeout_s=given.node_timeout_s,
+        program=_program(words[0]),
+        flags=tuple(words[1:]),
+        called=given.called or shlex.join([*_MODULE.split(), *own, "--", words[0]]),
+        has_gpu=gpus > 0,
+        step=step,
+    )
+
+
+def _check_between(flag: str, value: int, lowest: int, highest: int) -> None:
+    if not lowest <= value <= highest:
+        raise UsageError(f"{flag} {value} must be between {lowest} and {highest}")
+
+
+def _place(given: argparse.Namespace, step: Step | None) -> tuple[int, int, str]:
+    """Number of nodes, number of this one, `host:port` of the first; flags win over SLURM."""
+    endpoint = given.rdzv_endpoint
+    if given.nnodes is not None or step is None:
+        nnodes, node = given.nnodes, given.node_rank
+        nnodes, node = 1 if nnodes is None else nnodes, 0 if node is None else node
+    else:
+        nnodes, node = step.num_nodes, step.node_rank
+        if step.num_local_tasks > 1:
+            raise UsageError("one supervisor a node is enough: srun --ntasks-per-node=1")
+        if nnodes > 1 and endpoint is None:
+            endpoint = f"{address_of(step.head)}:{step.port}"
+    if endpoint is None:
+        if nnodes > 1:
+            raise UsageError(f"--nnodes {nnodes} needs --rdzv-endpoint HOST:PORT of node 0")
+        return nnodes, node, ""
+    host, colon, port = endpoint.rpartition(":")
+    host, port = (host, port) if colon else (endpoint, str(_DEFAULT_PORT))
+    if not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UsageError(f"--rdzv-endpoint {endpoint} must be HOST:PORT")
+    return nnodes, node, f"{host}:{port}"
+
+
+def _program(word: str) -> Path:
+    """Seen from the current folder, else from the repository."""
+    for path in (Path(word), _ROOT / word):
+        if path.is_file():
+            return path
+    raise UsageError(f"there is no program {word}")
+
+
+def visible_gpus(env: Mapping[str, str]) -> int:
+    """GPUs that this process may use, without asking a library that would take hold of them."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    names = [name.strip() for name in listed.split(",")]
+    # CUDA takes those before the first that makes no sense.
+    ends = [i for i, name in enumerate(names) if name in ("", "-1", "NoDevFiles")]
+    return min(ends, default=len(names))

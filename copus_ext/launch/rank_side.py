@@ -1,0 +1,49 @@
+"""What a rank does for its launcher: goes when it goes, and leaves its error where torch's launcher
+looks. Nothing here needs torch, or a supervisor."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+
+from copus_ext.reconfigure.relaunch import is_supervised
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Lets Linux kill this process when its launcher has gone; only under a supervisor, which
+    starts the run again."""
+    if not is_supervised() or sys.platform != "linux":
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it went before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_error(error: BaseException, *, is_told: bool = False) -> None:
+    """Writes what torch's `record` would.
+
+    Args:
+        error: that ends this rank.
+        is_told: whether its message says all, so that no one needs to know where it was raised.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if not path:
+        return
+    now = time.time()
+    name = "" if is_told else f"{type(error).__name__}: "
+    lines = [] if is_told else traceback.format_exception(error)
+    more = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": {"message": f"{name}{error}", "extraInfo": more}}, file)
+    except OSError:  # the error itself matters more
+        print(f"{path} cannot be written", file=sys.stderr)

@@ -1,0 +1,36 @@
+"""Starts the ranks of a run, and again when the run asks for it or crashes.
+
+python -m copus_ext.launch.supervisor [flags] -- pretrain_gpt.py FLAGS
+
+One for each node; that of node 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from copus_ext.launch.head import Head
+from copus_ext.launch.node import Follower, say
+from copus_ext.launch.options import read_options
+from megatron.training.errors import UsageError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Supervises a job on this node.
+
+    Returns:
+        The exit code: 0 done, 1 given up, 2 wrong usage, 85 to be started again elsewhere, 128 + N
+        after signal N, else that of the ranks.
+    """
+    try:
+        options = read_options(argv)
+        node = Head(options) if options.node_rank == 0 else Follower(options)
+        return node.run_job()
+    except UsageError as error:
+        say(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,416 @@
+"""What SLURM's variables, files and commands mean; the commands are scripts on the PATH."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copus_ext.launch import requeue, slurm
+from copus_ext.launch.environment import adopt_srun
+from copus_ext.launch.slurm_watch import Facts, Tail, Watch, watch_of
+from copus_ext.reconfigure.relaunch import Request, write_request
+from megatron.training import checkpoint_files as files
+from megatron.training.errors import UsageError
+
+TASK = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_NODEID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
+    "SLURM_STEP_NODELIST": "gpu-[07-09]",
+}
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder alone on the PATH; scripts in it are the commands, `calls` what was called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def command(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    note = f'echo "{name} $*" >>{folder}/calls'
+    path.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{note}\n{text}\n")
+    path.chmod(0o755)
+
+
+def calls(folder: Path, name: str) -> list[str]:
+    made = folder / "calls"
+    lines = made.read_text().splitlines() if made.exists() else []
+    return [line for line in lines if line.startswith(name)]
+
+
+def test_the_place_of_a_task() -> None:
+    step = slurm.read_step(TASK)
+    assert step is not None
+    assert (step.job, step.restarts, step.number) == ("1234", 0, 1)
+    assert (step.num_nodes, step.node_rank, step.head) == (3, 2, "gpu-07")
+    assert (step.num_tasks, step.rank, step.num_local_tasks, step.local_rank) == (7, 5, 3, 0)
+    assert step.handle == "1234"
+
+
+def test_a_task_of_an_array_is_not_taken_for_the_array() -> None:
+    step = slurm.read_step({**TASK, "SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "3"})
+    assert step is not None and step.job == "1234"
+    assert step.handle == "1234_3"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"SLURM_STEP_ID": None, "SLURM_PROCID": "0"},
+        {"SLURM_STEP_ID": None, "SLURM_PROCID": None},
+        {"SLURM_STEP_ID": "4294967290"},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        dict.fromkeys(TASK),
+    ],
+    ids=["sbatch", "salloc", "interactive step", "one task", "torchrun", "plain shell"],
+)
+def test_the_environment_stays_as_it_is(change: dict[str, str | None]) -> None:
+    env = {name: value for name, value in {**TASK, **change}.items() if value is not None}
+    before = dict(env)
+    assert not adopt_srun(env) and env == before
+
+
+def test_a_task_of_srun_becomes_a_rank(commands: Path) -> None:
+    command(commands, "scontrol", "echo NodeName=gpu-07 NodeAddr=10.1.2.3 NodeHostName=x")
+    env = dict(TASK)
+    assert adopt_srun(env)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"]) == ("5", "7", "0")
+    assert (env["LOCAL_WORLD_SIZE"], env["GROUP_RANK"]) == ("3", "2")
+    assert env["MASTER_ADDR"] == "10.1.2.3" and 20000 <= int(env["MASTER_PORT"]) < 32000
+    assert calls(commands, "scontrol") == ["scontrol show node --oneliner gpu-07"]
+
+
+@pytest.mark.parametrize(("gpus", "number"), [("3", "0"), ("0,1,2", "2"), ("GPU-8-9", "0")])
+def test_a_task_takes_the_one_gpu_that_it_sees(gpus: str, number: str) -> None:
+    env = {**TASK, "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": gpus, "MASTER_ADDR": "mine"}
+    assert adopt_srun(env)
+    assert env["LOCAL_RANK"] == number and env["MASTER_ADDR"] == "mine"
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"])
+def test_variables_that_make_no_sense_are_one_line(name: str) -> None:
+    with pytest.raises(UsageError, match="is no ") as error:
+        adopt_srun({**TASK, name: "zwei"})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu-[007-010,12],login", "gpu-007"),
+        ("r[1-2]c[3,5]", "r1c3"),
+        ("a,b[1-2]", "a"),
+    ],
+)
+def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
+    assert slurm.first_node(nodes) == first
+
+
+@pytest.mark.parametrize("text", ["exit 1", "echo nothing", "exec sleep 60"])
+def test_a_head_without_address_is_known_by_name(
+    commands: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(slurm, "_ANSWER_S", 0.3)
+    assert slurm.address_of("n1") == "n1", "without the command"
+    command(commands, "scontrol", text)
+    assert slurm.address_of("n1") == "n1"
+
+
+@given(st.integers(0, 10**7))
+def test_a_time_is_read_as_squeue_writes_it(seconds: int) -> None:
+    days, rest = divmod(seconds, 86400)
+    h, m, s = rest // 3600, rest // 60 % 60, rest % 60
+    text = f"{days}-{h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
+    assert slurm.seconds_of(f"{text}\n") == seconds
+
+
+def test_other_answers_are_unknown() -> None:
+    assert slurm.seconds_of("UNLIMITED\n") == math.inf
+    answers = [None, "", "NOT_SET", "INVALID", "slurm_load_jobs error", "12", "1-2", "-1:00"]
+    assert [slurm.seconds_of(text) for text in answers] == [None] * len(answers)
+
+
+def write(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(r) + "\n" for r in records)
+
+
+def start(layout: str = "tp2.pp1.dp4", **config: Any) -> dict[str, Any]:
+    return {"kind": "run.start", "layout": layout, "config": config, "t": 1000.0}
+
+
+def step_of(batch: int, seconds: float = 1.0) -> dict[str, Any]:
+    return {"kind": "step", "global_batch_size": batch, "elapsed_per_iteration_ms": 1e3 * seconds}
+
+
+MOVES = {"copus": True, "copus_mode": "act", "copus_layouts": "all", "copus_relayout": "inprocess"}
+
+
+def test_the_lead_time_is_of_what_was_measured(tmp_path: Path) -> None:
+    watch = Watch("1", tmp_path, clock=lambda: 0.0)
+    assert watch.facts.lead_s == 2 * 60 + 60, "nothing is known yet"
+    saves = [{"kind": "checkpoint.commit", "seconds": s} for s in (30.0, 100.0, 20.0)]
+    write(tmp_path / "metrics.jsonl", start(), step_of(8, 5.0), step_of(8, 3.0), *saves)
+    watch.tick()
+    assert watch.facts.lead_s == 2 * 100 + 2 * 5 + 60
+    watch = Watch("1", tmp_path, clock=lambda: 0.0)
+    write(tmp_path / "metrics.jsonl", start(**MOVES))
+    watch.tick()
+    assert watch.facts.lead_s == 2 * 100 + 60 + 60, "the save of the launch before counts"
+    write(tmp_path / "journal.jsonl", {"kind": "switch.requested", "predicted_s": 9.0})
+    watch = Watch("1", tmp_path, clock=lambda: 0.0)
+    watch.tick()
+    assert watch.facts.lead_s == 2 * 100 + 60 + 60, "asked for before this launch"
+
+
+class Clock:
+    """A clock that is set, with a watch that ticks by it."""
+
+    def __init__(self, run: Path, **more: Any) -> None:
+        self.now = 0.0
+        self.said: list[str] = []
+        self.watch = Watch("77", run, clock=lambda: self.now, say=self.said.append, **more)
+
+    def run(self, seconds: int) -> None:
+        """Ticks each second; what was asked gets the time to answer."""
+        for _ in range(seconds):
+            self.watch.tick()
+            for asking in (self.watch._asking, self.watch._publishing):
+                if asking is not None and asking._process is not None:
+                    asking._process.wait(10)
+            self.now += 1
+
+
+def test_the_run_stops_when_the_time_left_is_under_the_lead_time(
+    tmp_path: Path, commands: Path
+) -> None:
+    (tmp_path / "left").write_text("16:40")
+    command(commands, "squeue", f"cat {tmp_path}/left")
+    clock = Clock(tmp_path)
+    clock.run(800)
+    stop = tmp_path / "control" / "stop"
+    assert not stop.exists() and not clock.watch.is_ending
+    assert calls(commands, "squeue") == ["squeue -h -j 77 -o %L"] * 14, "once a minute"
+    clock.run(10)
+    assert not stop.exists(), "the answer is the same as at first: the limit was put off"
+    (tmp_path / "left").write_text("3:20")
+    clock.run(80)
+    assert stop.read_text().strip() == "time limit" and clock.watch.is_ending
+    stop.unlink()
+    clock.run(70)
+    assert not stop.exists(), "asked once"
+    (line,) = clock.said
+    assert "job 77" in line and "180 s" in line
+
+
+def test_a_short_job_gets_half_of_its_time(tmp_path: Path, commands: Path) -> None:
+    command(commands, "squeue", f"[ -e {tmp_path}/asked ] || echo 2:00; echo >{tmp_path}/asked")
+    clock = Clock(tmp_path, granted_s=900.0)
+    clock.run(59)
+    assert not clock.watch.is_ending
+    assert len(clock.said) == 1 and "shorter --signal" in clock.said[0]
+    clock.run(4)
+    assert clock.watch.is_ending
+
+
+@pytest.mark.parametrize("answer", ["echo UNLIMITED", "exit 1", "echo gibberish", None])
+def test_an_unknown_or_endless_time_stops_nothing(
+    tmp_path: Path, commands: Path, answer: str | None
+) -> None:
+    if answer is not None:
+        command(commands, "squeue", answer)
+    clock = Clock(tmp_path)
+    clock.run(150)
+    assert not (tmp_path / "control").exists() and not clock.said
+
+
+def test_a_command_that_hangs_is_ended_and_holds_up_nothing(tmp_path: Path, commands: Path) -> None:
+    command(commands, "squeue", "exec sleep 600")
+    clock = Clock(tmp_path)
+    clock.watch.tick()
+    asking = clock.watch._asking
+    assert asking is not None and asking._process is not None
+    clock.now = 19.0
+    clock.watch.tick()
+    assert clock.watch._asking is asking
+    clock.now = 21.0
+    clock.watch.tick()
+    assert clock.watch._asking is None and asking._process.poll() is not None
+    clock.now = 61.0
+    clock.watch.tick()
+    asking = clock.watch._asking
+    clock.watch.close()
+    assert asking is not None and asking._process is not None
+    assert asking._process.poll() is not None
+
+
+def test_the_comment_follows_layout_and_batch(tmp_path: Path, commands: Path) -> None:
+    command(commands, "squeue", "echo UNLIMITED")
+    command(commands, "scontrol", "exit 1")
+    clock = Clock(tmp_path)
+    write(tmp_path / "metrics.jsonl", start(), step_of(256))
+    clock.run(200)
+    prefix = "scontrol update JobId=77 Comment="
+    assert calls(commands, "scontrol") == [f"{prefix}tp2.pp1.dp4 B=256"]
+    at = "2026-01-01T00:00:00.000+00:00"
+    moved = {"kind": "switch", "to": "tp1.pp2.dp4", "outcome": {"kind": "moved"}, "time": at}
+    back = {"kind": "switch", "to": "tp8.pp1.dp1", "outcome": {"kind": "back"}, "time": at}
+    write(tmp_path / "journal.jsonl", moved, back)
+    for batch in range(300, 380):
+        write(tmp_path / "metrics.jsonl", step_of(batch))
+        clock.run(1)
+    clock.run(70)
+    made = calls(commands, "scontrol")[1:]
+    assert 2 <= len(made) <= 3, "at most once a minute"
+    assert made[-1] == f"{prefix}tp1.pp2.dp4 B=379"
+    write(tmp_path / "metrics.jsonl", step_of(512))
+    clock.watch.close()
+    assert calls(commands, "scontrol")[-1] == f"{prefix}tp1.pp2.dp4 B=512", "and at the end"
+
+
+def test_it_says_once_when_the_signal_comes_too_late(tmp_path: Path) -> None:
+    clock = Clock(tmp_path, granted_s=200.0)
+    clock.run(30)
+    assert clock.said == []
+    write(tmp_path / "metrics.jsonl", {"kind": "checkpoint.commit", "seconds": 100})
+    clock.run(60)
+    (line,) = clock.said
+    assert "--signal=B:USR1@260" in line and "COPUS_SIGNAL_LEAD_S=260" in line
+
+
+def test_only_the_first_node_watches(tmp_path: Path) -> None:
+    assert watch_of(None, tmp_path, {}) is None
+    assert watch_of(slurm.read_step(TASK), tmp_path, {}) is None
+    first = slurm.read_step({**TASK, "SLURM_NODEID": "0"})
+    watch = watch_of(first, tmp_path, {"COPUS_SIGNAL_LEAD_S": "900"})
+    assert watch is not None and watch.left_s is None
+
+
+def test_a_file_is_followed_in_bounded_bites(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert list(tail.records()) == []
+    path.write_text("x" * (1 << 20) + '\n{"a": 1}\n[2]\n{"a": 3}\n{"a": ')
+    assert list(tail.records()) == [{"a": 1}, {"a": 3}], "from near the end, whole lines"
+    with path.open("a") as file:
+        file.write("4}\n" + "y" * (3 << 20))
+    assert list(tail.records()) == [{"a": 4}]
+    assert [list(tail.records()) for _ in range(3)] == [[], [], []]
+    with path.open("a") as file:
+        file.write('\n{"a": 5}\n')
+    assert list(tail.records()) == [{"a": 5}]
+    path.write_text('{"a": 6}\n')
+    assert list(tail.records()) == [{"a": 6}], "a file that was replaced is read from its start"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["layout", "config", "seconds", "outcome", "time", "t", "to", "predicted_s"]
+        )
+        | st.sampled_from(["global_batch_size", "elapsed_per_iteration_ms"]),
+        st.none() | st.text() | st.floats() | st.integers() | st.dictionaries(st.text(), st.text()),
+    ),
+    st.sampled_from(["run.start", "step", "checkpoint.commit", "switch", "switch.requested"]),
+)
+def test_records_of_any_shape_do_no_harm(record: dict[str, Any], kind: str) -> None:
+    from collections import deque
+
+    facts = Facts(steps_s=deque(maxlen=3), layout="tp1.pp1.dp1", batch=1, switch_s=60.0)
+    facts.take_metric({**record, "kind": kind})
+    facts.take_decision({**record, "kind": kind})
+    assert 180 <= facts.lead_s < math.inf and isinstance(facts.comment, str)
+
+
+def request(run: Path, kind: str, launch: str) -> None:
+    made: Any = {"launch": launch, "kind": kind, "iteration": 0, "consumed_samples": 0}
+    write_request(run, Request(**made, reason="the test"))
+
+
+JOB = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "launch", "code", "state", "again"),
+    [
+        ("requeue", "5.2.0", 85, "RUNNING", True),
+        ("requeue", "5.2.3", 143, "RUNNING", True),
+        ("requeue", "5.2.0", 85, None, True),
+        (None, "", 85, "RUNNING", True),
+        ("done", "5.2.0", 85, "RUNNING", False),
+        ("done", "5.2.0", 0, "RUNNING", False),
+        ("abort", "5.2.0", 1, "RUNNING", False),
+        ("requeue", "5.1.0", 1, "RUNNING", False),
+        ("requeue", "5.22.0", 1, "RUNNING", False),
+        (None, "", 143, "RUNNING", True),
+        (None, "", 143, "COMPLETING", False),
+        (None, "", 137, "RUNNING", False),
+        ("requeue", "5.2.0", 85, "COMPLETING", False),
+    ],
+)
+def test_the_request_of_this_start_decides(
+    tmp_path: Path, kind: str | None, launch: str, code: int, state: str | None, again: bool
+) -> None:
+    if kind is not None:
+        request(tmp_path, kind, launch)
+    assert requeue.decide(tmp_path, tmp_path, code, JOB, state)[0] is again
+
+
+def test_it_gives_up_when_nothing_gets_saved(tmp_path: Path) -> None:
+    def decide(job: str = "5", most: str = "2") -> bool:
+        env = {"SLURM_JOB_ID": job, requeue.MOST: most}
+        return requeue.decide(tmp_path, tmp_path, 85, env, "RUNNING")[0]
+
+    assert [decide() for _ in range(4)] == [True, True, False, False]
+    (tmp_path / files.TRACKER).write_text("10")
+    assert [decide() for _ in range(3)] == [True, True, False]
+    assert decide(job="6"), "another job starts anew"
+    assert not decide(job="7", most="0")
+    (tmp_path / "control" / "requeues.json").write_text("{")
+    assert decide()
+    (tmp_path / files.TRACKER).write_text("gibberish")
+    assert not decide()
+
+
+def test_a_job_is_asked_for_its_state(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    argv = [str(tmp_path), str(tmp_path), "85"]
+    command(commands, "squeue", "echo RUNNING")
+    assert requeue.main(argv) == 0
+    command(commands, "squeue", "echo COMPLETING")
+    assert requeue.main(argv) == 1
+    assert calls(commands, "squeue") == ["squeue -h -j 5 -o %T"] * 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_tick_costs_nothing_to_speak_of(tmp_path: Path, commands: Path) -> None:
+    """No command and no file between two looks."""
+    command(commands, "squeue", "echo UNLIMITED")
+    clock = Clock(tmp_path)
+    clock.run(3)
+    metrics = tmp_path / "metrics.jsonl"
+    write(metrics, start(), step_of(8))
+    before = len(calls(commands, "squeue"))
+    for _ in range(1000):
+        clock.watch.tick()
+    assert len(calls(commands, "squeue")) == before and clock.watch.facts.batch == 0
