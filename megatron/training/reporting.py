@@ -117,11 +117,11 @@ class Reporter:
         known = self.job.context.checkpoint_iteration
         return self._started_at if known is None else known
 
-    def alert(self, topic: str, message: str) -> None:
+    def alert(self, name: str, line: str) -> None:
         """Records and prints what an operator should look at."""
-        self._event("alert", topic=topic, message=message)
+        self._event("alert", alert=name, line=line)
         if dist.get_rank() == 0:
-            print(f"alert: {message}", flush=True)
+            print(f"ALERT: {line}", flush=True)
 
     def leaving(self, why: StopReason | None) -> None:
         """Records that somebody outside has asked the run to leave."""
