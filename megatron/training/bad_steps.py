@@ -79,7 +79,8 @@ class BadSteps:
         if not found:
             return
         if job.checkpointer is not None:
-            job.checkpointer.finish()
+            with job.watchdog.phase("saving", patient=True):
+                job.checkpointer.finish()
         line = from_rank_zero(explain(found, job.config))
         job.tracker.event("fault", *where, fault="bad steps", line=line, durable=True)
         raise TrainingFailure(line)
