@@ -107,17 +107,22 @@ class Job:
         """Told of all progress."""
         return self.outside.watchdog
 
-    def save(self, *, must: bool = False, to_the_end: bool = False) -> bool:
+    @property
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint follows this step by `--save-interval`."""
+        interval = self.config.checkpoint.save_interval
+        return bool(interval) and self.state.iteration % interval == 0
+
+    def save(self, *, must: bool, by_file: bool = False) -> bool:
         """Writes a checkpoint, if there is a `--save`. All ranks take part.
 
         Args:
             must: the run ends with it, or is lost without it.
-            to_the_end: because it was asked for by a file: wait for it also where checkpoints are
-                written while training goes on, and take the file away.
+            by_file: because it was asked for by a file: waits for it also where checkpoints are
+                written while training goes on, and takes the file away.
 
         Returns:
-            Whether it is there, or being written, or there is no `--save`; a failure is told and
-            counted.
+            Whether it is there, or being written; a failure is told and counted.
 
         Raises:
             TrainingFailure: on every rank, when it failed and the run must not go on.
@@ -125,11 +130,12 @@ class Job:
         is_well = True
         if self.checkpointer is not None:
             with self.watchdog.phase("saving", patient=True):
-                parts = self.model, self.optimizer, self.scheduler, self.state
-                is_well = self.checkpointer.save(*parts, must=must)
-                if to_the_end:
-                    is_well = self.checkpointer.finish(must=must) and is_well
-        if to_the_end:
+                is_well = self.checkpointer.save(
+                    self.model, self.optimizer, self.scheduler, self.state, must=must
+                )
+                if by_file:
+                    is_well = self.checkpointer.finish() and is_well
+        if by_file:
             if self.checkpointer is None and dist.get_rank() == 0:
                 print(f"note: {SAVE_FILE} has no effect without --save", flush=True)
             self.outside.control.save_obeyed()
@@ -142,8 +148,11 @@ class Job:
                 self.checkpointer.poll()
 
     def finish_saving(self) -> None:
-        """Waits for the checkpoint that is being written, at the end of the run. All ranks take
-        part."""
+        """Waits for the checkpoint that the run ends with. All ranks take part.
+
+        Raises:
+            TrainingFailure: on every rank, when it failed.
+        """
         if self.checkpointer is not None:
             with self.watchdog.phase("saving", patient=True):
                 self.checkpointer.finish(must=True)

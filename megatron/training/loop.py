@@ -6,7 +6,6 @@ from megatron.training.bad_steps import BadSteps
 from megatron.training.evaluate import evaluate
 from megatron.training.job import Job
 from megatron.training.reporting import Reporter
-from megatron.training.settings import Request
 from megatron.training.signals import StopReason
 from megatron.training.step import train_step
 
@@ -40,17 +39,16 @@ def train(job: Job) -> StopReason | None:
             info = job.adopt(request.settings, info)
         reporter.record(info)
         bad_steps.check(job, info)
-        why = shared.stop or _wish(request)
+        why = shared.stop or StopReason.of(request)
         if not (why is not None and why.is_urgent) and job.evaluation_due(info):
             cut = _evaluate(job, reporter, "valid")
             why, evaluated = why or cut, state.iteration
         job.poll()
-        asked = shared.save or (request is not None and request.kind != "change")
-        interval = config.checkpoint.save_interval
-        if asked or (interval and state.iteration % interval == 0):
+        asked = request is not None and request.kind != "change"
+        if asked or shared.save or job.save_is_due:
             moves = request is not None and request.move is not None
             must = why is not None or (asked and moves)
-            saved = state.iteration if job.save(must=must, to_the_end=shared.save) else saved
+            saved = state.iteration if job.save(must=must, by_file=shared.save) else saved
         if why is None and request is not None and request.move is not None:
             why = job.move(request.move)
             saved = -1 if why else saved
@@ -75,9 +73,3 @@ def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> S
         return result
     reporter.evaluation(result, split=split, where=where)
     return None
-
-
-def _wish(request: Request | None) -> StopReason | None:
-    if request is None or request.kind != "stop":
-        return None
-    return StopReason(kind="callback", text=request.reason)

@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from megatron.training.control import STOP_FILE, TIME_LIMIT
+from megatron.training.settings import Request
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 
@@ -46,6 +47,13 @@ class StopReason:
     def __post_init__(self) -> None:
         assert (self.kind == "signal") == (self.signal is not None), self
         assert (self.kind in ("callback", "relayout")) == (self.text is not None), self
+
+    @staticmethod
+    def of(request: Request | None) -> StopReason | None:
+        """The wish of a callback, if it is to stop."""
+        if request is None or request.kind != "stop":
+            return None
+        return StopReason(kind="callback", text=request.reason)
 
     @property
     def is_urgent(self) -> bool:
