@@ -131,7 +131,7 @@ def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
     rates = {n: steps_of(tmp_path / "sweep" / n)[-1]["learning_rate"] for n in ("1", "3")}
     assert rates == {"1": 1e-3, "3": 2e-3}, said
     shown = cluster.run("scontrol", "show", "job", "--oneliner", job).splitlines()
-    fields = re.compile(r"ArrayTaskId=(\d+).* Comment=(.*?) Std")
+    fields = re.compile(r"ArrayTaskId=(\d+).* Comment=(.*?) +Std")
     comments = {found for line in shown for found in fields.findall(line)}
     assert comments >= {("1", "tp1.pp1.dp1 B=8"), ("3", "tp1.pp1.dp1 B=16")}, "each task its own"
     _, again = sweep()
