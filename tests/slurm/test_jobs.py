@@ -143,12 +143,11 @@ def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
 def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
     store = tmp_path / "profile.jsonl"
     own = ["--max-micro-batch", "1", "--steps", "1", "--warm-up", "0", "--fix", "tp=1,pp=1"]
-    job = cluster.submit(
-        "profile.sbatch",
-        [*own, "--global-batch-size", "8", "--", *FLAGS],
-        "--ntasks-per-node=2",
-        COPUS_STORE=store,
-    )
+    variables: dict[str, str | Path] = {"COPUS_STORE": store}
+    if sys.prefix != sys.base_prefix:
+        variables |= {"COPUS_USE_PYTHON": "", "COPUS_VENV": sys.prefix}
+    flags = [*own, "--global-batch-size", "8", "--", *FLAGS]
+    job = cluster.submit("profile.sbatch", flags, "--ntasks-per-node=2", **variables)
     cluster.wait_for_end(job)
     text = [json.loads(line) for line in store.read_text().splitlines()]
     assert text[0]["machine"]["world_size"] == 2 and len(text) == 3
