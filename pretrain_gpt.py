@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         from megatron.training.restore import read_arguments
 
         if args.use_checkpoint_args and args.load:
-            stored = read_arguments(Path(args.load), step=args.ckpt_step)
+            stored = read_arguments(
+                Path(args.load), step=args.ckpt_step, fallback=args.ckpt_fallback
+            )
             args = with_checkpoint_args(args, stored)
         config = resolve(
             args,

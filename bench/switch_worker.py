@@ -34,6 +34,7 @@ from megatron.training.agree import everyone, from_rank_zero
 from megatron.training.build import groups_of, install_layout, release_layout
 from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.layout import Layout
+from megatron.training.loading import load_weights
 from megatron.training.metrics import read_metrics
 from megatron.training.model import build_model
 from megatron.training.optimizer import build_optimizer
@@ -41,7 +42,7 @@ from megatron.training.parallel import destroy_groups
 from megatron.training.pretrain import pretrain
 from megatron.training.relayout import with_layout
 from megatron.training.reporting import Reporter
-from megatron.training.restore import load_weights, read_stored
+from megatron.training.restore import read_stored
 from megatron.training.settings import Request
 from tests.helpers.walks import walk
 

@@ -56,11 +56,11 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: it cannot be read.
     """
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and "kind" in record:
                 yield record

@@ -167,7 +167,7 @@ class Moves:
         move, self._asked = self._asked, None
         assert move is not None and self._mover is not None
         if job.checkpointer is not None:
-            # Before anybody looks at the clock; a save that failed ends the run as it always does.
+            # Before anybody looks at the clock; if it fails, that counts as at any other time.
             job.checkpointer.finish()
         start, about = job.config.layout, self._about(move, job)
         try:

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
                 mark = "same" if is_same else "DIFFERENT"
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         print(f"replay.py: error: {path}: {type(error).__name__}: {error}", file=sys.stderr)
         return 5
     print(f"{same} decisions the same, {different} different")

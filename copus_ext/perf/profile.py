@@ -51,8 +51,14 @@ class Timing:
     """Steps measured."""
 
     def __post_init__(self) -> None:
-        if not (np.isfinite(self.step_s) and self.step_s > 0):
-            raise ValueError(f"step_s {self.step_s!r} must be positive")
+        for name in ("tp", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "num_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} {value!r} must be a whole number from 1 on")
+        for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not least <= value < np.inf:
+                raise ValueError(f"{name} {value!r} must be positive")
 
     @property
     def line(self) -> tuple[Any, ...]:
@@ -133,7 +139,7 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
     for record in _lines(path):
         if "machine" in record:
             machine = record["machine"]
-    if not machine:
+    if not machine or not isinstance(machine, dict):
         raise ForeignProfile(f"{path} is no profile; make one with tools/profile_layouts.py")
     own, others = _sorted_out(path, fingerprint(machine))
     if others:
@@ -144,11 +150,11 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open() as file:
+    with path.open(errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue  # cut short by a kill
             if isinstance(record, dict):
                 yield record
@@ -164,6 +170,9 @@ def _sorted_out(path: Path, key: str) -> tuple[list[Timing], int]:
         if record.get("fingerprint") != key:
             others += 1
             continue
-        timing = Timing(**{k: v for k, v in record.items() if k in names})
+        try:
+            timing = Timing(**{k: v for k, v in record.items() if k in names})
+        except (TypeError, ValueError) as error:
+            raise ForeignProfile(f"{path} holds a line that is no timing: {error}") from error
         own[(*timing.line, timing.num_microbatches)] = timing
     return list(own.values()), others

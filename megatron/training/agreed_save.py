@@ -1,7 +1,8 @@
 """Keeps the ranks of a save in step when rank 0 alone cannot write its small files.
 
-megatron-core writes `common.pt` and `metadata.json` on rank 0 while the others go on into a
-collective; were rank 0 to leave there with an error, they would wait for it until the timeout.
+megatron-core writes `common.pt`, `.metadata` and `metadata.json` on rank 0 while the others go on
+into a collective; were rank 0 to leave there with an error, they would wait for it until the
+timeout.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
@@ -17,8 +19,10 @@ from megatron.core.dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.agree import first_problem
+from megatron.training.failed_saves import root_cause
 
 
 class AgreedCommonSave(TorchCommonSaveStrategy):
@@ -45,19 +49,35 @@ def register() -> None:
 
 
 def finish_in_step(request: AsyncRequest) -> None:
-    """Makes an error of the last finalization, which marks the checkpoint on rank 0 and ends with a
-    barrier, one that every rank raises."""
-    request.finalize_fns[-1] = _in_step(request.finalize_fns[-1])
+    """Makes an error of a finalization on rank 0 one that every rank raises: of the first, which
+    gathers what was written, writes the index and tells the others, and of the last, which marks
+    the checkpoint and ends with a barrier."""
+    request.finalize_fns[0] = _in_step(request.finalize_fns[0], _tell_of_a_failure)
+    request.finalize_fns[-1] = _in_step(request.finalize_fns[-1], dist.barrier)
 
 
-def _in_step(finalize: Callable[[], None]) -> Callable[[], None]:
+def _tell_of_a_failure() -> None:
+    """The broadcast that the others wait in."""
+    dist.broadcast(torch.ones(1, dtype=torch.int, device=torch.cuda.current_device()), src=0)
+
+
+def _in_step(finalize: Callable[[], None], meet: Callable[[], object]) -> Callable[[], None]:
+    """A finalization that fails on every rank when it fails on rank 0.
+
+    Args:
+        finalize: may fail on rank 0 alone.
+        meet: takes part in what the others then wait in.
+    """
+
     def run() -> None:
         problem = None
         try:
             finalize()
+        except CheckpointException as error:  # raised on every rank already
+            problem = root_cause(error)
         except OSError as error:
             problem = str(error)
-            dist.barrier()  # the one the others wait in
+            meet()
         if problem := first_problem(problem):
             raise OSError(problem)
 

@@ -7,22 +7,26 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.training.agree import from_rank_zero
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
-from megatron.training.data import build_datasets
+from megatron.training.data import build_datasets, prefixes_of
+from megatron.training.data_identity import changes, identity_of
 from megatron.training.device import Device
+from megatron.training.errors import UsageError
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.job import Job, Outside
+from megatron.training.loading import load_weights
 from megatron.training.model import Model, build_model
 from megatron.training.optimizer import build_optimizer, build_scheduler
 from megatron.training.parallel import build_groups, destroy_groups
+from megatron.training.rank_times import RankTimes
 from megatron.training.reader import BatchReader
-from megatron.training.restore import Stored, load_weights
+from megatron.training.restore import Stored
 from megatron.training.signals import StopAsked
 from megatron.training.state import TrainState
-from megatron.training.tracker import NullTracker
 
 
 def build_job(
@@ -76,13 +80,15 @@ def build_job(
         train_data=train_data,
         valid_data=valid_data,
         test_data=test_data,
-        checkpointer=_open_checkpointer(config, groups, callbacks, context, tracker),
+        checkpointer=None,
         state=state,
         outside=outside,
         callbacks=callbacks,
         context=context,
         flops_per_sample=_flops_per_sample(config),
+        data_identity=_settle_data(config, stored),
     )
+    job.checkpointer = _open_checkpointer(job)
     # A checkpoint's parameter groups bring the rates it was trained with.
     job.set_rates()
     return job
@@ -129,11 +135,11 @@ def install_layout(
     scheduler = build_scheduler(config, optimizer, lr_samples=job.state.lr_samples)
     job.config, job.groups, job.model = config, groups, model
     job.optimizer, job.scheduler = optimizer, scheduler
-    job.batch_schedule = BatchSchedule.of(config)
+    job.batch_schedule, job.rank_times = BatchSchedule.of(config), RankTimes()
     context = job.context
     context.config, context.groups, context.model = config, groups, model.chunks
     context.optimizer, context.scheduler = optimizer, scheduler
-    job.checkpointer = _open_checkpointer(config, groups, job.callbacks, context, job.tracker)
+    job.checkpointer = _open_checkpointer(job)
     job.set_rates()
     job.tracker.event(
         "layout",
@@ -177,13 +183,36 @@ def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
     ]
 
 
-def _open_checkpointer(
-    config: Config,
-    groups: Any,
-    callbacks: Callbacks,
-    context: CallbackContext,
-    tracker: NullTracker,
-) -> Checkpointer | None:
+def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
+    """Describes the data sets, and refuses others than those a run goes on with. All ranks.
+
+    Raises:
+        UsageError: on every rank, naming those that differ.
+    """
+    now, problem = [], None
+    if dist.get_rank() == 0:
+        try:
+            now = identity_of(prefixes_of(config.data))
+        except OSError as error:
+            problem = f"a data set cannot be read: {error}; check --data-path"
+    now, problem = from_rank_zero((now, problem))
+    if problem:
+        raise UsageError(problem)
+    if stored is None or stored.data is None or config.checkpoint.finetune:
+        return now
+    if found := changes(stored.data, now):
+        told = f"the data is not what {stored.folder} was trained on: {'; '.join(found)}"
+        if not config.checkpoint.allow_changed_data:
+            raise UsageError(
+                f"{told}; give the same data, or --allow-changed-data to go on with this"
+            )
+        log_rank_zero(f"note: {told}")
+    return now
+
+
+def _open_checkpointer(job: Job) -> Checkpointer | None:
+    """For the layout that the job has."""
+    config, context, tracker = job.config, job.context, job.tracker
     if config.checkpoint.save is None:
         return None
 
@@ -197,9 +226,15 @@ def _open_checkpointer(
             )
             context.checkpoint_iteration = iteration
             context.checkpoint_samples = fields["consumed_samples"]
-            callbacks.fire("on_checkpoint_saved", context)
+            job.callbacks.fire("on_checkpoint_saved", context)
+        if kind == "failed":
+            tracker.event("alert", iteration=iteration, **where, alert="save failed")
+            if fields["line"] is not None:
+                log_rank_zero(f"ALERT: {fields['line']}")
 
-    return Checkpointer(config, groups, on_event)
+    return Checkpointer(
+        config, job.groups, on_event, failed=job.failed_saves, data=job.data_identity
+    )
 
 
 def tear_down(job: Job) -> None:

@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
@@ -36,10 +35,11 @@ from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
 from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure
+from megatron.training.failed_saves import FailedSaves, root_cause, way_out, what_is_left
 from megatron.training.horizon import Horizon
 from megatron.training.model import Model
 from megatron.training.optimizer_state import sharded_optimizer_state
-from megatron.training.signals import shielded_children
+from megatron.training.save_process import SaveProcess, forget_results, start_helper
 from megatron.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,17 @@ def model_state(model: Model, metadata: dict[str, Any]) -> dict[str, Any]:
     return {f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
-def common_state(config: Config, state: TrainState, scheduler: Any) -> dict[str, Any]:
-    """The part of a checkpoint that is the same on every rank."""
+def common_state(
+    config: Config, state: TrainState, scheduler: Any, data: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The part of a checkpoint that is the same on every rank.
+
+    Args:
+        config: of the run.
+        state: where it is.
+        scheduler: of the learning rate.
+        data: the data sets, see `data_identity`.
+    """
     arguments = argparse.Namespace(
         **config.flat(),
         iteration=state.iteration,
@@ -93,20 +102,37 @@ def common_state(config: Config, state: TrainState, scheduler: Any) -> dict[str,
             "horizon": Horizon.of(config).to_json(),
             "layout": config.layout.to_json(),
             "rng_policy": RNG_POLICY,
+            "data": data,
         },
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A save that is being written."""
+
+    iteration: int
+    consumed_samples: int
+    started: float
+    process: SaveProcess
 
 
 class Checkpointer:
     """Saves checkpoints of one layout into `--save`; `close` it before the layout goes.
 
-    Every method is collective over the world unless it says otherwise.
+    Every method is collective over the world unless it says otherwise. A save that fails is removed
+    and the previous checkpoint stays latest; training goes on, and the next save tries again. When
+    too many have failed in a row, or one that the run cannot end without, a TrainingFailure is
+    raised on every rank.
 
     Args:
         config: resolved configuration with `checkpoint.save` set.
         groups: process groups of the layout.
         on_event: called on every rank with (`begin` | `commit` | `failed`, iteration, fields);
-            fields hold `consumed_samples` of the saved state when it is begun or committed.
+            fields hold `consumed_samples` of the saved state when it is begun or committed, and
+            `reason`, `in_a_row` and, where training goes on, a `line` for the user when it failed.
+        failed: saves of this run that have failed so far.
+        data: the data sets, for the next one to compare.
     """
 
     def __init__(
@@ -114,39 +140,76 @@ class Checkpointer:
         config: Config,
         groups: ProcessGroupCollection,
         on_event: Callable[[str, int, dict[str, Any]], None],
+        *,
+        failed: FailedSaves | None = None,
+        data: list[dict[str, Any]] | None = None,
     ) -> None:
         assert config.checkpoint.save is not None
         self.config = config
         self.root = Path(config.checkpoint.save)
         self.groups = groups
         self.on_event = on_event
-        self.queue = AsyncCallsQueue()
+        self.failed = FailedSaves() if failed is None else failed
+        self.data = [] if data is None else data
+        self.timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         agreed_save.register()
-        self.pending: list[tuple[int, int, float]] = []
+        self.pending: _Pending | None = None
         # The first save starts a helper process that imports torch again; pay for that beside the
         # first steps.
-        self.warm_up = threading.Thread(target=_start_writer_helper, daemon=True)
+        self.warm_up = threading.Thread(target=start_helper, daemon=True)
         self.warm_up.start()
 
     def save(
-        self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
-    ) -> None:
+        self,
+        model: Model,
+        optimizer: MegatronOptimizer,
+        scheduler: Any,
+        state: TrainState,
+        *,
+        must: bool = False,
+    ) -> bool:
         """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns
-        while it is written.
+        while it is written, unless it must succeed.
 
-        Raises:
-            TrainingFailure: on every rank, when any rank could not write; the previous checkpoint
-            stays latest.
+        Args:
+            model: to be saved.
+            optimizer: to be saved.
+            scheduler: to be saved.
+            state: to be saved.
+            must: the run ends with this checkpoint, or is lost without it.
+
+        Returns:
+            Whether it is there, or being written.
         """
-        self.finish()
+        # What became of the one before does not matter if this one must succeed.
+        self._settle(blocking=True, must=None if must else False)
         self.warm_up.join()
         started = time.monotonic()
         iteration = state.iteration
         self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
-        folder = files.folder_of(self.root, iteration)
-        self._raise_if(self._prepare(iteration, model), iteration)
-        request, problem = None, None
+        problem, process = self._prepare(iteration, model), None
+        if problem is None:
+            process, problem = self._begin(model, optimizer, scheduler, state)
+        if problem is not None or process is None:
+            self._fail(problem or "nothing was begun", iteration, must=must)
+            return False
+        self.pending = _Pending(
+            iteration=iteration,
+            consumed_samples=state.consumed_samples,
+            started=started,
+            process=process,
+        )
+        if self.config.checkpoint.async_save and not must:
+            return True
+        return self._settle(blocking=True, must=must)
+
+    def _begin(
+        self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
+    ) -> tuple[SaveProcess | None, str | None]:
+        """Starts the processes that write. Returns this rank's, and the problem, on every rank."""
+        process, problem = None, None
         try:
+            forget_results()
             for chunk in model.chunks:
                 if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)
@@ -158,51 +221,69 @@ class Checkpointer:
                 )
             metadata.pop("dp_cp_group")
             request = dist_checkpointing.save(
-                {**sharded, **common_state(self.config, state, scheduler)},
-                str(folder),
+                {**sharded, **common_state(self.config, state, scheduler, self.data)},
+                str(files.folder_of(self.root, state.iteration)),
                 self._strategy(),
                 async_sharded_save=True,
                 content_metadata=metadata,
             )
             assert request is not None
             agreed_save.finish_in_step(request)
-            if not self.config.checkpoint.async_save:
-                request.execute_sync()
+            process = SaveProcess(request, timeout_s=self.timeout_s)
+            process.start()
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
             logger.debug("saving failed", exc_info=True)
-            problem = _root_cause(error)
-        self._raise_if(first_problem(problem), iteration)
-        if request is None or not self.config.checkpoint.async_save:
-            self._commit(iteration, state.consumed_samples, started)
-            return
-        self.queue.schedule_async_request(request)
-        self.pending.append((iteration, state.consumed_samples, started))
+            problem = root_cause(error)
+        problem = first_problem(problem)
+        if problem is not None and process is not None:
+            process.end()
+        return process, problem
 
     def poll(self) -> None:
-        """Commits asynchronous saves that have finished; costs nothing when none is under way."""
-        if self.pending:
-            self._finalize(blocking=False)
+        """Commits an asynchronous save that has finished; costs nothing when none is under way."""
+        self._settle(blocking=False, must=False)
 
-    def finish(self) -> None:
-        """Waits for the save under way and commits it."""
-        if self.pending:
-            self._finalize(blocking=True)
+    def finish(self, *, must: bool = False) -> bool:
+        """Waits for the save under way and commits it.
+
+        Args:
+            must: the run ends with it.
+
+        Returns:
+            Whether all is well: it is there, or none was under way.
+        """
+        return self._settle(blocking=True, must=must)
 
     def close(self) -> None:
         """Finishes saves and lets go of the process groups."""
         self.finish()
-        self.queue.close()
 
-    def _finalize(self, *, blocking: bool) -> None:
-        iteration = self.pending[0][0]
-        done = []
+    def _settle(self, *, blocking: bool, must: bool | None) -> bool:
+        """Commits what has been written, or notes that it has failed.
+
+        Args:
+            blocking: wait for it.
+            must: see `save`; None when another save follows at once.
+
+        Returns:
+            Whether nothing has failed.
+        """
+        pending, problem = self.pending, None
+        if pending is None:
+            return True
         try:
-            done = self.queue.maybe_finalize_async_calls(blocking=blocking)
+            if not pending.process.is_written(blocking=blocking):
+                return True
+            pending.process.finish()
         except TORCH_ERRORS as error:  # raised on every rank, but only rank 0's says what happened
             logger.debug("saving failed", exc_info=True)
-            self._raise_if(first_problem(_root_cause(error)), iteration)
-        for _ in done:
-            self._commit(*self.pending.pop(0))
+            problem = root_cause(error)
+        self.pending = None
+        problem = first_problem(problem) or self._commit(pending)
+        if problem is not None:
+            pending.process.end()
+            self._fail(problem, pending.iteration, must=must)
+        return problem is None
 
     def _strategy(self) -> Any:
         strategy: Any = get_default_save_sharded_strategy("torch_dist")
@@ -226,7 +307,7 @@ class Checkpointer:
                 else:
                     files.begin(self.root, iteration)
             except (OSError, ValueError) as error:
-                problem = _root_cause(error)
+                problem = root_cause(error)
         return from_rank_zero(problem)
 
     def _expected_bytes(self, model: Model) -> int:
@@ -241,16 +322,25 @@ class Checkpointer:
         dist.all_reduce(total, group=self.groups.mp)
         return int(total.item())
 
-    def _commit(self, iteration: int, consumed_samples: int, started: float) -> None:
-        """Checksums by all ranks, then manifest, then the tracker, then the tidying up."""
+    def _commit(self, pending: _Pending) -> str | None:
+        """Checksums by all ranks, then manifest, then the tracker, then the tidying up.
+
+        Returns:
+            The problem, on every rank.
+        """
+        iteration = pending.iteration
         folder = files.folder_of(self.root, iteration)
-        problem, sums = None, {}
+        problem, names, sums = None, [], {}
         try:
-            names = from_rank_zero(files.data_files(folder) if dist.get_rank() == 0 else None)
+            names = files.data_files(folder) if dist.get_rank() == 0 else []
+        except OSError as error:
+            problem = root_cause(error)
+        names = from_rank_zero(names)
+        try:
             mine = files.share(names, dist.get_rank(), dist.get_world_size())
             sums = files.checksums(folder, mine)
         except OSError as error:
-            problem = _root_cause(error)
+            problem = root_cause(error)
         gathered = everyone((problem, sums))
         problem = next((p for p, _ in gathered if p), None)
         if problem is None and dist.get_rank() == 0:
@@ -258,62 +348,45 @@ class Checkpointer:
                 merged = {name: value for _, part in gathered for name, value in part.items()}
                 files.finish(self.root, iteration, merged)
             except OSError as error:
-                problem = _root_cause(error)
-        self._raise_if(from_rank_zero(problem), iteration)
+                problem = root_cause(error)
+        if problem := from_rank_zero(problem):
+            return problem
         if dist.get_rank() == 0:
-            files.retire(
-                self.root,
-                newest=iteration,
-                retain_interval=self.config.checkpoint.save_retain_interval,
-            )
-        size = sum(size for _, part in gathered for size, _ in part.values())
+            retain = self.config.checkpoint.save_retain_interval
+            files.retire(self.root, newest=iteration, retain_interval=retain)
+        self.failed.in_a_row = 0
         fields = {
-            "consumed_samples": consumed_samples,
-            "seconds": time.monotonic() - started,
-            "bytes": size,
+            "consumed_samples": pending.consumed_samples,
+            "seconds": time.monotonic() - pending.started,
+            "bytes": sum(size for _, part in gathered for size, _ in part.values()),
         }
         self.on_event("commit", iteration, fields)
+        return None
 
-    def _raise_if(self, problem: str | None, iteration: int) -> None:
-        if problem is None:
-            return
-        self.pending.clear()
-        self.on_event("failed", iteration, {"reason": problem})
+    def _fail(self, problem: str, iteration: int, *, must: bool | None) -> None:
+        """Removes what there is of a save and says so. All ranks, in the same way.
+
+        Raises:
+            TrainingFailure: the run must not go on.
+        """
         if dist.get_rank() == 0:
             files.discard(self.root, iteration)
-        try:
-            latest = files.read_latest(self.root)
-        except (OSError, ValueError):
-            latest = None
-        left = f"the last complete checkpoint is iteration {latest}" if latest else "none is saved"
-        raise TrainingFailure(
-            f"saving iteration {iteration} to --save {self.root} failed: {problem}; {left}; "
-            f"{_way_out(problem)}start again with --load"
-        )
-
-
-def _way_out(problem: str) -> str:
-    """What to do before the next try, where the file system is to blame."""
-    is_storage = any(word in problem for word in ("Errno", " are free ", "disk full"))
-    return "make room or name another --save and " if is_storage else ""
-
-
-def _start_writer_helper() -> None:
-    with shielded_children():
-        filesystem_async._get_write_results_queue()
-
-
-def _root_cause(error: BaseException) -> str:
-    """One line about the first error of a chain, which is the one worth showing."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    nested = getattr(error, "failures", None)
-    if isinstance(nested, dict) and nested:
-        first = next(iter(nested.values()))
-        error = first[0] if isinstance(first, tuple) else first
-    text = " ".join(str(error).split())
-    if "unexpected pos" in text:
-        text = (
-            "a file could not be written to its end; is the disk full, or a quota or limit reached?"
-        )
-    return f"{type(error).__name__}: {text[:300]}"
+        self.failed.in_a_row += 1
+        told = f"saving iteration {iteration} to --save {self.root} failed: {problem}"
+        left = what_is_left(self.root)
+        on_failure = self.config.checkpoint.copus_on_save_failure
+        is_too_often = must is not None and self.failed.ends_the_run(on_failure)
+        line = f"{told} ({self.failed.times()}); {left}; training goes on"
+        fields = {
+            "reason": problem,
+            "in_a_row": self.failed.in_a_row,
+            "line": None if must or is_too_often else line,
+        }
+        self.on_event("failed", iteration, fields)
+        if must:
+            raise TrainingFailure(f"{told}; {left}; {way_out(problem)}start again with --load")
+        if is_too_often:
+            raise TrainingFailure(
+                f"{told}, {self.failed.times()}; {left}; {way_out(problem)}start again with "
+                "--load, or let training go on with --copus-on-save-failure continue"
+            )

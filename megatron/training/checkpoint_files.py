@@ -25,6 +25,9 @@ MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
 _UNFINISHED = ".unfinished"
 _CHUNK_BYTES = 1 << 22
+_TRACKER_BYTES = 1 << 10
+_MANIFEST_BYTES = 1 << 28
+_NO_MANIFEST = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -35,14 +38,29 @@ def folder_of(root: Path, iteration: int) -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a small file so that a reader sees the old or the new text, never a part."""
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("w") as file:
+        with temporary.open("x") as file:  # never through a link that lies there
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_text(path: Path, *, most_bytes: int) -> str:
+    """The text of a small file; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        ValueError: it is larger than it can be.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"{path} is larger than {most_bytes} bytes")
+    return data.decode(errors="replace")
 
 
 def read_latest(root: Path) -> int | None:
@@ -52,10 +70,10 @@ def read_latest(root: Path) -> int | None:
         ValueError: the tracker holds something else than a number.
     """
     try:
-        text = (root / TRACKER).read_text().strip()
+        text = read_text(root / TRACKER, most_bytes=_TRACKER_BYTES).strip()
     except FileNotFoundError:
         return None
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise ValueError(f"{root / TRACKER} should hold an iteration number, not {text[:40]!r}")
     return int(text)
 
@@ -69,6 +87,15 @@ def is_complete(root: Path, iteration: int) -> bool:
     """Whether the checkpoint of an iteration was written to the end."""
     is_marked = (folder_of(root, iteration) / CORE_MARK).is_file()
     return is_marked and not _mark_of(root, iteration).exists()
+
+
+def was_ever_complete(root: Path) -> bool:
+    """Whether a checkpoint was once written to the end, whatever has become of it; a first save
+    that was cut short is none."""
+    return any(
+        (folder_of(root, i) / MANIFEST).exists() and not _mark_of(root, i).exists()
+        for i in _iterations(root)
+    )
 
 
 def _iterations(root: Path) -> Iterator[int]:
@@ -96,6 +123,8 @@ def begin(root: Path, iteration: int) -> Path:
         OSError: the file system refuses.
     """
     folder = folder_of(root, iteration)
+    if folder.is_symlink():
+        raise FileExistsError(f"{folder} is a link, which is neither followed nor removed: move it")
     root.mkdir(parents=True, exist_ok=True)
     if is_complete(root, iteration) or (folder / MANIFEST).is_file():
         _step_back(root, iteration)
@@ -167,12 +196,16 @@ def read_manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
     """
     path = folder / MANIFEST
     try:
-        files = json.loads(path.read_text())["files"]
-        return {name: (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
+        files = json.loads(read_text(path, most_bytes=_MANIFEST_BYTES))["files"]
+        sums = {name: (int(f["bytes"]), int(f["crc32"])) for name, f in files.items()}
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except _NO_MANIFEST as error:
         raise ValueError(f"{path} is damaged ({error})") from error
+    outside = [name for name in sums if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{path} is damaged (it lists {outside[0][:80]!r})")
+    return sums
 
 
 def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool = True) -> list[str]:
@@ -214,14 +247,18 @@ def stored_bytes(folder: Path) -> int:
 
 
 def remove(root: Path, iteration: int) -> None:
-    """Removes one checkpoint folder of `root`; a kill on the way leaves it marked unfinished."""
+    """Removes one checkpoint folder of `root`, as far as the file system lets it; a kill on the way
+    leaves it marked unfinished. Links are not followed: one in place of the folder stays."""
+    folder = folder_of(root, iteration)
+    if folder.is_symlink():
+        return
     with contextlib.suppress(OSError):  # a full disk may have no room for the mark
         _mark_of(root, iteration).touch()
-    folder = folder_of(root, iteration)
-    (folder / CORE_MARK).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    if not folder.exists():
-        _mark_of(root, iteration).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (folder / CORE_MARK).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            _mark_of(root, iteration).unlink(missing_ok=True)
 
 
 def discard(root: Path, iteration: int) -> None:

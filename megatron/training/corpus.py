@@ -23,6 +23,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _SCANNED_TOKENS = 1_000_000
 _HASHED_DOCUMENTS = 1_000_000
+_SCANNED_DOCUMENTS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,8 @@ def open_corpus(prefix: str, flag: str) -> Corpus:
         raise UsageError(f"{flag} {prefix}: the data set holds no document; {remake}")
     lengths = numpy.memmap(idx, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
     corpus = Corpus(prefix=prefix, flag=flag, lengths=lengths, dtype=_DTYPES[code])
+    if problem := _contradiction(corpus, idx, num_documents):
+        raise UsageError(f"{flag} {prefix}: {idx} is damaged, {problem}; {remake}")
     expected = corpus.num_tokens() * numpy.dtype(corpus.dtype).itemsize
     size = bin_.stat().st_size
     if size < expected:
@@ -98,6 +101,36 @@ def open_corpus(prefix: str, flag: str) -> Corpus:
     if not corpus.num_tokens():
         raise UsageError(f"{flag} {prefix}: the data set holds no token; {remake}")
     return corpus
+
+
+def _contradiction(corpus: Corpus, idx: Path, num_entries: int) -> str | None:
+    """What in an index cannot be. Of its offsets the first and last million are looked at.
+
+    Args:
+        corpus: with the lengths of the index.
+        idx: the index.
+        num_entries: in its list of documents, which begins with 0 and ends with their number.
+    """
+    lengths, count = corpus.lengths, len(corpus.lengths)
+    if int(lengths.min()) < 0:
+        return "it has a document of negative length"
+    size = numpy.dtype(corpus.dtype).itemsize
+    start = _HEADER.size + lengths.nbytes
+    offsets = numpy.memmap(idx, dtype="<i8", mode="r", offset=start, shape=(count,))
+    for first in {0, max(count - _SCANNED_DOCUMENTS, 0)}:
+        part = slice(first, first + _SCANNED_DOCUMENTS)
+        ends = offsets[part] + lengths[part].astype(numpy.int64) * size
+        if (ends[:-1] != offsets[part][1:]).any():
+            return "its offsets do not follow from its lengths"
+    if offsets[0] != 0 or offsets[-1] + int(lengths[-1]) * size != corpus.num_tokens() * size:
+        return "its offsets do not cover the tokens"
+    if num_entries < 2:
+        return "it lists no document"
+    start += offsets.nbytes
+    listed = numpy.memmap(idx, dtype="<i8", mode="r", offset=start, shape=(num_entries,))
+    if (listed[0], listed[-1]) != (0, count):
+        return "its list of documents is that of another"
+    return None
 
 
 def check_vocabulary(corpus: Corpus, vocab_size: int) -> None:

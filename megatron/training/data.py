@@ -115,6 +115,13 @@ def build_datasets(
     return Datasets(train=train, valid=valid, test=test, notes=notes)  # type: ignore[arg-type]
 
 
+def prefixes_of(data: DataConfig) -> list[str]:
+    """The data sets that the flags name, in their order; none for invented data."""
+    flags = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = [parse_blend(words, "--data-path") for words in flags]
+    return [prefix for blend in blends if blend is not None for prefix in blend[0]]
+
+
 def parse_blend(words: Sequence[str] | None, flag: str) -> Blend | None:
     """Prefixes and weights of a blend: one prefix, several, or weight and prefix in turn.
 
@@ -172,9 +179,12 @@ def _plan(data: DataConfig, vocab_size: int) -> _Plan:
 
 
 def _open(blend: Blend, flag: str, vocab_size: int) -> tuple[Corpus, ...]:
-    corpora = tuple(open_corpus(prefix, flag) for prefix in blend[0])
-    for corpus in corpora:
-        check_vocabulary(corpus, vocab_size)
+    try:
+        corpora = tuple(open_corpus(prefix, flag) for prefix in blend[0])
+        for corpus in corpora:
+            check_vocabulary(corpus, vocab_size)
+    except OSError as error:
+        raise UsageError(f"{flag}: a data set cannot be read ({error}); correct it") from error
     return corpora
 
 

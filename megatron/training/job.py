@@ -16,8 +16,10 @@ from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
 from megatron.training.control import SAVE_FILE, Control
 from megatron.training.device import Device
+from megatron.training.failed_saves import FailedSaves
 from megatron.training.layout import batch_problems
 from megatron.training.model import Model
+from megatron.training.rank_times import RankTimes
 from megatron.training.reader import BatchReader
 from megatron.training.settings import StepInfo, StepSettings, learning_rate, set_rates
 from megatron.training.signals import StopReason
@@ -82,6 +84,12 @@ class Job:
     """What they are given."""
     flops_per_sample: float
     """Model FLOPs of one sample, forward and backward."""
+    failed_saves: FailedSaves = field(default_factory=FailedSaves)
+    """Checkpoints that could not be written, whatever the layout."""
+    data_identity: list[dict[str, Any]] = field(default_factory=list)
+    """The data sets, as checkpoints remember them."""
+    rank_times: RankTimes = field(default_factory=RankTimes)
+    """What each rank of the layout needs for its own part of a step."""
 
     def fire(self, event: str, **values: Any) -> Any:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""
@@ -99,22 +107,33 @@ class Job:
         """Told of all progress."""
         return self.outside.watchdog
 
-    def save(self, *, to_the_end: bool = False) -> None:
+    def save(self, *, must: bool = False, to_the_end: bool = False) -> bool:
         """Writes a checkpoint, if there is a `--save`. All ranks take part.
 
         Args:
+            must: the run ends with it, or is lost without it.
             to_the_end: because it was asked for by a file: wait for it also where checkpoints are
                 written while training goes on, and take the file away.
+
+        Returns:
+            Whether it is there, or being written, or there is no `--save`; a failure is told and
+            counted.
+
+        Raises:
+            TrainingFailure: on every rank, when it failed and the run must not go on.
         """
+        is_well = True
         if self.checkpointer is not None:
             with self.watchdog.phase("saving", patient=True):
-                self.checkpointer.save(self.model, self.optimizer, self.scheduler, self.state)
+                parts = self.model, self.optimizer, self.scheduler, self.state
+                is_well = self.checkpointer.save(*parts, must=must)
                 if to_the_end:
-                    self.checkpointer.finish()
+                    is_well = self.checkpointer.finish(must=must) and is_well
         if to_the_end:
             if self.checkpointer is None and dist.get_rank() == 0:
                 print(f"note: {SAVE_FILE} has no effect without --save", flush=True)
             self.outside.control.save_obeyed()
+        return is_well
 
     def poll(self) -> None:
         """Commits a checkpoint that has been written meanwhile. All ranks take part."""
@@ -123,10 +142,11 @@ class Job:
                 self.checkpointer.poll()
 
     def finish_saving(self) -> None:
-        """Waits for the checkpoint that is being written. All ranks take part."""
+        """Waits for the checkpoint that is being written, at the end of the run. All ranks take
+        part."""
         if self.checkpointer is not None:
             with self.watchdog.phase("saving", patient=True):
-                self.checkpointer.finish()
+                self.checkpointer.finish(must=True)
 
     def move(self, move: Callable[[Job], str | None]) -> StopReason | None:
         """Lets a controller take the job to another layout.

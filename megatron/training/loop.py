@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.training.bad_steps import BadSteps
 from megatron.training.evaluate import evaluate
 from megatron.training.job import Job
 from megatron.training.reporting import Reporter
@@ -16,7 +17,7 @@ def train(job: Job) -> StopReason | None:
     Returns:
         Why it stopped early, or None when training is complete.
     """
-    config, state, reporter = job.config, job.state, Reporter(job)
+    config, state, reporter, bad_steps = job.config, job.state, Reporter(job), BadSteps()
     job.fire("on_train_start")
     why = job.outside.urgent_stop(state.iteration)
     saved, evaluated = state.iteration, -1
@@ -38,6 +39,7 @@ def train(job: Job) -> StopReason | None:
         if request is not None and request.settings is not None:
             info = job.adopt(request.settings, info)
         reporter.record(info)
+        bad_steps.check(job, info)
         why = shared.stop or _wish(request)
         if not (why is not None and why.is_urgent) and job.evaluation_due(info):
             cut = _evaluate(job, reporter, "valid")
@@ -46,14 +48,15 @@ def train(job: Job) -> StopReason | None:
         asked = shared.save or (request is not None and request.kind != "change")
         interval = config.checkpoint.save_interval
         if asked or (interval and state.iteration % interval == 0):
-            job.save(to_the_end=shared.save)
-            saved = state.iteration
+            moves = request is not None and request.move is not None
+            must = why is not None or (asked and moves)
+            saved = state.iteration if job.save(must=must, to_the_end=shared.save) else saved
         if why is None and request is not None and request.move is not None:
             why = job.move(request.move)
             saved = -1 if why else saved
     reporter.leaving(why)
     if saved != state.iteration:
-        job.save()
+        job.save(must=True)
     job.finish_saving()
     if why is None and evaluated != state.iteration:
         why = _evaluate(job, reporter, "valid", where="on validation set")

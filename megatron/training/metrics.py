@@ -112,7 +112,7 @@ def decode(line: str) -> dict[str, Any] | None:
     """Returns the record of a line, or None if it is torn."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return _with_floats(record) if isinstance(record, dict) else None
 

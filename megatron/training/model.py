@@ -37,6 +37,7 @@ from megatron.training.device import Device
 from megatron.training.initialise import draw_weights, leave_uninitialised
 from megatron.training.norm import Norm
 from megatron.training.parallel import seed_build
+from megatron.training.rank_times import StepClock
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class Model:
     """One per virtual pipeline stage of this rank, in order."""
     core_config: TransformerConfig
     """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
+    clock: StepClock
+    """Times this rank's part of a step."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -217,11 +220,12 @@ def build_model(
         )
         for i, chunk in enumerate(bare)
     ]
-    core.finalize_model_grads_func = finalize_model_grads
+    clock = StepClock(is_cuda=device.is_cuda)
+    core.finalize_model_grads_func = clock.stopped_by(finalize_model_grads)
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-    return Model(chunks=chunks, core_config=core)
+    return Model(chunks=chunks, core_config=core, clock=clock)
 
 
 def _build_chunk(

@@ -254,12 +254,18 @@ def _find_checkpoint(config: Config) -> Stored | None:
         Path(config.checkpoint.load),
         step=config.checkpoint.ckpt_step,
         verify=config.checkpoint.verify_checkpoint,
+        fallback=config.checkpoint.ckpt_fallback,
     )
     if stored is None:
         message = f"--load {config.checkpoint.load} holds no checkpoint"
         if config.checkpoint.exit_on_missing_checkpoint:
             raise TrainingFailure(message)
         log_rank_zero(f"{message}: starting from scratch")
+    elif stored.passed_over:
+        log_rank_zero(
+            f"ALERT: {stored.passed_over[0]}; going on from iteration {stored.iteration} instead "
+            "(--no-ckpt-fallback refuses)"
+        )
     return stored
 
 

@@ -94,6 +94,7 @@ class Reporter:
         )
         context.scalars.clear()
         context.step_fields.clear()
+        self._tell_of_slow_ranks(info)
         if is_due:
             self._print(info, norm)
         self._look_at_checkpoints(info)
@@ -116,11 +117,11 @@ class Reporter:
         known = self.job.context.checkpoint_iteration
         return self._started_at if known is None else known
 
-    def alert(self, topic: str, message: str) -> None:
+    def alert(self, name: str, line: str) -> None:
         """Records and prints what an operator should look at."""
-        self._event("alert", topic=topic, message=message)
+        self._event("alert", alert=name, line=line)
         if dist.get_rank() == 0:
-            print(f"alert: {message}", flush=True)
+            print(f"ALERT: {line}", flush=True)
 
     def leaving(self, why: StopReason | None) -> None:
         """Records that somebody outside has asked the run to leave."""
@@ -130,6 +131,14 @@ class Reporter:
     def _event(self, kind: str, **fields: Any) -> None:
         state = self.job.state
         self.job.tracker.event(kind, state.iteration, state.consumed_samples, **fields)
+
+    def _tell_of_slow_ranks(self, info: StepInfo) -> None:
+        line = self.job.rank_times.slow()
+        if line is not None:
+            where = info.iteration, info.consumed_samples
+            self.job.tracker.event("alert", *where, alert="slow rank", line=line)
+            if is_last_rank():
+                print(f"ALERT: {line}", flush=True)
 
     def _print(self, info: StepInfo, norm: float | None) -> None:
         losses = self.interval.losses

@@ -1,11 +1,14 @@
-"""Finding, checking and loading a checkpoint, under whatever layout this job has."""
+"""Finding and checking the checkpoint to go on from, and what it says about its run.
+
+Where the latest checkpoint is damaged, half-written or missing, the newest complete one before it
+takes its place, unless that is forbidden or one was asked for by number. Nothing that a checkpoint
+holds is run: see docs/security.md.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,24 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-)
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
-from megatron.training.checkpoint import TORCH_ERRORS, model_state, sharding_metadata
+from megatron.training.checkpoint_index import METADATA, BadIndex, read_index, stray_file
 from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.horizon import Horizon
-from megatron.training.model import Model
 from megatron.training.state import TrainState
 
 logger = logging.getLogger(__name__)
+
+_COMMON = "common.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,34 +47,48 @@ class Stored:
     """The resolved flags it was saved with."""
     metadata: dict[str, Any]
     """Format of the sharded tensors."""
+    data: list[dict[str, Any]] | None = None
+    """The data sets it was trained on, as `data_identity` describes them; None if it does not
+    tell."""
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with each newer checkpoint that it stands in for."""
 
 
-def find(load: Path, *, step: int | None) -> int | None:
-    """The iteration to load from `--load`: `--ckpt-step`, else the one the tracker names. None when
-    there is none.
+def choices(load: Path, *, step: int | None, fallback: bool) -> tuple[list[int], list[str]]:
+    """The iterations to try to load from `--load`, best first; none if there never was one.
+
+    Args:
+        load: `--load`.
+        step: `--ckpt-step`, which nothing stands in for.
+        fallback: whether an older one may stand in for the latest.
+
+    Returns:
+        The iterations, and what is wrong with the latest one if it cannot even be tried.
 
     Raises:
-        TrainingFailure: the tracker is unreadable or names a checkpoint that is not there; the
-        message offers the
-            newest complete one.
+        TrainingFailure: no complete checkpoint may be taken; the message offers one.
     """
-    complete = files.complete_iterations(load)
+    complete, problem, older = files.complete_iterations(load), None, []
     try:
         wanted = step if step is not None else files.read_latest(load)
     except (ValueError, OSError) as error:
-        raise TrainingFailure(f"{error}; {_offer(load, complete)}") from error
-    if wanted is None:
-        if complete:
-            raise TrainingFailure(
-                f"--load {load} has checkpoints but no {files.TRACKER}; {_offer(load, complete)}"
-            )
-        return None
-    if wanted not in complete:
-        folder = files.folder_of(load, wanted)
-        state = "half-written (no metadata.json)" if folder.exists() else "missing"
-        others = [i for i in complete if i != wanted]
-        raise TrainingFailure(f"checkpoint {folder} is {state}; {_offer(load, others)}")
-    return wanted
+        wanted, problem, older = None, str(error), complete
+    if problem is None and wanted is None:
+        if not complete and not files.was_ever_complete(load):
+            return [], []
+        problem, older = f"--load {load} has checkpoints but no {files.TRACKER}", complete
+    elif wanted is not None:
+        older = [i for i in complete if i < wanted]
+        if wanted not in complete:
+            folder = files.folder_of(load, wanted)
+            state = "half-written (no metadata.json)" if folder.exists() else "missing"
+            problem = f"checkpoint {folder} is {state}"
+            complete = [i for i in complete if i != wanted]
+    may_fall_back = fallback and step is None
+    if problem is not None and not (older and may_fall_back):
+        raise TrainingFailure(f"{problem}; {_offer(load, complete)}")
+    first = [wanted] if problem is None and wanted is not None else []
+    return first + (older[::-1] if may_fall_back else []), [problem] if problem else []
 
 
 def _offer(load: Path, complete: list[int]) -> str:
@@ -85,7 +97,9 @@ def _offer(load: Path, complete: list[int]) -> str:
     return f"load iteration {complete[-1]} instead with --ckpt-step {complete[-1]}"
 
 
-def read_stored(load: Path, *, step: int | None, verify: bool) -> Stored | None:
+def read_stored(
+    load: Path, *, step: int | None, verify: bool, fallback: bool = False
+) -> Stored | None:
     """Finds a checkpoint, checks its bytes (each rank its share) and reads what it says. Collective
     over the world.
 
@@ -93,67 +107,109 @@ def read_stored(load: Path, *, step: int | None, verify: bool) -> Stored | None:
         load: `--load`.
         step: `--ckpt-step`.
         verify: compare checksums, not only sizes.
+        fallback: take the newest intact one before the latest where that is damaged.
 
     Returns:
-        What is stored, or None when the directory holds no checkpoint.
+        What is stored, or None when the directory never held a checkpoint.
 
     Raises:
-        TrainingFailure: on every rank, for a damaged checkpoint, naming the file and the checkpoint
-        before it.
+        TrainingFailure: on every rank, when none may be taken, naming file and cause.
     """
-    problem, iteration = None, None
+    failure, tries, passed = None, [], []
     if dist.get_rank() == 0:
         try:
-            iteration = find(load, step=step)
-        except TrainingFailure as error:
-            problem = str(error)
-    problem, iteration = from_rank_zero((problem, iteration))
-    if problem:
-        raise TrainingFailure(problem)
-    if iteration is None:
+            tries, passed = choices(load, step=step, fallback=fallback)
+        except (TrainingFailure, OSError) as error:
+            failure = str(error)
+    failure, tries, passed = from_rank_zero((failure, tries, passed))
+    if failure:
+        raise TrainingFailure(failure)
+    for iteration in tries:
+        folder = files.folder_of(load, iteration)
+        problem = _problem_with(folder, verify=verify)
+        if problem is None:
+            stored = _read_common(folder, iteration, tuple(passed))
+            if isinstance(stored, Stored):
+                return stored
+            problem = stored
+        passed.append(problem)
+    if not tries:
         return None
-    folder = files.folder_of(load, iteration)
-    found = files.damage(
-        folder, rank=dist.get_rank(), world_size=dist.get_world_size(), contents=verify
-    )
+    rest = f", and so are all {len(passed)} that are there" if len(passed) > 1 else ""
+    older = from_rank_zero([i for i in files.complete_iterations(load) if i < min(tries)])
+    raise TrainingFailure(f"checkpoint is damaged: {passed[0]}{rest}; {_offer(load, older)}")
+
+
+def _problem_with(folder: Path, *, verify: bool) -> str | None:
+    """What is wrong with the files of a checkpoint, on every rank. Collective over the world."""
+    is_first = dist.get_rank() == 0
+    try:
+        found = files.damage(
+            folder, rank=dist.get_rank(), world_size=dist.get_world_size(), contents=verify
+        )
+        if is_first and not found:
+            stray = stray_file(folder, read_index(folder / METADATA))
+            found = [f"{stray} lies outside the checkpoint"] if stray is not None else []
+    except (OSError, BadIndex) as error:
+        found = [f"{folder}: {error}" if isinstance(error, OSError) else str(error)]
     damage = [line for lines in everyone(found) for line in lines]
-    if damage:
-        older = [i for i in files.complete_iterations(load) if i < iteration]
-        raise TrainingFailure(f"checkpoint is damaged: {damage[0]}; {_offer(load, older)}")
-    if dist.get_rank() == 0 and files.read_manifest(folder) is None:
+    if not damage and is_first and files.read_manifest(folder) is None:
         logger.warning("%s has no %s: its bytes are not verified", folder, files.MANIFEST)
-    return _read_common(folder, iteration)
+    return damage[0] if damage else None
 
 
-def read_arguments(load: Path, *, step: int | None) -> dict[str, Any]:
+def read_arguments(load: Path, *, step: int | None, fallback: bool = True) -> dict[str, Any]:
     """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
     group.
+
+    Args:
+        load: `--load`.
+        step: `--ckpt-step`.
+        fallback: `--ckpt-fallback`.
 
     Raises:
         TrainingFailure: there is no checkpoint, or it cannot be read.
     """
-    iteration = find(load, step=step)
-    if iteration is None:
+    tries, _ = choices(load, step=step, fallback=fallback)
+    problems = []
+    for iteration in tries:
+        folder = files.folder_of(load, iteration)
+        try:
+            damage = files.damage(folder, contents=False)
+            if not damage:
+                return vars(_load_common(folder)["args"])
+            problems += damage
+        except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
+            problems.append(f"{folder / _COMMON} cannot be read: {type(error).__name__}: {error}")
+    if not problems:
         raise TrainingFailure(
             f"--use-checkpoint-args needs a checkpoint, and --load {load} has none"
         )
-    path = files.folder_of(load, iteration) / "common.pt"
-    register_safe_globals()
-    try:
-        return vars(torch.load(path, map_location="cpu", weights_only=True)["args"])
-    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
-        raise TrainingFailure(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    raise TrainingFailure(problems[0])
 
 
-def _read_common(folder: Path, iteration: int) -> Stored:
+def _load_common(folder: Path) -> dict[str, Any]:
     register_safe_globals()
-    problem, common = None, {}
+    return torch.load(folder / _COMMON, map_location="cpu", weights_only=True)
+
+
+def _read_common(folder: Path, iteration: int, passed_over: tuple[str, ...]) -> Stored | str:
+    """What a checkpoint says, or why it cannot be read. Collective over the world."""
+    problem, stored = None, None
     try:
-        common = dist_checkpointing.load_common_state_dict(str(folder))
+        stored = _stored(_load_common(folder), folder, iteration, passed_over)
     except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
-        problem = f"{folder / 'common.pt'} cannot be read: {type(error).__name__}: {error}"
+        text = " ".join(str(error).split())[:300]
+        problem = f"{folder / _COMMON} cannot be read: {type(error).__name__}: {text}"
     if problem := first_problem(problem):
-        raise TrainingFailure(problem)
+        return problem
+    assert stored is not None
+    return stored
+
+
+def _stored(
+    common: dict[str, Any], folder: Path, iteration: int, passed_over: tuple[str, ...]
+) -> Stored:
     arguments = vars(common.get("args", argparse.Namespace()))
     ours = common.get("copus")
     if ours:
@@ -167,6 +223,9 @@ def _read_common(folder: Path, iteration: int) -> Stored:
             skipped_samples=int(arguments.get("skipped_train_samples", 0)),
         )
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+    data = ours.get("data") if ours else None
+    if data is not None and not all(isinstance(entry, dict) for entry in data):
+        raise ValueError("it does not describe its data sets")
     return Stored(
         folder=folder,
         iteration=iteration,
@@ -174,6 +233,8 @@ def _read_common(folder: Path, iteration: int) -> Stored:
         horizon=Horizon.from_json(ours["horizon"]) if ours else None,
         arguments=arguments,
         metadata=metadata,
+        data=data,
+        passed_over=passed_over,
     )
 
 
@@ -241,93 +302,3 @@ def check_same_run(config: Config, stored: Stored) -> None:
 def adopt_schedule_arguments(stored: Stored) -> dict[str, Any]:
     """The learning-rate settings as stored, for `--use-checkpoint-opt-param-scheduler`."""
     return {n: stored.arguments[n] for n in _MUST_MATCH_WITHOUT_OVERRIDE if n in stored.arguments}
-
-
-def load_weights(
-    stored: Stored,
-    config: Config,
-    model: Model,
-    optimizer: MegatronOptimizer,
-    groups: ProcessGroupCollection,
-) -> None:
-    """Loads weights and, unless asked not to, the optimizer. Collective over the world.
-
-    Raises:
-        TrainingFailure: on every rank, when keys do not match or a file cannot be read.
-    """
-    with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
-    kind = stored.metadata.get("distrib_optim_sharding_type")
-    if with_optimizer and config.parallel.use_distributed_optimizer and kind != "fully_reshardable":
-        raise TrainingFailure(
-            f"the optimizer in {stored.folder} is stored as {kind}, which cannot change layout; "
-            "save it with --dist-ckpt-optim-fully-reshardable, or start from the weights with "
-            "--no-load-optim"
-        )
-    metadata = {**sharding_metadata(config, groups), **stored.metadata}
-    sharded = model_state(model, metadata)
-    if with_optimizer:
-        with _without_warnings("megatron.core.optimizer.distrib_optimizer"):
-            sharded["optimizer"] = optimizer.sharded_state_dict(
-                dict(sharded), is_loading=True, metadata=metadata
-            )
-    strategy: Any = get_default_load_sharded_strategy(str(stored.folder))
-    strategy = FullyParallelLoadStrategyWrapper(strategy, groups.dp_cp)
-    problem: str | None = None
-    loaded: Any = {}
-    try:
-        loaded, missing, unexpected = dist_checkpointing.load(
-            sharded, str(stored.folder), strategy, strict="return_all"
-        )
-        problem = _mismatch(set(missing), set(unexpected), with_optimizer)
-    except TORCH_ERRORS as error:
-        logger.debug("loading failed", exc_info=True)
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    if problem := first_problem(problem):
-        raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
-    left: list[str] = []
-    for i, chunk in enumerate(model.unwrapped):
-        key = "model" if len(model.chunks) == 1 else f"model{i}"
-        keys = chunk.load_state_dict(loaded[key], strict=False)
-        left += [k for k in (*keys.missing_keys, *keys.unexpected_keys) if _matters(k)]
-    if problem := first_problem(f"{left[0]} does not fit this model" if left else None):
-        raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
-    if with_optimizer:
-        optimizer.load_state_dict(loaded["optimizer"])
-    else:
-        optimizer.reload_model_params()
-
-
-@contextlib.contextmanager
-def _without_warnings(name: str) -> Iterator[None]:
-    """Hides warnings of padding between buckets: what is read is cut by global places, and the
-    empty tensors that it complains of are filled (docs/decisions/015)."""
-    chatty = logging.getLogger(name)
-    before = chatty.level
-    chatty.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        chatty.setLevel(before)
-
-
-def _mismatch(missing: set[str], unexpected: set[str], with_optimizer: bool) -> str | None:
-    """Says which keys stand in the way.
-
-    Args:
-        missing: keys of the checkpoint that the model does not ask for.
-        unexpected: keys that the model asks for and the checkpoint lacks.
-        with_optimizer: whether the optimizer was asked for.
-    """
-    unexpected, missing = set(filter(_matters, unexpected)), set(filter(_matters, missing))
-    if not with_optimizer:
-        missing = {k for k in missing if not k.startswith("optimizer.")}
-    if unexpected:
-        return f"it lacks {len(unexpected)} tensors of this model, the first is {min(unexpected)}"
-    if missing:
-        return f"it holds {len(missing)} tensors unknown to this model, the first is {min(missing)}"
-    return None
-
-
-def _matters(key: str) -> bool:
-    """Whether a missing key is an error: Transformer Engine's extra state holds FP8 scales only."""
-    return "_extra_state" not in key

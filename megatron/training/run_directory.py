@@ -163,6 +163,9 @@ def open_run(
         host=platform.node(),
         pid=os.getpid(),
     )
+    for problem in stored.passed_over if stored is not None else ():
+        where = state.iteration, state.consumed_samples
+        tracker.event("fault", *where, fault="checkpoint passed over", line=problem, durable=True)
     return tracker
 
 

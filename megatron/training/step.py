@@ -40,7 +40,11 @@ def language_model_loss(
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(output.float().reshape(-1) * mask)
     num_tokens = mask.sum()
-    return total, num_tokens.to(torch.int), {"lm loss": torch.stack([total.detach(), num_tokens])}
+    report = torch.stack([total.detach(), num_tokens])
+    # An infinite loss may have a finite gradient: as NaN it reaches every rank with the reduce, and
+    # all skip the step. A factor of 1 changes no bit.
+    total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
+    return total, num_tokens.to(torch.int), {"lm loss": report}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +121,7 @@ def run_schedule(
 
 
 def share_numbers(
-    job: Job, losses: torch.Tensor | None, *, iteration: int, elapsed_s: float = 0.0
+    job: Job, losses: torch.Tensor | None, *, iteration: int, elapsed_s: float | None = None
 ) -> Shared:
     """Gives every rank the loss, what any rank asks for, and the time of the slowest. One small
     all-gather over the world.
@@ -126,20 +130,23 @@ def share_numbers(
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
         iteration: steps done.
-        elapsed_s: seconds of the step so far on this rank.
+        elapsed_s: seconds of the training step so far on this rank; None for other batches.
     """
     outside = job.outside
     stop = outside.local_stop(iteration)
-    own = torch.zeros(5, dtype=torch.float64, device=job.device.torch_device)
+    own = torch.zeros(6, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         own[:2] = losses.double().sum(dim=0)
-    own[2] = stop.code if stop else 0
-    own[3], own[4] = elapsed_s, outside.control.save_asked()
-    gathered = torch.empty(dist.get_world_size() * 5, dtype=torch.float64, device=own.device)
+    own[2], own[3] = stop.code if stop else 0, outside.control.save_asked()
+    if elapsed_s is not None:
+        own[4], own[5] = elapsed_s, job.model.clock.own_s()
+    gathered = torch.empty(dist.get_world_size() * 6, dtype=torch.float64, device=own.device)
     dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, 5)
+    rows = gathered.view(-1, 6)
+    if elapsed_s is not None:
+        job.rank_times.add(rows[:, 5])
     total, tokens = rows[:, :2].sum(dim=0).tolist()
-    code, seconds, save = rows[:, 2:].max(dim=0).values.tolist()
+    code, save, seconds = rows[:, 2:5].max(dim=0).values.tolist()
     return Shared(
         loss=total,
         num_tokens=tokens,
@@ -156,6 +163,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         The step, and what the ranks agree to do after it.
     """
     started = time.monotonic()
+    job.model.clock.start()
     config, state = job.config, job.state
     mbs, dp = job.micro_batch_size, config.layout.dp
     global_batch_size = job.global_batch_size

@@ -200,27 +200,25 @@ class Watchdog:
 
     def _tell(self, waited_s: float) -> None:
         what = f"has made no progress for {waited_s:.0f} s"
-        fields = {"topic": "no progress", "seconds": waited_s, "rank": self._rank}
         self._to_write.put(lambda: self._dump_stacks(what))
-        self._to_write.put(lambda: self._note("alert", **fields, doing=self._doing))
-        self._say(f"{what}; its stacks are in {self._stacks_path()}")
+        line = self._say(f"{what}; its stacks are in {self._stacks_path()}")
+        self._to_write.put(lambda: self._note("alert", alert="no progress", line=line))
 
     def _leave(self, waited_s: float) -> None:
         what = f"has made no progress for {waited_s:.0f} s and leaves with {EXIT_CODE}"
-        fields = {"topic": "no progress", "seconds": waited_s, "rank": self._rank}
         written = threading.Event()
         self._to_write.put(lambda: self._dump_stacks(what))
-        self._to_write.put(lambda: self._note("fault", **fields, doing=self._doing))
-        self._say(what)
+        line = self._say(what)
+        self._to_write.put(lambda: self._note("fault", fault="no progress", line=line))
         self._to_write.put(written.set)
         written.wait(_LAST_WORDS_S)
         leave_at_once(EXIT_CODE)
 
-    def _say(self, what: str) -> None:
-        where = f"after step {self.iteration} ({self._doing})"
-        line = f"copus: rank {self._rank}, {where}, {what}\n".encode()
+    def _say(self, what: str) -> str:
+        line = f"rank {self._rank}, after step {self.iteration} ({self._doing}), {what}"
         # Not through sys.stderr, whose lock the thread that hangs may hold.
-        self._to_write.put(lambda: os.write(2, line))
+        self._to_write.put(lambda: os.write(2, f"copus: {line}\n".encode()))
+        return line
 
     def _write(self) -> None:
         beats = -1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training import checkpoint_files as files
+from megatron.training.metrics import read_metrics
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, losses_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
@@ -80,7 +81,9 @@ def flip_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damaged_checkpoints_are_refused_and_the_one_before_is_offered(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_becomes_what_it_was(
+    tmp_path: Path,
+) -> None:
     save = tmp_path / "save"
     flags = ["--train-iters", "6", "--save", str(save), "--save-interval", "2"]
     train([*flags], 2, tmp_path).check()
@@ -90,22 +93,24 @@ def test_damaged_checkpoints_are_refused_and_the_one_before_is_offered(tmp_path:
 
     newest = next(files.folder_of(save, 6).glob("*.distcp"))
     flip_byte(newest)
-    line = the_error(train(load, 2, tmp_path), 1)
-    assert newest.name in line and "--ckpt-step 4" in line
-
-    (files.folder_of(save, 6) / "metadata.json").unlink()
-    line = the_error(train(load, 1, tmp_path), 1)
-    assert "half-written" in line and "--ckpt-step 4" in line
-
     (files.folder_of(save, 4) / "common.pt").write_bytes(b"torn")
+    line = the_error(train([*load, "--no-ckpt-fallback"], 2, tmp_path), 1)
+    assert newest.name in line and "--ckpt-step 4" in line
     line = the_error(train([*load, "--ckpt-step", "4"], 1, tmp_path), 1)
     assert "common.pt" in line and "--ckpt-step 2" in line
 
-    again = train([*load, "--ckpt-step", "2"], 2, tmp_path).check()
+    again = train(load, 2, tmp_path).check()
+    said = [line for line in again.stdout.splitlines() if line.startswith("ALERT: ")]
+    assert len(said) == 1 and newest.name in said[0] and "from iteration 2" in said[0]
     assert "(iteration 2)" in again.stdout
-    assert losses_of(tmp_path) == pytest.approx(whole, rel=1e-6)
+    records = read_metrics(tmp_path)
+    faults = [r["line"] for r in records if r["kind"] == "fault"]
+    assert len(faults) == 2 and newest.name in faults[0] and "common.pt" in faults[1]
+    steps = [r for r in records if r["kind"] == "step"]
+    assert [s["consumed_samples"] for s in steps] == [8, 16, 24, 32, 40, 48]
+    assert losses_of(tmp_path) == whole
     assert files.read_latest(save) == 6
-    assert files.damage(files.folder_of(save, 6)) == []
+    assert [files.damage(files.folder_of(save, i)) for i in (2, 4, 6)] == [[], [], []]
 
 
 def test_what_a_checkpoint_forbids_and_what_it_gives(tmp_path: Path) -> None:

@@ -24,11 +24,13 @@ from tests.helpers.launch import ROOT, RanksResult, run_ranks
 WAIT_S = 200
 
 
-def run(flags: list[str], run_dir: Path, *, launch: str = "", **env: str) -> RanksResult:
-    """Two ranks, each to its own end, supervised if the launch has a name."""
+def run(
+    flags: list[str], run_dir: Path, *, launch: str = "", ranks: int = 2, **env: str
+) -> RanksResult:
+    """Every rank to its own end, supervised if the launch has a name."""
     args = [ROOT / "pretrain_gpt.py", *TINY.split(), *flags, "--run-dir", run_dir]
     env = {**env, **({"COPUS_LAUNCH": launch} if launch else {})}
-    return run_ranks(args, 2, timeout_s=240, env=env, launcher="direct", ends_all=False)
+    return run_ranks(args, ranks, timeout_s=240, env=env, launcher="direct", ends_all=False)
 
 
 def wait_until(is_so: Callable[[], Any]) -> None:
@@ -155,6 +157,29 @@ def test_a_second_run_on_a_directory_is_refused(tmp_path: Path) -> None:
     assert f"--save {save}" in line and f"process {os.getpid()}" in line
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run").exists() and not save.exists(), "nothing is left"
+
+
+def test_a_run_that_never_trains_says_why(tmp_path: Path) -> None:
+    flags = ["--train-iters", "2", "--save", str(tmp_path)]
+    (tmp_path / STOP_FILE).parent.mkdir()
+    (tmp_path / STOP_FILE).touch()
+    asked = run(flags, tmp_path, launch="job.0.0", ranks=1)
+    assert asked.codes == (85,), asked.tail()
+    request = requested(tmp_path, "job.0.0")
+    assert (request.kind, request.iteration) == ("requeue", 0)
+    assert steps_of(tmp_path) == [] and not (tmp_path / STOP_FILE).exists()
+
+    missing = ["--load", str(tmp_path / "no"), "--exit-on-missing-checkpoint"]
+    failed = run([*flags, *missing], tmp_path, launch="job.0.1", ranks=1)
+    assert failed.codes == (1,), failed.tail()
+    request = requested(tmp_path, "job.0.1")
+    assert request.kind == "abort" and "holds no checkpoint" in request.line
+
+    # Nobody has asked this one: the file is of an earlier run.
+    (tmp_path / STOP_FILE).touch()
+    alone = run(flags, tmp_path, ranks=1).check()
+    assert "control/stop of an earlier run" in alone.stdout
+    assert len(steps_of(tmp_path)) == 2 and not (tmp_path / STOP_FILE).exists()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,5 @@
-"""A checkpoint that cannot be written to its end leaves the one before it latest."""
+"""A checkpoint that cannot be written to its end leaves the one before it latest, and training goes
+on."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training import checkpoint_files as files
+from megatron.training.metrics import read_metrics
+from tests.distributed.worker_failed_saves import FAULTS
 from tests.helpers.launch import run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,8 +47,8 @@ FLAGS = [
 TOO_SMALL_BYTES = 300_000
 
 
-def train(save: Path, *flags: str, limit_bytes: int | None = None) -> tuple[int, str]:
-    """Runs one rank, its files held to a size; returns exit code and standard error."""
+def train(save: Path, *flags: str, limit_bytes: int | None = None) -> tuple[int, str, str]:
+    """Runs one rank, its files held to a size; returns exit code, standard output and error."""
 
     def limit() -> None:
         if limit_bytes is not None:
@@ -60,34 +63,65 @@ def train(save: Path, *flags: str, limit_bytes: int | None = None) -> tuple[int,
         timeout=120,
         preexec_fn=limit,
     )
-    return result.returncode, result.stderr
+    return result.returncode, result.stdout, result.stderr
 
 
 @pytest.mark.parametrize("mode", [(), ("--async-save",)], ids=["sync", "async"])
-def test_a_failed_write_is_one_line_and_the_previous_checkpoint_stays(
+def test_a_failed_write_stops_no_training_and_the_previous_checkpoint_stays(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
-    code, errors = train(tmp_path, "--exit-interval", "2", *mode)
+    code, out, errors = train(tmp_path, "--exit-interval", "2", *mode)
     assert code == 0, errors
     flags = ("--load", str(tmp_path), "--save-interval", "4", *mode)
-    code, errors = train(tmp_path, *flags, limit_bytes=TOO_SMALL_BYTES)
+    code, out, errors = train(tmp_path, *flags, limit_bytes=TOO_SMALL_BYTES)
+    alerts = [line for line in out.splitlines() if line.startswith("ALERT: saving iteration 4")]
+    assert len(alerts) == 1 and "training goes on" in alerts[0], out
     line = errors.strip().splitlines()[-1]
-    assert code == 1 and "--save" in line and "iteration 4" in line, errors
+    assert code == 1 and "--save" in line and "iteration 6" in line, errors
     assert "the last complete checkpoint is iteration 2" in line
     assert "Traceback" not in errors
+    records = read_metrics(tmp_path / "run")
+    assert [r["iteration"] for r in records if r["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+    for kind in ("checkpoint.failed", "alert"):
+        assert [r["iteration"] for r in records if r["kind"] == kind] == [4, 6]
     assert files.read_latest(tmp_path) == 2
     assert files.complete_iterations(tmp_path) == [2]
     assert files.damage(files.folder_of(tmp_path, 2)) == []
 
 
-def test_when_one_rank_cannot_write_all_are_told(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the worker's runs have left."""
+    folder = tmp_path_factory.mktemp("failed")
     worker = Path(__file__).parent / "worker_failed_saves.py"
-    run_ranks([worker, tmp_path], 2, timeout_s=240, launcher="direct").check()
-    told = json.loads((tmp_path / "result.json").read_text())
-    assert len(told) == 6
-    for case, errors in told.items():
-        assert errors[0] is not None and errors == [errors[0]] * 2, case
-        assert "iteration 4" in errors[0] and "iteration 2;" in errors[0], errors[0]
-        assert files.read_latest(tmp_path / case) == 2
-        assert files.complete_iterations(tmp_path / case) == [2]
-        assert [p.name for p in (tmp_path / case).glob("iter_*")] == ["iter_0000002"], case
+    result = run_ranks([worker, folder], 2, timeout_s=400, launcher="direct").check()
+    assert result.orphans == 0
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_whatever_fails_on_one_rank_the_next_save_works_and_three_in_a_row_end_it(
+    output: Path, mode: str
+) -> None:
+    records = read_metrics(output / mode / "run")
+    failed = {r["iteration"]: r["reason"] for r in records if r["kind"] == "checkpoint.failed"}
+    assert list(failed) == list(FAULTS)
+    for iteration, (fault, rank) in FAULTS.items():
+        said = {"killed": f"rank {rank}", "helper": f"rank {rank}", "hung": "has not ended"}
+        assert said.get(fault, "No space left") in failed[iteration], failed[iteration]
+    good = [i for i in range(1, max(FAULTS)) if i not in FAULTS]
+    assert [r["iteration"] for r in records if r["kind"] == "checkpoint.commit"] == good
+    assert files.complete_iterations(output / mode) == good
+    assert not list((output / mode).glob("*.unfinished"))
+    assert [files.damage(files.folder_of(output / mode, i)) for i in good] == [[]] * len(good)
+    errors = json.loads((output / "result.json").read_text())[mode]
+    assert errors[0] is not None and errors == [errors[0]] * 2
+    assert "3 times in a row" in errors[0] and "iteration 15;" in errors[0]
+    assert "--copus-on-save-failure" in errors[0]
+
+
+def test_told_to_go_on_a_run_only_fails_when_its_last_save_does(output: Path) -> None:
+    errors = json.loads((output / "result.json").read_text())["last"]
+    assert errors[0] is not None and errors == [errors[0]] * 2
+    assert "saving iteration 5" in errors[0] and "iteration 1;" in errors[0]
+    assert files.read_latest(output / "last") == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.training.metrics import read_metrics
 from tests.distributed.worker_steps import SPOILT
 from tests.helpers.launch import run_ranks
 
@@ -16,24 +17,53 @@ WORKER = Path(__file__).with_name("worker_steps.py")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("steps")
-    run_ranks([WORKER, output], 2, timeout_s=300).check()
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(output: Path) -> dict[str, Any]:
     return json.loads((output / "result.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
-def test_a_gradient_that_is_not_finite_on_one_rank_changes_nothing_anywhere(
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2", "loss-dp2", "loss-pp2"])
+def test_a_number_that_is_not_finite_on_one_rank_changes_nothing_anywhere(
     runs: dict[str, Any], name: str
 ) -> None:
     run = runs[name]
     assert [step["updated"] for step in run["steps"]] == [i != SPOILT for i in range(1, 7)]
     bad = SPOILT - 1
     assert run["sums"][bad] == run["sums"][bad - 1] != run["sums"][bad + 1]
-    assert all(math.isfinite(step["losses"]["lm loss"]) for step in run["steps"])
+    finite = [math.isfinite(step["losses"].get("lm loss", math.inf)) for step in run["steps"]]
+    assert finite == [i != SPOILT or "loss" not in name for i in range(1, 7)]
     assert [step["consumed_samples"] for step in run["steps"]] == [8, 16, 24, 32, 40, 48]
     assert run["lr_samples"] == [8, 16, 16, 24, 32, 40]
     assert run["steps"][bad]["skipped_iterations"] == 1
+
+
+def test_ten_bad_steps_in_a_row_end_the_run_and_say_how_to_go_on(output: Path) -> None:
+    errors = json.loads((output / "abort.json").read_text())
+    assert errors[0] is not None and errors == [errors[0]] * 2
+    assert "iterations 3 to 12, samples 16 to 95" in errors[0]
+    skip = " ".join(map(str, range(3, 13)))
+    assert f"--load {output / 'save'} --ckpt-step 2 --iterations-to-skip {skip}" in errors[0]
+    records = read_metrics(output / "abort")
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [step["iteration"] for step in steps if not step["updated"]] == [*range(3, 13)]
+    told = [record for record in records if record["kind"] in ("alert", "fault")]
+    assert [(record["kind"], record["iteration"]) for record in told] == [
+        ("alert", 3),
+        ("fault", 12),
+    ]
+
+
+def test_a_slow_rank_is_named(output: Path) -> None:
+    records = read_metrics(output / "slow")
+    told = [r for r in records if r["kind"] == "alert" and r["iteration"] > 3]
+    assert [(r["iteration"], r["alert"]) for r in told] == [(6, "slow rank")]
+    assert "rank 1 (" in told[0]["line"]
 
 
 def test_fp16_overflows_lower_the_scale_until_steps_are_taken(runs: dict[str, Any]) -> None:

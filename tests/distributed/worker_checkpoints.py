@@ -25,6 +25,7 @@ def main(output: Path) -> None:
     from megatron.training.callbacks import Callback, CallbackContext
     from megatron.training.checkpoint import Checkpointer
     from megatron.training.model import Model
+    from megatron.training.rank_times import StepClock
 
     class SaveWhatWasLoaded(Callback):
         """Writes a checkpoint before the first step."""
@@ -35,7 +36,8 @@ def main(output: Path) -> None:
         def on_train_start(self, context: CallbackContext) -> None:
             config = context.config.replace(save=str(self.folder))
             checkpointer = Checkpointer(config, context.groups, lambda *_: None)
-            model = Model(chunks=context.model, core_config=context.model[0].config)
+            core, clock = context.model[0].config, StepClock(is_cuda=False)
+            model = Model(chunks=context.model, core_config=core, clock=clock)
             checkpointer.save(model, context.optimizer, context.scheduler, context.state)
             checkpointer.close()
 

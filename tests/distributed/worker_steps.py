@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.helpers.jobs import join, layout_flags, run
 
@@ -21,18 +23,36 @@ def main(output: Path) -> None:
     """Writes the step records of every run, and what its watcher saw."""
     import torch.distributed as dist
 
+    from megatron.training import rank_times, step
+    from megatron.training.agree import everyone
     from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.errors import TrainingFailure
+    from megatron.training.parallel import destroy_groups
 
     class Watcher(Callback):
-        """Sums the weights after every step; spoils one gradient on one rank."""
+        """Sums the weights after every step; spoils gradients or losses of rank 1."""
 
-        def __init__(self, spoil: bool) -> None:
-            self.spoil, self.sums, self.lr_samples = spoil, [], []
+        def __init__(self, spoil: str = "", *, since: int = SPOILT, until: int = SPOILT) -> None:
+            self.sums, self.lr_samples = [], []
+            self.spoil, self.spoilt, self.now = spoil, range(since, until + 1), 0
+
+        def on_train_step_start(self, context: CallbackContext) -> None:
+            self.now = context.state.iteration + 1
+
+        def spoils(self, what: str) -> bool:
+            """Whether this rank's numbers of this step go wrong."""
+            return what == self.spoil and self.now in self.spoilt and dist.get_rank() == 1
 
         def on_grads_ready(self, context: CallbackContext) -> None:
-            if self.spoil and context.state.iteration + 1 == SPOILT and dist.get_rank() == 1:
+            if self.spoils("gradient"):
                 for chunk in context.model:
                     chunk.buffers[0].grad_data.fill_(math.nan)
+
+        def loss(self, mask: Any, output: Any) -> Any:
+            """An infinite loss, with the gradient of the finite one; or a late one."""
+            if self.spoils("time"):
+                time.sleep(0.1)
+            return language_model_loss(mask, output + math.inf if self.spoils("loss") else output)
 
         def on_train_step_end(self, context: CallbackContext) -> None:
             weights = [p for chunk in context.model for p in chunk.parameters()]
@@ -41,23 +61,40 @@ def main(output: Path) -> None:
 
     join()
     result: dict[str, Any] = {}
+    language_model_loss = step.language_model_loss
 
-    def record(name: str, flags: list[str], *, spoil: bool = False) -> None:
-        watcher = Watcher(spoil)
-        steps = run(flags, output / name, [watcher])
+    def record(name: str, flags: list[str], **spoil: Any) -> None:
+        watcher = Watcher(**spoil)
+        with mock.patch.object(step, "language_model_loss", watcher.loss):
+            steps = run(flags, output / name, [watcher])
         if dist.get_rank() == 0:
             seen = {"sums": watcher.sums, "lr_samples": watcher.lr_samples}
             result[name] = {"steps": steps, **seen}
             (output / "result.json").write_text(json.dumps(result))
 
     six = ["--train-iters", "6"]
-    record("dp2", [*SHARDED, *six], spoil=True)
-    record("tp2", [*layout_flags(2, 1, 1), *six], spoil=True)
-    record("pp2", [*layout_flags(1, 2, 1), *SHARDED, *six, "--bf16"], spoil=True)
+    record("dp2", [*SHARDED, *six], spoil="gradient")
+    record("tp2", [*layout_flags(2, 1, 1), *six], spoil="gradient")
+    record("pp2", [*layout_flags(1, 2, 1), *SHARDED, *six, "--bf16"], spoil="gradient")
+    record("loss-dp2", six, spoil="loss")
+    record("loss-pp2", [*layout_flags(1, 2, 1), *SHARDED, *six], spoil="loss")
     record("fp16", ["--fp16", "--initial-loss-scale", str(2.0**40), "--train-iters", "30"])
     record("ramp", ["--rampup-batch-size", "2", "2", "24", "--train-samples", "56"])
     record("skip", ["--iterations-to-skip", "2", "4", *six])
     record("plain", six)
+    with mock.patch.object(rank_times, "WINDOW", 3):
+        record("slow", six, spoil="time", since=4, until=6)
+    error = None
+    save = str(output / "save")
+    try:
+        flags = [*SHARDED, "--train-iters", "30", "--save", save, "--save-interval", "2"]
+        record("abort", flags, spoil="gradient", since=3, until=30)
+    except TrainingFailure as failure:
+        error = str(failure)
+        destroy_groups()
+    errors = everyone(error)
+    if dist.get_rank() == 0:
+        (output / "abort.json").write_text(json.dumps(errors))
     dist.destroy_process_group()
 
 

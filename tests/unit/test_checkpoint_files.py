@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,61 @@ def test_without_a_retain_interval_nothing_complete_goes(tmp_path: Path) -> None
         make(tmp_path, iteration)
     assert files.retire(tmp_path, newest=3, retain_interval=None) == []
     assert files.complete_iterations(tmp_path) == [1, 2, 3]
+
+
+def test_nothing_is_removed_through_a_link_or_outside_the_folder(tmp_path: Path) -> None:
+    root, outside = tmp_path / "save", tmp_path / "elsewhere"
+    for name in ("a", "b"):
+        make(outside / name, 4)
+    before = {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
+    make(root, 2)
+    files.folder_of(root, 4).symlink_to(files.folder_of(outside / "a", 4))
+    (files.folder_of(root, 2) / "link").symlink_to(files.folder_of(outside / "b", 4))
+    (files.folder_of(root, 2) / "common.link").symlink_to(outside / "b" / "iter_0000004/common.pt")
+    mark = root / "iter_0000004.unfinished"
+    mark.touch()
+    with pytest.raises(FileExistsError, match="is a link"):
+        files.begin(root, 4)
+    files.discard(root, 4)
+    files.remove(root, 4)
+    files.retire(root, newest=10, retain_interval=3)
+    assert files.folder_of(root, 4).is_symlink()
+    mark.unlink()
+    make(root, 6)
+    make(root, 8)
+    files.retire(root, newest=10, retain_interval=3)
+    assert files.folder_of(root, 4).is_symlink()
+    files.remove(root, 2)
+    assert not files.folder_of(root, 2).exists()
+    assert {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()} == before
+
+
+def test_a_small_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("theirs")
+    (tmp_path / f"{files.TRACKER}.tmp{os.getpid()}").symlink_to(target)
+    (tmp_path / files.TRACKER).symlink_to(target)
+    files.write_atomically(tmp_path / files.TRACKER, "7\n")
+    assert target.read_text() == "theirs" and files.read_latest(tmp_path) == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"files": {"../../secret": {"bytes": 1, "crc32": 1}}}',
+        '{"files": {"a": {"bytes": Infinity, "crc32": 1}}}',
+        "\udcff",
+    ],
+)
+def test_a_hostile_manifest_is_damage(tmp_path: Path, text: str) -> None:
+    folder = make(tmp_path, 3)
+    (folder / files.MANIFEST).write_bytes(text.encode(errors="surrogateescape"))
+    assert files.MANIFEST in files.damage(folder)[0]
+
+
+def test_a_tracker_that_is_too_large_or_no_number_is_refused(tmp_path: Path) -> None:
+    for text in ("9" * 100_000, "²", "-3", ""):
+        (tmp_path / files.TRACKER).write_text(text)
+        with pytest.raises(ValueError, match=files.TRACKER):
+            files.read_latest(tmp_path)

@@ -17,14 +17,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.training import checkpoint_files as files
+from megatron.training.checkpoint_index import BadIndex, read_index
 from megatron.training.errors import UsageError
 from megatron.training.offline import convert as converting
 from megatron.training.offline import huggingface, staging
 from megatron.training.offline.archive import open_archive
 from megatron.training.offline.convert import convert
 from megatron.training.offline.coverage import Chunk, coverage_problem
-from megatron.training.offline.index import read_index
-from megatron.training.offline.refusal import Refused
 from megatron.training.offline.target import Wish
 from megatron.training.offline.writing import Piece
 from megatron.training.rectangles import flat_to_rects
@@ -407,7 +406,7 @@ def test_an_index_changes_no_class(tmp_path: Path, module: str, name: str) -> No
     path = tmp_path / ".metadata"
     # GLOBAL, then BUILD with (None, {"is_file": None}): sets an attribute of the class.
     path.write_bytes(f"c{module}\n{name}\n".encode() + b"N}Vis_file\nNs\x86b.")
-    with pytest.raises(Refused):
+    with pytest.raises(BadIndex):
         read_index(path)
     assert callable(Path("x").is_file) and not hasattr(Metadata, "is_file")
 

@@ -184,6 +184,12 @@ def truncate(path: str, size: int) -> None:
     os.truncate(path, os.path.getsize(path) + size if size < 0 else size)
 
 
+def overwrite(path: str, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_SET if at >= 0 else os.SEEK_END)
+        file.write(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -205,6 +211,10 @@ def truncate(path: str, size: int) -> None:
             ),
             "no document",
         ),
+        (lambda p: overwrite(p + ".idx", 34, struct.pack("<i", -7)), "negative length"),
+        (lambda p: overwrite(p + ".idx", 34, struct.pack("<i", 8)), "offsets do not follow"),
+        (lambda p: overwrite(p + ".idx", 34 + 39 * 4, b"\x16"), r"corpus\.bin has \d+ of"),
+        (lambda p: overwrite(p + ".idx", -8, struct.pack("<q", 2**40)), "list of documents"),
     ],
 )
 def test_damaged_data_is_named_in_one_line(corpus, damage, message):

@@ -17,12 +17,21 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies import base, common, filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies import (
+    base,
+    common,
+    filesystem_async,
+    state_dict_saver,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import (
+    AsyncRequest,
+    TemporalAsyncCaller,
+)
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import random as core_random
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.training import agreed_save
 from megatron.training.device import use_device
@@ -171,3 +180,18 @@ def test_a_save_request_can_be_finished_by_us() -> None:
     marks = source[source.index("def metadata_finalize_fn") :]
     assert marks.index("save_config(") < marks.index("torch.distributed.barrier()")
     assert "finalize_fns.append(metadata_finalize_fn)" in marks
+    # The first gathers what was written; rank 0 alone writes the index, and then tells the others.
+    source = inspect.getsource(state_dict_saver.save_state_dict_async_finalize)
+    places = [source.index(f"{name}(") for name in ("gather_object", "writer.finish", "broadcast")]
+    assert places == sorted(places) and source.count("distributed.broadcast(") == 1
+
+
+def test_the_process_of_a_save_can_be_watched() -> None:
+    assert TemporalAsyncCaller().process is None
+    source = inspect.getsource(TemporalAsyncCaller.schedule_async_call)
+    assert "target=async_req.async_fn" in source and "self.process.start()" in source
+
+
+def test_a_model_asks_for_stored_objects_only_by_their_kind() -> None:
+    source = inspect.getsource(make_sharded_tensors_for_checkpoint)
+    assert "_extra_state" in source and "make_sharded_object_for_checkpoint(" in source

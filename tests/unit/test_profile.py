@@ -58,3 +58,26 @@ def test_times_of_another_machine_are_refused(tmp_path: Path) -> None:
 def test_a_time_must_be_a_time() -> None:
     with pytest.raises(ValueError, match="positive"):
         timing(2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"tp": 1', '"tp": "one"'),
+        ('"dp": 2', '"dp": 0'),
+        ('"step_s": 1.0', '"step_s": "long"'),
+        ('"step_s": 1.0', '"step_s": NaN'),
+        ('"pp": 2, ', ""),
+        ('{"machine": {', '{"machine": 7, "more": {'),
+    ],
+)
+def test_a_profile_that_somebody_edited_is_refused_in_one_line(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    store = ProfileStore(tmp_path / "profile.jsonl", MACHINE)
+    store.add(timing(2, 1.0))
+    text = store.path.read_text()
+    assert old in text
+    store.path.write_text(text.replace(old, new) + "\n" + "[" * 100_000 + "\n")
+    with pytest.raises(ForeignProfile, match=r"profile\.jsonl"):
+        read_profile(store.path)

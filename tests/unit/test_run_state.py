@@ -173,7 +173,7 @@ class Events(NullTracker):
         self.iterations: list[int] = []
 
     def event(self, kind: str, iteration: int, consumed_samples: int, **fields: Any) -> None:
-        assert kind == "alert" and fields["topic"] == "old checkpoint"
+        assert kind == "alert" and fields["alert"] == "old checkpoint"
         self.iterations.append(iteration)
 
 

@@ -49,3 +49,10 @@ class CheckpointConfig:
     """Leave with an error if --load has no checkpoint."""
     verify_checkpoint: bool = option(True, "--no-verify-checkpoint")
     """Compare the checksums of a checkpoint when loading it."""
+    ckpt_fallback: bool = option(True, "--no-ckpt-fallback")
+    """Where the latest checkpoint is damaged, half-written or missing, load the newest one before
+    it that is complete."""
+    allow_changed_data: bool = option(False)
+    """Go on from a checkpoint although the data sets are not those it was trained on."""
+    copus_on_save_failure: str = option("stop", choices=("stop", "continue"))
+    """What follows after three checkpoints in a row that could not be written."""

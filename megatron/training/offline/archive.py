@@ -1,7 +1,7 @@
 """Reading a `torch_dist` checkpoint rectangle by rectangle, with torch's own reader.
 
 What is trusted: `common.pt` and every stored tensor are read with torch's weights-only loader and
-megatron-core's list of safe classes, the index by `index.read_index`, so that a checkpoint from
+megatron-core's list of safe classes, the index by `read_index`, so that a checkpoint from
 elsewhere cannot run code. Other stored objects are copied as bytes and never opened.
 """
 
@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.training import checkpoint_files as files
+from megatron.training.checkpoint_index import METADATA, BadIndex, read_index
 from megatron.training.errors import UsageError
 from megatron.training.offline.coverage import Chunk
-from megatron.training.offline.index import METADATA, read_index
 from megatron.training.offline.refusal import Refused
 
 COMMON = "common.pt"
@@ -108,7 +108,10 @@ class Archive:
         self.folder = folder
         _check_format(folder)
         self.common = _read_common(folder / COMMON)
-        self.metadata = read_index(folder / METADATA)
+        try:
+            self.metadata = read_index(folder / METADATA)
+        except BadIndex as error:
+            raise Refused(str(error)) from error
         self.tensors: dict[str, StoredTensor] = {}
         self.blobs: list[str] = []
         for key, value in sorted(self.metadata.state_dict_metadata.items()):

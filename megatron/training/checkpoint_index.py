@@ -1,7 +1,7 @@
 """Reading the index of a checkpoint, `.metadata`, which is a plain pickle.
 
 torch would unpickle it without asking. Here only the names that such a file needs are let through,
-and what they name cannot be changed by the file.
+what they name cannot be changed by the file, and the files it sends to lie beside it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-
-from megatron.training.offline.refusal import Refused
 
 METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -55,6 +53,10 @@ _CALLED_ONLY = ("pathlib", "torch.serialization")
 _DTYPES = {
     str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
 }
+
+
+class BadIndex(ValueError):
+    """A file is no index of a checkpoint, is damaged, or would do what an index must not."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -100,7 +102,7 @@ def read_index(path: Path) -> Metadata:
     """The index of a checkpoint, proved to consist of what an index consists of.
 
     Raises:
-        Refused: it is damaged, or is no index.
+        BadIndex: it is damaged, or is no index.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -115,15 +117,25 @@ def read_index(path: Path) -> Metadata:
             changed = unpickler.put_back()
     if error is not None:
         text = " ".join(str(error).split())[:200]
-        raise Refused(f"{path} cannot be read: {type(error).__name__}: {text}") from error
+        raise BadIndex(f"{path} cannot be read: {type(error).__name__}: {text}") from error
     if changed is not None:
-        raise Refused(f"{path} cannot be read: it would change the class {changed}")
+        raise BadIndex(f"{path} cannot be read: it would change the class {changed}")
     if not isinstance(metadata, Metadata):
-        raise Refused(f"{path} is no index of a checkpoint")
+        raise BadIndex(f"{path} is no index of a checkpoint")
     problem = _problem(metadata)
     if problem is not None:
-        raise Refused(f"{path} is damaged: {problem}")
+        raise BadIndex(f"{path} is damaged: {problem}")
     return metadata
+
+
+def stray_file(folder: Path, metadata: Metadata) -> Path | None:
+    """The first file an index sends to that is not a plain file in its folder, or None."""
+    names = {where.relative_path for where in (metadata.storage_data or {}).values()}
+    for name in sorted(names):
+        path = folder / name
+        if Path(name).name != name or path.is_symlink():
+            return path
+    return None
 
 
 def _problem(metadata: Metadata) -> str | None:

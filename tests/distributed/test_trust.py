@@ -1,0 +1,57 @@
+"""A checkpoint runs no code and leads nowhere else, and a run goes on with its own data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_trust.py")
+ALL = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("trust")
+    run_ranks([WORKER, output], 1, timeout_s=300, launcher="direct").check()
+    return json.loads((output / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("index", ["TrainingFailure", "/index/", ".metadata", "io.open"]),
+        ("common", ["TrainingFailure", "/common/", "common.pt"]),
+        ("common arguments", ["/common/", "common.pt"]),
+        ("places", ["TrainingFailure", "/places/", "outside"]),
+        ("link", ["TrainingFailure", "/link/", "outside"]),
+        ("other data", ["UsageError", "data.bin has", "--allow-changed-data"]),
+    ],
+)
+def test_what_somebody_tampered_with_is_refused_by_name(
+    told: dict[str, dict[str, Any]], name: str, words: list[str]
+) -> None:
+    assert isinstance(told[name]["result"], str)
+    assert [word for word in words if word not in told[name]["result"]] == [], told[name]
+
+
+def test_nothing_in_a_checkpoint_is_run(told: dict[str, dict[str, Any]]) -> None:
+    touched = {name for name, case in told.items() if case["touched"]}
+    assert touched == {"control index", "control common", "control objects"}
+
+
+@pytest.mark.parametrize(
+    "name", ["objects", "same data", "other data allowed", "other data, another run"]
+)
+def test_what_does_no_harm_is_loaded(told: dict[str, dict[str, Any]], name: str) -> None:
+    assert told[name]["result"][-2:] == ALL[-2:], told[name]
+
+
+def test_a_checkpoint_that_tells_nothing_of_its_data_is_loaded(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    assert told["old checkpoint"]["result"] == ALL

@@ -1,0 +1,200 @@
+"""Resumes from checkpoints and data that somebody has tampered with; writes what came of each.
+
+worker_trust.py OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+
+from tests.helpers.examples import with_values
+from tests.helpers.jobs import TINY, join, run
+
+STEPS = 2
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.target), "w")
+
+
+def write_corpus(prefix: Path, num_documents: int) -> None:
+    """An indexed data set of small token numbers."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    for i in range(num_documents):
+        builder.add_document(torch.arange(200, dtype=torch.int32) % (100 + i % 7), [200])
+    builder.finalize(f"{prefix}.idx")
+
+
+class Cases:
+    """One run that saved a checkpoint, and resumes from spoilt copies of it."""
+
+    def __init__(self, output: Path) -> None:
+        self.output, self.told = output, {}
+        self.prefix = output / "data"
+        self.touched = output / "touched"
+        write_corpus(self.prefix, 60)
+        values: dict[str, str | None] = {"--mock-data": None}
+        self.base = " ".join([*with_values(TINY, values), "--data-path", str(self.prefix)])
+        self.base += " --split 1,0,0"
+        self.save = output / "save"
+        self.train(STEPS, "--save", str(self.save))
+
+    def train(self, steps: int, *flags: str) -> list[dict[str, Any]]:
+        """Trains, or goes on."""
+        more = [*flags, "--exit-interval", str(steps), "--train-iters", "4"]
+        return run(more, self.output / "run", base=self.base)
+
+    def resume(self, name: str, save: Path, *flags: str) -> None:
+        """Writes down how a resume ends: an error, or the iterations done."""
+        from megatron.training.errors import TrainingFailure, UsageError
+        from megatron.training.parallel import destroy_groups
+
+        try:
+            result: Any = [s["iteration"] for s in self.train(4, "--load", str(save), *flags)]
+        except (TrainingFailure, UsageError) as error:
+            result = f"{type(error).__name__}: {error}"
+            destroy_groups()
+        self.told[name] = {"result": result, "touched": self.touched.exists()}
+        self.touched.unlink(missing_ok=True)
+
+    def copy(self, name: str) -> tuple[Path, Path]:
+        """A copy of the checkpoint: its root and its folder."""
+        from megatron.training import checkpoint_files as files
+
+        root = self.output / name
+        shutil.copytree(self.save, root)
+        return root, files.folder_of(root, STEPS)
+
+    def seal(self, folder: Path) -> None:
+        """Makes a manifest that lists what is there, as whoever tampers would."""
+        from megatron.training import checkpoint_files as files
+
+        (folder / files.MANIFEST).unlink()
+        sums = files.checksums(folder, files.data_files(folder))
+        files.write_manifest(folder, STEPS, sums)
+
+    def control(self, name: str, unpickle: Any) -> None:
+        """Proves that the harm would be done."""
+        unpickle()
+        self.told[name] = {"result": None, "touched": self.touched.exists()}
+        self.touched.unlink(missing_ok=True)
+
+
+def tamper_with_pickles(cases: Cases) -> None:
+    """Index and common state that run code."""
+    import torch
+
+    from megatron.training.errors import TrainingFailure
+    from megatron.training.restore import read_arguments
+
+    payload = pickle.dumps(Evil(cases.touched))
+    cases.control("control index", lambda: pickle.loads(payload))
+    root, folder = cases.copy("index")
+    (folder / ".metadata").write_bytes(payload)
+    cases.seal(folder)
+    cases.resume("index", root)
+    root, folder = cases.copy("common")
+    torch.save({"args": Evil(cases.touched)}, folder / "common.pt")
+    path = folder / "common.pt"
+    cases.control("control common", lambda: torch.load(path, weights_only=False))
+    cases.seal(folder)
+    cases.resume("common", root)
+    try:
+        read_arguments(root, step=None)
+    except TrainingFailure as error:
+        cases.told["common arguments"] = {"result": str(error), "touched": cases.touched.exists()}
+
+
+def tamper_with_objects(cases: Cases) -> None:
+    """Stored objects that run code, in a checkpoint that is whole otherwise."""
+    import torch
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    from megatron.training import checkpoint
+    from megatron.training.offline.archive import open_archive
+
+    plain = checkpoint.model_state
+
+    def with_evil(*args: Any, **kwargs: Any) -> Any:
+        state = plain(*args, **kwargs)
+        for value in state["model"].values():
+            if isinstance(value, ShardedObject):
+                value.data = Evil(cases.touched)
+        return state
+
+    root = cases.output / "objects"
+    with mock.patch.object(checkpoint, "model_state", with_evil):
+        cases.train(STEPS, "--save", str(root))
+    archive = open_archive(root, step=None)
+    blob = io.BytesIO(archive.read_blob(archive.blobs[0]))
+    cases.control("control objects", lambda: torch.load(blob, weights_only=False))
+    cases.resume("objects", root)
+
+
+def tamper_with_places(cases: Cases) -> None:
+    """An index that sends to a file outside, and a link in place of a file."""
+    root, folder = cases.copy("places")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for where in metadata.storage_data.values():
+        where.relative_path = f"../../save/iter_{STEPS:07d}/{where.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    cases.seal(folder)
+    cases.resume("places", root)
+    root, folder = cases.copy("link")
+    data = next(folder.glob("*.distcp"))
+    shutil.move(data, cases.output / data.name)
+    data.symlink_to(cases.output / data.name)
+    cases.resume("link", root)
+
+
+def change_data(cases: Cases) -> None:
+    """Another data set under the same name."""
+    import torch
+
+    root, folder = cases.copy("old")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    del common["copus"]["data"]
+    torch.save(common, folder / "common.pt")
+    cases.seal(folder)
+    cases.resume("same data", cases.save)
+    write_corpus(cases.prefix, 70)
+    cases.resume("other data", cases.save)
+    cases.resume("other data allowed", cases.save, "--allow-changed-data")
+    cases.resume("other data, another run", cases.save, "--finetune")
+    cases.resume("old checkpoint", root)
+
+
+def main(output: Path) -> None:
+    """Writes by case what came of it."""
+    import torch.distributed as dist
+
+    join()
+    cases = Cases(output)
+    tamper_with_pickles(cases)
+    tamper_with_objects(cases)
+    tamper_with_places(cases)
+    change_data(cases)
+    (output / "result.json").write_text(json.dumps(cases.told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
