@@ -103,7 +103,8 @@ def main(argv: list[str]) -> int:
     run_dir, save, code = argv
     handle = handle_of(os.environ)
     again, why = decide(Path(run_dir), Path(save), int(code), os.environ, state_of(handle))
-    print(f"job {handle}: {why}", file=sys.stderr, flush=True)
+    if code != "0":
+        print(f"job {handle}: {why}", file=sys.stderr, flush=True)
     return 0 if again else 1
 
 

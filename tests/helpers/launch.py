@@ -98,7 +98,7 @@ def run_ranks(
     program = [str(args)] if isinstance(args, (str, Path)) else [str(arg) for arg in args]
     mark = uuid.uuid4().hex
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, guarded(mark):
+    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, _guarded(mark):
         work = Path(folder)
         base = _environment(env or {}, mark, work)
         children = []
@@ -228,7 +228,7 @@ def stacks_of(mark: str, work: Path) -> str:
 
 
 @contextlib.contextmanager
-def guarded(mark: str) -> Iterator[None]:
+def _guarded(mark: str) -> Iterator[None]:
     """Holds a process that ends the marked ones if this process dies first."""
     guard = subprocess.Popen(
         [sys.executable, str(Path(processes.__file__)), mark],

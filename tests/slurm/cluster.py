@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.training.metrics import read_metrics
 from tests.helpers import processes
-from tests.helpers.launch import CHILD_PATH, ROOT, guarded, stacks_of
+from tests.helpers.launch import CHILD_PATH, ROOT, stacks_of
 
 SCRIPT = Path(__file__).with_name("slurm_dev.sh")
 SCRIPTS = ROOT / "scripts" / "slurm"
@@ -166,7 +166,7 @@ def cluster_up(work: Path) -> Iterator[Cluster]:
     """Brings the cluster up; nothing of it is left behind, even if this process is killed."""
     mark = uuid.uuid4().hex
     # The sockets of slurmd want a short path.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, guarded(mark):
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         extra = Path(folder) / "extra.conf"
         extra.write_text(EXTRA)
         root = Path(folder) / "c"
@@ -187,13 +187,26 @@ def cluster_up(work: Path) -> Iterator[Cluster]:
         (work / "stacks").mkdir()
         up = Cluster(env, work)
         try:
-            up.run("bash", SCRIPT, "up", str(NODES), "8", timeout_s=60)
-            yield up
+            with _ending_with_us(env):
+                up.run("bash", SCRIPT, "up", str(NODES), "8", timeout_s=60)
+                yield up
         finally:
-            with contextlib.suppress(subprocess.SubprocessError):
-                subprocess.run(["bash", SCRIPT, "down"], env=env, timeout=60, check=False)
             left = processes.end_marked(mark)
     assert not left, f"processes {left} cannot be ended"
+
+
+@contextlib.contextmanager
+def _ending_with_us(env: dict[str, str]) -> Iterator[None]:
+    """Holds a process that takes the cluster down afterwards, or when this process is killed."""
+    command = ["bash", "-c", 'cat >/dev/null; exec bash "$0" down', str(SCRIPT)]
+    guard = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(60)
 
 
 def free_ports(num: int) -> int:

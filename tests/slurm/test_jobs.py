@@ -131,7 +131,7 @@ def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
     rates = {n: steps_of(tmp_path / "sweep" / n)[-1]["learning_rate"] for n in ("1", "3")}
     assert rates == {"1": 1e-3, "3": 2e-3}, said
     shown = cluster.run("scontrol", "show", "job", "--oneliner", job).splitlines()
-    fields = re.compile(r"ArrayTaskId=(\d+).* Comment=(.*?) Std")
+    fields = re.compile(r"ArrayTaskId=(\d+).* Comment=(.*?) +Std")
     comments = {found for line in shown for found in fields.findall(line)}
     assert comments >= {("1", "tp1.pp1.dp1 B=8"), ("3", "tp1.pp1.dp1 B=16")}, "each task its own"
     _, again = sweep()
@@ -143,12 +143,11 @@ def test_a_grid_of_runs(cluster: Cluster, tmp_path: Path) -> None:
 def test_times_of_layouts(cluster: Cluster, tmp_path: Path) -> None:
     store = tmp_path / "profile.jsonl"
     own = ["--max-micro-batch", "1", "--steps", "1", "--warm-up", "0", "--fix", "tp=1,pp=1"]
-    job = cluster.submit(
-        "profile.sbatch",
-        [*own, "--global-batch-size", "8", "--", *FLAGS],
-        "--ntasks-per-node=2",
-        COPUS_STORE=store,
-    )
+    variables: dict[str, str | Path] = {"COPUS_STORE": store}
+    if sys.prefix != sys.base_prefix:
+        variables |= {"COPUS_USE_PYTHON": "", "COPUS_VENV": sys.prefix}
+    flags = [*own, "--global-batch-size", "8", "--", *FLAGS]
+    job = cluster.submit("profile.sbatch", flags, "--ntasks-per-node=2", **variables)
     cluster.wait_for_end(job)
     text = [json.loads(line) for line in store.read_text().splitlines()]
     assert text[0]["machine"]["world_size"] == 2 and len(text) == 3
