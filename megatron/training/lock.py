@@ -34,7 +34,8 @@ _POLL_S = 0.5
 _JOIN_S = 5.0
 _WATCHED_TOUCHES = 1.5
 _TEMPORARY = "lock.new-"
-_BROKEN = "lock.old-"
+_CLEARING = "lock.clearing"
+_CLEARING_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,10 @@ class Lock:
                 return False
             with os.fdopen(handle, "w") as file:
                 file.write(self._text)
-        for left in self._path.parent.glob("lock.*-*"):
-            left.unlink(missing_ok=True)
+        for left in self._path.parent.glob(_TEMPORARY + "*"):
+            # Of a run that was killed while it waited; others may be waiting now.
+            if self._age_s(left) > self._stale_s:
+                left.unlink(missing_ok=True)
         return True
 
     def _write_new(self) -> None:
@@ -198,7 +201,7 @@ class Lock:
             UsageError: it is held.
         """
         try:
-            holder, age_s = _read(self._path), self._age_s()
+            holder, age_s = _read(self._path), self._age_s(self._path)
         except FileNotFoundError:
             return
         is_alive = holder.is_alive
@@ -245,20 +248,33 @@ class Lock:
             pass
         return False
 
-    def _age_s(self) -> float:
-        """Seconds since the last touch, by the clock that stamps files there."""
+    def _age_s(self, path: Path) -> float:
+        """Seconds since a file was touched, by the clock that stamps files there.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
         self._write_new()
-        return self._new.stat().st_mtime - self._path.stat().st_mtime
+        return self._new.stat().st_mtime - path.stat().st_mtime
 
     def _remove(self, holder: Holder) -> None:
-        """Removes the lock of a holder, and no other that has come in its place meanwhile."""
-        old = self._path.with_name(_BROKEN + self._own.token)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self._path, old)
-            if _read(old) != holder:
-                with contextlib.suppress(OSError):
-                    os.link(old, self._path)
-            old.unlink(missing_ok=True)
+        """Removes the lock of a dead holder, and no other that has come in its place meanwhile:
+        one run at a time removes, and looks again before. Does nothing while another is at it."""
+        mark = self._path.with_name(_CLEARING)
+        try:
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if self._age_s(mark) > _CLEARING_S:  # of a run that was killed here
+                    mark.unlink()
+            time.sleep(_POLL_S / 10)
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if _read(self._path) == holder:
+                    self._path.unlink()
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _keep(self) -> None:
         """Shows signs of life as long as the lock is held."""

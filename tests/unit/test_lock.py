@@ -179,7 +179,8 @@ def test_a_lock_that_was_taken_between_look_and_removal_stays(tmp_path: Path) ->
     assert [file.name for file in path.parent.iterdir()] == ["lock"]
 
 
-def test_of_many_that_start_together_one_gets_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", range(5))
+def test_of_many_that_start_together_one_gets_it(tmp_path: Path, again: int) -> None:
     leave_lock(tmp_path, age_s=0, machine=machine(), pid=2**22 + 1)
     got: list[int] = []
     refused: list[str] = []
