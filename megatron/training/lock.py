@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.training.control import LOCK_FILE, job_of
+from megatron.training.control import LOCK_FILE, SUPERVISOR_VARIABLE, job_of, restarts_of
 from megatron.training.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -54,9 +54,20 @@ class Holder:
     """Tells the process from another that has got its number since."""
     token: str = ""
     """Differs for every lock ever made."""
+    supervisor: str = ""
+    """Differs for every supervisor; empty without one."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, launch {self.launch}"
+
+    def follows(self, other: Holder) -> bool:
+        """Whether who started this one has seen the end of the other: a job that was queued again,
+        or the same supervisor."""
+        if job_of(other.launch) != job_of(self.launch):
+            return False
+        return other.supervisor == self.supervisor or restarts_of(other.launch) < restarts_of(
+            self.launch
+        )
 
     @property
     def is_alive(self) -> bool | None:
@@ -123,6 +134,7 @@ class Lock:
             machine=machine(),
             started=process_start(os.getpid()) or "",
             token=uuid.uuid4().hex,
+            supervisor=os.environ.get(SUPERVISOR_VARIABLE, "") if is_supervised else "",
         )
         self._text = json.dumps(asdict(self._own))
         self._new = self._path.with_name(_TEMPORARY + self._own.token)
@@ -180,10 +192,12 @@ class Lock:
                 return False
             with os.fdopen(handle, "w") as file:
                 file.write(self._text)
+        self._new.unlink(missing_ok=True)
         for left in self._path.parent.glob(_TEMPORARY + "*"):
             # Of a run that was killed while it waited; others may be waiting now.
-            if self._age_s(left) > self._stale_s:
-                left.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if self._path.stat().st_mtime - left.stat().st_mtime > self._stale_s:
+                    left.unlink()
         return True
 
     def _write_new(self) -> None:
@@ -205,7 +219,7 @@ class Lock:
         except FileNotFoundError:
             return
         is_alive = holder.is_alive
-        is_vouched = self._is_supervised and job_of(holder.launch) == job_of(self._own.launch)
+        is_vouched = self._is_supervised and self._own.follows(holder)
         if is_vouched and is_alive and may_wait:
             time.sleep(_POLL_S)
             return
@@ -229,7 +243,7 @@ class Lock:
                     "--copus-take-over"
                 )
             raise UsageError(f"{who}; {fix}")
-        if not (self._take_over or self._is_supervised):
+        if not self._take_over:
             raise UsageError(f"{who}; if that run is dead give --copus-take-over")
         if self._is_touched(holder):
             raise UsageError(f"{who}, and another one just now; end that run first")
