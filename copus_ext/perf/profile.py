@@ -55,6 +55,10 @@ class Timing:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} {value!r} must be a whole number from 1 on")
+        kinds = {"recompute": str, "recompute_num_layers": int, "use_distributed_optimizer": bool}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} {getattr(self, name)!r} must be of type {kind.__name__}")
         for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not least <= value < np.inf:
