@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from copus_ext.launch.messages import Ended, Plan, shares_of
 from copus_ext.launch.node import TICK_S, Node, say
 from copus_ext.launch.options import Options
 from copus_ext.launch.progress import progress_of, saved_with
-from copus_ext.launch.slurm_watch import watch_of
+from copus_ext.launch.slurm_watch import SIGNAL_LEAD, watch_of
 from copus_ext.launch.stored import stored_arguments
 from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
 from copus_ext.launch.workers import Workers
@@ -23,6 +24,7 @@ from copus_ext.reconfigure.relaunch import Request, read_request, resumed
 from megatron.training import checkpoint_files as files
 from megatron.training import metrics
 from megatron.training.control import STACKS
+from megatron.training.lock import Lock
 
 _GATHER_S = 30.0
 """Reports of other nodes are waited for so long, and once more after all were told to end."""
@@ -58,8 +60,12 @@ class Head(Node):
 
         Returns:
             The exit code.
+
+        Raises:
+            UsageError: another run lives in the directory; nothing of it was touched.
         """
         self.stops.install()
+        self._refuse_second_run()
         code = FAILED
         try:
             self._number = next_number(self._prefix, metrics.previous_launches(self.run_dir))
@@ -71,6 +77,16 @@ class Head(Node):
             if self._slurm is not None:
                 self._slurm.close()
         return code
+
+    def _refuse_second_run(self) -> None:
+        """Takes the lock as the ranks will, and lets go of it: what is cleared and told before they
+        start would harm a run that they cannot harm."""
+        # What cannot be written is said by whoever writes next.
+        with (
+            suppress(OSError),
+            Lock(self.run_dir, flag="--run-dir", launch=f"{self._prefix}.0", is_supervised=True),
+        ):
+            pass
 
     def _stored(self, save: Path) -> Mapping[str, Any]:
         """The flags of the latest checkpoint in a folder."""
@@ -97,7 +113,9 @@ class Head(Node):
         return f"{self._prefix}.{self._number}"
 
     def _launches(self) -> int:
-        self.stops.clear()
+        # The batch script has removed an old stop file; one that is there was written since.
+        if self.options.step is None or SIGNAL_LEAD not in os.environ:
+            self.stops.clear()
         self.board.clear()
         if missing := self._wait_for_nodes():
             after = f"{self.options.join_timeout_s:g} s"

@@ -15,20 +15,23 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from copus_ext.launch.slurm import handle_of, state_of
+from copus_ext.reconfigure.checked import MAX_NUMBER, check_fields, check_number, read_value
 from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, read_request
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_files import write_atomically
-from megatron.training.control import STOP_FILE
-from megatron.training.signals import StopReason
+from megatron.training.control import STOP_FILE, Control
+from megatron.training.signals import StopReason, kind_of_text
 
 MOST = "COPUS_MAX_REQUEUES"
 """Environment variable: times without a new checkpoint; 0 never goes back."""
 DEFAULT_MOST = 3
-_AGAIN = (85, 143)
-"""The supervisor's wish, and what it leaves with when a TERM came before there was a run."""
+_AGAIN = (85, 138, 143)
+"""The supervisor's wish, and what it leaves with when a USR1 or TERM came before it could listen."""
 _BY_HAND = f"stopped: {StopReason(kind='file')}"
 """Reason of a run that found a stop file which nobody wrote on account of the job's end."""
 _COUNT_FILE = Path("control") / "requeues.json"
@@ -56,6 +59,9 @@ def decide(
         return False, f"left with {code}"
     if request is not None and request.reason == _BY_HAND:
         return False, f"saved and stopped by hand ({STOP_FILE})"
+    stop = Control(run_dir).stop_asked()
+    if stop is not None and kind_of_text(stop) == "file":
+        return False, f"stopped by hand ({STOP_FILE} is still there)"
     if state not in (None, "RUNNING"):
         return False, f"saved; not put back into the queue, as the job is {state}"
     most = env.get(MOST, "")
@@ -64,14 +70,24 @@ def decide(
 
 def _request_of(run_dir: Path, launches: str) -> Request | None:
     """The request of any launch of this start of the job."""
-    try:
-        data = json.loads((run_dir / REQUEST_FILE).read_bytes()[: 1 << 16])
-        launch = data["launch"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        launch = None
-    if not isinstance(launch, str) or not launch.startswith(launches):
+    launch = None
+    with suppress(ValueError):
+        launch = read_value(run_dir / REQUEST_FILE, lambda data: _text_of(data, "launch"))
+    if launch is None or not launch.startswith(launches):
         return None
     return read_request(run_dir, launch=launch)
+
+
+def _text_of(data: Any, name: str) -> str:
+    if not (isinstance(data, dict) and isinstance(data.get(name), str)):
+        raise ValueError(f"{name} is missing")
+    return data[name]
+
+
+def _counted(data: Any) -> dict[str, Any]:
+    names = {"job", "iteration", "count"}
+    check_number("count", check_fields(data, names, names)["count"], 0, MAX_NUMBER)
+    return data
 
 
 def _count(run_dir: Path, save: Path, job: str, most: int) -> tuple[bool, str]:
@@ -81,12 +97,10 @@ def _count(run_dir: Path, save: Path, job: str, most: int) -> tuple[bool, str]:
         return False, f"the checkpoints cannot be read: {error}"
     where = "no checkpoint yet" if latest is None else f"checkpoint of iteration {latest}"
     before = 0
-    try:
-        known = json.loads((run_dir / _COUNT_FILE).read_bytes()[: 1 << 16])
-        if known["job"] == job and known["iteration"] == latest:
-            before = int(known["count"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        before = 0
+    with suppress(ValueError):
+        known = read_value(run_dir / _COUNT_FILE, _counted)
+        if known is not None and known["job"] == job and known["iteration"] == latest:
+            before = known["count"]
     if before >= most:
         return False, f"not put back into the queue: {where}, as {before} times before ({MOST})"
     record = {"job": job, "iteration": latest, "count": before + 1}

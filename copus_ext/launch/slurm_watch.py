@@ -25,7 +25,7 @@ from typing import Any
 from copus_ext.goodput import costs
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.launch import slurm
-from megatron.training.control import STOP_FILE, TIME_LIMIT
+from megatron.training.control import STOP_FILE, TIME_LIMIT, write_stop
 from megatron.training.metrics import METRICS_FILE
 
 SIGNAL_LEAD = "COPUS_SIGNAL_LEAD_S"
@@ -317,8 +317,7 @@ class Watch:
             return
         path = self._run_dir / STOP_FILE
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(TIME_LIMIT + "\n")
+            write_stop(self._run_dir, TIME_LIMIT)
         except OSError as error:
             self._say_once("stop", f"{path} cannot be written: {error}")
             return

@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 from typing import Protocol
 
-from megatron.training.control import STOP_FILE
+from megatron.training.control import SIGNALLED, STOP_FILE, write_stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -34,7 +34,8 @@ class Stops:
     """
 
     def __init__(self, run_dir: Path, margin_s: float) -> None:
-        self._path, self._margin_s = run_dir / STOP_FILE, margin_s
+        self._run_dir, self._margin_s = run_dir, margin_s
+        self._path = run_dir / STOP_FILE
         self._new: list[tuple[int, float]] = []
         self._since_s = 0.0
         self.first: int | None = None
@@ -89,8 +90,7 @@ class Stops:
 
     def _write(self) -> None:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
+            write_stop(self._run_dir, SIGNALLED)
         except OSError as error:
             said = error.strerror or error
             print(f"supervisor: {self._path} cannot be written: {said}", file=sys.stderr)

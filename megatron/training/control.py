@@ -10,11 +10,13 @@ import math
 import os
 import re
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
 STOP_FILE = Path("control") / "stop"
-"""Save and leave at the next step boundary. Its text may say why, such as `TIME_LIMIT`."""
+"""Save and leave at the next step boundary. Its text may say why: `TIME_LIMIT` or `SIGNALLED`, else
+it is taken for an operator's."""
 SAVE_FILE = Path("control") / "save"
 """Save at the next step boundary, and go on."""
 PAUSE_FILE = Path("control") / "pause"
@@ -27,6 +29,8 @@ STACKS = Path("stacks")
 """Where a rank that makes no progress writes its stacks: `<launch>.<rank>.txt`."""
 TIME_LIMIT = "time limit"
 """Text of a stop file that was written because the allocation is about to end."""
+SIGNALLED = "signal"
+"""Text of a stop file that a supervisor wrote when it was asked to stop by a signal."""
 
 LAUNCH_VARIABLE = "COPUS_LAUNCH"
 """Environment variable: the name of this launch, set by whoever supervises it."""
@@ -112,6 +116,31 @@ class Control:
         self._save = False
         if self._run_dir is not None and self._sees_save:
             self._sees_save = _remove(self._run_dir / SAVE_FILE)
+
+
+def write_stop(run_dir: Path, text: str) -> None:
+    """Asks a run to stop, unless somebody has already. The file is there with its text or not at
+    all, as without a text it is an operator's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run_dir / STOP_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new-{uuid.uuid4().hex}")
+    try:
+        new.write_text(text + "\n")
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            return
+        except OSError:
+            # A file system without links.
+            if not os.path.lexists(path):
+                os.replace(new, path)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
 
 
 def remove_stale(run_dir: Path) -> list[str]:

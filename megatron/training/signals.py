@@ -12,20 +12,30 @@ from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from megatron.training.control import STOP_FILE, TIME_LIMIT
+from megatron.training.control import SIGNALLED, STOP_FILE, TIME_LIMIT
 from megatron.training.settings import Request
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 
-Kind = Literal["signal", "file", "time-limit", "duration", "interval", "callback", "relayout"]
+Kind = Literal[
+    "signal", "file", "time-limit", "signalled", "duration", "interval", "callback", "relayout"
+]
 
-_CODES: dict[Kind, int] = {"interval": 1, "duration": 2, "file": 3, "time-limit": 4}
+_CODES: dict[Kind, int] = {
+    "interval": 1,
+    "duration": 2,
+    "file": 3,
+    "time-limit": 4,
+    "signalled": 5,
+}
 _WORDS: dict[Kind, str] = {
     "interval": "--exit-interval",
     "duration": "--exit-duration-in-mins",
     "file": str(STOP_FILE),
     "time-limit": f"{STOP_FILE}: {TIME_LIMIT}",
+    "signalled": f"{STOP_FILE}: {SIGNALLED}",
 }
+_TEXTS: dict[str, Kind] = {TIME_LIMIT: "time-limit", SIGNALLED: "signalled"}
 _FIRST_SIGNAL_CODE = 100
 
 
@@ -37,8 +47,8 @@ class StopReason:
 
     kind: Kind
     """`--exit-interval`, `--exit-duration-in-mins`, a signal, a stop file, one that was written
-    before a time limit; or what all ranks come to alike: a wish of a callback, or of a controller
-    to go on under another layout in new processes."""
+    before a time limit or by a supervisor that got a signal; or what all ranks come to alike: a
+    wish of a callback, or of a controller to go on under another layout in new processes."""
     signal: str | None = None
     """Name such as `SIGTERM` if and only if `kind` is `signal`."""
     text: str | None = None
@@ -59,7 +69,7 @@ class StopReason:
     def is_urgent(self) -> bool:
         """Whether the processes are about to be ended: an evaluation is broken off, and the run is
         to go on elsewhere."""
-        return self.kind in ("signal", "file", "time-limit")
+        return self.kind in ("signal", "file", "time-limit", "signalled")
 
     @property
     def code(self) -> int:
@@ -186,13 +196,17 @@ def stop_reason(
     if received is not None:
         return StopReason(kind="signal", signal=received)
     if stop_file is not None:
-        is_limit = stop_file.startswith(TIME_LIMIT)
-        return StopReason(kind="time-limit" if is_limit else "file")
+        return StopReason(kind=kind_of_text(stop_file))
     if exit_duration_in_mins is not None and elapsed_s > 60.0 * exit_duration_in_mins:
         return StopReason(kind="duration")
     if exit_interval and iteration % exit_interval == 0:
         return StopReason(kind="interval")
     return None
+
+
+def kind_of_text(text: str) -> Kind:
+    """Why somebody wrote a stop file with this text; `file` if by hand."""
+    return next((kind for start, kind in _TEXTS.items() if text.startswith(start)), "file")
 
 
 def _signal_of(name: str) -> signal.Signals:

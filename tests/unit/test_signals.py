@@ -148,7 +148,7 @@ def test_a_signal_while_shielding_arrives_afterwards() -> None:
     interval=st.none() | st.integers(1, 100),
     minutes=st.none() | st.floats(0, 1e4),
     received=st.none() | st.sampled_from(STOP_SIGNALS),
-    stop_file=st.none() | st.sampled_from(["", "maintenance", "time limit"]),
+    stop_file=st.none() | st.sampled_from(["", "maintenance", "time limit", "signal"]),
 )
 def test_a_rank_leaves_exactly_when_something_asks_for_it(
     iteration: int,
@@ -170,7 +170,8 @@ def test_a_rank_leaves_exactly_when_something_asks_for_it(
         "signal": received is not None,
         "duration": minutes is not None and elapsed_s > minutes * 60,
         "interval": interval is not None and iteration % interval == 0,
-        "file": stop_file is not None and stop_file != TIME_LIMIT,
+        "file": stop_file in ("", "maintenance"),
+        "signalled": stop_file == "signal",
         "time-limit": stop_file == TIME_LIMIT,
     }
     if reason is None:
@@ -196,4 +197,5 @@ def test_codes_keep_the_reason(reason: StopReason) -> None:
     assert reason.code > 0 and StopReason.from_code(reason.code) == reason
     words = {"interval": "--exit-interval", "duration": "--exit-duration-in-mins"}
     words |= {"file": "control/stop", "time-limit": "control/stop: time limit"}
+    words |= {"signalled": "control/stop: signal"}
     assert str(reason) == words.get(reason.kind, reason.signal)

@@ -365,6 +365,7 @@ JOB = {"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "2"}
         ("requeue", "5.1.0", 1, "RUNNING", False),
         ("requeue", "5.22.0", 1, "RUNNING", False),
         (None, "", 143, "RUNNING", True),
+        (None, "", 138, "RUNNING", True),
         (None, "", 143, "COMPLETING", False),
         (None, "", 137, "RUNNING", False),
         ("requeue", "5.2.0", 85, "COMPLETING", False),
@@ -380,7 +381,11 @@ def test_the_request_of_this_start_decides(
 
 def test_who_stops_a_run_by_hand_gets_no_other(tmp_path: Path) -> None:
     made: Any = {"launch": "5.2.0", "kind": "requeue", "iteration": 0, "consumed_samples": 0}
-    cases: list[tuple[Kind, bool]] = [("file", False), ("time-limit", True)]
+    cases: list[tuple[Kind, bool]] = [
+        ("file", False),
+        ("time-limit", True),
+        ("signalled", True),
+    ]
     for kind, again in cases:
         outcome = Outcome(
             state=TrainState(),

@@ -1,0 +1,174 @@
+"""Stop files tell an operator's wish from a job's end, and no second start touches a living run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.launch import requeue
+from copus_ext.launch.head import Head
+from copus_ext.launch.options import read_options
+from copus_ext.launch.slurm_watch import SIGNAL_LEAD, Watch
+from copus_ext.launch.stops import Stops
+from copus_ext.launch.verdict import AGAIN
+from megatron.training import control
+from megatron.training.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
+from megatron.training.errors import UsageError
+from megatron.training.lock import Lock
+from tests.unit.test_slurm import JOB, TASK, request
+
+ROOT = Path(__file__).parents[2]
+ALONE = dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), "1")
+ALONE |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
+ALONE |= {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_stop_file_appears_with_its_text_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    seen: list[str] = []
+
+    def before(name: str, real: Any) -> Any:
+        def place(source: Path, target: Path) -> None:
+            seen.append(source.read_text())
+            if name == "link" and not has_links:
+                raise OSError("no links")
+            real(source, target)
+
+        return place
+
+    for name in ("link", "replace"):
+        monkeypatch.setattr(control.os, name, before(name, getattr(os, name)))
+    write_stop(tmp_path, TIME_LIMIT)
+    assert set(seen) == {f"{TIME_LIMIT}\n"}, "what comes into place is whole"
+    write_stop(tmp_path, SIGNALLED)
+    assert (tmp_path / STOP_FILE).read_text() == f"{TIME_LIMIT}\n"
+    assert [path.name for path in (tmp_path / "control").iterdir()] == ["stop"]
+
+
+def test_who_passes_an_end_on_leaves_a_stop_by_hand_alone(tmp_path: Path) -> None:
+    path = tmp_path / STOP_FILE
+    watch, stops = Watch("5", tmp_path, say=lambda line: None), Stops(tmp_path, 10.0)
+    for write, text in ((lambda: watch._stop(1.0), TIME_LIMIT), (stops._write, SIGNALLED)):
+        watch.is_ending = False
+        write()
+        assert path.read_text() == f"{text}\n"
+        path.write_text("")
+        watch.is_ending = False
+        write()
+        assert path.read_text() == ""
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [("", False), ("maintenance", False), (TIME_LIMIT, True), (SIGNALLED, True)],
+)
+def test_a_stop_by_hand_that_nobody_obeyed_is_not_undone(
+    tmp_path: Path, text: str, again: bool
+) -> None:
+    request(tmp_path, "requeue", "5.2.0")
+    (tmp_path / STOP_FILE).write_text(text)
+    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0] is again
+
+
+def test_a_requeue_follows_no_link_and_reads_in_bounds(tmp_path: Path) -> None:
+    request(tmp_path, "abort", "5.2.0")
+    path = tmp_path / "control" / "request.json"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
+    counts = tmp_path / "control" / "requeues.json"
+    spent = json.dumps({"job": "5", "iteration": None, "count": 99})
+    counts.write_text(spent + " " * (1 << 17))
+    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
+    counts.write_text(spent)
+    assert not requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the head of a job under a number, outside SLURM without."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def make(job: str | None) -> Head:
+        for name in TASK:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {**TASK, **ALONE, "SLURM_JOB_ID": job}.items():
+            if job is not None and value is not None:
+                monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        words = ["--nproc-per-node", "1", "--", "pretrain_gpt.py", "--run-dir", str(tmp_path)]
+        return Head(read_options(words))
+
+    yield make
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_start_touches_nothing_of_a_living_run(tmp_path: Path, head: Any) -> None:
+    with Lock(tmp_path, flag="--run-dir", launch="4.0.0"):
+        for name in (STOP_FILE, Path("control/next.json"), Path("control/nodes/1.json")):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("theirs")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(UsageError, match=r"is being written by process .*launch 4\.0\.0"):
+            head("5").run_job()
+        assert before == {path: path.read_bytes() for path in before}
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize(("job", "is_kept"), [("5", True), (None, False)])
+def test_a_signal_to_the_batch_script_before_the_head_is_honoured(
+    tmp_path: Path, head: Any, monkeypatch: pytest.MonkeyPatch, job: str | None, is_kept: bool
+) -> None:
+    monkeypatch.setenv(SIGNAL_LEAD, "900")
+    write_stop(tmp_path, TIME_LIMIT)
+    made = head(job)
+    seen: list[bool] = []
+
+    def note() -> list[int]:
+        seen.append((tmp_path / STOP_FILE).exists())
+        write_stop(tmp_path, TIME_LIMIT)  # no ranks in this test
+        return []
+
+    made._wait_for_nodes = note
+    assert made.run_job() == AGAIN and seen == [is_kept]
+
+
+@pytest.mark.parametrize(
+    ("holder", "age_s", "left"),
+    [(None, 0, None), ("4.0.0", 0, ""), ("4.0.0", 300, None), ("5.0.0", 0, None)],
+)
+def test_the_batch_script_clears_only_what_is_its_own(
+    tmp_path: Path, holder: str | None, age_s: int, left: str | None
+) -> None:
+    run, stop, lock = tmp_path / "run", tmp_path / "run" / STOP_FILE, tmp_path / "run" / LOCK_FILE
+    stop.parent.mkdir(parents=True)
+    stop.touch()
+    if holder is not None:
+        lock.write_text(json.dumps({"launch": holder}))
+        at = lock.stat().st_mtime - age_s
+        os.utime(lock, (at, at))
+    found, end = tmp_path / "found", tmp_path / "end"
+    programs = {
+        "srun": f"cp {stop} {found}; kill -USR1 $PPID; sleep 0.5; cp {stop} {end}",
+        "python": "exit 1",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "COPUS_ROOT": str(ROOT), "SLURM_JOB_ID": "5"}
+    env |= {"COPUS_USE_PYTHON": str(tmp_path / "python"), "COPUS_RUN": str(run)}
+    command = ["bash", ROOT / "scripts/slurm/pretrain.sbatch", "--train-iters", "1"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert (found.read_text() if found.exists() else None) == left, done.stderr
+    assert end.read_text() == ("time limit\n" if left is None else left)
