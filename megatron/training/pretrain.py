@@ -126,11 +126,13 @@ def _run(
                     build_job, config, stored, state, tokenizer, device, callbacks, outside
                 )
                 reason, layout = _train(config, state, tracker, build)
+                outcome = replace(outcome, reason=reason, layout=layout)
+                # Before the sinks are closed: one that uploads may take longer than a launcher
+                # waits once another rank has left.
+                tell(outcome)
         except TrainingFailure as failure:
             tell(replace(outcome, failure=failure))
             raise
-        outcome = replace(outcome, reason=reason, layout=layout)
-        tell(outcome)
         if dist.get_rank() == 0:
             control.stop_obeyed()
     return outcome
