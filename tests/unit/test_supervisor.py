@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.launch import board as board_module
+from copus_ext.launch import stored
 from copus_ext.launch.board import Board
 from copus_ext.launch.cause import MOST_TEXT, Failure, first_line, root_of, shortened
 from copus_ext.launch.head import ending_of, next_number
