@@ -133,7 +133,8 @@ def _run(
         except TrainingFailure as failure:
             tell(replace(outcome, failure=failure))
             raise
-        if dist.get_rank() == 0:
+        # One that came too late for a run that is started again is for its next launch.
+        if dist.get_rank() == 0 and (reason is None or reason.kind != "relayout"):
             control.stop_obeyed()
     return outcome
 
