@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from megatron.training.state import TrainState
 
 
+_MOST_PAUSE_S = 3600.0
+"""Of a relaunch, which two processes time by the wall: a clock that is set costs no more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Move:
     """A change that was decided."""
@@ -105,7 +109,7 @@ class Moves:
         self.costs.record["left"] = None
         if not left or left["to"] != str(context.config.layout):
             return
-        pause_s = max(from_rank_zero(time.time()) - left["time"], 0.0)
+        pause_s = min(max(from_rank_zero(time.time()) - left["time"], 0.0), _MOST_PAUSE_S)
         self.costs.moved(seconds=pause_s, iteration=context.state.iteration)
         self._ledger.history.record["elapsed_s"] += pause_s
         self._note_switch(left, context.state, Outcome(kind="moved", pause_s=pause_s))

@@ -92,7 +92,7 @@ class Head(Node):
         """The flags of the latest checkpoint in a folder."""
         latest = files.read_latest(save)
         found = None if latest is None else saved_with(self.run_dir, save, latest)
-        return found or stored_arguments(save)
+        return found or stored_arguments(save, self.tick)
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
         """What has to be done often; on the head with an eye on the job's time limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from megatron.training.metrics import METRICS_FILE, decode
 
 _MOST_BYTES = 1 << 19
 """Read from the end of the record: some thousand steps, many more than entering a layout counts."""
+_MOST_BYTES_OF_ALL = 1 << 28
+"""Looked through for the few events that say how a checkpoint was saved."""
+_SAVING = (b"run.start", b"layout", b"checkpoint.commit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +45,8 @@ def progress_of(run_dir: Path, launch: str) -> Progress:
 
 
 def saved_with(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | None:
-    """The flags that a checkpoint was saved with, if the end of the record tells; spares reading
-    the checkpoint.
+    """The flags that a checkpoint was saved with, if the record tells; spares reading the
+    checkpoint.
 
     Args:
         run_dir: directory of the run.
@@ -51,7 +55,7 @@ def saved_with(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | No
     """
     now: dict[str, Any] | None = None
     found: dict[str, Any] | None = None
-    for record in _records(run_dir / METRICS_FILE):
+    for record in _records_of_saving(run_dir / METRICS_FILE):
         kind, layout = record.get("kind"), _layout_of(record.get("layout"))
         if kind == "run.start":
             config = record.get("config")
@@ -81,6 +85,21 @@ def _records(path: Path) -> list[dict[str, Any]]:
         return []
     found = (decode(line) for line in lines)
     return [record for record in found if record is not None]
+
+
+def _records_of_saving(path: Path) -> Iterator[dict[str, Any]]:
+    """Those of the whole record, which may begin days before its last steps."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(size - _MOST_BYTES_OF_ALL, 0))
+            while line := file.readline(_MOST_BYTES):
+                if any(kind in line for kind in _SAVING):
+                    record = decode(line.decode(errors="replace"))
+                    if record is not None:
+                        yield record
+    except OSError:
+        return
 
 
 def _layout_of(text: Any) -> Layout | None:

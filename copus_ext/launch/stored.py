@@ -10,6 +10,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +20,78 @@ from copus_ext.reconfigure.checked import one_line
 from megatron.training import checkpoint_files as files
 
 _WAIT_S = 600.0
+"""For all tries together."""
+_POLL_S = 0.1
 _MOST_BYTES = 1 << 22
 _TRIES = 3
 
 
-def stored_arguments(save: Path) -> dict[str, Any]:
+def stored_arguments(save: Path, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The flags of the latest checkpoint that can be read. Takes the seconds that torch needs to be
     imported.
+
+    Args:
+        save: where the checkpoints are.
+        tick: called often meanwhile.
 
     Raises:
         ValueError: one line: there is none, none can be read, or another trainer wrote it.
     """
     latest = files.read_latest(save)
     older = [i for i in reversed(files.complete_iterations(save)) if i != latest]
-    problem = f"{save} holds no checkpoint"
+    problem, deadline_s = f"{save} holds no checkpoint", time.monotonic() + _WAIT_S
     for iteration in [i for i in (latest, *older) if i is not None][:_TRIES]:
         try:
-            return _arguments_of(save, iteration)
+            return _arguments_of(save, iteration, deadline_s, tick)
         except ValueError as error:
             problem = str(error)
     raise ValueError(problem)
 
 
-def _arguments_of(save: Path, iteration: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", __name__, str(save), str(iteration)]
+def _arguments_of(
+    save: Path, iteration: int, deadline_s: float, tick: Callable[[], None]
+) -> dict[str, Any]:
+    command = [sys.executable, "-m", "copus_ext.launch.stored", str(save), str(iteration)]
     try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_WAIT_S,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
+        code, output, errors = _run(command, deadline_s, tick)
+    except OSError as error:
         raise ValueError(f"the checkpoint in {save} cannot be read: {error}") from error
-    if done.returncode != 0 or len(done.stdout) > _MOST_BYTES:
-        said = done.stderr.decode(errors="replace").strip().split("\n")[-1]
+    if code != 0 or len(output) > _MOST_BYTES:
+        said = errors.decode(errors="replace").strip().split("\n")[-1]
         raise ValueError(one_line(said) or f"the checkpoint in {save} cannot be read")
     try:
-        stored = json.loads(done.stdout.decode(errors="replace").strip().split("\n")[-1])
+        stored = json.loads(output.decode(errors="replace").strip().split("\n")[-1])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the checkpoint in {save} cannot be read") from error
     if not isinstance(stored, dict) or "data_parallel_size" not in stored:
         raise ValueError(f"the checkpoint in {save} does not say its layout")
     return stored
+
+
+def _run(
+    command: list[str], deadline_s: float, tick: Callable[[], None]
+) -> tuple[int, bytes, bytes]:
+    """Exit code, output and errors of a process; files take them, so that nothing waits for a
+    reader.
+
+    Raises:
+        OSError: it cannot be started, or takes too long.
+    """
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        try:
+            while (code := child.poll()) is None:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"not within {_WAIT_S:g} s")
+                tick()
+                time.sleep(_POLL_S)
+        finally:
+            if child.returncode is None:
+                child.kill()
+        for file in (out, err):
+            file.seek(0)
+        return code, out.read(_MOST_BYTES + 1), err.read(_MOST_BYTES)
 
 
 def main(argv: list[str]) -> int:

@@ -2,7 +2,7 @@
 
 megatron-core writes `common.pt`, `.metadata` and `metadata.json` on rank 0 while the others go on
 into a collective; were rank 0 to leave there with an error, they would wait for it until the
-timeout.
+timeout. So they would for a rank that cannot take its results from a helper that has died.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from megatron.training.agree import first_problem
 from megatron.training.failed_saves import root_cause
@@ -43,9 +44,22 @@ class AgreedCommonSave(TorchCommonSaveStrategy):
             raise OSError(problem)
 
 
+_retrieve = FileSystemWriterAsync.retrieve_write_results
+
+
+def _results(self: FileSystemWriterAsync) -> Any:
+    """What this rank has written, or in its stead an error that goes into the gathering."""
+    try:
+        return _retrieve(self)
+    except Exception as error:  # EOFError and kin, when the helper has died
+        return _wrap_exception(error)
+
+
 def register() -> None:
-    """Makes `AgreedCommonSave` the one megatron-core uses in this process."""
+    """Makes `AgreedCommonSave` the one megatron-core uses in this process, and its writers tell of
+    results that are lost."""
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, AgreedCommonSave("torch", 1))
+    FileSystemWriterAsync.retrieve_write_results = _results
 
 
 def finish_in_step(request: AsyncRequest) -> None:
@@ -75,8 +89,8 @@ def _in_step(finalize: Callable[[], None], meet: Callable[[], object]) -> Callab
             finalize()
         except CheckpointException as error:  # raised on every rank already
             problem = root_cause(error)
-        except OSError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = root_cause(error)
             meet()
         if problem := first_problem(problem):
             raise OSError(problem)

@@ -210,6 +210,11 @@ class Checkpointer:
         process, problem = None, None
         try:
             forget_results()
+        except Exception as error:  # of this rank's helper alone
+            problem = root_cause(error)
+        if problem := first_problem(problem):
+            return None, problem
+        try:
             for chunk in model.chunks:
                 if chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync(force_sync=True)

@@ -44,14 +44,16 @@ def train(job: Job) -> StopReason | None:
             cut = _evaluate(job, reporter, "valid")
             why, evaluated = why or cut, state.iteration
         job.poll()
+        move = None if request is None or why is not None else request.move
         asked = request is not None and request.kind != "change"
-        if asked or shared.save or job.save_is_due:
-            moves = request is not None and request.move is not None
-            must = why is not None or (asked and moves)
+        if asked and move is not None:
+            saved = state.iteration if job.save(must=True, by_file=shared.save) else saved
+        if move is not None and (why := job.move(move)) is not None:
+            # Saved below, as it goes on, and only once: a second save of a step removes the first.
+            saved = -1
+        elif saved != state.iteration and (asked or shared.save or job.save_is_due):
+            must = why is not None
             saved = state.iteration if job.save(must=must, by_file=shared.save) else saved
-        if why is None and request is not None and request.move is not None:
-            why = job.move(request.move)
-            saved = -1 if why else saved
     reporter.leaving(why)
     if saved != state.iteration:
         job.save(must=True)

@@ -126,11 +126,13 @@ def _run(
                     build_job, config, stored, state, tokenizer, device, callbacks, outside
                 )
                 reason, layout = _train(config, state, tracker, build)
+                outcome = replace(outcome, reason=reason, layout=layout)
+                # Before the sinks are closed: one that uploads may take longer than a launcher
+                # waits once another rank has left.
+                tell(outcome)
         except TrainingFailure as failure:
             tell(replace(outcome, failure=failure))
             raise
-        outcome = replace(outcome, reason=reason, layout=layout)
-        tell(outcome)
         # One that came too late for a run that is started again is for its next launch.
         if dist.get_rank() == 0 and (reason is None or reason.kind != "relayout"):
             control.stop_obeyed()

@@ -14,8 +14,10 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import psutil
@@ -32,6 +34,7 @@ from megatron.training.signals import shielded_children
 
 _DONE, _BUSY, _LATE = range(3)
 _POLL_S = 0.05
+_ANSWER_S = 60.0
 _LOST = (OSError, EOFError)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -150,9 +153,9 @@ def start_helper() -> None:
 def _helper_answers() -> bool:
     """Whether the helper is there; if not, the next save starts another."""
     try:
-        _helper().qsize()
+        _ask(_helper().qsize)
     except _LOST:
-        filesystem_async._results_queue = None
+        _drop_helper()
         return False
     return True
 
@@ -162,12 +165,42 @@ def forget_results() -> None:
     starts another if it has died. Call before a save is planned."""
     start_helper()
     try:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                _helper().get_nowait()
+        _ask(functools.partial(_empty, _helper()))
     except _LOST:
-        filesystem_async._results_queue = None
+        _drop_helper()
         start_helper()
+
+
+def _empty(helper: Any) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            helper.get_nowait()
+
+
+def _ask(question: Callable[[], Any]) -> None:
+    """Asks the helper, and does not wait for one that is stopped.
+
+    Raises:
+        OSError, EOFError: it is gone, or does not answer.
+    """
+    answer: Future[Any] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:  # raised again below
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    answer.result(timeout=_ANSWER_S)
+
+
+def _drop_helper() -> None:
+    """Kills the helper first: letting go of one that is stopped would wait for it."""
+    helper: Any = filesystem_async._results_queue
+    if helper is not None:
+        helper._manager._process.kill()
+    filesystem_async._results_queue = None
 
 
 def _helper() -> Any:

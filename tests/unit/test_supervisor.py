@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.launch import board as board_module
+from copus_ext.launch import stored
 from copus_ext.launch.board import Board
 from copus_ext.launch.cause import MOST_TEXT, Failure, first_line, root_of, shortened
 from copus_ext.launch.head import ending_of, next_number
@@ -356,6 +357,8 @@ def test_the_record_says_how_a_checkpoint_was_saved(tmp_path: Path) -> None:
     with Tracker(tmp_path, launch="j.0.0") as tracker:
         tracker.event("checkpoint.commit", 1, 0)
         tracker.event("run.start", 1, 0, config=config, layout="tp1.pp1.dp2")
+        for _ in range(3000):  # more than is read of the end of the record
+            tracker.event("step", 1, 0, text="x" * 200)
         tracker.event("checkpoint.commit", 2, 0)
         tracker.event("layout", 3, 0, layout="tp2.pp1.dp1")
         tracker.event("checkpoint.commit", 4, 0)
@@ -365,6 +368,17 @@ def test_the_record_says_how_a_checkpoint_was_saved(tmp_path: Path) -> None:
     assert [f and f["tensor_model_parallel_size"] for f in found] == [None, None, 1, None, 2, None]
     assert found[4] and found[4]["data_parallel_size"] == 1 and found[4]["global_batch_size"] == 8
     assert saved_with(tmp_path, tmp_path, 2) is None, "of another folder"
+
+
+def test_a_checkpoint_is_read_while_the_head_goes_on() -> None:
+    ticks: list[None] = []
+    program = "import sys; print('x' * 200000); print('y', file=sys.stderr); sys.exit(3)"
+    code, output, errors = stored._run(
+        [sys.executable, "-c", program], time.monotonic() + 60, lambda: ticks.append(None)
+    )
+    assert (code, len(output), errors) == (3, 200001, b"y\n") and ticks
+    with pytest.raises(TimeoutError):
+        stored._run([sys.executable, "-c", "import time; time.sleep(60)"], 0.0, lambda: None)
 
 
 def test_numbers_of_launches_go_on_over_requeues() -> None:
