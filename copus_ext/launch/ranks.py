@@ -21,6 +21,7 @@ from typing import Any
 from copus_ext.launch.cause import Failure, first_line, root_of, shortened
 from copus_ext.launch.workers import REPORT, end_launch
 from megatron.training.checkpoint_files import write_atomically
+from megatron.training.control import SUPERVISOR_VARIABLE
 
 _LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Schedulers send these to every process of a job; ranks and supervisor answer them."""
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         0, or the code of the rank that failed first, 128 + N after signal N.
     """
     options = _parser().parse_args(argv)
-    _end_with(options.parent, options.launch, options.node)
+    _end_with(options.parent, options.launch)
     for number in _LEFT_ALONE:
         # A function: what is ignored would stay ignored in the ranks.
         signal.signal(number, _pass)
@@ -118,13 +119,13 @@ def _own(code: int, error: str) -> Failure:
     return Failure(rank=-1, host=host, code=code, time_s=now, error=first_line(error))
 
 
-def _end_with(parent: int, launch: str, node: int) -> None:
+def _end_with(parent: int, launch: str) -> None:
     """Ends the launch when the supervisor has gone, however it went."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_LOOK_S)
-        end_launch(launch, node)
+        end_launch(launch, os.environ.get(SUPERVISOR_VARIABLE, ""))
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -20,6 +20,8 @@ MAX_LAUNCHES = 1001
 DONE, FAILED, USAGE, AGAIN = 0, 1, 2, 85
 """Exit codes that a supervisor gives a meaning."""
 _SIGNALLED = 128
+_INVITING = (AGAIN, _SIGNALLED + 10, _SIGNALLED + 15)
+"""Codes on which others start the job again: after AGAIN, USR1 and TERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,4 +235,6 @@ def _why(ending: Ending) -> str:
 
 
 def _leave(code: int, line: str = "", gives_up: bool = False) -> Next:
+    if gives_up and code in _INVITING:
+        code = FAILED
     return Next(leave=code, line=line, gives_up=gives_up)

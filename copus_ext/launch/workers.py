@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from copus_ext.launch.cause import Failure
 from copus_ext.launch.messages import Ended
 from copus_ext.reconfigure.checked import check_fields, check_number, read_value
 from copus_ext.reconfigure.relaunch import BARRED_VARIABLE, LAUNCH_VARIABLE
+from megatron.training.control import SUPERVISOR_VARIABLE
 
-NODE_VARIABLE = "COPUS_NODE"
-"""Environment variable: number of the node, as the processes of several may share a machine."""
+_OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 REPORT = "report.json"
 """How the ranks ended, written by the launcher."""
 _END_WAIT_S = 10.0
@@ -61,7 +62,7 @@ class Workers:
         env = {
             **os.environ,
             LAUNCH_VARIABLE: launch.name,
-            NODE_VARIABLE: str(launch.node),
+            SUPERVISOR_VARIABLE: _OWN,
             BARRED_VARIABLE: ",".join(launch.barred),
         }
         if launch.processes > 1:  # as torchrun does
@@ -107,7 +108,7 @@ class Workers:
             self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout=_END_WAIT_S)  # longer only in the hands of a broken driver
-        end_launch(self._launch.name, self._launch.node)
+        end_launch(self._launch.name, _OWN)
 
     def ended(self) -> Ended:
         """How they ended; they have."""
@@ -147,22 +148,22 @@ def _ranks_of(launcher: int) -> list[psutil.Process]:
     return ranks
 
 
-def end_launch(name: str, node: int) -> None:
-    """Kills what is left of a launch on a node: the processes that bear its name, which no other
-    has; those that write checkpoints outlive a rank that was killed."""
+def end_launch(name: str, supervisor: str) -> None:
+    """Kills what is left of a launch on a node: the processes that bear its name and that of their
+    supervisor, which no others do; those that write checkpoints outlive a rank that was killed."""
     for _ in range(2):  # a dying parent may have started one more between two looks
-        left = [process for process in psutil.process_iter() if _bears(process, name, node)]
+        left = [process for process in psutil.process_iter() if _bears(process, name, supervisor)]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=_END_WAIT_S)
 
 
-def _bears(process: psutil.Process, name: str, node: int) -> bool:
+def _bears(process: psutil.Process, name: str, supervisor: str) -> bool:
     if process.pid == os.getpid():
         return False
     try:
         env = process.environ()
     except (psutil.Error, OSError):
         return False
-    return env.get(LAUNCH_VARIABLE) == name and env.get(NODE_VARIABLE) == str(node)
+    return env.get(LAUNCH_VARIABLE) == name and env.get(SUPERVISOR_VARIABLE) == supervisor

@@ -34,6 +34,8 @@ SIGNALLED = "signal"
 
 LAUNCH_VARIABLE = "COPUS_LAUNCH"
 """Environment variable: the name of this launch, set by whoever supervises it."""
+SUPERVISOR_VARIABLE = "COPUS_SUPERVISOR"
+"""Environment variable: differs for every supervisor, whatever its launches are called."""
 LAUNCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a launch may be called: `<job>.<restart count>.<n>`."""
 
@@ -50,6 +52,12 @@ def supervised_launch(env: Mapping[str, str]) -> str | None:
 def job_of(launch: str) -> str:
     """The job that a launch belongs to: what its name begins with."""
     return launch.rsplit(".", 2)[0]
+
+
+def restarts_of(launch: str) -> int:
+    """How often that job was queued again before, as the name says; 0 if it does not."""
+    parts = launch.rsplit(".", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdecimal() else 0
 
 
 class Control:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.training.control import LOCK_FILE, job_of
+from megatron.training.control import LOCK_FILE, SUPERVISOR_VARIABLE, job_of, restarts_of
 from megatron.training.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ _POLL_S = 0.5
 _JOIN_S = 5.0
 _WATCHED_TOUCHES = 1.5
 _TEMPORARY = "lock.new-"
-_BROKEN = "lock.old-"
+_CLEARING = "lock.clearing"
+_CLEARING_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,20 @@ class Holder:
     """Tells the process from another that has got its number since."""
     token: str = ""
     """Differs for every lock ever made."""
+    supervisor: str = ""
+    """Differs for every supervisor; empty without one."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, launch {self.launch}"
+
+    def follows(self, other: Holder) -> bool:
+        """Whether who started this one has seen the end of the other: a job that was queued again,
+        or the same supervisor."""
+        if job_of(other.launch) != job_of(self.launch):
+            return False
+        return other.supervisor == self.supervisor or restarts_of(other.launch) < restarts_of(
+            self.launch
+        )
 
     @property
     def is_alive(self) -> bool | None:
@@ -122,6 +134,7 @@ class Lock:
             machine=machine(),
             started=process_start(os.getpid()) or "",
             token=uuid.uuid4().hex,
+            supervisor=os.environ.get(SUPERVISOR_VARIABLE, "") if is_supervised else "",
         )
         self._text = json.dumps(asdict(self._own))
         self._new = self._path.with_name(_TEMPORARY + self._own.token)
@@ -179,8 +192,12 @@ class Lock:
                 return False
             with os.fdopen(handle, "w") as file:
                 file.write(self._text)
-        for left in self._path.parent.glob("lock.*-*"):
-            left.unlink(missing_ok=True)
+        self._new.unlink(missing_ok=True)
+        for left in self._path.parent.glob(_TEMPORARY + "*"):
+            # Of a run that was killed while it waited; others may be waiting now.
+            with contextlib.suppress(FileNotFoundError):
+                if self._path.stat().st_mtime - left.stat().st_mtime > self._stale_s:
+                    left.unlink()
         return True
 
     def _write_new(self) -> None:
@@ -198,11 +215,11 @@ class Lock:
             UsageError: it is held.
         """
         try:
-            holder, age_s = _read(self._path), self._age_s()
+            holder, age_s = _read(self._path), self._age_s(self._path)
         except FileNotFoundError:
             return
         is_alive = holder.is_alive
-        is_vouched = self._is_supervised and job_of(holder.launch) == job_of(self._own.launch)
+        is_vouched = self._is_supervised and self._own.follows(holder)
         if is_vouched and is_alive and may_wait:
             time.sleep(_POLL_S)
             return
@@ -226,7 +243,7 @@ class Lock:
                     "--copus-take-over"
                 )
             raise UsageError(f"{who}; {fix}")
-        if not (self._take_over or self._is_supervised):
+        if not self._take_over:
             raise UsageError(f"{who}; if that run is dead give --copus-take-over")
         if self._is_touched(holder):
             raise UsageError(f"{who}, and another one just now; end that run first")
@@ -245,20 +262,33 @@ class Lock:
             pass
         return False
 
-    def _age_s(self) -> float:
-        """Seconds since the last touch, by the clock that stamps files there."""
+    def _age_s(self, path: Path) -> float:
+        """Seconds since a file was touched, by the clock that stamps files there.
+
+        Raises:
+            FileNotFoundError: it is gone.
+        """
         self._write_new()
-        return self._new.stat().st_mtime - self._path.stat().st_mtime
+        return self._new.stat().st_mtime - path.stat().st_mtime
 
     def _remove(self, holder: Holder) -> None:
-        """Removes the lock of a holder, and no other that has come in its place meanwhile."""
-        old = self._path.with_name(_BROKEN + self._own.token)
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(self._path, old)
-            if _read(old) != holder:
-                with contextlib.suppress(OSError):
-                    os.link(old, self._path)
-            old.unlink(missing_ok=True)
+        """Removes the lock of a dead holder, and no other that has come in its place meanwhile:
+        one run at a time removes, and looks again before. Does nothing while another is at it."""
+        mark = self._path.with_name(_CLEARING)
+        try:
+            os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                if self._age_s(mark) > _CLEARING_S:  # of a run that was killed here
+                    mark.unlink()
+            time.sleep(_POLL_S / 10)
+            return
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if _read(self._path) == holder:
+                    self._path.unlink()
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _keep(self) -> None:
         """Shows signs of life as long as the lock is held."""

@@ -131,7 +131,8 @@ def _run(
             raise
         outcome = replace(outcome, reason=reason, layout=layout)
         tell(outcome)
-        if dist.get_rank() == 0:
+        # One that came too late for a run that is started again is for its next launch.
+        if dist.get_rank() == 0 and (reason is None or reason.kind != "relayout"):
             control.stop_obeyed()
     return outcome
 

@@ -185,12 +185,17 @@ def _local_rank(process: psutil.Process) -> str:
     return ""
 
 
-def _is_saving(run: Run) -> bool:
-    return any(run.save.glob("*.unfinished"))
+def _saves(run: Run) -> set[tuple[str, int]]:
+    """Saves that are under way or were broken off."""
+    found = set()
+    for path in run.save.glob("*.unfinished"):
+        with contextlib.suppress(OSError):
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
-def _is_evaluating(run: Run) -> bool:
-    last = next((r for r in reversed(run.records()) if r.get("kind") in ("step", "eval")), {})
+def _is_evaluating(records: list[dict[str, Any]]) -> bool:
+    last = next((r for r in reversed(records) if r.get("kind") in ("step", "eval")), {})
     return last.get("kind") == "step" and last.get("iteration", 1) % INTERVAL == 0
 
 
@@ -200,14 +205,14 @@ def strike(run: Run, kill: Kill) -> str:
     Returns:
         What was killed where, or why nothing was: the run was done before.
     """
-    begun, launches = time.monotonic(), _num_launches(run)
-    latest = _latest(run)
+    begun, latest = time.monotonic(), _latest(run)
+    saves, known = _saves(run), len(run.records())
     moments: dict[str, Callable[[], bool]] = {
         "any": lambda: time.monotonic() - begun >= kill.after_s,
         "start": lambda: time.monotonic() - begun >= kill.after_s,
-        "save": lambda: _num_launches(run) > launches and _is_saving(run),
+        "save": lambda: bool(_saves(run) - saves),
         "commit": lambda: _latest(run) != latest,
-        "evaluation": lambda: _num_launches(run) > launches and _is_evaluating(run),
+        "evaluation": lambda: _is_evaluating(run.records()[known:]),
     }
     is_moment = moments[kill.moment]
     wait_until(lambda: run.code is not None or is_moment(), _MOST_S)

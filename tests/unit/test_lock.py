@@ -130,7 +130,13 @@ def test_a_fresh_lock_of_another_machine_stays(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"node7.*100 s ago"), lock(tmp_path, **changes):
             pass
     assert json.loads(path.read_text())["host"] == "node7"
-    # A supervisor vouches for its own job alone.
+    # A supervisor vouches for its own launches alone, and for a job that was queued again.
+    path = leave_lock(tmp_path, age_s=100, supervisor="another")
+    with pytest.raises(UsageError), lock(tmp_path, is_supervised=True, launch="other.0.1"):
+        pass
+    with lock(tmp_path, is_supervised=True, launch="other.1.0"):
+        pass
+    leave_lock(tmp_path, age_s=100)
     with lock(tmp_path, is_supervised=True, launch="other.0.1"):
         pass
     assert not path.exists()
@@ -160,10 +166,9 @@ def test_a_lock_that_was_taken_between_look_and_removal_stays(tmp_path: Path) ->
     class Overtaken(Lock):
         is_first = True
 
-        def _age_s(self) -> float:
+        def _age_s(self, path: Path) -> float:
             if self.is_first:
                 leave_lock(tmp_path, age_s=0, machine=machine(), pid=os.getppid(), token="quick")
-                path = tmp_path / LOCK_FILE
                 started = process_start(os.getppid())
                 path.write_text(path.read_text().replace('"1"', f'"{started}"'))
             self.is_first = False
@@ -179,7 +184,8 @@ def test_a_lock_that_was_taken_between_look_and_removal_stays(tmp_path: Path) ->
     assert [file.name for file in path.parent.iterdir()] == ["lock"]
 
 
-def test_of_many_that_start_together_one_gets_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", range(5))
+def test_of_many_that_start_together_one_gets_it(tmp_path: Path, again: int) -> None:
     leave_lock(tmp_path, age_s=0, machine=machine(), pid=2**22 + 1)
     got: list[int] = []
     refused: list[str] = []
@@ -194,6 +200,9 @@ def test_of_many_that_start_together_one_gets_it(tmp_path: Path) -> None:
         except UsageError as error:
             refused.append(str(error))
             done.wait()
+        except BaseException:
+            done.abort()
+            raise
 
     threads = [threading.Thread(target=start, args=(i,)) for i in range(8)]
     for thread in threads:

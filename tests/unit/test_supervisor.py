@@ -27,9 +27,9 @@ from copus_ext.launch.options import read_options, visible_gpus
 from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.rank_side import leave_error
 from copus_ext.launch.stops import Stops
-from copus_ext.launch.workers import NODE_VARIABLE, end_launch
+from copus_ext.launch.workers import end_launch
 from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE
-from megatron.training.control import STOP_FILE
+from megatron.training.control import STOP_FILE, SUPERVISOR_VARIABLE
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout
 from megatron.training.tracker import Tracker
@@ -420,12 +420,12 @@ def test_a_second_signal_ends_the_ranks_after_the_margin(
 def test_what_is_left_of_a_launch_is_ended() -> None:
     name = f"test-{os.getpid()}.0.0"
     command = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
-    env = {**os.environ, LAUNCH_VARIABLE: name, NODE_VARIABLE: "1"}
+    env = {**os.environ, LAUNCH_VARIABLE: name, SUPERVISOR_VARIABLE: "1"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.read(1)
-        end_launch(name + "0", 1)
-        end_launch(name, 0)
-        assert child.poll() is None, "of another launch, of another node"
-        end_launch(name, 1)
+        end_launch(name + "0", "1")
+        end_launch(name, "0")
+        assert child.poll() is None, "of another launch, of another supervisor"
+        end_launch(name, "1")
         child.wait(timeout=20)
