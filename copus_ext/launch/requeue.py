@@ -31,7 +31,7 @@ MOST = "COPUS_MAX_REQUEUES"
 """Environment variable: times without a new checkpoint; 0 never goes back."""
 DEFAULT_MOST = 3
 _AGAIN = (85, 138, 143)
-"""The supervisor's wish, and what it leaves with when a USR1 or TERM came before it could listen."""
+"""The supervisor's wish, and what it leaves with when USR1 or TERM came before it could listen."""
 _BY_HAND = f"stopped: {StopReason(kind='file')}"
 """Reason of a run that found a stop file which nobody wrote on account of the job's end."""
 _COUNT_FILE = Path("control") / "requeues.json"

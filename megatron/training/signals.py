@@ -206,7 +206,10 @@ def stop_reason(
 
 def kind_of_text(text: str) -> Kind:
     """Why somebody wrote a stop file with this text; `file` if by hand."""
-    return next((kind for start, kind in _TEXTS.items() if text.startswith(start)), "file")
+    for start, kind in _TEXTS.items():
+        if text.startswith(start):
+            return kind
+    return "file"
 
 
 def _signal_of(name: str) -> signal.Signals:

@@ -24,7 +24,7 @@ from megatron.training.lock import Lock
 from tests.unit.test_slurm import JOB, TASK, request
 
 ROOT = Path(__file__).parents[2]
-ALONE = dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"), "1")
+ALONE: dict[str, str] = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
 ALONE |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n1"}
 ALONE |= {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 
