@@ -30,7 +30,8 @@ def test_a_boundary_is_saved_once(kind: Any, leaves: bool, is_due: bool, calls: 
 
     def step(job: Any) -> Any:
         state.iteration += 1
-        return SimpleNamespace(loss=1.0, updated=True), SimpleNamespace(stop=None, save=False)
+        info = SimpleNamespace(loss=1.0, updated=True, grad_norm=1.0)
+        return info, SimpleNamespace(stop=None, save=False)
 
     def save(*, must: bool, by_file: bool = False) -> bool:
         made.append("save must" if must else "save")
