@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from copus_ext.journal import NAME, read_journal
+from megatron.training.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT
@@ -30,6 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [*TINY.split(), *BASE, *COPUS.split()]
     flags += ["--copus-profile", str(folder / "profile.jsonl")]
     flags += ["--save", str(folder / "saved"), "--run-dir", str(folder / "run")]
+    flags += ["--save-interval", "1"]
     done = subprocess.run(
         ["bash", "scripts/local_cpu.sh", "-n", "2", *flags],
         cwd=ROOT,
@@ -58,6 +60,12 @@ def test_the_run_goes_on_in_new_processes_under_the_better_layout(run: Path) -> 
     assert later and all(d["situation"]["elapsed_s"] > pause_s for d in later)
     (outcome,) = journal(run, "outcome")
     assert outcome["to_layout"] == switch["to"] and outcome["decision"] == switch["number"]
+
+
+def test_no_checkpoint_is_removed_to_be_saved_again(run: Path) -> None:
+    saves = [r["iteration"] for r in read_metrics(run / "run") if r["kind"] == "checkpoint.begin"]
+    (switch,) = journal(run, "switch")
+    assert switch["iteration"] in saves and len(set(saves)) == len(saves)
 
 
 def test_no_sample_is_lost_and_the_losses_are_those_of_a_run_without_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -34,7 +35,8 @@ def test_a_helper_that_dies_late_is_an_error_that_others_are_told_of(tmp_path: P
     save_process.start_helper()
     writer.write_buckets, writer.results_queue = [], save_process._helper()
     save_process._drop_helper()
-    writer.results_queue._manager._process.join(10.0)
+    results: Any = writer.results_queue
+    results._manager._process.join(10.0)
     assert _is_wrapped_exception(writer.retrieve_write_results())
 
 
