@@ -94,7 +94,8 @@ def previous_launches(run_dir: Path) -> list[str]:
     with path.open("rb") as file:
         starts = [line for line in file if b'"run.start"' in line]
     records = (decode(line.decode(errors="replace")) for line in starts)
-    return list(dict.fromkeys(r["launch"] for r in records if r and "launch" in r))
+    names = (record.get("launch") for record in records if record is not None)
+    return list(dict.fromkeys(name for name in names if isinstance(name, str)))
 
 
 def encode(record: Mapping[str, Any]) -> str:
