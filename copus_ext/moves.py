@@ -155,8 +155,9 @@ class Moves:
             predicted_s=self.costs.seconds,
         )
         kind = "save" if self._mover is not None and self._saves_first(context) else "change"
-        carry_out = self._set_out if self._mover is None else self._carry_out
-        return Request(kind=kind, reason=move.reason, settings=now, move=carry_out)
+        leaves = self._mover is None
+        carry_out = self._set_out if leaves else self._carry_out
+        return Request(kind=kind, reason=move.reason, settings=now, move=carry_out, leaves=leaves)
 
     def _saves_first(self, context: CallbackContext) -> bool:
         """Whether the last checkpoint is too old to fall back to."""

@@ -168,11 +168,12 @@ class Callbacks:
             return None
         strongest = max(requests, key=lambda r: _STRENGTH[r.kind])
         settings = [r.settings for r in requests if r.settings is not None]
-        moves = [r.move for r in requests if r.move is not None]
+        moves = [r for r in requests if r.move is not None]
         return replace(
             strongest,
             settings=settings[-1] if settings else None,
-            move=moves[-1] if moves else None,
+            move=moves[-1].move if moves else None,
+            leaves=bool(moves) and moves[-1].leaves,
         )
 
     @property

@@ -46,14 +46,14 @@ def train(job: Job) -> StopReason | None:
         job.poll()
         move = None if request is None or why is not None else request.move
         asked = request is not None and request.kind != "change"
-        if asked and move is not None:
-            saved = state.iteration if job.save(must=True, by_file=shared.save) else saved
-        if move is not None and (why := job.move(move)) is not None:
-            # Saved below, as it goes on, and only once: a second save of a step removes the first.
-            saved = -1
-        elif saved != state.iteration and (asked or shared.save or job.save_is_due):
-            must = why is not None
+        leaves = request is not None and request.leaves and move is not None
+        # Before a move, which may break. A run that leaves is saved below, as it goes on, and only
+        # once: a second save of a step removes the first.
+        if (asked or shared.save or job.save_is_due) and not leaves:
+            must = why is not None or (asked and move is not None)
             saved = state.iteration if job.save(must=must, by_file=shared.save) else saved
+        if move is not None:
+            why = job.move(move)
     reporter.leaving(why)
     if saved != state.iteration:
         job.save(must=True)

@@ -80,6 +80,8 @@ class Request:
     move: Callable[[Any], str | None] | None = None
     """Called with the job once all else at the boundary is done, if training goes on: takes it to
     another layout, or returns why the run must be saved and left instead."""
+    leaves: bool = False
+    """The move will say to leave: what is due to be saved is saved after it, not before."""
 
 
 def set_rates(optimizer: Any, scheduler: Any, settings: StepSettings, *, beta2: float) -> None:
