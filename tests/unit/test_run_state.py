@@ -21,9 +21,9 @@ from megatron.training.flops import training_flops_per_sample
 from megatron.training.initialise import weight_std
 from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
 from megatron.training.reporting import _Interval
-from megatron.training.settings import StepInfo
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker
+from tests.helpers.steps import step_info
 
 
 def test_state_counts_and_survives_json() -> None:
@@ -149,23 +149,6 @@ def test_an_apex_that_breaks_on_import_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="pip uninstall apex"):
         guard.check_environment()
-
-
-def step_info(**changes: Any) -> StepInfo:
-    values: dict[str, Any] = {
-        "iteration": 1,
-        "consumed_samples": 8,
-        "global_batch_size": 8,
-        "micro_batch_size": 2,
-        "num_microbatches": 4,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "num_zeros": None,
-        "learning_rate": 1e-3,
-        "updated": True,
-        "elapsed_s": 0.5,
-    }
-    return StepInfo(**{**values, **changes})
 
 
 class Events(NullTracker):
