@@ -182,7 +182,8 @@ def test_a_checkpoint_older_than_two_intervals_is_told_once_an_interval(
 
 def test_the_mean_loss_is_that_of_the_steps_taken() -> None:
     interval = _Interval()
-    for changes in ({}, {"loss": 4.0}, {"loss": 1e9, "updated": False}):
+    steps: list[dict[str, Any]] = [{}, {"loss": 4.0}, {"loss": 1e9, "updated": False}]
+    for changes in steps:
         interval.add(step_info(**changes))
     interval.add(step_info(loss=math.nan, updated=False))
     assert interval.losses == [2.0, 4.0]
