@@ -181,16 +181,16 @@ def _start_second(run: Run, case: Case) -> Seen:
         return Seen(what="")
     is_early = num_launches(run) == 0
     seen = Seen(what=f"at step {step_of(run)}")
-    other, began_s = (
-        Run(run.folder, ["--async-save"] * case.is_async, log="second"),
-        time.monotonic(),
-    )
+    other = Run(run.folder, ["--async-save"] * case.is_async, log="second")
+    began_s = time.monotonic()
     try:
         other.start()
         wait_until(lambda: other.code is not None or run.code is not None, _SECOND_LEAVES_S)
+        if run.code == 0 and other.code is None:
+            return Seen(what="")  # nobody is there to refuse it, and it finds that all is done
         refused, seen.winner = (other, run) if other.code is not None else (run, other)
         seen.seconds = after(began_s, refused.code is not None)
-        if refused is run and (not is_early or run.code == 0):
+        if refused is run and not is_early:
             seen.problems.append(f"the second was not refused: {other.log[-600:]}")
         elif refused.code not in (1, 2) or not _HOLDER.search(refused.log):
             seen.problems.append(f"refused with {refused.code}: {refused.log[-600:]}")
