@@ -49,8 +49,9 @@ class Seen:
 class Kind:
     """A class of faults."""
 
-    draw: Callable[[random.Random], tuple[str, float, dict[str, Any]]]
-    """Gives moment, seconds after it, and what else there is to draw."""
+    draw: Callable[[random.Random, bool], tuple[str, float, dict[str, Any]]]
+    """Gives moment, seconds after it, and what else there is to draw, of one variety for even
+    numbers and of another for odd ones."""
     hurt: Callable[[Run, Case], Seen]
     """Does it to a run that has just been started, and waits until it has got over it."""
     seconds_are: str
@@ -95,4 +96,5 @@ def only_launch(run: Run) -> list[str]:
 
 @contextlib.contextmanager
 def plain(case: Case, folder: Path, flags: list[str]) -> Iterator[Run]:
+    """A run as it is."""
     yield Run(folder, flags)

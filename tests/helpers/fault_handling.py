@@ -33,9 +33,9 @@ _SECOND_LEAVES_S = 120.0
 _HOLDER = re.compile(r"process \d+ on \S+, launch ")
 
 
-def _draw_stop(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
+def _draw_stop(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
     more = {"victim": rng.choice(["rank 0", "rank 1"]), "goes_on_s": None}
-    if rng.random() < 0.5:
+    if is_odd:
         more["goes_on_s"] = rng.uniform(1, 6)
     return *moment(rng, start_s=0.0 if more["goes_on_s"] is None else 8.0), more
 
@@ -71,8 +71,8 @@ def _stop_rank(run: Run, case: Case) -> Seen:
     return seen
 
 
-def _draw_signals(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
-    name = rng.choice(["SIGTERM", "SIGUSR1"])
+def _draw_signals(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
+    name = "SIGUSR1" if is_odd else "SIGTERM"
     more = {"signal": name, "again_s": rng.uniform(0, 0.5) if name == "SIGUSR1" else None}
     return *moment(rng, start_s=8.0), more
 
@@ -107,9 +107,9 @@ def _signal_supervisor(run: Run, case: Case) -> Seen:
     return seen
 
 
-def _draw_damage(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
+def _draw_damage(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
     more = {
-        "way": rng.choice(["flip", "cut"]),
+        "way": "cut" if is_odd else "flip",
         "checkpoints": rng.randint(2, STEPS // INTERVAL - 1),
         "killed": rng.choice(["all", "rank 0", "rank 1"]),
         "file": rng.random(),
@@ -171,7 +171,7 @@ def _damage(run: Run, case: Case) -> Seen:
     return seen
 
 
-def _draw_second(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
+def _draw_second(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
     return *moment(rng, start_s=8.0), {}
 
 

@@ -21,7 +21,7 @@ KINDS = {**MACHINE, **HANDLING}
 def drawn(kind: str, seed: int, number: int) -> Case:
     """The case of a number, the same whatever else is drawn."""
     rng = random.Random(f"{seed} {kind} {number}")
-    moment, after_s, more = KINDS[kind].draw(rng)
+    moment, after_s, more = KINDS[kind].draw(rng, number % 2 == 1)
     return Case(
         kind=kind,
         number=number,

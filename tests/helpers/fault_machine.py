@@ -32,9 +32,9 @@ from tests.helpers.fault_runs import (
 _DISK_BYTES = 64 << 20
 
 
-def _draw_disk(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
+def _draw_disk(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
     moment = rng.choice(["steps", "save", "evaluation"])
-    failures = rng.choice([1, 1, 2])
+    failures = 2 if is_odd else 1
     return moment, rng.uniform(0, 1.0 if moment == "steps" else 0.02), {"failures": failures}
 
 
@@ -93,9 +93,9 @@ def _fill_disk(run: Run, case: Case) -> Seen:
     return seen
 
 
-def _draw_clock(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
+def _draw_clock(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
     hours = rng.choice([-1, 1]) * rng.choice([0.5, 3.0, 48.0]) * rng.uniform(0.5, 1.0)
-    return *moment(rng, start_s=6.0), {"hours": hours, "kills": rng.random() < 0.5}
+    return *moment(rng, start_s=6.0), {"hours": hours, "kills": is_odd}
 
 
 def _clock_missing() -> str:
@@ -140,8 +140,8 @@ def _step_clock(run: Run, case: Case) -> Seen:
     return seen
 
 
-def _draw_link(rng: random.Random) -> tuple[str, float, dict[str, Any]]:
-    down_s = 5.0 if rng.random() < 0.5 else rng.uniform(70, 120)
+def _draw_link(rng: random.Random, is_odd: bool) -> tuple[str, float, dict[str, Any]]:
+    down_s = rng.uniform(70, 120) if is_odd else 5.0
     return *moment(rng), {"down_s": down_s}
 
 
