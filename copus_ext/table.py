@@ -154,7 +154,7 @@ class Table:
                     continue
                 is_live = (c.timed(1.0).line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
-                rows.append(_row(c, p.samples_per_s, p.against_rel_sd or 0.0, source))
+                rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
 
     def _can_be(self, layout: Layout) -> bool:

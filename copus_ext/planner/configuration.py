@@ -163,8 +163,6 @@ class Prediction:
     """That over the peak."""
     step_rel_sd: float
     """Relative uncertainty of `step_s`."""
-    against_rel_sd: float | None
-    """That of `step_s` over the step of the configuration that all were compared with, if any."""
     source: str
     """`profiled`: times of this layout and micro-batch were measured; `corrected` by those of
     others; or `predicted`."""

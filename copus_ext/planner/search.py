@@ -273,7 +273,6 @@ class Planner:
                         tflops_per_gpu=per_gpu / 1e12,
                         mfu=per_gpu / self.cluster.gpu.peak(self.model.precision),
                         step_rel_sd=float(sd[i]),
-                        against_rel_sd=None if against_sd is None else float(against_sd[i]),
                         source=source[i],
                         blind=c.is_blind,
                         time_s={p: float(times.parts[p][i]) * factor for p in PARTS},
@@ -285,6 +284,7 @@ class Planner:
                             {k: float(bytes_.stages[k][r, i]) for k in KINDS} for r in range(c.pp)
                         ],
                     ),
+                    against_rel_sd=None if against_sd is None else float(against_sd[i]),
                 )
             )
         return answers
