@@ -14,27 +14,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nodes
 from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin
 
 TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
 --eval-interval 100000 --log-interval 20 --copus --copus-mode act"""
 """The rest of the flags of scripts/quickstart.sh."""
-DEVICE, PORT = "slow0", "29500"
 KINDS = {
     "all": ["--copus-layouts", "all"],
     "told": ["--copus-layouts", "all", "--copus-cluster", "CLUSTER"],
@@ -42,122 +38,6 @@ KINDS = {
     "pp2": ["--copus-layouts", "current", "--pipeline-model-parallel-size", "2"],
 }
 """Runs, and the flags in which they differ."""
-_MOST_S = 3600.0
-
-
-def why_not() -> str:
-    """Why two nodes cannot be emulated here; empty if they can."""
-    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
-    if missing:
-        return f"this needs {', '.join(missing)} (iproute2, util-linux)"
-    if os.geteuid():
-        return "this needs root, for network namespaces: run it with sudo"
-    if len(os.sched_getaffinity(0)) < 2:
-        return "this needs two cores, one for each node"
-    name = f"copus{os.getpid()}t"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"this needs network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
-
-
-def _command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces with a link of some rate between them.
-
-    A guard waits for the end of this process, however it ends, and then ends what runs in them and
-    takes them away.
-    """
-    names = f"copus{os.getpid()}a", f"copus{os.getpid()}b"
-    script = 'cat >/dev/null; for n in "$@"; do ip netns pids $n | xargs -r kill -9; done; '
-    script += 'for n in "$@"; do ip netns del $n; done'
-    guard = subprocess.Popen(
-        ["sh", "-c", script, "guard", *names],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        for name in names:
-            _command("ip", "netns", "add", name)
-        peer = ("peer", "name", DEVICE, "netns", names[1])
-        _command("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
-        for i, name in enumerate(names):
-            _command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", DEVICE)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
-            _command("ip", "-n", name, "link", "set", DEVICE, "up")
-            limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
-            _command("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
-        yield names
-    finally:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait()
-
-
-def start(names: tuple[str, str], command: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
-    """One rank on every node, on a core of its own; rank 0 writes to the log, rank 1 beside it."""
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = []
-    for rank, name in enumerate(names):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(names)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": PORT,
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        on = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[rank])]
-        with log.with_suffix(f".{rank}.txt").open("wb") as file:
-            ranks.append(
-                subprocess.Popen(
-                    [*on, *command], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
-                )
-            )
-    return ranks
-
-
-def follow(ranks: list[subprocess.Popen[bytes]], folder: Path, samples: int, name: str) -> None:
-    """Waits for the ranks and says how far they are.
-
-    Raises:
-        SystemExit: one failed, or they take too long.
-    """
-    from megatron.training.metrics import METRICS_FILE, read_metrics
-
-    began, said = time.monotonic(), 0.0
-    while any(rank.poll() is None for rank in ranks):
-        time.sleep(1)
-        failed = [rank for rank in ranks if rank.poll()]
-        if failed or time.monotonic() - began > _MOST_S:
-            for rank in ranks:
-                rank.kill()
-            logs = folder.parent.glob(f"{folder.name}.*.txt")
-            raise SystemExit("\n".join(log.read_text()[-3000:] for log in sorted(logs)))
-        if time.monotonic() - said < 20 or not (folder / METRICS_FILE).exists():
-            continue
-        said = time.monotonic()
-        steps = [r for r in read_metrics(folder) if r["kind"] == "step"]
-        if len(steps) > 5:
-            last, seconds = steps[-1], sum(r["elapsed_per_iteration_ms"] for r in steps[-5:]) / 5e3
-            left = (samples - last["consumed_samples"]) / last["global_batch_size"] * seconds
-            print(
-                f"{name}: {last['consumed_samples']} of {samples} samples, {seconds:.2f} s a step, "
-                f"about {left:.0f} s left of this run",
-                flush=True,
-            )
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{name} failed: {[rank.returncode for rank in ranks]}")
 
 
 def account(folder: Path, kind: str) -> dict[str, Any]:
@@ -288,12 +168,11 @@ def main() -> int:
     args = p.parse_args()
     if unknown := set(args.runs.split(",")) - set(KINDS):
         p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
-    if problem := why_not():
+    if problem := nodes.why_not():
         print(f"slow_link: {problem}", file=sys.stderr)
         return 2
     open_source()
-    # An end by a signal unwinds too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    nodes.unwind_on_signals()
     before, runs = origin(), []
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -304,13 +183,13 @@ def main() -> int:
         shared += ["--train-samples", str(args.samples)]
         shared += ["--data-path", str(Path(args.data_path).resolve())]
         shared += ["--data-cache-path", str(folder.resolve() / "cache")]
-        names = stack.enter_context(two_nodes(args.rate))
+        names = stack.enter_context(nodes.two_nodes(args.rate))
         for kind in args.runs.split(","):
             own = [str(cluster) if word == "CLUSTER" else word for word in KINDS[kind]]
             at = folder.resolve() / kind
-            command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *shared, *own]
-            ranks = start(names, [*command, "--run-dir", str(at)], at)
-            follow(ranks, at, args.samples, kind)
+            command = [str(ROOT / "pretrain_gpt.py"), *shared, *own, "--run-dir", str(at)]
+            say = functools.partial(nodes.progress, at, args.samples, kind)
+            nodes.run(names, command, at, say=say)
             runs.append(account(at, kind))
             if kind == "all":
                 journal = args.output.with_suffix(".journal.jsonl")
