@@ -121,7 +121,7 @@ class Campaign:
         order, names = [], self.policies
         for number, seed in enumerate(self.seeds):
             for k, link in enumerate(self.links):
-                turn = (number * len(self.links) + k) * 5 % len(names)
+                turn = (number * len(self.links) + k) * 4 % len(names)
                 order += [(seed, link, name) for name in [*names[turn:], *names[:turn]]]
         return order
 

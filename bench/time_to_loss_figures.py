@@ -127,13 +127,14 @@ def _savings(found: dict[str, Times], path: Path) -> None:
     if not ours:
         return
     figure, axes = _grid(pyplot, 1, len(found), 4.0)
+    every = dict.fromkeys(name for times in found.values() for name in times)
+    names = [name for name in every if is_baseline(name)]
     for at, (title, times) in zip(axes[0], found.items()):
-        names = [name for name in times if is_baseline(name)]
         best = {name for name in fastest(times, names) if name}
         for i, own in enumerate(n for n in ours if n in times):
             at.barh(0, 0, color=f"C{i}", label=own)
             for k, name in enumerate(names):
-                result = summary(saved(times, own, name))
+                result = summary(saved(times, own, name)) if name in times else None
                 if result is None:
                     continue
                 y = k + 0.35 * i - 0.175 * (len(ours) - 1)

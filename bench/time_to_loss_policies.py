@@ -91,9 +91,19 @@ class Profile:
         chosen = direct if only_measured and direct else found
         return sorted(chosen, key=lambda e: (-e[0], str(e[1])))
 
-    def best(self, batch: int, layout: str = "") -> Configuration:
-        """The fastest of a batch, of those timed at it where some were."""
-        return self.ranked(batch, layout=layout, only_measured=True)[0][1]
+    def best(self, batch: int, layout: str = "", *, sees_noise: bool = False) -> Configuration:
+        """The fastest of a batch, of those timed at it where some were.
+
+        Args:
+            batch: samples of a step.
+            layout: text of the only one to consider; empty for all.
+            sees_noise: only where the noise scale can be measured, unless there is none.
+        """
+        able = [c for _, c in self.ranked(batch, layout=layout, only_measured=True)]
+        seeing = [c for c in able if not c.is_blind]
+        if sees_noise and not seeing:
+            seeing = [c for _, c in self.ranked(batch, layout=layout) if not c.is_blind]
+        return (seeing or able if sees_noise else able)[0]
 
     def speed(self, batch: int, layout: str = "") -> float:
         """Its samples/s."""
@@ -233,9 +243,11 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
     if is_static(name):
         return recipe.of(profile.best(int(name.removeprefix(f"{STATIC}_"))))
     rising = [b for b in recipe.batches if b >= first]
-    small = profile.best(first)
-    large = profile.best(first, layout_of(profile.best(last)))
-    middle = profile.best(first, profile.all_round(rising))
+    # One micro-batch on one replica leaves nothing to measure the noise by, and the run would never
+    # leave it.
+    small = profile.best(first, sees_noise=True)
+    large = profile.best(first, layout_of(profile.best(last)), sees_noise=True)
+    middle = profile.best(first, profile.all_round(rising), sees_noise=True)
     copus = ["--copus", "--copus-calibration", f"{recipe.calibration:g}"]
     copus += ["--copus-max-global-batch-size", str(last)]
     copus += ["--copus-batch-grid", ",".join(map(str, rising))]

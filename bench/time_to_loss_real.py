@@ -127,8 +127,12 @@ def warm_up(campaign: Campaign, names: nodes.Names, seed: int, link: str, data: 
 def measure(campaign: Campaign) -> None:
     """Everything that is left."""
     campaign.work.mkdir(parents=True, exist_ok=True)
-    shared = shared_flags(campaign, prepare_data(campaign))
+    data = prepare_data(campaign)
+    size = Path(f"{data}.bin").stat().st_size
+    if campaign.result.setdefault("data_bytes", size) != size:
+        raise SystemExit(f"{data}.bin is not the data set that {campaign.args.output} is about")
     campaign.result.setdefault("machine", origin())
+    shared = shared_flags(campaign, data)
     warm: set[int] = set()
     for seed in campaign.seeds:
         for link in campaign.links:
@@ -210,7 +214,11 @@ def main() -> int:
         return 2
     nodes.unwind_on_signals()
     print(campaign.plan(), flush=True)
-    measure(campaign)
+    try:
+        measure(campaign)
+    except KeyboardInterrupt:
+        print("ended; the same command goes on with the run that was under way", file=sys.stderr)
+        return 130
     print(report(campaign.result, args.targets, args.output))
     return 0
 

@@ -50,6 +50,9 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
         goals,
         path,
     )
+    commits = sorted({run["commit"][:10] for run in runs})
+    if len(commits) > 1:
+        parts.append(f"NOTE: runs of several commits: {', '.join(commits)}")
     return "\n\n".join(parts)
 
 

@@ -166,3 +166,12 @@ def test_every_batch_gets_its_fastest_configuration_of_those_timed_at_it() -> No
     assert small[small.index("--pipeline-model-parallel-size") + 1] == "2"
     large = policies.flags_of("cbs_large", recipe(), profile, "store")
     assert large[large.index("--pipeline-model-parallel-size") + 1] == "1"
+
+
+def test_a_policy_that_needs_the_noise_does_not_start_where_none_is_seen() -> None:
+    lines = [timing(2, 1, 4, 0.5), timing(2, 4, 1, 0.3), timing(2, 2, 2, 0.4)]
+    profile = policies.Profile(lines)
+    assert profile.best(4).is_blind
+    assert profile.best(4, sees_noise=True).micro_batch_size == 2
+    only = policies.Profile(lines[1:2])
+    assert only.best(4, sees_noise=True).is_blind, "better than nothing"
