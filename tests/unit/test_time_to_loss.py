@@ -149,8 +149,9 @@ def test_static_batches_have_the_rates_that_the_controller_would_give_them() -> 
 
 
 def timing(pp: int, micro: int, count: int, step_s: float) -> Timing:
-    sizes = {"tp": 1, "pp": pp, "dp": 2 // pp, "micro_batch_size": micro}
-    return Timing(**sizes, num_microbatches=count, step_s=step_s)
+    return Timing(
+        tp=1, pp=pp, dp=2 // pp, micro_batch_size=micro, num_microbatches=count, step_s=step_s
+    )
 
 
 def test_every_batch_gets_its_fastest_configuration_of_those_timed_at_it() -> None:
