@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces, a link of limited rate, a core for each.
+"""Programs on two emulated nodes (`tests.helpers.two_nodes`): one rank and one core in each.
 
 Bandwidth is emulated, latency is not. Also a program of its own, which times the link:
 `nodes.py receive` in one namespace, `nodes.py send ADDRESS SECONDS` in the other.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,8 +19,8 @@ from typing import Any
 
 from support import ROOT
 
-DEVICE, PORT = "copus0", 29500
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29500
+_ADDRESSES = ("10.77.0.1", "10.77.0.2")
 MOST_S = 3600.0
 """Seconds after which a program on the nodes counts as hung, if nothing else is said."""
 _TEST_PORT = 29400
@@ -31,65 +30,22 @@ _TAIL_BYTES = 1 << 16
 Names = tuple[str, str]
 
 
-def why_not() -> str:
-    """Why two nodes cannot be emulated here; empty if they can."""
-    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
-    if missing:
-        return f"this needs {', '.join(missing)} (iproute2, util-linux)"
-    if os.geteuid():
-        return "this needs root, for network namespaces: run it with sudo"
-    if len(os.sched_getaffinity(0)) < 2:
-        return "this needs two cores, one for each node"
-    name = f"copus{os.getpid()}t"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"this needs network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
-
-
 def unwind_on_signals() -> None:
     """An end by a signal unwinds as an error does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def _command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
 @contextlib.contextmanager
 def two_nodes(rate_mbit: float) -> Iterator[Names]:
-    """Names of two namespaces with a link of some rate between them, both ways; 0 is no limit.
+    """Names of two namespaces with a link of some rate between them, both ways; 0 is no limit."""
+    from tests.helpers.two_nodes import DEVICE
+    from tests.helpers.two_nodes import two_nodes as emulated
 
-    A guard waits for the end of this process, however it ends, and then ends what runs in them and
-    takes them away.
-    """
-    names = f"copus{os.getpid()}a", f"copus{os.getpid()}b"
-    script = 'cat >/dev/null; for n in "$@"; do ip netns pids $n | xargs -r kill -9; done; '
-    script += 'for n in "$@"; do ip netns del $n; done'
-    guard = subprocess.Popen(
-        ["sh", "-c", script, "guard", *names],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        for name in names:
-            _command("ip", "netns", "add", name)
-        peer = ("peer", "name", DEVICE, "netns", names[1])
-        _command("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
-        for address, name in zip(ADDRESSES, names):
-            _command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", DEVICE)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
-            _command("ip", "-n", name, "link", "set", DEVICE, "up")
-            limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
-            if rate_mbit:
-                _command("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
+    with emulated(rate_mbit or 1000.0) as names:
+        for name in names if not rate_mbit else ():
+            words = ["tc", "-n", name, "qdisc", "del", "dev", DEVICE, "root"]
+            subprocess.run(words, check=True)
         yield names
-    finally:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait()
 
 
 def end_all(names: Names) -> None:
@@ -115,6 +71,8 @@ def start(names: Names, command: list[str], log: Path) -> list[subprocess.Popen[
         command: script and flags.
         log: `<log>.<node>.txt` take what the nodes print.
     """
+    from tests.helpers.two_nodes import DEVICE, HEAD
+
     env = {
         **os.environ,
         "GLOO_SOCKET_IFNAME": DEVICE,
@@ -122,7 +80,7 @@ def start(names: Names, command: list[str], log: Path) -> list[subprocess.Popen[
         "PYTHONPATH": str(ROOT),
     }
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    launcher += ["--nproc-per-node", "1", "--master-addr", ADDRESSES[0]]
+    launcher += ["--nproc-per-node", "1", "--master-addr", HEAD]
     launcher += ["--master-port", str(PORT)]
     started = []
     for node in range(len(names)):
@@ -212,7 +170,7 @@ def measure_link(names: Names, seconds: float = 2.0) -> dict[str, float]:
         listener = subprocess.Popen(to, stdout=subprocess.PIPE, text=True)
         assert listener.stdout is not None
         listener.stdout.readline()  # it listens
-        words = [sys.executable, script, "send", ADDRESSES[receiver], f"{seconds:g}"]
+        words = [sys.executable, script, "send", _ADDRESSES[receiver], f"{seconds:g}"]
         subprocess.run([*on_node(names, sender), *words], check=True)
         out, _ = listener.communicate(timeout=60)
         found[f"{sender} to {receiver}"] = round(float(out), 1)

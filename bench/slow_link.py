@@ -168,10 +168,12 @@ def main() -> int:
     args = p.parse_args()
     if unknown := set(args.runs.split(",")) - set(KINDS):
         p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
-    if problem := nodes.why_not():
+    open_source()
+    from tests.helpers.two_nodes import why_not
+
+    if problem := why_not():
         print(f"slow_link: {problem}", file=sys.stderr)
         return 2
-    open_source()
     nodes.unwind_on_signals()
     before, runs = origin(), []
     with contextlib.ExitStack() as stack:

@@ -115,7 +115,8 @@ def _ways(links: dict[str, Runs], path: Path) -> None:
         batch.set_yscale("log", base=2)
         layout.set(xlabel="seconds", yticks=range(len(texts)), yticklabels=texts)
     axes[0][0].set_ylabel("global batch")
-    axes[0][-1].legend(fontsize=6)
+    if axes[0][-1].get_legend_handles_labels()[0]:
+        axes[0][-1].legend(fontsize=6)
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -198,6 +198,8 @@ def main() -> int:
     """Measures what is left, prints and draws."""
     args = parse()
     open_source()
+    from tests.helpers.two_nodes import why_not
+
     if args.draw:
         print(report(json.loads(args.output.read_text()), args.targets, args.output))
         return 0
@@ -209,7 +211,7 @@ def main() -> int:
     if args.plan:
         print(campaign.plan())
         return 0
-    if problem := nodes.why_not():
+    if problem := why_not():
         print(f"time_to_loss_real: {problem}", file=sys.stderr)
         return 2
     nodes.unwind_on_signals()
