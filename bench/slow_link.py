@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import nodes
 from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin
 
 TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
 --eval-interval 100000 --log-interval 20 --copus --copus-mode act"""
 """The rest of the flags of scripts/quickstart.sh."""
-PORT = "29500"
 KINDS = {
     "all": ["--copus-layouts", "all"],
     "told": ["--copus-layouts", "all", "--copus-cluster", "CLUSTER"],
@@ -41,69 +38,6 @@ KINDS = {
     "pp2": ["--copus-layouts", "current", "--pipeline-model-parallel-size", "2"],
 }
 """Runs, and the flags in which they differ."""
-_MOST_S = 3600.0
-
-
-def start(names: tuple[str, str], command: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
-    """One rank on every node, on a core of its own; rank 0 writes to the log, rank 1 beside it."""
-    from tests.helpers.two_nodes import DEVICE, HEAD
-
-    cores = sorted(os.sched_getaffinity(0))
-    ranks = []
-    for rank, name in enumerate(names):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(names)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": HEAD,
-            "MASTER_PORT": PORT,
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-        }
-        on = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[rank])]
-        with log.with_suffix(f".{rank}.txt").open("wb") as file:
-            ranks.append(
-                subprocess.Popen(
-                    [*on, *command], cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT
-                )
-            )
-    return ranks
-
-
-def follow(ranks: list[subprocess.Popen[bytes]], folder: Path, samples: int, name: str) -> None:
-    """Waits for the ranks and says how far they are.
-
-    Raises:
-        SystemExit: one failed, or they take too long.
-    """
-    from megatron.training.metrics import METRICS_FILE, read_metrics
-
-    began, said = time.monotonic(), 0.0
-    while any(rank.poll() is None for rank in ranks):
-        time.sleep(1)
-        failed = [rank for rank in ranks if rank.poll()]
-        if failed or time.monotonic() - began > _MOST_S:
-            for rank in ranks:
-                rank.kill()
-            logs = folder.parent.glob(f"{folder.name}.*.txt")
-            raise SystemExit("\n".join(log.read_text()[-3000:] for log in sorted(logs)))
-        if time.monotonic() - said < 20 or not (folder / METRICS_FILE).exists():
-            continue
-        said = time.monotonic()
-        steps = [r for r in read_metrics(folder) if r["kind"] == "step"]
-        if len(steps) > 5:
-            last, seconds = steps[-1], sum(r["elapsed_per_iteration_ms"] for r in steps[-5:]) / 5e3
-            left = (samples - last["consumed_samples"]) / last["global_batch_size"] * seconds
-            print(
-                f"{name}: {last['consumed_samples']} of {samples} samples, {seconds:.2f} s a step, "
-                f"about {left:.0f} s left of this run",
-                flush=True,
-            )
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{name} failed: {[rank.returncode for rank in ranks]}")
 
 
 def account(folder: Path, kind: str) -> dict[str, Any]:
@@ -235,13 +169,12 @@ def main() -> int:
     if unknown := set(args.runs.split(",")) - set(KINDS):
         p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
     open_source()
-    from tests.helpers.two_nodes import two_nodes, why_not
+    from tests.helpers.two_nodes import why_not
 
     if problem := why_not():
         print(f"slow_link: {problem}", file=sys.stderr)
         return 2
-    # An end by a signal unwinds too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    nodes.unwind_on_signals()
     before, runs = origin(), []
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -252,13 +185,13 @@ def main() -> int:
         shared += ["--train-samples", str(args.samples)]
         shared += ["--data-path", str(Path(args.data_path).resolve())]
         shared += ["--data-cache-path", str(folder.resolve() / "cache")]
-        names = stack.enter_context(two_nodes(args.rate))
+        names = stack.enter_context(nodes.two_nodes(args.rate))
         for kind in args.runs.split(","):
             own = [str(cluster) if word == "CLUSTER" else word for word in KINDS[kind]]
             at = folder.resolve() / kind
-            command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *shared, *own]
-            ranks = start(names, [*command, "--run-dir", str(at)], at)
-            follow(ranks, at, args.samples, kind)
+            command = [str(ROOT / "pretrain_gpt.py"), *shared, *own, "--run-dir", str(at)]
+            say = functools.partial(nodes.progress, at, args.samples, kind)
+            nodes.run(names, command, at, say=say)
             runs.append(account(at, kind))
             if kind == "all":
                 journal = args.output.with_suffix(".journal.jsonl")

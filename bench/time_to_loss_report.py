@@ -1,0 +1,110 @@
+"""Tables and figures of B8, from its results file alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from time_to_loss import (
+    Times,
+    curve_of,
+    path_of,
+    saved_over_fastest,
+    savings_line,
+    table,
+    targets,
+    times,
+)
+from time_to_loss_figures import draw
+from time_to_loss_policies import ABLATIONS, MORE, OURS, STATIC, is_baseline, is_static
+
+Runs = list[dict[str, Any]]
+
+
+def report(result: dict[str, Any], number: int, path: Path) -> str:
+    """Draws the figures; returns the tables.
+
+    Args:
+        result: of the results file.
+        number: of targets.
+        path: of the results file, which the figures go beside.
+    """
+    runs = result["runs"]
+    if not any(is_static(run["policy"]) for run in runs):
+        return "no static run is there yet, and so no targets"
+    statics: dict[str, list[Any]] = {}
+    for run in runs:
+        if is_static(run["policy"]):
+            statics.setdefault(run["policy"], []).append(curve_of(run))
+    goals = targets(statics, number)
+    links = {link: _ordered([r for r in runs if r["link"] == link]) for link in result["links"]}
+    links = {link: some for link, some in links.items() if some}
+    found = {link: times(some, goals) for link, some in links.items()}
+    parts = [
+        _of_link(link, result["links"][link], links[link], found[link], goals) for link in links
+    ]
+    titles = {link: _title(link, result["links"][link]) for link in links}
+    draw(
+        {titles[link]: some for link, some in links.items()},
+        {titles[link]: some for link, some in found.items()},
+        goals,
+        path,
+    )
+    commits = sorted({run["commit"][:10] for run in runs})
+    if len(commits) > 1:
+        parts.append(f"NOTE: runs of several commits: {', '.join(commits)}")
+    return "\n\n".join(parts)
+
+
+def _ordered(runs: Runs) -> Runs:
+    """By policy as they are listed, then by seed: the order of a table, whatever ran first."""
+    statics = {r["policy"] for r in runs if is_static(r["policy"])}
+    size = {name: int(name.removeprefix(f"{STATIC}_")) for name in statics}
+    last = [*ABLATIONS, *MORE]
+
+    def key(run: dict[str, Any]) -> tuple[Any, ...]:
+        name = run["policy"]
+        group = 0 if name in size else 1 if is_baseline(name) else 2 if name in OURS else 3
+        at = last.index(name) if name in last else size.get(name, 0)
+        return group, at, name, run["seed"]
+
+    return sorted(runs, key=key)
+
+
+def _title(link: str, known: dict[str, Any]) -> str:
+    """Nominal and measured speed: the least and the most of all measurements, both ways."""
+    speeds = [s / 1000 for ways in known["measured_mbit_per_s"] for s in ways.values()]
+    name = f"{float(link) / 1000:g} Gb/s" if float(link) else "no limit"
+    return f"{name} ({min(speeds):.2f} to {max(speeds):.2f} Gb/s measured)"
+
+
+def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: list[float]) -> str:
+    """Table and savings of one link."""
+    seeds = sorted({run["seed"] for run in runs})
+    profile_s = known["profile"]["seconds"]
+    lines = [
+        f"== {_title(link, known)}, seeds {', '.join(map(str, seeds))}; seconds to a validation "
+        f"loss, evaluations not counted; profile {profile_s:.0f} s, not counted",
+        table(found, goals, {run["policy"]: _note(run) for run in reversed(runs)}),
+    ]
+    baselines = [name for name in found if is_baseline(name)]
+    own = [name for name in found if not is_baseline(name)]
+    for name in own:
+        what = "saves over the fastest baseline at each target"
+        lines.append(savings_line(name, saved_over_fastest(found, name, baselines), what))
+        if name in OURS and name != "adaptive_unprofiled":
+            rows = saved_over_fastest(found, name, baselines, profile_s)
+            lines.append(savings_line(name, rows, "the same, if it alone pays for the profile"))
+    statics = [name for name in baselines if is_static(name)]
+    for name in (n for n in own if n in OURS):
+        what = "saves over the fastest static batch at each target"
+        lines.append(savings_line(name, saved_over_fastest(found, name, statics), what))
+    return "\n".join(lines)
+
+
+def _note(run: dict[str, Any]) -> str:
+    """Where a run went: batches, layouts, pauses."""
+    batches = path_of(way["batch"] for way in run["ways"])
+    layouts = path_of(way["layout"] for way in run["ways"])
+    pause = f", paused {run['paused_s']:.1f} s" if run["paused_s"] else ""
+    return f"{batches} on {layouts}{pause}"

@@ -1,0 +1,178 @@
+"""The arithmetic of the time-to-loss benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.goodput.rates import RateRules
+from copus_ext.perf.profile import Timing
+from tests.helpers.launch import ROOT
+
+
+def bench(name: str) -> Any:
+    """A module of bench/, which is no package."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+pure, policies = bench("time_to_loss"), bench("time_to_loss_policies")
+clocked = bench("time_to_loss_account").clocked
+SAMPLES = [100 * i for i in range(1, 33)]
+
+
+def curve(drop: float, *, speed: float = 10.0, start: float = 4.0) -> Any:
+    """A loss that falls with the logarithm of the samples."""
+    losses = [start - drop * math.log(s / 100) for s in SAMPLES]
+    return pure.Curve(samples=SAMPLES, seconds=[s / speed for s in SAMPLES], losses=losses)
+
+
+def test_smoothing_keeps_what_is_straight_and_takes_noise_away() -> None:
+    straight, noise = curve(0.5), np.random.default_rng(0).normal(0, 0.05, len(SAMPLES))
+    assert straight.smoothed().losses == pytest.approx(straight.losses)
+    rough = pure.Curve(
+        samples=SAMPLES,
+        seconds=straight.seconds,
+        losses=[x + float(e) for x, e in zip(straight.losses, noise)],
+    )
+    left = np.subtract(rough.smoothed().losses, straight.losses)
+    assert np.std(left) < 0.7 * np.std(noise)
+
+
+def test_time_to_a_target_lies_on_the_line_between_two_evaluations() -> None:
+    c = pure.Curve(samples=[1, 2, 3, 4], seconds=[10, 20, 30, 40], losses=[4.0, 3.0, 3.5, 1.0])
+    assert c.time_to(3.25) == pytest.approx(17.5), "the first crossing counts"
+    assert c.time_to(2.25) == pytest.approx(35.0)
+    assert c.time_to(9.0) == 10, "met before the first evaluation"
+    assert c.time_to(0.5) is None
+
+
+def test_targets_are_what_static_runs_have_in_common() -> None:
+    statics = {
+        "static_2": [curve(0.60), curve(0.62)],
+        "static_4": [curve(0.70), curve(0.66)],
+        "static_8": [curve(0.50), curve(0.55)],
+        "static_16": [curve(0.20), curve(0.25)],
+    }
+    goals = pure.targets(statics, 5)
+    assert goals == sorted(goals, reverse=True) and len(set(goals)) == 5
+    assert np.diff(goals) == pytest.approx(np.diff(goals)[0])
+    reach = [
+        name for name, cs in statics.items() if all(c.time_to(goals[-1]) is not None for c in cs)
+    ]
+    assert reach == ["static_2", "static_4"], "half of them reach the lowest in every seed"
+    early = [c.samples[-1] / pure.EARLIEST for c in statics["static_2"]]
+    for curves in statics.values():
+        assert all(c.at_samples(early[0]) >= goals[0] - 1e-12 for c in curves)
+    with pytest.raises(ValueError, match="none yet"):
+        pure.targets({}, 5)
+
+
+def test_savings_are_over_the_fastest_baseline_of_each_target() -> None:
+    found = {
+        "ours": {1: [10.0, 20.0, 40.0], 2: [10.0, 22.0, 40.0]},
+        "early": {1: [12.0, 50.0, None], 2: [13.0, 50.0, None]},
+        "late": {1: [20.0, 40.0, 50.0], 2: [20.0, 44.0, None]},
+    }
+    assert pure.fastest(found, ["early", "late"]) == ["early", "late", None]
+    rows = pure.saved_over_fastest(found, "ours", ["early", "late"])
+    assert rows[0] == pytest.approx([1 - 10 / 12, 1 - 10 / 13])
+    assert rows[1] == pytest.approx([0.5, 0.5])
+    assert rows[2] == [], "a seed without the target leaves it out"
+    charged = pure.saved_over_fastest(found, "ours", ["early", "late"], 10.0)
+    assert charged[1] == pytest.approx([0.25, 1 - 32 / 44])
+    result = pure.summary(rows)
+    assert result["mean"] == pytest.approx(np.mean([*rows[0], *rows[1]]))
+    assert result["best"] == pytest.approx(0.5) and result["targets"] == 2
+    text = pure.table(found, [3.0, 2.0, 1.0], {"ours": "2 > 4"})
+    assert [line.split()[0] for line in text.splitlines()] == ["policy", "ours", "early", "late"]
+    assert text.splitlines()[2].split()[-1] == "-"
+
+
+def test_the_clock_stands_while_a_run_evaluates() -> None:
+    def record(kind: str, m: float, samples: int, **more: Any) -> dict[str, Any]:
+        return {"kind": kind, "m": m, "consumed_samples": samples, **more}
+
+    loss = {"losses": {"lm loss": 2.0}}
+    steps, evaluations = clocked(
+        [
+            record("run.start", 100.0, 0),
+            record("step", 103.0, 8),
+            record("eval", 113.0, 8, **loss),
+            record("step", 114.5, 16),
+            record("eval", 120.0, 16, **loss),
+        ]
+    )
+    assert [s["clock"] for s in steps] == [3.0, 4.5]
+    assert evaluations == [(8, 3.0, 2.0), (16, 4.5, 2.0)]
+
+
+def recipe(**values: Any) -> Any:
+    known = {
+        "batches": (2, 4, 8, 16),
+        "first_batch": 4,
+        "samples": 1024,
+        "lr": 1e-3,
+        "min_lr_part": 0.1,
+        "decay": "cosine",
+        "warmup_part": 0.03,
+        "weight_decay": 0.01,
+        "beta2": 0.95,
+        "eval_samples": 32,
+        "evaluations": 8,
+        "calibration": 2.0,
+    }
+    return policies.Recipe(**{**known, **values})
+
+
+def test_static_batches_have_the_rates_that_the_controller_would_give_them() -> None:
+    for batch in (2, 4, 16):
+        rules = RateRules(reference_batch=4, beta2=0.95)
+        at = rules.at(batch, rules.lr_factor(batch))
+        words = dict(zip(recipe().rates(batch)[::2], recipe().rates(batch)[1::2]))
+        assert float(words["--lr"]) == pytest.approx(1e-3 * at["lr_factor"])
+        assert float(words["--min-lr"]) == pytest.approx(1e-4 * at["lr_factor"])
+        assert float(words["--weight-decay"]) == pytest.approx(0.01 * at["weight_decay_factor"])
+        when = dict(zip(recipe().evaluating(batch)[::2], recipe().evaluating(batch)[1::2]))
+        assert int(when["--eval-interval"]) * batch == 128
+        assert int(when["--eval-iters"]) * batch == 32
+    with pytest.raises(ValueError, match="multiple"):
+        recipe(samples=1000)
+
+
+def timing(pp: int, micro: int, count: int, step_s: float) -> Timing:
+    return Timing(
+        tp=1, pp=pp, dp=2 // pp, micro_batch_size=micro, num_microbatches=count, step_s=step_s
+    )
+
+
+def test_every_batch_gets_its_fastest_configuration_of_those_timed_at_it() -> None:
+    lines = [timing(1, 1, 2, 1.2), timing(1, 1, 4, 1.4), timing(2, 1, 2, 0.4), timing(2, 1, 4, 0.8)]
+    profile = policies.Profile(lines)
+    assert [profile.best(b).pp for b in (2, 16)] == [2, 1]
+    assert profile.speed(2) == pytest.approx(5.0)
+    assert profile.seconds(lines[0].line, 8) == pytest.approx(1.8)
+    again = policies.Profile([*lines, timing(2, 1, 16, 1.5), timing(1, 1, 8, 1.9)])
+    assert again.best(16).pp == 2, "what was timed counts, not the line through other times"
+    assert again.ranked(16, only_measured=True)[0][0] == pytest.approx(16 / 1.5)
+    small = policies.flags_of("adaptive", recipe(), profile, "store")
+    assert small[small.index("--pipeline-model-parallel-size") + 1] == "2"
+    large = policies.flags_of("cbs_large", recipe(), profile, "store")
+    assert large[large.index("--pipeline-model-parallel-size") + 1] == "1"
+
+
+def test_a_policy_that_needs_the_noise_does_not_start_where_none_is_seen() -> None:
+    lines = [timing(2, 1, 4, 0.5), timing(2, 4, 1, 0.3), timing(2, 2, 2, 0.4)]
+    profile = policies.Profile(lines)
+    assert profile.best(4).is_blind
+    assert profile.best(4, sees_noise=True).micro_batch_size == 2
+    only = policies.Profile(lines[1:2])
+    assert only.best(4, sees_noise=True).is_blind, "better than nothing"
