@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import statistics
 import sys
@@ -115,6 +116,16 @@ def summary_of_kinds(
     }
 
 
+def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
+    """Whether a row is of what is drawn for its number today."""
+    from tests.helpers.fault_kinds import KINDS, drawn
+
+    if row["kind"] not in KINDS:
+        return False
+    case = dataclasses.asdict(drawn(row["kind"], seed, row["number"]))
+    return all(row[name] == value for name, value in case.items())
+
+
 def hurt(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Does the faults of some kinds that are not done yet, in turn; returns the rows of all."""
     from tests.helpers.fault_kinds import KINDS, drawn, run_case
@@ -123,6 +134,7 @@ def hurt(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     output = args.output or RESULTS / "faults_other.json"
     found = json.loads(output.read_text()) if output.exists() else {}
     rows = found["rows"] if found.get("seed") == args.seed else []
+    rows = [row for row in rows if is_drawn_now(row, args.seed)]
     skipped = {name: why for name in names if (why := KINDS[name].why_not())}
     for name, why in skipped.items():
         print(f"{name}: skipped: {why}", flush=True)
