@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,16 @@ def kill(args: argparse.Namespace) -> list[dict[str, Any]]:
     output = args.output or RESULTS / "faults.json"
     chains = drawn(args.seed, args.runs, chain=CHAIN)
     rows = rows_so_far(output, args.seed, chains)
-    with tempfile.TemporaryDirectory() as temporary:
-        whole = uninterrupted(Path(temporary) / "whole")
-        started, already = time.monotonic(), len(rows)
-        for number, chain in enumerate(chains):
-            if number < already // CHAIN:
-                continue
-            rows += run_chain(chain, Path(temporary) / str(number), whole)
+    started, already = time.monotonic(), len(rows)
+    todo = list(enumerate(chains))[already // CHAIN :]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        whole = uninterrupted(Path(temporary) / "whole") if todo else []
+        found = pool.map(lambda one: run_chain(one[1], Path(temporary) / str(one[0]), whole), todo)
+        for (_, chain), new in zip(todo, found):
+            rows += new
             output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
             left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
             for one, row in zip(chain, rows[-len(chain) :]):
@@ -167,6 +171,7 @@ def main() -> int:
     """Does what the flags say; 1 if any run did not get over it."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--runs", type=int, default=200, help="kills")
+    p.add_argument("--jobs", type=int, default=2, help="runs that are killed at a time")
     p.add_argument("--kinds", help="other faults instead of kills, separated by commas")
     p.add_argument("--each", type=int, default=20, help="faults of each kind")
     p.add_argument("--seed", type=int, default=0)
