@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
 import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,16 @@ def kill(args: argparse.Namespace) -> list[dict[str, Any]]:
     output = args.output or RESULTS / "faults.json"
     chains = drawn(args.seed, args.runs, chain=CHAIN)
     rows = rows_so_far(output, args.seed, chains)
-    with tempfile.TemporaryDirectory() as temporary:
-        whole = uninterrupted(Path(temporary) / "whole")
-        started, already = time.monotonic(), len(rows)
-        for number, chain in enumerate(chains):
-            if number < already // CHAIN:
-                continue
-            rows += run_chain(chain, Path(temporary) / str(number), whole)
+    started, already = time.monotonic(), len(rows)
+    todo = list(enumerate(chains))[already // CHAIN :]
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        whole = uninterrupted(Path(temporary) / "whole") if todo else []
+        found = pool.map(lambda one: run_chain(one[1], Path(temporary) / str(one[0]), whole), todo)
+        for (_, chain), new in zip(todo, found):
+            rows += new
             output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
             left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
             for one, row in zip(chain, rows[-len(chain) :]):
@@ -115,6 +120,16 @@ def summary_of_kinds(
     }
 
 
+def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
+    """Whether a row is of what is drawn for its number today."""
+    from tests.helpers.fault_kinds import KINDS, drawn
+
+    if row["kind"] not in KINDS:
+        return False
+    case = dataclasses.asdict(drawn(row["kind"], seed, row["number"]))
+    return all(row[name] == value for name, value in case.items())
+
+
 def hurt(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     """Does the faults of some kinds that are not done yet, in turn; returns the rows of all."""
     from tests.helpers.fault_kinds import KINDS, drawn, run_case
@@ -123,6 +138,7 @@ def hurt(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
     output = args.output or RESULTS / "faults_other.json"
     found = json.loads(output.read_text()) if output.exists() else {}
     rows = found["rows"] if found.get("seed") == args.seed else []
+    rows = [row for row in rows if is_drawn_now(row, args.seed)]
     skipped = {name: why for name in names if (why := KINDS[name].why_not())}
     for name, why in skipped.items():
         print(f"{name}: skipped: {why}", flush=True)
@@ -155,6 +171,7 @@ def main() -> int:
     """Does what the flags say; 1 if any run did not get over it."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--runs", type=int, default=200, help="kills")
+    p.add_argument("--jobs", type=int, default=2, help="runs that are killed at a time")
     p.add_argument("--kinds", help="other faults instead of kills, separated by commas")
     p.add_argument("--each", type=int, default=20, help="faults of each kind")
     p.add_argument("--seed", type=int, default=0)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.launch.cause import Failure, first_line, root_of, shortened, told_apart
+from copus_ext.launch.say import say
 from copus_ext.launch.workers import REPORT, end_launch
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.control import SUPERVISOR_VARIABLE
@@ -90,11 +91,7 @@ def _run(options: argparse.Namespace) -> list[Failure]:
     except ChildFailedError as error:
         failures, hung = told_apart([_failure(rank, one) for rank, one in error.failures.items()])
         for one in hung:
-            print(
-                f"copus: rank {one.rank} hung: it did not answer SIGTERM when another had failed",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"rank {one.rank} hung: it did not answer SIGTERM when another had failed")
         return failures
     except SignalException as error:
         return [_own(-int(error.sigval), "")]

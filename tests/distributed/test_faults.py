@@ -11,7 +11,7 @@ from tests.helpers.fault_kinds import KINDS, drawn, run_case
 from tests.helpers.fault_runs import uninterrupted
 
 pytestmark = pytest.mark.timeout(600)
-CASES = {"disk": 0, "stop": 0, "damage": 0}
+CASES = {"disk": 1, "clock": 2, "stop": 1}
 """Numbers of faults, by kind."""
 
 
