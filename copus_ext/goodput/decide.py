@@ -39,7 +39,7 @@ def decide(s: Situation) -> Decision:
     why_not = _closed(s)
     if why_not:
         return _stay(s, why_not)
-    wanted = _goal(s)
+    wanted = None if _held(s) else _goal(s)
     goal = wanted or _present_batch(s)
     small = wanted is not None and _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
@@ -70,7 +70,9 @@ def _kept_back(s: Situation, judged: list[Candidate]) -> str:
 
 
 def _unknown(s: Situation) -> str:
-    """What is missing of the noise scale."""
+    """Why only configurations of the present batch were compared."""
+    if held := _held(s):
+        return held
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps >= least:
         return "the noise scale: nothing but noise is seen in the gradient"
@@ -83,10 +85,22 @@ def _closed(s: Situation) -> str:
         return "paused by an operator"
     if s.consumed_samples >= s.total_samples:
         return "the run is over"
-    if s.in_warmup and s.rules.policy != "step_schedule":
-        return "the learning rate is warming up"
     if s.skipped_steps > _MOST_SKIPPED:
         return f"{s.skipped_steps} of the last 100 steps were skipped"
+    return ""
+
+
+def _held(s: Situation) -> str:
+    """Why the batch must stay, though its layout and micro-batch need not; empty if it may go."""
+    if s.in_warmup and s.rules.policy != "step_schedule":
+        return "the learning rate is warming up"
+    return _blind(s, s.now)
+
+
+def _blind(s: Situation, row: Row) -> str:
+    """Why a row lets nobody see the noise scale that the policy needs; empty if it does."""
+    if row.is_blind and policies.needs_noise(s.rules.policy):
+        return f"{row}: the noise scale cannot be seen in one micro-batch on one replica"
     return ""
 
 
@@ -134,6 +148,8 @@ def _goal(s: Situation) -> _Goal | None:
 def _present_batch(s: Situation) -> _Goal:
     """Without a noise scale only configurations of the present batch can be compared."""
     speeds = _speeds(s, s.now.global_batch_size)
+    if _blind(s, s.now):  # any that sees is better
+        speeds[s.current] = -math.inf
     return _Goal(log_worth=speeds, batch=None, noise=_SAME_BATCH_NOISE)
 
 
@@ -223,6 +239,8 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
 def _barred(s: Situation, row: Row, *, small: bool) -> str:
     """Why a row must not be taken now, whatever it gains; empty if it may."""
     now = s.now
+    if blind := _blind(s, row):
+        return blind
     if row.layout != now.layout:
         why = _relayout_barred(s, row)
         if why:
@@ -295,6 +313,7 @@ def _relayout_barred(s: Situation, row: Row) -> str:
         paused_s=s.paused_s,
         steps_since=since_steps,
         seconds_since=since_s,
+        run_steps=s.total_samples / s.now.global_batch_size,
     )
 
 

@@ -40,6 +40,11 @@ class Row:
         return self.tp, self.pp, self.vpp, self.dp
 
     @property
+    def is_blind(self) -> bool:
+        """Whether the noise scale cannot be measured there: one micro-batch on one replica."""
+        return self.dp == 1 and self.global_batch_size == self.micro_batch_size
+
+    @property
     def as_layout(self) -> Layout:
         """The same as the trainer has it."""
         return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp)

@@ -14,8 +14,9 @@ Z = 1.28
 BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
 PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
-COOL_DOWN_COSTS, COOL_DOWN_STEPS = 10.0, 200
-"""No second move of the layout within so many times its cost, or steps."""
+COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, 200, 0.05
+"""No second move of the layout within so many times its cost, or so many steps or, if they are
+fewer, this share of the run's."""
 MOST_PAUSED = 0.02
 """Pauses so far over time so far, beyond one pause."""
 
@@ -64,6 +65,7 @@ def may_relayout(
     paused_s: float,
     steps_since: int | None,
     seconds_since: float | None,
+    run_steps: float = math.inf,
 ) -> str:
     """Why the layout must not change now; empty if it may.
 
@@ -73,10 +75,12 @@ def may_relayout(
         paused_s: of these, pauses.
         steps_since: steps since the last change, None without one.
         seconds_since: seconds since then.
+        run_steps: steps of the whole run with the present batch.
     """
     if steps_since is not None and seconds_since is not None:
         wait_s = COOL_DOWN_COSTS * cost_s
-        if steps_since < COOL_DOWN_STEPS or seconds_since < wait_s:
+        wait_steps = min(COOL_DOWN_STEPS, COOL_DOWN_SHARE * run_steps)
+        if steps_since < wait_steps or seconds_since < wait_s:
             return f"cooling down: {steps_since} steps since the last change of layout"
     if paused_s > MOST_PAUSED * elapsed_s + cost_s:
         return f"pauses already took {paused_s:.0f} of {elapsed_s:.0f} s"
