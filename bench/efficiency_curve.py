@@ -10,6 +10,7 @@ docs/results/efficiency_curve.json and .svg. Seconds.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import statistics
 import sys
@@ -45,7 +46,7 @@ def curves(path: Path = DATA) -> dict[int, list[Curve]]:
 def tokens_to(curve: Curve, target: float) -> float | None:
     """Tokens at which a run first comes down to a log-perplexity, on a straight line between two
     evaluations; None if it does not."""
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if y0 > target >= y1:
             return x0 + (x1 - x0) * (y0 - target) / (y0 - y1)
     return None
@@ -58,7 +59,7 @@ def fit(batches: Sequence[float], tokens: Sequence[float]) -> tuple[float, float
     return float(base), float(base / slope)
 
 
-def needed(batch: float, curve: tuple[float, float]) -> float:
+def needed(batch: Any, curve: tuple[float, float]) -> Any:
     """E(B), tokens."""
     least, critical = curve
     return least * (1 + batch / critical)
@@ -115,7 +116,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         below = middle - np.array([found["least_tokens"][b] for b in batches]) / 1e9
         above = np.array([found["most_tokens"][b] for b in batches]) / 1e9 - middle
         x = np.linspace(0, 6500, 50)
-        line = needed(x, (found["e_min_tokens"], found["b_c_samples"]))  # pyright: ignore
+        line = needed(x, (found["e_min_tokens"], found["b_c_samples"]))
         axes.errorbar(batches, middle, yerr=[below, above], fmt="o", ms=4, lw=1, color=color)
         label = f"to {target}: worst left out {100 * found['worst_left_out']:.1f} %"
         axes.plot(x, np.asarray(line) / 1e9, lw=1, color=color, label=label)
