@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from copus_ext.goodput import objectives, policies, switch_rule
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
@@ -118,7 +120,7 @@ def _goal(s: Situation) -> _Goal | None:
         return None
     if policy in policies.WEIGHING:
         assert noise is not None
-        worths = [_log_worth(s, row, noise) for row in s.rows]
+        worths = _log_worths(s, s.rows, noise)
         own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
         best = max(own, key=lambda i: worths[i])
         return _Goal(log_worth=worths, batch=float(s.rows[best].global_batch_size), noise=noise)
@@ -162,17 +164,16 @@ def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
     return max(smaller) if s.rules.allow_shrink and smaller else now
 
 
-def _log_worth(s: Situation, row: Row, noise: float) -> float:
-    value = float(
-        objectives.worth(
-            s.rules.objective,
-            row.samples_per_s,
-            row.global_batch_size,
-            noise,
-            reference_batch=s.rules.reference_batch,
-        )
+def _log_worths(s: Situation, rows: Sequence[Row], noise: float) -> list[float]:
+    """ln(worth) of rows; minus infinity where it is not positive."""
+    values = objectives.worth(
+        s.rules.objective,
+        np.array([row.samples_per_s for row in rows]),
+        np.array([row.global_batch_size for row in rows]),
+        noise,
+        reference_batch=s.rules.reference_batch,
     )
-    return math.log(value) if value > 0 else -math.inf
+    return [math.log(value) if value > 0 else -math.inf for value in values.tolist()]
 
 
 def _considered(s: Situation, goal: _Goal) -> list[int]:
@@ -349,7 +350,7 @@ def _is_small(s: Situation) -> bool:
     if s.rules.policy not in policies.WEIGHING:
         return False
     rows = [row for row in s.rows if row.layout == s.now.layout]
-    worths = [_log_worth(s, row, s.rules.calibration * high) for row in rows]
+    worths = _log_worths(s, rows, s.rules.calibration * high)
     best = rows[max(range(len(rows)), key=lambda i: worths[i])]
     return best.global_batch_size < s.now.global_batch_size
 
