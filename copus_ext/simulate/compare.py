@@ -12,6 +12,14 @@ from copus_ext.simulate.oracle import Optimum, optima
 from copus_ext.simulate.run import Run, simulate
 from copus_ext.simulate.scenario import Scenario
 
+_PAPERS = ("static", "cbs")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean; None if one is not known, or there is none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
@@ -26,6 +34,8 @@ class Score:
     saved: list[float | None]
     """By seed: time saved over the fastest baseline at each target, mean over the targets; None if
     it missed one that a baseline reached."""
+    saved_paper: list[float | None]
+    """The same over the fastest static batch or `cbs`, the baselines of arXiv 2604.26687."""
     peak: float | None
     """Largest saving at a target, of all seeds."""
     worst: float | None
@@ -40,8 +50,7 @@ class Score:
     @property
     def mean_saved(self) -> float | None:
         """Mean of the seeds."""
-        known = [s for s in self.saved if s is not None]
-        return statistics.fmean(known) if len(known) == len(self.saved) else None
+        return _mean(self.saved)
 
 
 @dataclass(kw_only=True)
@@ -59,16 +68,23 @@ class Comparison:
     best: list[dict[str, Optimum]] = field(default_factory=list)
     """The oracle's, by seed."""
 
-    def fastest(self, target: str, i: int) -> float | None:
-        """Seconds of the fastest baseline at a target with the i-th seed, None without one."""
-        times = [self.runs[name][i].times_s[target] for name in self.baselines]
+    def fastest(self, target: str, i: int, among: tuple[str, ...] = ("",)) -> float | None:
+        """Seconds of the fastest baseline at a target with the i-th seed, None without one.
+
+        Args:
+            target: name of a loss.
+            i: index of the seed.
+            among: beginnings of the names of those that count.
+        """
+        names = [name for name in self.baselines if name.startswith(among)]
+        times = [self.runs[name][i].times_s[target] for name in names]
         return min((t for t in times if t is not None), default=None)
 
-    def _savings(self, name: str, i: int) -> list[float | None]:
+    def _savings(self, name: str, i: int, among: tuple[str, ...] = ("",)) -> list[float | None]:
         """By target that a baseline reached."""
         found: list[float | None] = []
         for target in self.scenario.targets:
-            base, own = self.fastest(target, i), self.runs[name][i].times_s[target]
+            base, own = self.fastest(target, i, among), self.runs[name][i].times_s[target]
             if base is not None:
                 found.append(None if own is None else 1 - own / base)
         return found
@@ -86,10 +102,7 @@ class Comparison:
         """One contender."""
         runs = self.runs[name]
         savings = [self._savings(name, i) for i in range(len(runs))]
-        means = [
-            statistics.fmean([s for s in one if s is not None]) if one and None not in one else None
-            for one in savings
-        ]
+        means = [_mean(one) for one in savings]
         single = [s for one in savings for s in one if s is not None]
         oracle = statistics.fmean(self.oracle_saved(i) for i in range(len(runs)))
         known = [m for m in means if m is not None]
@@ -105,6 +118,7 @@ class Comparison:
             is_baseline=name in self.baselines,
             times_s=times,
             saved=means,
+            saved_paper=[_mean(self._savings(name, i, _PAPERS)) for i in range(len(runs))],
             peak=max(single, default=None),
             worst=min(single, default=None),
             oracle_share=share,
