@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
     p.add_argument("--assumed-cost-s", type=float, help="what the controller takes it to cost")
     p.add_argument("--calibration", type=float, default=2.0, help="c that the policies assume")
-    p.add_argument("--true-calibration", type=float, help="c as it is; default: the preset's")
+    p.add_argument(
+        "--true-calibration",
+        type=float,
+        help="c as it is: the noise scale that is measured is the preset's Phi over it; default 2",
+    )
     p.add_argument(
         "--truth",
         choices=OBJECTIVES,
@@ -73,8 +77,8 @@ def scenario_of(args: argparse.Namespace) -> Any:
     if args.preset is None:
         raise UsageProblem("give --preset; --list shows them")
     scenario = preset(args.preset)
-    truth = {"objective": args.truth, "calibration": args.true_calibration}
-    changed = {name: value for name, value in truth.items() if value is not None}
+    if args.true_calibration is not None:
+        scenario = scenario.recalibrated(args.true_calibration)
     values: dict[str, Any] = {
         "switch_cost_s": args.switch_cost_s,
         "assumed_cost_s": args.assumed_cost_s,
@@ -82,7 +86,8 @@ def scenario_of(args: argparse.Namespace) -> Any:
         "gns_interval": args.gns_interval,
     }
     values = {name: value for name, value in values.items() if value is not None}
-    values["truth"] = dataclasses.replace(scenario.truth, **changed)
+    if args.truth is not None:
+        values["truth"] = dataclasses.replace(scenario.truth, objective=args.truth)
     if args.profile is not None:
         found = timings_of(args.profile, scenario.planner.model, scenario.cluster)
         values["timings"] = tuple(found)

@@ -11,7 +11,7 @@ from typing import Any
 
 from copus_ext.goodput import costs
 from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.perf.model_spec import PRESETS, SpecError
 from copus_ext.perf.profile import Timing
 from copus_ext.perf.spec_file import read_json
 from copus_ext.planner.search import Planner
@@ -131,6 +131,16 @@ class Scenario:
         """The same with other values."""
         return dataclasses.replace(self, **values)
 
+    def recalibrated(self, calibration: float) -> Scenario:
+        """The same course of Phi where the noise scale that is measured stands for another part of
+        it: samples get as far, and the controller sees something else."""
+        factor = self.truth.calibration / calibration
+        phi = tuple(factor * x for x in self.trajectory.phi)
+        return self.change(
+            trajectory=dataclasses.replace(self.trajectory, phi=phi),
+            truth=dataclasses.replace(self.truth, calibration=calibration),
+        )
+
     def follow(self, trajectory: Trajectory) -> Scenario:
         """The same with another course of the noise, stretched to the progress of this one; its
         own losses are not taken over."""
@@ -187,8 +197,3 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
         ),
         about={"source": data["source"], "links": data["links"]},
     )
-
-
-def model_of(scenario: Scenario) -> ModelSpec:
-    """What is trained."""
-    return scenario.planner.model
