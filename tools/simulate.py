@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--true-calibration",
         type=float,
-        help="c as it is: the noise scale that is measured is the preset's Phi over it; default 2",
+        help="c as it is: the noise scale that is measured is the preset's Phi over it; default 8",
     )
     p.add_argument(
         "--truth",

@@ -77,8 +77,15 @@ def contenders(batches: Sequence[int], *, calibration: float = 2.0) -> dict[str,
         Contender(name="paper", flags=_flags("copus", copus_layouts="all", **c)),
         Contender(name="cbs_layouts", flags=_flags("cbs", copus_layouts="all", **c)),
         Contender(name="norm_test_layouts", flags=_flags("norm_test", copus_layouts="all", **c)),
-        Contender(name="no_layouts_small", flags=_flags("adaptive", **c)),
-        Contender(name="no_layouts_large", start="large", flags=_flags("adaptive", **c)),
+        *(
+            Contender(
+                name=f"no_layouts_{objective}_{start}",
+                start=start,
+                flags=_flags("adaptive", copus_objective=objective, **c),
+            )
+            for objective in ("copus", "goodput")
+            for start in starts
+        ),
         Contender(
             name="no_batches",
             flags=_flags(

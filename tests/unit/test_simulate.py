@@ -39,6 +39,7 @@ def small(**values: Any) -> Scenario:
         "total_samples": 40_000,
         "warmup_samples": 500,
         "trajectory": trajectory,
+        "truth": Truth(calibration=2.0, reference_batch=16.0),
         "switch_cost_s": 5.0,
         "assumed_cost_s": 5.0,
     }
