@@ -21,7 +21,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
-    package_data={"copus_ext.perf": ["data/*.json"]},
+    package_data={"copus_ext.perf": ["data/*.json"], "copus_ext.simulate": ["data/*.json"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.17",
         "torch>=2.6",

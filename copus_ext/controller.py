@@ -15,7 +15,7 @@ from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
 from copus_ext.goodput import costs, policies
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import History, key_of, new_record
+from copus_ext.goodput.history import DECISION_STEPS, History, key_of, new_record
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line
@@ -259,19 +259,18 @@ class Controller(Callback):
 
     def _is_due(self, context: CallbackContext) -> bool:
         """Whether to decide after this step."""
-        record, step = self.ledger.history.record, context.step
+        step = context.step
         assert step is not None
-        batch = context.state.settings.global_batch_size or step.global_batch_size
-        wanted = self._scheduled(context)
-        if wanted not in (None, batch, record["answered_batch"]):
-            return True
-        samples = flags_to_rules.samples_to_decision(
-            self.flags,
-            context.config,
-            step.global_batch_size,
-            is_first=not record["num_decisions"],
+        samples = DECISION_STEPS * step.global_batch_size
+        if self.flags.copus_interval is not None:
+            samples = self.flags.copus_interval / context.config.batch.seq_length
+        return self.ledger.history.is_due(
+            consumed_samples=step.consumed_samples,
+            batch=context.state.settings.global_batch_size or step.global_batch_size,
+            scheduled=self._scheduled(context),
+            every_samples=samples,
+            may_relayout=self.rules.relayout,
         )
-        return step.consumed_samples - record["last_decision_samples"] >= samples
 
     def _scheduled(self, context: CallbackContext) -> int | None:
         """The batch that a policy asks for by the position in the run alone."""
@@ -302,10 +301,7 @@ class Controller(Callback):
             return None
         record["num_decisions"] = number
         decision = Decision.from_json(answer["decision"])
-        if decision.is_small and record["small_since_samples"] is None:
-            record["small_since_samples"] = step.consumed_samples
-        elif decision.candidates and not decision.is_small:
-            record["small_since_samples"] = None
+        self.ledger.history.decided(decision, consumed_samples=step.consumed_samples)
         self._last = decision
         return decision
 

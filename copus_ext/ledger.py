@@ -146,12 +146,12 @@ class Ledger:
                 "reason": decision.reason,
             },
         )
-        if to.global_batch_size != before.batch:
-            record["ramp"] = None if ramp is None else ramp.to_json()
-            record["last_change_samples"] = step.consumed_samples
-            record["small_since_samples"] = None
-            if to.global_batch_size < before.batch:
-                record["noise_when_shrunk"] = noise_samples
-        record["sizes"] = [to.global_batch_size, to.micro_batch_size]
+        self.history.resize(
+            to,
+            from_batch=before.batch,
+            consumed_samples=step.consumed_samples,
+            ramp=ramp,
+            noise_samples=noise_samples,
+        )
         if dist.get_rank() == 0:
             print(f"copus: {decision.reason}", flush=True)

@@ -7,8 +7,8 @@ from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import Costs
 from copus_ext.goodput.history import History, key_of
-from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Rules, Situation
+from copus_ext.goodput.standing import standing
 from copus_ext.link import Link
 from copus_ext.noise.observer import NoiseObserver
 from copus_ext.planner.configuration import Configuration
@@ -69,8 +69,7 @@ class Outlook:
             costs: of changing the layout.
             is_paused: whether an operator has stopped decisions.
         """
-        config, state, record = context.config, context.state, history.record
-        step = context.step
+        config, state, step = context.config, context.state, context.step
         assert step is not None
         batch = state.settings.global_batch_size or step.global_batch_size
         rows, current = self.table.rows(
@@ -82,28 +81,20 @@ class Outlook:
         )
         warming = state.lr_samples < config.optim.lr_warmup_samples
         decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
-        ramp = record["ramp"]
-        return Situation(
-            rules=self._rules,
-            noise=observer.noise(),
-            rows=tuple(rows),
+        return standing(
+            self._rules,
+            rows=rows,
             current=current,
+            layout=config.layout,
+            history=history,
+            observer=observer,
+            costs=costs,
             iteration=step.iteration,
             consumed_samples=step.consumed_samples,
             total_samples=config.batch.train_samples,
-            half_life_samples=observer.half_life_samples,
-            elapsed_s=record["elapsed_s"],
             in_warmup=warming,
-            in_ramp=ramp is not None and not Ramp(**ramp).is_over(step.iteration),
             lr_decay_factor=1.0 if warming or not decayed else min(decayed, 1.0),
-            steps_since_change=history.steps_since_change,
-            skipped_steps=history.skipped_steps,
-            last_change_samples=record["last_change_samples"],
-            hold_growth_until_samples=record["hold_growth_until_samples"],
-            small_since_samples=record["small_since_samples"],
-            noise_when_shrunk=record["noise_when_shrunk"],
             paused=is_paused,
-            **costs.of(config.layout),
         )
 
     def _visited(self, history: History, world_size: int) -> list[Layout]:

@@ -120,7 +120,7 @@ class Table:
             speed = global_batch_size / known[0] if known else None
             speed = speed or (same[0].samples_per_s if same else 1.0)
             sd = _MEASURED_SD if known else _ASSUMED_SD
-            rows.append(_row(now, speed, sd, "measured" if known else "assumed"))
+            rows.append(Row.of(now, speed, sd, "measured" if known else "assumed"))
             at = len(rows) - 1
         return rows, at
 
@@ -154,7 +154,7 @@ class Table:
                     continue
                 is_live = (c.timed(1.0).line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
-                rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
+                rows.append(Row.of(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
 
     def _can_be(self, layout: Layout) -> bool:
@@ -188,22 +188,8 @@ class Table:
             own = measured(c)
             speed = batch / own[0] if own else now.global_batch_size / known[0]
             sd = _MEASURED_SD if own else _ASSUMED_SD
-            rows.append(_row(c, speed, sd, "measured" if own else "assumed"))
+            rows.append(Row.of(c, speed, sd, "measured" if own else "assumed"))
         return rows
-
-
-def _row(c: Configuration, samples_per_s: float, sd: float, source: str) -> Row:
-    return Row(
-        tp=c.tp,
-        pp=c.pp,
-        vpp=c.vpp,
-        dp=c.dp,
-        micro_batch_size=c.micro_batch_size,
-        global_batch_size=c.global_batch_size,
-        samples_per_s=samples_per_s,
-        relative_sd=sd,
-        source=source,
-    )
 
 
 def _is(row: Row, c: Configuration) -> bool:

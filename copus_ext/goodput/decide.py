@@ -6,18 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from copus_ext.goodput import objectives, policies, switch_rule
+from copus_ext.goodput.bars import barred, blind, closed, grid, held
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
 _SHOWN = 12
 """Candidates that a decision keeps."""
-_SHRINK_HALF_LIVES = 4.0
-_MOST_SKIPPED = 5
-"""Of 100 steps: with more of them skipped nothing is changed."""
-_SETTLE_STEPS = 50
-"""Steps between a change and one of the micro-batch alone."""
-_SWING = 8.0
-"""After it shrank, the batch grows again when the noise scale is so many times what it was."""
 _INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
 
@@ -36,10 +32,10 @@ class _Goal:
 
 def decide(s: Situation) -> Decision:
     """What to do now. The same situation gives the same decision, bit for bit."""
-    why_not = _closed(s)
+    why_not = closed(s)
     if why_not:
         return _stay(s, why_not)
-    wanted = None if _held(s) else _goal(s)
+    wanted = None if held(s) else _goal(s)
     goal = wanted or _present_batch(s)
     small = wanted is not None and _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
@@ -71,37 +67,12 @@ def _kept_back(s: Situation, judged: list[Candidate]) -> str:
 
 def _unknown(s: Situation) -> str:
     """Why only configurations of the present batch were compared."""
-    if held := _held(s):
-        return held
+    if why := held(s):
+        return why
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps >= least:
         return "the noise scale: nothing but noise is seen in the gradient"
     return f"the noise scale: not known yet ({steps:.0f} of {least:.0f} steps)"
-
-
-def _closed(s: Situation) -> str:
-    """Why nothing is decided now; empty if something may be."""
-    if s.paused:
-        return "paused by an operator"
-    if s.consumed_samples >= s.total_samples:
-        return "the run is over"
-    if s.skipped_steps > _MOST_SKIPPED:
-        return f"{s.skipped_steps} of the last 100 steps were skipped"
-    return ""
-
-
-def _held(s: Situation) -> str:
-    """Why the batch must stay, though its layout and micro-batch need not; empty if it may go."""
-    if s.in_warmup and s.rules.policy != "step_schedule":
-        return "the learning rate is warming up"
-    return _blind(s, s.now)
-
-
-def _blind(s: Situation, row: Row) -> str:
-    """Why a row lets nobody see the noise scale that the policy needs; empty if it does."""
-    if row.is_blind and policies.needs_noise(s.rules.policy):
-        return f"{row}: the noise scale cannot be seen in one micro-batch on one replica"
-    return ""
 
 
 def _stay(
@@ -132,7 +103,7 @@ def _goal(s: Situation) -> _Goal | None:
         return None
     if policy in policies.WEIGHING:
         assert noise is not None
-        worths = [_log_worth(s, row, noise) for row in s.rows]
+        worths = _log_worths(s, s.rows, noise)
         own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
         best = max(own, key=lambda i: worths[i])
         return _Goal(log_worth=worths, batch=float(s.rows[best].global_batch_size), noise=noise)
@@ -140,7 +111,7 @@ def _goal(s: Situation) -> _Goal | None:
     if batch is None:
         return None
     sizes = sorted({row.global_batch_size for row in s.rows})
-    snapped = policies.snap(batch, _grid(s) or sizes, policy=policy)
+    snapped = policies.snap(batch, grid(s) or sizes, policy=policy)
     within = _reachable(s, snapped, sizes)
     return _Goal(log_worth=_speeds(s, within), batch=batch, noise=noise or _SAME_BATCH_NOISE)
 
@@ -148,7 +119,7 @@ def _goal(s: Situation) -> _Goal | None:
 def _present_batch(s: Situation) -> _Goal:
     """Without a noise scale only configurations of the present batch can be compared."""
     speeds = _speeds(s, s.now.global_batch_size)
-    if _blind(s, s.now):  # any that sees is better
+    if blind(s, s.now):  # any that sees is better
         speeds[s.current] = -math.inf
     return _Goal(log_worth=speeds, batch=None, noise=_SAME_BATCH_NOISE)
 
@@ -159,11 +130,6 @@ def _speeds(s: Situation, batch: int) -> list[float]:
         math.log(row.samples_per_s) if row.global_batch_size == batch else -math.inf
         for row in s.rows
     ]
-
-
-def _grid(s: Situation) -> list[int]:
-    present = {row.global_batch_size for row in s.rows}
-    return sorted(present & {*s.rules.grid, s.now.global_batch_size})
 
 
 def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
@@ -178,23 +144,22 @@ def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
     return max(smaller) if s.rules.allow_shrink and smaller else now
 
 
-def _log_worth(s: Situation, row: Row, noise: float) -> float:
-    value = float(
-        objectives.worth(
-            s.rules.objective,
-            row.samples_per_s,
-            row.global_batch_size,
-            noise,
-            reference_batch=s.rules.reference_batch,
-        )
+def _log_worths(s: Situation, rows: Sequence[Row], noise: float) -> list[float]:
+    """ln(worth) of rows; minus infinity where it is not positive."""
+    values = objectives.worth(
+        s.rules.objective,
+        np.array([row.samples_per_s for row in rows]),
+        np.array([row.global_batch_size for row in rows]),
+        noise,
+        reference_batch=s.rules.reference_batch,
     )
-    return math.log(value) if value > 0 else -math.inf
+    return [math.log(value) if value > 0 else -math.inf for value in values.tolist()]
 
 
 def _considered(s: Situation, goal: _Goal) -> list[int]:
     """Rows worth a verdict: of every layout and batch the best one, and the one with the present
     micro-batch, whose speed is surer; and the present one."""
-    allowed = {*_grid(s)}
+    allowed = {*grid(s)}
     # From a batch that is worth nothing any smaller one is a way back.
     worthless = s.rules.policy in policies.WEIGHING and goal.log_worth[s.current] == -math.inf
     best: dict[tuple, int] = {}
@@ -228,93 +193,12 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
     else:
         gain = math.expm1(goal.log_worth[i] - base)
         needed = _needed(s, row, goal)
-    why = _barred(s, row, small=small)
+    why = barred(s, row, small=small)
     if needed is not None and math.isinf(needed):
         why, needed = why or "the pause would not pay off in the rest of the run", None
     if not why and gain is not None and needed is not None and gain <= needed:
         why = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
     return Candidate(row=row, gain=gain, needed=needed, verdict=why or "chosen")
-
-
-def _barred(s: Situation, row: Row, *, small: bool) -> str:
-    """Why a row must not be taken now, whatever it gains; empty if it may."""
-    now = s.now
-    if blind := _blind(s, row):
-        return blind
-    if row.layout != now.layout:
-        why = _relayout_barred(s, row)
-        if why:
-            return why
-    if row.global_batch_size == now.global_batch_size:
-        if s.steps_since_change is not None and s.steps_since_change < _SETTLE_STEPS:
-            return f"{s.steps_since_change} of {_SETTLE_STEPS} steps since the last change"
-        return "the learning rate is in a ramp" if s.in_ramp else ""
-    since = None
-    if s.last_change_samples is not None:
-        since = s.consumed_samples - s.last_change_samples
-    if row.global_batch_size > now.global_batch_size:
-        if row.global_batch_size > now.global_batch_size * s.rules.growth:
-            return f"grows more than {s.rules.growth:g} times at once"
-        if s.rules.policy in policies.SCHEDULED:
-            return ""
-        if s.in_ramp:
-            return "the learning rate still follows the last growth"
-        waits = s.rules.policy != "copus"
-        if waits and since is not None and since < s.half_life_samples:
-            return f"{since} of {s.half_life_samples:.0f} samples since the last change"
-        if _would_swing(s):
-            return f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
-        if s.consumed_samples < s.hold_growth_until_samples:
-            return f"held after a loss spike until sample {s.hold_growth_until_samples}"
-        return ""
-    return _shrink_barred(s, row, small=small)
-
-
-def _would_swing(s: Situation) -> bool:
-    """Whether growing now could undo a shrinking on account of mere noise."""
-    then, now = s.noise_when_shrunk, s.noise_samples
-    return then is not None and now is not None and now < _SWING * then
-
-
-def _shrink_barred(s: Situation, row: Row, *, small: bool) -> str:
-    if not s.rules.allow_shrink:
-        return "the batch does not shrink without --copus-allow-shrink"
-    if s.rules.policy in policies.SCHEDULED:
-        return ""
-    smaller = [size for size in _grid(s) if size < s.now.global_batch_size]
-    if row.global_batch_size < max(smaller):
-        return "shrinks by more than one step of the grid"
-    if s.noise.status != "ok":
-        return "the noise scale has no upper end"
-    long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
-    if not small or s.small_since_samples is None:
-        return "the best batch is not surely smaller"
-    if s.consumed_samples - s.small_since_samples < long_enough:
-        return f"surely smaller for less than {long_enough:.0f} samples"
-    return ""
-
-
-def _relayout_barred(s: Situation, row: Row) -> str:
-    if not s.rules.relayout:
-        return "another layout, and the run keeps its own"
-    if s.relayouts_ended:
-        return "another layout, and too many changes of layout have failed"
-    if row.layout in s.barred_layouts:
-        return "a change to this layout has failed"
-    since_steps = since_s = None
-    if s.last_relayout_iteration is not None:
-        since_steps = s.iteration - s.last_relayout_iteration
-        since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
-    if s.in_ramp:
-        return "the learning rate is in a ramp"
-    return switch_rule.may_relayout(
-        cost_s=s.switch_cost_s,
-        elapsed_s=s.elapsed_s,
-        paused_s=s.paused_s,
-        steps_since=since_steps,
-        seconds_since=since_s,
-        run_steps=s.total_samples / s.now.global_batch_size,
-    )
 
 
 def _needed(s: Situation, row: Row, goal: _Goal) -> float:
@@ -363,12 +247,12 @@ def _is_small(s: Situation) -> bool:
     if s.noise.status != "ok" or high is None:
         return False
     if s.rules.policy == "cbs":
-        nearest = policies.snap(s.rules.calibration * high, _grid(s), policy="cbs")
+        nearest = policies.snap(s.rules.calibration * high, grid(s), policy="cbs")
         return nearest < s.now.global_batch_size
     if s.rules.policy not in policies.WEIGHING:
         return False
     rows = [row for row in s.rows if row.layout == s.now.layout]
-    worths = [_log_worth(s, row, s.rules.calibration * high) for row in rows]
+    worths = _log_worths(s, rows, s.rules.calibration * high)
     best = rows[max(range(len(rows)), key=lambda i: worths[i])]
     return best.global_batch_size < s.now.global_batch_size
 

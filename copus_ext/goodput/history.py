@@ -11,6 +11,8 @@ import statistics
 from typing import Any
 
 from copus_ext.goodput.costs import new_costs
+from copus_ext.goodput.rates import Ramp
+from copus_ext.goodput.situation import Decision, Row
 from megatron.training.layout import Layout
 
 VERSION = 1
@@ -23,6 +25,11 @@ MIN_TIMED_STEPS = 5
 WINDOW_STEPS = 50
 """Steps before and after a change by which it is graded."""
 _CHANGES_KEPT = 100
+DECISION_STEPS = 20
+"""Steps between decisions if no interval is given."""
+_FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
+"""Before the first where layouts may change: from then on the present one's speed is known, and of
+configurations of the present batch nothing else needs to be."""
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
 
@@ -131,6 +138,64 @@ class History:
     def steps_since_change(self) -> int | None:
         """Steps since the last change; None before the first."""
         return self.record["since_change"] if self.record["num_changes"] else None
+
+    def is_due(
+        self,
+        *,
+        consumed_samples: int,
+        batch: int,
+        scheduled: int | None,
+        every_samples: float,
+        may_relayout: bool,
+    ) -> bool:
+        """Whether to decide after a step.
+
+        Args:
+            consumed_samples: samples of the run, this step's included.
+            batch: of the next step.
+            scheduled: batch that a policy asks for by the position in the run alone.
+            every_samples: samples between two decisions.
+            may_relayout: whether the layout may change.
+        """
+        if scheduled not in (None, batch, self.record["answered_batch"]):
+            return True
+        if may_relayout and not self.record["num_decisions"]:
+            every_samples = min(every_samples, _FIRST_STEPS * batch)
+        return consumed_samples - self.record["last_decision_samples"] >= every_samples
+
+    def decided(self, decision: Decision, *, consumed_samples: int) -> None:
+        """Takes in that something was decided, be it to stay."""
+        if decision.is_small and self.record["small_since_samples"] is None:
+            self.record["small_since_samples"] = consumed_samples
+        elif decision.candidates and not decision.is_small:
+            self.record["small_since_samples"] = None
+
+    def resize(
+        self,
+        to: Row,
+        *,
+        from_batch: int,
+        consumed_samples: int,
+        ramp: Ramp | None,
+        noise_samples: float | None,
+    ) -> None:
+        """Takes in the sizes of the steps that follow a change.
+
+        Args:
+            to: the configuration.
+            from_batch: batch before.
+            consumed_samples: samples of the run.
+            ramp: the learning rate's way to another batch.
+            noise_samples: Phi.
+        """
+        r = self.record
+        if to.global_batch_size != from_batch:
+            r["ramp"] = None if ramp is None else ramp.to_json()
+            r["last_change_samples"] = consumed_samples
+            r["small_since_samples"] = None
+            if to.global_batch_size < from_batch:
+                r["noise_when_shrunk"] = noise_samples
+        r["sizes"] = [to.global_batch_size, to.micro_batch_size]
 
     def change(self, *, number: int, fields: dict[str, Any]) -> None:
         """Opens the account of a change that is about to be made.

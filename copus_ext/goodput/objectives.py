@@ -6,6 +6,7 @@ mean anything: a worth is compared at one Phi, never across models or units.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -66,6 +67,7 @@ def worth(
     raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
 
 
+@functools.lru_cache(maxsize=1024)
 def sensitivity(objective: str, batch: float, noise: float, *, reference_batch: float) -> float:
     """d ln(worth) / d ln(Phi) at a batch, by a central difference: how an error of the noise scale
     moves the worth."""

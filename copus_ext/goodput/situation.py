@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from copus_ext.planner.configuration import Configuration
 from copus_ext.types import NoiseScale
 from megatron.training.layout import Layout
 
@@ -33,6 +34,21 @@ class Row:
     one. (In journals of before: of `samples_per_s` alone.)"""
     source: str
     """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
+
+    @classmethod
+    def of(cls, c: Configuration, samples_per_s: float, relative_sd: float, source: str, /) -> Row:
+        """What is known of the speed of a configuration."""
+        return cls(
+            tp=c.tp,
+            pp=c.pp,
+            vpp=c.vpp,
+            dp=c.dp,
+            micro_batch_size=c.micro_batch_size,
+            global_batch_size=c.global_batch_size,
+            samples_per_s=samples_per_s,
+            relative_sd=relative_sd,
+            source=source,
+        )
 
     @property
     def layout(self) -> tuple[int, int, int, int]:

@@ -99,23 +99,24 @@ class Smoothed:
         """
         a = -math.expm1(-tokens / half_life * math.log(2))
         keep = 1 - a
-        first = self.weight == 0
-        after = replace(
-            self,
-            sum_g2=keep * self.sum_g2 + a * new.g2,
-            sum_v=keep * self.sum_v + a * new.v,
-            weight=keep * self.weight + a,
+        weight = keep * self.weight + a
+        sum_g2 = keep * self.sum_g2 + a * new.g2
+        sum_v = keep * self.sum_v + a * new.v
+        p_gg, p_vv, p_gv = self.p_gg, self.p_vv, self.p_gv
+        if self.weight:
+            g_old, g_new = new.g2 - self.g2, new.g2 - sum_g2 / weight
+            v_old, v_new = new.v - self.v, new.v - sum_v / weight
+            p_gg = keep**2 * p_gg + a**2 * g_old * g_new
+            p_vv = keep**2 * p_vv + a**2 * v_old * v_new
+            p_gv = keep**2 * p_gv + a**2 * (g_old * v_new + v_old * g_new) / 2
+        return Smoothed(
+            sum_g2=sum_g2,
+            sum_v=sum_v,
+            weight=weight,
             weight2=keep**2 * self.weight2 + a**2,
-        )
-        if first:
-            return after
-        g_old, g_new = new.g2 - self.g2, new.g2 - after.g2
-        v_old, v_new = new.v - self.v, new.v - after.v
-        return replace(
-            after,
-            p_gg=keep**2 * self.p_gg + a**2 * g_old * g_new,
-            p_vv=keep**2 * self.p_vv + a**2 * v_old * v_new,
-            p_gv=keep**2 * self.p_gv + a**2 * (g_old * v_new + v_old * g_new) / 2,
+            p_gg=p_gg,
+            p_vv=p_vv,
+            p_gv=p_gv,
         )
 
     def decay(self, *, tokens: float, half_life: float) -> Smoothed:

@@ -172,6 +172,28 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
     assert decision.kind == "stay" and words in decision.reason
 
 
+def test_warm_up_holds_the_batch_and_not_the_layout() -> None:
+    rows = [row(16, 10.0), row(16, 20.0, dp=1), row(32, 40.0, dp=1)]
+    s = situation(16, rows=rows, in_warmup=True, rules={"relayout": True}, switch_cost_s=1.0)
+    decision = decide(s)
+    assert (decision.kind, decision.to) == ("relayout", rows[1])
+
+
+@pytest.mark.parametrize("phi", [None, 64.0])
+def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> None:
+    blind, slow = row(16, 30.0, micro=16, dp=1), row(16, 10.0, micro=8, dp=1)
+    rows = [slow, blind, row(32, 40.0, micro=32, dp=1)]
+    assert blind.is_blind and not slow.is_blind and not row(16, 1.0, micro=16).is_blind
+    stays = decide(situation(16, phi, rows=rows))
+    assert stays.to == slow, stays.reason
+    leaves = decide(situation(16, phi, rows=[blind, slow, rows[2]]))
+    assert (leaves.kind, leaves.to) == ("batch", slow)
+    # Whoever needs no noise scale takes what is fastest.
+    assert decide(situation(16, phi, rows=rows, rules={"policy": "static"})).to == blind
+    alone = decide(situation(16, phi, rows=[blind]))
+    assert alone.kind == "stay" and "cannot be seen" in alone.reason
+
+
 def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
     rows = [row(16, 10.0, sd=0.01), row(16, 12.0, micro=8, sd=0.01), row(32, 20.0, sd=0.01)]
     decision = decide(situation(16, None, rows=rows))

@@ -1,0 +1,200 @@
+"""B9: who gets to a loss first on the paper's clusters, on a virtual clock?
+
+    python bench/time_to_loss_virtual.py [--seeds N]
+
+Every policy on every preset of tools/simulate.py; and some of them, with one seed, where something
+is not as the controller believes: c, the truth about learning rates, the speeds, the cost of a
+change, the course of the noise. Writes docs/results/time_to_loss_virtual.json and .svg. About 3
+minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support import RESULTS, open_source, origin
+
+FIRST_SEED = 100
+"""Those below were looked at while the simulator was built."""
+GOAL_SAVED, GOAL_SHARE = 0.10, 0.90
+DEFAULT = "adaptive_copus_forward"
+ALSO_C8 = ("cbs_small", "cbs_large", "adaptive_copus_forward", "adaptive_goodput_forward")
+"""Run with c = 8, too; the others believe 2."""
+JOURNAL = RESULTS / "act_run.journal.jsonl"
+SHOWN = (
+    DEFAULT,
+    "adaptive_goodput_forward",
+    "adaptive_goodput_forward_c8",
+    "adaptive_lr_model_forward",
+    "adaptive_goodput_paper",
+    "paper",
+    "cbs_layouts",
+)
+RESTART_S = {"8xh100-3b": 235, "16xh100-13b": 404, "32xh100-32b": 809, "32xmi210-7b": 112}
+"""Seconds of a change by checkpoint and restart in arXiv 2604.26687."""
+
+
+def others(name: str) -> dict[str, Callable[[Any], Any]]:
+    """What may be otherwise than the controller believes, by name."""
+    from copus_ext.simulate.trajectory import load
+
+    def truth(objective: str) -> Callable[[Any], Any]:
+        return lambda s: s.change(truth=dataclasses.replace(s.truth, objective=objective))
+
+    return {
+        "c is 1": lambda s: s.recalibrated(1.0),
+        "c is 2": lambda s: s.recalibrated(2.0),
+        "c is 4": lambda s: s.recalibrated(4.0),
+        "c is 16": lambda s: s.recalibrated(16.0),
+        "c is 32": lambda s: s.recalibrated(32.0),
+        "truth lr_model": truth("lr_model"),
+        "truth copus": truth("copus"),
+        "speeds known to 10 %": lambda s: s.change(speed_error=0.1, known_sd=0.1),
+        "rows taken as sure to 1 %": lambda s: s.change(known_sd=0.01),
+        "a change takes 5 s": lambda s: s.change(switch_cost_s=5.0),
+        "a change takes a restart": lambda s: s.change(switch_cost_s=float(RESTART_S[name])),
+        "noise of a measured run": lambda s: s.follow(load(JOURNAL, s.truth)),
+    }
+
+
+def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: list[float]) -> Any:
+    """A comparison; counts runs and seconds."""
+    from copus_ext.simulate.compare import compare
+    from copus_ext.simulate.contenders import contenders
+
+    everybody = contenders(scenario.batches)
+    for name in ALSO_C8:
+        other = contenders(scenario.batches, calibration=8.0)[name]
+        everybody[f"{name}_c8"] = dataclasses.replace(other, name=f"{name}_c8")
+    who = [c for c in everybody.values() if names is None or c.name in names]
+    baselines = [c for c in everybody.values() if c.is_baseline]
+    began = time.perf_counter(), time.process_time()
+    result = compare(scenario, who, seeds=seeds, baselines=baselines)
+    counted[0] += sum(map(len, result.runs.values()))
+    counted[1] += time.perf_counter() - began[0]
+    counted[2] += time.process_time() - began[1]
+    return result
+
+
+def line(result: Any, name: str) -> str:
+    """One policy in words."""
+    score = result.score(name)
+    seeds = " ".join("-" if s is None else f"{100 * s:+.1f}" for s in score.saved)
+    share = "-" if score.oracle_share is None else f"{100 * score.oracle_share:.0f} %"
+    return f"   {name:28s} saved % by seed: {seeds}   of the oracle's: {share}"
+
+
+def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
+    """A policy against the goals, over some scenarios."""
+    scores = {preset: result.score(name) for preset, result in results.items()}
+    oracle = {
+        preset: statistics.fmean(r.oracle_saved(i) for i in range(len(r.seeds)))
+        for preset, r in results.items()
+    }
+    saved = [score.mean_saved for score in scores.values()]
+    known = [s for s in saved if s is not None]
+    mean = statistics.fmean(known) if len(known) == len(saved) else None
+    whole = statistics.fmean(oracle.values())
+    share = None if mean is None else mean / whole
+    return {
+        "mean_saved": mean,
+        "oracle_saved": whole,
+        "oracle_share": share,
+        "by_preset": {preset: score.mean_saved for preset, score in scores.items()},
+        "peak": max((s.peak for s in scores.values() if s.peak is not None), default=None),
+        "worst": min((s.worst for s in scores.values() if s.worst is not None), default=None),
+        "goal_saved_is_met": mean is not None and mean >= GOAL_SAVED,
+        "goal_share_is_met": share is not None and share >= GOAL_SHARE,
+    }
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Time saved over the fastest baseline at each loss, a panel for each cluster."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "copus"
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), layout="constrained")
+    for axis, (preset, result) in zip(axes.flat, results.items()):
+        targets = list(result.scenario.targets)
+        base = [result.fastest(t, 0) for t in targets]
+        best = [100 * (1 - result.best[0][t].seconds / b) for t, b in zip(targets, base)]
+        axis.plot(targets, best, "k--", lw=1, label="oracle")
+        for name in SHOWN:
+            times = result.score(name).times_s
+            saved = [
+                float("nan") if times[t] is None else 100 * (1 - times[t] / b)
+                for t, b in zip(targets, base)
+            ]
+            axis.plot(targets, saved, "o-", lw=1, ms=3, label=name)
+        axis.axhline(0, color="grey", lw=0.8)
+        axis.set(title=preset, xlabel="loss", ylabel="% saved", ylim=(-40, 20))
+    axes[0, 0].legend(fontsize="x-small")
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Runs, prints and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    open_source()
+    from copus_ext.simulate.scenario import preset, presets
+
+    seeds, counted = range(FIRST_SEED, FIRST_SEED + args.seeds), [0.0, 0.0, 0.0]
+    results = {}
+    for name in presets():
+        result = results[name] = run(preset(name), seeds, None, counted)
+        print(f"{name}: oracle saves {100 * result.oracle_saved(0):.1f} %")
+        for policy in SHOWN:
+            print(line(result, policy), flush=True)
+    papers = {name: results[name] for name in RESTART_S}
+    varied: dict[str, dict[str, Any]] = {}
+    for name in papers:
+        for what, change in others(name).items():
+            result = run(change(preset(name)), seeds[:1], SHOWN, counted)
+            varied.setdefault(what, {})[name] = result
+            print(f"{name}, {what}: oracle saves {100 * result.oracle_saved(0):.1f} %")
+            for policy in SHOWN:
+                print(line(result, policy), flush=True)
+    about = {name: judged(papers, name) for name in SHOWN}
+    record = {
+        "what": "minutes to losses on a virtual clock; saved over the fastest baseline",
+        "goals": {"saved": GOAL_SAVED, "oracle_share": GOAL_SHARE, "default": DEFAULT},
+        "paper_clusters": about,
+        "otherwise": {
+            what: {name: judged(some, name) for name in SHOWN} for what, some in varied.items()
+        },
+        "runs": counted[0],
+        "runs_per_minute": 60 * counted[0] / counted[1],
+        "runs_per_minute_of_one_core": 60 * counted[0] / counted[2],
+        **origin(),
+        "presets": {name: result.to_json() for name, result in results.items()},
+    }
+    path = RESULTS / "time_to_loss_virtual.json"
+    path.write_text(json.dumps(record) + "\n")
+    draw(papers, path.with_suffix(".svg"))
+    for name, found in about.items():
+        mean = "-" if found["mean_saved"] is None else f"{100 * found['mean_saved']:+.1f} %"
+        print(f"{name}: {mean} mean of the paper's clusters, goals met: ", end="")
+        print(found["goal_saved_is_met"], found["goal_share_is_met"])
+    print(
+        f"{record['runs_per_minute']:.0f} runs a minute, "
+        f"{record['runs_per_minute_of_one_core']:.0f} a minute of one core's time"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

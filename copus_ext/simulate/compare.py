@@ -1,0 +1,191 @@
+"""All contenders over some seeds, against the fastest baseline at each target and the oracle."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from copus_ext.simulate.contenders import Contender
+from copus_ext.simulate.oracle import Optimum, optima
+from copus_ext.simulate.run import Run, simulate
+from copus_ext.simulate.scenario import Scenario
+
+_PAPERS = ("static", "cbs")
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean; None if one is not known, or there is none."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """One contender over all seeds."""
+
+    name: str
+    """Of the contender."""
+    is_baseline: bool
+    """Whether it is one of those that the others are measured by."""
+    times_s: dict[str, float | None]
+    """Median seconds to each target; None where a seed did not reach it."""
+    saved: list[float | None]
+    """By seed: time saved over the fastest baseline at each target, mean over the targets; None if
+    it missed one that a baseline reached."""
+    saved_paper: list[float | None]
+    """The same over the fastest static batch or `cbs`, the baselines of arXiv 2604.26687."""
+    peak: float | None
+    """Largest saving at a target, of all seeds."""
+    worst: float | None
+    """Smallest."""
+    oracle_share: float | None
+    """Mean saving over that of the oracle."""
+    relayouts: float
+    """Changes of layout, median."""
+    resizes: float
+    """Changes of the batch, median."""
+
+    @property
+    def mean_saved(self) -> float | None:
+        """Mean of the seeds."""
+        return _mean(self.saved)
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Who did what."""
+
+    scenario: Scenario
+    """Of what."""
+    seeds: tuple[int, ...]
+    """Of the estimates' noise and the speeds' errors."""
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    """By contender, one for each seed."""
+    baselines: set[str] = field(default_factory=set)
+    """Names of the baselines."""
+    best: list[dict[str, Optimum]] = field(default_factory=list)
+    """The oracle's, by seed."""
+
+    def fastest(self, target: str, i: int, among: tuple[str, ...] = ("",)) -> float | None:
+        """Seconds of the fastest baseline at a target with the i-th seed, None without one.
+
+        Args:
+            target: name of a loss.
+            i: index of the seed.
+            among: beginnings of the names of those that count.
+        """
+        names = [name for name in self.baselines if name.startswith(among)]
+        times = [self.runs[name][i].times_s[target] for name in names]
+        return min((t for t in times if t is not None), default=None)
+
+    def _savings(self, name: str, i: int, among: tuple[str, ...] = ("",)) -> list[float | None]:
+        """By target that a baseline reached."""
+        found: list[float | None] = []
+        for target in self.scenario.targets:
+            base, own = self.fastest(target, i, among), self.runs[name][i].times_s[target]
+            if base is not None:
+                found.append(None if own is None else 1 - own / base)
+        return found
+
+    def oracle_saved(self, i: int) -> float:
+        """What the oracle saves over the fastest baseline, mean over the targets."""
+        found = []
+        for target in self.scenario.targets:
+            base = self.fastest(target, i)
+            if base is not None:
+                found.append(1 - self.best[i][target].seconds / base)
+        return statistics.fmean(found) if found else 0.0
+
+    def score(self, name: str) -> Score:
+        """One contender."""
+        runs = self.runs[name]
+        savings = [self._savings(name, i) for i in range(len(runs))]
+        means = [_mean(one) for one in savings]
+        single = [s for one in savings for s in one if s is not None]
+        oracle = statistics.fmean(self.oracle_saved(i) for i in range(len(runs)))
+        known = [m for m in means if m is not None]
+        share = None
+        if len(known) == len(means) and known and oracle > 0:
+            share = statistics.fmean(known) / oracle
+        times: dict[str, float | None] = {}
+        for target in self.scenario.targets:
+            reached = [t for run in runs if (t := run.times_s[target]) is not None]
+            times[target] = statistics.median(reached) if len(reached) == len(runs) else None
+        return Score(
+            name=name,
+            is_baseline=name in self.baselines,
+            times_s=times,
+            saved=means,
+            saved_paper=[_mean(self._savings(name, i, _PAPERS)) for i in range(len(runs))],
+            peak=max(single, default=None),
+            worst=min(single, default=None),
+            oracle_share=share,
+            relayouts=statistics.median(run.relayouts for run in runs),
+            resizes=statistics.median(run.resizes for run in runs),
+        )
+
+    def scores(self) -> list[Score]:
+        """All, in the order they ran."""
+        return [self.score(name) for name in self.runs]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types: the times of every seed, the first seed's changes."""
+        s = self.scenario
+        return {
+            "scenario": s.name,
+            "seeds": list(self.seeds),
+            "targets": s.targets,
+            "switch_cost_s": s.switch_cost_s,
+            "assumed_cost_s": s.prior_cost_s,
+            "truth": {"objective": s.truth.objective, "calibration": s.truth.calibration},
+            "speed_error": s.speed_error,
+            "oracle": [{t: vars(o) for t, o in one.items()} for one in self.best],
+            "oracle_saved": [self.oracle_saved(i) for i in range(len(self.seeds))],
+            "fastest_baseline_s": [
+                {t: self.fastest(t, i) for t in s.targets} for i in range(len(self.seeds))
+            ],
+            "contenders": {
+                score.name: {
+                    **vars(score),
+                    "mean_saved": score.mean_saved,
+                    "times_by_seed_s": [run.times_s for run in self.runs[score.name]],
+                    "steps": [run.steps for run in self.runs[score.name]],
+                    "changes": [vars(change) for change in self.runs[score.name][0].changes],
+                }
+                for score in self.scores()
+            },
+        }
+
+
+def compare(
+    scenario: Scenario,
+    who: Sequence[Contender],
+    *,
+    seeds: Sequence[int],
+    baselines: Sequence[Contender] = (),
+    done: Callable[[str], None] = lambda name: None,
+) -> Comparison:
+    """Runs everybody.
+
+    Args:
+        scenario: what it is of.
+        who: to run; baselines among them count as such.
+        seeds: of the estimates' noise and the speeds' errors.
+        baselines: to run besides.
+        done: told of every run.
+    """
+    result = Comparison(scenario=scenario, seeds=tuple(seeds))
+    everybody = {c.name: c for c in [*who, *baselines]}
+    for contender in everybody.values():
+        result.runs[contender.name] = []
+        if contender.is_baseline:
+            result.baselines.add(contender.name)
+        for seed in seeds:
+            result.runs[contender.name].append(simulate(scenario, contender, seed=seed))
+            done(contender.name)
+    for seed in seeds:
+        same = scenario.speed_error == 0 and result.best
+        result.best.append(result.best[0] if same else optima(scenario, seed))
+    return result

@@ -1,0 +1,119 @@
+"""Who runs against whom: every policy as the controller's flags, and where it starts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from copus_ext.config import CopusConfig
+from copus_ext.goodput.objectives import OBJECTIVES
+
+Start = Literal["small", "large"]
+SWITCH_RULES = ("forward", "paper")
+ORACLE = "oracle"
+
+
+class UnknownPolicy(ValueError):
+    """A name that means nothing; one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to run."""
+
+    name: str
+    """As shown."""
+    is_baseline: bool = False
+    """Whether it is one of the ways that people use or publish without changing the layout."""
+    batch: int | None = None
+    """Of a static batch, on the layout that is fastest with it; no controller."""
+    start: Start = "small"
+    """Layout to start from: the fastest of the first batch, or of the largest."""
+    flags: CopusConfig | None = None
+    """Of the controller."""
+
+
+def _flags(policy: str, **more: Any) -> CopusConfig:
+    values = {"copus": True, "copus_policy": policy, **more}
+    return CopusConfig(**values)  # pyright: ignore[reportArgumentType]
+
+
+def contenders(batches: Sequence[int], *, calibration: float = 2.0) -> dict[str, Contender]:
+    """Everybody, by name.
+
+    Args:
+        batches: grid of the scenario, ascending; the first is that of the first step.
+        calibration: c that the policies take for granted.
+    """
+    c: dict[str, Any] = {
+        "copus_calibration": calibration,
+        "copus_max_global_batch_size": batches[-1],
+    }
+    static = [Contender(name=f"static_{batch}", is_baseline=True, batch=batch) for batch in batches]
+    starts: tuple[Start, ...] = ("small", "large")
+    fixed = [
+        Contender(
+            name=f"{policy}_{start}", is_baseline=True, start=start, flags=_flags(policy, **c)
+        )
+        for policy in ("cbs", "norm_test", "doubling", "seesaw")
+        for start in starts
+    ]
+    ours = [
+        Contender(
+            name=f"adaptive_{objective}_{rule}",
+            flags=_flags(
+                "adaptive",
+                copus_objective=objective,
+                copus_switch_rule=rule,
+                copus_layouts="all",
+                **c,
+            ),
+        )
+        for objective, rule in itertools.product(OBJECTIVES, SWITCH_RULES)
+    ]
+    others = [
+        Contender(name="paper", flags=_flags("copus", copus_layouts="all", **c)),
+        Contender(name="cbs_layouts", flags=_flags("cbs", copus_layouts="all", **c)),
+        Contender(name="norm_test_layouts", flags=_flags("norm_test", copus_layouts="all", **c)),
+        *(
+            Contender(
+                name=f"no_layouts_{objective}_{start}",
+                start=start,
+                flags=_flags("adaptive", copus_objective=objective, **c),
+            )
+            for objective in ("copus", "goodput")
+            for start in starts
+        ),
+        Contender(
+            name="no_batches",
+            flags=_flags(
+                "adaptive",
+                copus_layouts="all",
+                copus_calibration=calibration,
+                copus_max_global_batch_size=batches[0],
+            ),
+        ),
+    ]
+    return {one.name: one for one in [*static, *fixed, *ours, *others]}
+
+
+def chosen(everybody: dict[str, Contender], names: Sequence[str] | None) -> list[Contender]:
+    """Some of them: by name, by the beginning of names (`static`, `adaptive`), or all.
+
+    Raises:
+        UnknownPolicy: nobody is called so.
+    """
+    if names is None:
+        return list(everybody.values())
+    found: dict[str, Contender] = {}
+    for name in names:
+        if name == ORACLE:
+            continue
+        own = {n: c for n, c in everybody.items() if n == name or n.startswith(f"{name}_")}
+        if not own:
+            known = sorted({n.split("_")[0] for n in everybody})
+            raise UnknownPolicy(f"{name} is unknown; use some of {', '.join(known)}, {ORACLE}")
+        found |= own
+    return list(found.values())

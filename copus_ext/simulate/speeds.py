@@ -1,0 +1,140 @@
+"""How fast every configuration of a scenario is, and what a run knows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from copus_ext.goodput.situation import Row
+from copus_ext.planner.search import Planner
+
+Layout4 = tuple[int, int, int, int]
+PROFILED_SD = 0.03
+"""Relative uncertainty of a row that was timed before the run."""
+_MEASURED_SD = 0.01
+_LAYOUTS = 8
+_ASKED = 400
+
+
+class NoSpeed(ValueError):
+    """No configuration of a batch; one line."""
+
+
+class Speeds:
+    """The fastest micro-batch of every layout and batch.
+
+    Args:
+        rows: as they are.
+        known: the same rows as a run knows them before it has used them; None: as they are.
+    """
+
+    def __init__(self, rows: Sequence[Row], known: Sequence[Row] | None = None) -> None:
+        self._true = {(row.layout, row.global_batch_size): row for row in rows}
+        self._known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
+        self.batches = sorted({row.global_batch_size for row in rows})
+        self.layouts = sorted({row.layout for row in rows})
+
+    def true(self, row: Row) -> Row:
+        """A configuration as it is."""
+        return self._true[row.layout, row.global_batch_size]
+
+    def at(self, layout: Layout4, batch: int) -> Row | None:
+        """A configuration as it is, None where there is none."""
+        return self._true.get((layout, batch))
+
+    def fastest(self, batch: int, layout: Layout4 | None = None) -> Row:
+        """The fastest of a batch, of a layout if given.
+
+        Raises:
+            NoSpeed: there is none.
+        """
+        rows = [r for (where, b), r in self._true.items() if b == batch]
+        rows = [r for r in rows if layout in (None, r.layout)]
+        if not rows:
+            raise NoSpeed(f"no layout can run a batch of {batch}")
+        return max(rows, key=lambda r: (r.samples_per_s, [-n for n in r.layout]))
+
+    def table(
+        self, batches: Sequence[int], used: Collection[tuple[Layout4, int]], layouts: Sequence
+    ) -> tuple[list[Row], dict[tuple[Layout4, int], int]]:
+        """Rows of some batches and layouts as a run knows them, and where each is.
+
+        Args:
+            batches: samples.
+            used: configurations that it has timed itself.
+            layouts: to choose from.
+        """
+        return _table(self, tuple(batches), frozenset(used), tuple(layouts))
+
+    def _rows(
+        self, batches: Sequence[int], used: Collection[tuple[Layout4, int]], layouts: Sequence
+    ) -> list[Row]:
+        rows = []
+        for batch in batches:
+            for layout in layouts:
+                key = layout, batch
+                if key in used:
+                    measured = {"relative_sd": _MEASURED_SD, "source": "measured"}
+                    rows.append(dataclasses.replace(self._true[key], **measured))
+                elif key in self._known:
+                    rows.append(self._known[key])
+        return rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(
+    speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple
+) -> tuple[list[Row], dict[tuple[Layout4, int], int]]:
+    rows = speeds._rows(batches, used, layouts)
+    return rows, {(row.layout, row.global_batch_size): i for i, row in enumerate(rows)}
+
+
+def planned(
+    planner: Planner,
+    batches: Sequence[int],
+    *,
+    error_sd: float = 0.0,
+    seed: int = 0,
+    known_sd: float | None = PROFILED_SD,
+) -> Speeds:
+    """What the planner predicts.
+
+    Args:
+        planner: of model and cluster; it may hold measured times.
+        batches: samples.
+        error_sd: true speeds are off the known ones by so much, alike for all batches of a layout.
+        seed: of these errors.
+        known_sd: relative uncertainty that the run takes its rows to have; None: the planner's.
+
+    Raises:
+        NoSpeed: nothing fits.
+    """
+    best: dict[tuple[Layout4, int], Row] = {}
+    for plan in planner.rank(list(batches), top=_ASKED):
+        for r in plan.ranked:
+            sd = r.prediction.step_rel_sd if known_sd is None else known_sd
+            row = Row.of(r.configuration, r.prediction.samples_per_s, sd, r.prediction.source)
+            best.setdefault((row.layout, row.global_batch_size), row)
+    if not best:
+        raise NoSpeed("no configuration of these batches fits on this cluster")
+    top = {b: max(r.samples_per_s for (_, own), r in best.items() if own == b) for _, b in best}
+    near = {
+        layout: max(
+            row.samples_per_s / top[b] for (where, b), row in best.items() if where == layout
+        )
+        for layout, _ in best
+    }
+    kept = sorted(near, key=lambda layout: (-near[layout], layout))[:_LAYOUTS]
+    known = [row for (layout, _), row in best.items() if layout in kept]
+    if not error_sd:
+        return Speeds(known)
+    draws = np.random.default_rng([seed, 0x5BEED]).standard_normal(len(kept))
+    factor = {layout: float(np.exp(error_sd * draw)) for layout, draw in zip(kept, draws)}
+    true = [
+        dataclasses.replace(row, samples_per_s=row.samples_per_s * factor[row.layout])
+        for row in known
+    ]
+    return Speeds(true, known)

@@ -1,0 +1,146 @@
+"""How gradient noise and loss go as training gets on: a power law, a file, or a run's journal.
+
+Progress is counted in samples of a run of small batches: those that it would have needed to get as
+far (`course.Truth` says how many a larger batch needs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from copus_ext.goodput.situation import Situation
+from copus_ext.journal import read_journal
+from copus_ext.perf.spec_file import read_json
+from copus_ext.simulate.course import Truth
+
+_LARGEST = 1e15
+
+
+class TrajectoryError(ValueError):
+    """A trajectory that cannot be used; one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """Noise scale and loss at some points; between them both are powers of the progress."""
+
+    progress: tuple[float, ...]
+    """Progress, samples, ascending and positive."""
+    phi: tuple[float, ...]
+    """Noise scale as it would be measured, samples."""
+    loss: tuple[float, ...] = ()
+    """Loss, falling; empty where it is not known."""
+
+    def __post_init__(self) -> None:
+        if len(self.progress) < 2 or len(self.phi) != len(self.progress):
+            raise TrajectoryError("progress and phi must be lists of one length, at least 2")
+        if self.loss and len(self.loss) != len(self.progress):
+            raise TrajectoryError("loss must be as long as progress, or left out")
+        for name in ("progress", "phi", "loss"):
+            if not all(_is_positive(value) for value in getattr(self, name)):
+                raise TrajectoryError(f"{name} must hold positive numbers")
+        if any(b <= a for a, b in zip(self.progress, self.progress[1:])):
+            raise TrajectoryError("progress must rise from point to point")
+
+    def phi_at(self, progress: Any) -> Any:
+        """The noise scale; beyond the ends it goes on as a power of the progress."""
+        return _power(progress, self.progress, self.phi)
+
+    @property
+    def end(self) -> float:
+        """Progress of the last point."""
+        return self.progress[-1]
+
+    def stretched(self, end: float) -> Trajectory:
+        """The same with every progress multiplied so that it ends there."""
+        factor = end / self.end
+        return replace(self, progress=tuple(p * factor for p in self.progress))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Trajectory:
+        """Inverse of `to_json`.
+
+        Raises:
+            TrajectoryError: something else.
+        """
+        if not isinstance(data, dict) or set(data) - {"progress", "phi", "loss"}:
+            raise TrajectoryError("it must be an object of progress, phi and, if known, loss")
+        lists = {name: data.get(name, []) for name in ("progress", "phi", "loss")}
+        if not all(isinstance(value, (list, tuple)) for value in lists.values()):
+            raise TrajectoryError("progress, phi and loss must be lists of numbers")
+        return cls(**{name: tuple(value) for name, value in lists.items()})
+
+
+def power_law(*, end: float, phi_end: float, exponent: float) -> Trajectory:
+    """phi = phi_end (progress / end)^exponent."""
+    start = end / 1e4
+    phi = phi_end * (start / end) ** exponent
+    return Trajectory(progress=(start, end), phi=(phi, phi_end))
+
+
+def from_journal(path: Path, truth: Truth) -> Trajectory:
+    """The noise scale that a run saw at its decisions. Its steps are turned into progress by a
+    truth; its losses are not in the journal.
+
+    Raises:
+        OSError: it cannot be read.
+        TrajectoryError: it holds less than two decisions with a noise scale.
+    """
+    progress, consumed = 0.0, 0
+    points: list[tuple[float, float]] = []
+    batch = 1
+    for record in read_journal(path):
+        if record["kind"] != "decision":
+            continue
+        try:
+            s = Situation.from_json(record["situation"])
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise TrajectoryError(f"a decision of another form: {error!r}") from error
+        phi = s.noise.phi_samples
+        batch = s.now.global_batch_size
+        if phi is None or not phi > 0 or s.consumed_samples <= consumed:
+            continue
+        new = s.consumed_samples - consumed
+        progress += new * float(truth.per_sample(batch, phi))
+        consumed = s.consumed_samples
+        points.append((progress, phi))
+    if len(points) < 2:
+        raise TrajectoryError("it holds less than two decisions with a noise scale")
+    return Trajectory(progress=tuple(p for p, _ in points), phi=tuple(x for _, x in points))
+
+
+def load(path: Path, truth: Truth) -> Trajectory:
+    """A file of `to_json`, or a journal.
+
+    Raises:
+        TrajectoryError: it is neither.
+    """
+    try:
+        if path.suffix == ".jsonl":
+            return from_journal(path, truth)
+        return Trajectory.from_json(read_json(path))
+    except (OSError, ValueError) as error:
+        raise TrajectoryError(f"{path}: {error}") from error
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and 0 < value < _LARGEST
+
+
+def _power(at: Any, x: Sequence[float], y: Sequence[float]) -> Any:
+    """Straight lines between points in logarithms, going on beyond the ends."""
+    at, lx, ly = np.log(np.asarray(at, dtype=float)), np.log(x), np.log(y)
+    i = np.clip(np.searchsorted(lx, at) - 1, 0, len(lx) - 2)
+    slope = (ly[i + 1] - ly[i]) / (lx[i + 1] - lx[i])
+    return np.exp(ly[i] + slope * (at - lx[i]))

@@ -1,0 +1,282 @@
+"""Runs on the virtual clock: what is claimed of them, and that nobody beats the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.goodput.situation import Row
+from copus_ext.journal import NAME, Journal, read_journal
+from copus_ext.noise.estimators import predicted_spread
+from copus_ext.simulate.compare import compare
+from copus_ext.simulate.contenders import contenders
+from copus_ext.simulate.course import Course, Truth
+from copus_ext.simulate.gauge import Gauge
+from copus_ext.simulate.oracle import optima, optimum
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import Scenario, preset, presets
+from copus_ext.simulate.speeds import Speeds
+from copus_ext.simulate.trajectory import Trajectory, TrajectoryError, from_journal, power_law
+
+pytestmark = pytest.mark.unit
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {"a": 2_000.0, "b": 8_000.0, "c": 15_000.0}
+
+
+def small(**values: Any) -> Scenario:
+    """A short run of few batches on a cluster where the fastest layout goes with the batch."""
+    trajectory = power_law(end=15_000.0, phi_end=values.pop("phi_end", 200.0), exponent=0.8)
+    known: dict[str, Any] = {
+        "batches": (16, 32, 64, 128),
+        "targets": SHORT,
+        "total_samples": 40_000,
+        "warmup_samples": 500,
+        "trajectory": trajectory,
+        "truth": Truth(calibration=2.0, reference_batch=16.0),
+        "switch_cost_s": 5.0,
+        "assumed_cost_s": 5.0,
+    }
+    return preset("8xh100-3b").change(**{**known, **values})
+
+
+def row(layout: tuple[int, int, int, int], batch: int, speed: float) -> Row:
+    sizes = dict(zip(("tp", "pp", "vpp", "dp"), layout))
+    return Row(
+        **sizes,
+        micro_batch_size=1,
+        global_batch_size=batch,
+        samples_per_s=speed,
+        relative_sd=0.0,
+        source="profiled",
+    )
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_can_be_run(name: str) -> None:
+    scenario = preset(name)
+    first = scenario.speeds().fastest(scenario.batches[0])
+    last = scenario.speeds().fastest(scenario.batches[-1])
+    assert last.samples_per_s > first.samples_per_s
+    assert list(scenario.targets.values()) == sorted(scenario.targets.values())
+
+
+def test_a_truth_is_the_curve_that_published_runs_follow() -> None:
+    truth = Truth(calibration=2.0)
+    for batch, phi in ((16, 10.0), (512, 100.0)):
+        assert truth.per_sample(batch, phi) == pytest.approx(1 / (1 + batch / (2 * phi)))
+    # With the rate that was chosen for the reference batch all of them agree there.
+    forms = [Truth(objective=o, reference_batch=16) for o in ("goodput", "copus", "lr_model")]
+    at = [float(form.per_sample(16, 50.0)) for form in forms]
+    assert at == pytest.approx([at[0]] * 3)
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_a_static_batch_takes_the_sum_of_its_intervals(batch: int) -> None:
+    scenario = small()
+    run = simulate(scenario, contenders(scenario.batches)[f"static_{batch}"], seed=0)
+    course, speed = scenario.course, scenario.speeds().fastest(batch).samples_per_s
+    for target, end in SHORT.items():
+        seconds = 0.0
+        for low, high, phi in zip(course.edges, course.edges[1:], course.phis):
+            share = max(min(high, end) - low, 0.0)
+            seconds += share * (1 + batch / (2 * phi)) / speed
+        assert run.times_s[target] == pytest.approx(seconds, rel=1e-12)
+
+
+def test_progress_does_not_depend_on_how_it_is_cut() -> None:
+    course = small().course
+    once = course.advance(32, 123.0, 5000.0)
+    parts = 123.0
+    for samples in (1.0, 999.0, 4000.0):
+        parts = course.advance(32, parts, samples)
+    assert parts == pytest.approx(once, rel=1e-12)
+    assert course.samples(32, once) - course.samples(32, 123.0) == pytest.approx(5000.0)
+
+
+def test_the_oracle_is_the_best_of_all_ways() -> None:
+    layouts = [(1, 1, 1, 4), (1, 4, 1, 1), (2, 2, 1, 1)]
+    random = np.random.default_rng(0)
+    for cost in (0.0, 3.0, 1e6):
+        speeds = Speeds(
+            [row(w, b, float(random.uniform(50, 100))) for w in layouts for b in (16, 64)]
+        )
+        scenario = small(switch_cost_s=cost, batches=(16, 64))
+        course = Course(
+            phi_at=scenario.trajectory.phi_at, truth=Truth(), end=16_000.0, num_intervals=6
+        )
+        scenario.__dict__["course"] = course
+        target = 15_000.0
+        ends = [*course.edges[1:-1], target]
+        lengths = [b - a for a, b in zip(course.edges, ends)]
+        best = min(
+            sum(
+                length
+                / max(
+                    float(course.truth.per_sample(b, phi)) * speeds.true(row(w, b, 1)).samples_per_s
+                    for b in (16, 64)
+                )
+                for length, phi, w in zip(lengths, course.phis, way)
+            )
+            + cost * sum(a != b for a, b in itertools.pairwise(way))
+            for way in itertools.product(layouts, repeat=len(lengths))
+        )
+        assert optimum(scenario, speeds, target).seconds == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("cost", [0.0, 5.0])
+@pytest.mark.parametrize("phi_end", [60.0, 2000.0])
+def test_nobody_beats_the_oracle(cost: float, phi_end: float) -> None:
+    scenario = small(switch_cost_s=cost, assumed_cost_s=cost or 1e-3, phi_end=phi_end)
+    best = optima(scenario)
+    for contender in contenders(scenario.batches).values():
+        run = simulate(scenario, contender, seed=1)
+        for target, seconds in run.times_s.items():
+            if seconds is not None:
+                assert seconds >= best[target].seconds * (1 - 1e-12), contender.name
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    who = contenders(small().batches)["adaptive_copus_forward"]
+    one, again = (simulate(small(), who, seed=3).to_json() for _ in range(2))
+    assert json.dumps(one) == json.dumps(again)
+    assert Gauge(3).read(50.0, 16, 4) == Gauge(3).read(50.0, 16, 4) != Gauge(4).read(50.0, 16, 4)
+
+
+def test_decisions_of_a_simulation_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = small()
+    who = contenders(scenario.batches)["adaptive_goodput_forward"]
+    run = simulate(scenario, who, seed=0, journal=Journal(tmp_path))
+    assert run.resizes and run.relayouts
+    records = list(read_journal(tmp_path / NAME))
+    assert len(records) == run.decisions
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    replay = __import__("replay")
+    sys.modules.pop("replay")
+    assert all(replay.replayed(record, {})[0] for record in records)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_noise_stands_still_so_does_the_batch(seed: int) -> None:
+    """With a flat table the worth `copus` is largest at Phi, here the first batch."""
+    scenario = small(trajectory=Trajectory(progress=(1.0, 1e6), phi=(8.0, 8.0)))
+    layout = (1, 1, 1, 8)
+    scenario._speeds[0] = Speeds([row(layout, b, 90.0) for b in scenario.batches])
+    run = simulate(scenario, contenders(scenario.batches)["adaptive_copus_forward"], seed=seed)
+    assert run.decisions > 20
+    assert len(run.changes) == 1
+
+
+def test_what_is_measured_has_the_spread_of_an_estimator() -> None:
+    phi, batch, groups = 400.0, 32, 16
+    gauge = Gauge(0)
+    drawn = [gauge.read(phi, batch, groups) for _ in range(20_000)]
+    g2, v = np.array([[e.g2, e.v] for e in drawn if e is not None]).T
+    expected = predicted_spread(
+        v=1.0,
+        along_gradient=1 / phi / gauge.dimension,
+        effective_dimension=gauge.dimension,
+        batch=batch,
+        group=batch / groups,
+        num_groups=groups,
+    )
+    assert abs(g2.mean() * phi - 1) < 4 * g2.std() * phi / len(g2) ** 0.5
+    assert abs(v.mean() - 1) < 4 * v.std() / len(v) ** 0.5
+    assert g2.var() == pytest.approx(expected.g2, rel=0.05)
+    assert v.var() == pytest.approx(expected.v, rel=0.05)
+    assert gauge.read(phi, batch, 1) is None
+
+
+def test_a_journal_gives_a_trajectory(tmp_path: Path) -> None:
+    found = from_journal(ROOT / "docs" / "results" / "act_run.journal.jsonl", Truth())
+    assert len(found.progress) == 17
+    assert found.phi[0] == pytest.approx(2.6064, rel=1e-3)
+    assert found.end < 12_000
+    again = Trajectory.from_json(json.loads(json.dumps(found.to_json())))
+    assert again == found
+    (tmp_path / "empty.jsonl").write_text('{"kind": "start"}\n')
+    with pytest.raises(TrajectoryError, match="two decisions"):
+        from_journal(tmp_path / "empty.jsonl", Truth())
+
+
+def test_errors_of_known_speeds_are_drawn_and_learned() -> None:
+    scenario = small(speed_error=0.2)
+    speeds = scenario.speeds(5)
+    exact = small().speeds()
+    known, where = speeds.table((16,), set(), speeds.layouts)
+    assert known == exact.table((16,), set(), speeds.layouts)[0]
+    used = speeds.layouts[0], 16
+    learned = speeds.table((16,), {used}, speeds.layouts)[0][where[used]]
+    assert learned.source == "measured"
+    assert learned.samples_per_s == speeds.true(learned).samples_per_s
+    assert learned.samples_per_s != exact.true(learned).samples_per_s
+
+
+def test_savings_are_over_the_fastest_baseline() -> None:
+    scenario = small()
+    everybody = contenders(scenario.batches)
+    who = [everybody[name] for name in ("static_16", "static_64", "adaptive_goodput_forward")]
+    result = compare(scenario, who, seeds=(0, 1))
+    name = "adaptive_goodput_forward"
+    score = result.score(name)
+    for i, saved in enumerate(score.saved):
+        times = {one: runs[i].times_s for one, runs in result.runs.items()}
+        base = [min(times[f"static_{b}"][t] or np.inf for b in (16, 64)) for t in SHORT]
+        own = [times[name][t] or np.inf for t in SHORT]
+        assert saved == pytest.approx(np.mean([1 - o / b for o, b in zip(own, base)]))
+    assert score.oracle_share is not None and score.oracle_share <= 1
+    json.dumps(result.to_json())
+
+
+@pytest.fixture(name="tool")
+def fixture_tool(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    yield __import__("simulate")
+    sys.modules.pop("simulate", None)
+
+
+def test_the_command_shows_a_table(tool, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--preset", "32xh100-32b", "--policies", "static_64", "--seeds", "1"]
+    assert tool.main([*flags, "--output", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "oracle" in text and "static_64 *" in text and "cbs_small *" in text
+    assert json.loads(out.read_text())["scenario"] == "32xh100-32b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        ([], 2, "give --preset"),
+        (["--preset", "nowhere"], 2, "known: "),
+        (["--preset", "8xh100-3b", "--policies", "magic"], 2, "magic is unknown"),
+        (["--preset", "8xh100-3b", "--seeds", "0"], 2, "--seeds 0"),
+        (["--preset", "8xh100-3b", "--switch-cost-s", "-1"], 2, "--switch-cost-s -1"),
+        (["--preset", "8xh100-3b", "--switch-cost-s", "nan"], 2, "--switch-cost-s nan"),
+        (["--preset", "8xh100-3b", "--trajectory", "FILE"], 5, "progress"),
+        (["--preset", "8xh100-3b", "--trajectory", "none.jsonl"], 5, "none.jsonl"),
+        (["--preset", "8xh100-3b", "--wrong"], 2, "--wrong"),
+    ],
+)
+def test_wrong_usage_gets_one_line(
+    tool, tmp_path: Path, capsys, flags: list[str], code: int, said: str
+) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text('{"progress": [2, 1], "phi": [1, 1]}')
+    assert tool.main([str(file) if flag == "FILE" else flag for flag in flags]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("simulate.py: error: ") and error.count("\n") == 1 and said in error
+
+
+def test_a_trajectory_is_stretched_to_the_preset() -> None:
+    scenario = small()
+    other = scenario.follow(Trajectory(progress=(1.0, 10.0), phi=(4.0, 40.0)))
+    assert other.trajectory.end == scenario.last
+    assert other.course.phi(scenario.last * 0.999) == pytest.approx(40.0, rel=0.02)
+    assert dataclasses.replace(other).targets == scenario.targets
