@@ -25,8 +25,6 @@ MIN_TIMED_STEPS = 5
 WINDOW_STEPS = 50
 """Steps before and after a change by which it is graded."""
 _CHANGES_KEPT = 100
-DECISION_STEPS = 20
-"""Steps between decisions if no interval is given."""
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
 

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.launch.messages import Ended, Plan, Presence
+from copus_ext.launch.say import say
 from copus_ext.reconfigure.checked import read_value
 from megatron.training.checkpoint_files import write_atomically
 
@@ -198,7 +198,7 @@ class Board:
     def _complain(self, line: str) -> None:
         if line != self._complaint:
             self._complaint = line
-            print(f"supervisor: {line}", file=sys.stderr, flush=True)
+            say(line)
 
 
 def _names(folder: Path) -> list[str]:

@@ -13,9 +13,10 @@ from typing import Any
 
 from copus_ext.launch.cause import Failure, root_of
 from copus_ext.launch.messages import Ended, Plan, shares_of
-from copus_ext.launch.node import TICK_S, Node, say
+from copus_ext.launch.node import TICK_S, Node
 from copus_ext.launch.options import Options
 from copus_ext.launch.progress import progress_of, saved_with
+from copus_ext.launch.say import say
 from copus_ext.launch.slurm_watch import SIGNAL_LEAD, watch_of
 from copus_ext.launch.stored import stored_arguments
 from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next

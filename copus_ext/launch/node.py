@@ -3,7 +3,6 @@ launch is a process of its own."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from copus_ext.launch.board import Board
 from copus_ext.launch.messages import Ended, Plan
 from copus_ext.launch.options import Options
+from copus_ext.launch.say import say
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.verdict import FAILED
 from copus_ext.launch.workers import Launch, Workers
@@ -21,11 +21,6 @@ TICK_S = 0.1
 _PLAN_LOOK_S = 0.5
 _LINGER_S = 60.0
 """Ranks that are left when the launch has ended well elsewhere are ended after so long."""
-
-
-def say(line: str) -> None:
-    """Prints a line for the operator."""
-    print(f"supervisor: {line}", file=sys.stderr, flush=True)
 
 
 class Node:

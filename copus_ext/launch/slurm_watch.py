@@ -13,7 +13,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 from copus_ext.goodput import costs
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.launch import slurm
+from copus_ext.launch.say import say as to_operator
 from megatron.training.control import STOP_FILE, TIME_LIMIT, write_stop
 from megatron.training.metrics import METRICS_FILE
 
@@ -220,7 +220,7 @@ class Watch:
         self.is_ending = False
         """Whether the job's time is up: no launch should follow."""
         self._job, self._run_dir, self._granted_s = job, run_dir, granted_s
-        self._say, self._clock = say or _to_stderr, clock
+        self._say, self._clock = say or to_operator, clock
         self._metrics, self._journal = Tail(run_dir / METRICS_FILE), Tail(run_dir / JOURNAL)
         self._next_look_s = self._next_ask_s = self._next_comment_s = -math.inf
         self._ends_s: float | None = None
@@ -331,10 +331,6 @@ class Watch:
         if topic not in self._said:
             self._said.add(topic)
             self._say(line)
-
-
-def _to_stderr(line: str) -> None:
-    print(f"supervisor: {line}", file=sys.stderr, flush=True)
 
 
 def watch_of(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 import types
 from pathlib import Path
 from typing import Protocol
 
+from copus_ext.launch.say import say
 from megatron.training.control import SIGNALLED, STOP_FILE, write_stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -81,16 +81,13 @@ class Stops:
                 if ranks is not None:
                     ranks.end()
             else:
-                print(
-                    f"supervisor: the run saves and stops; {signal.Signals(number).name} ends it "
-                    f"from {self._margin_s:g} s after the first signal on, Ctrl-C at once",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"the run saves and stops; {signal.Signals(number).name} ends it "
+                    f"from {self._margin_s:g} s after the first signal on, Ctrl-C at once"
                 )
 
     def _write(self) -> None:
         try:
             write_stop(self._run_dir, SIGNALLED)
         except OSError as error:
-            said = error.strerror or error
-            print(f"supervisor: {self._path} cannot be written: {said}", file=sys.stderr)
+            say(f"{self._path} cannot be written: {error.strerror or error}")

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 
 from copus_ext.launch.head import Head
-from copus_ext.launch.node import Follower, say
+from copus_ext.launch.node import Follower
 from copus_ext.launch.options import read_options
+from copus_ext.launch.say import say
 from megatron.training.errors import UsageError
 
 

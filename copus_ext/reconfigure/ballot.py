@@ -134,7 +134,7 @@ def _reaching(what: str) -> Iterator[None]:
         raise NoAnswer(f"{what}: {error}") from error
 
 
-class Watchdog:
+class Deadline:
     """Ends this process when a change of layout cannot: when it takes too long, when another rank
     is dead or has left, or when one has said no while this one waits for it in a collective that
     nothing can cancel.
@@ -169,7 +169,7 @@ class Watchdog:
         alone, after which it comes to the vote by itself."""
         self._topic = topic
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Deadline:
         """Starts to watch."""
         self._thread.start()
         return self

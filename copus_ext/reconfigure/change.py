@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.reconfigure import memory, verify
-from copus_ext.reconfigure.ballot import Ballot, Watchdog
+from copus_ext.reconfigure.ballot import Ballot, Deadline
 from copus_ext.reconfigure.group_store import GroupStore
 from copus_ext.reconfigure.held import (
     Held,
@@ -98,7 +98,7 @@ class Change:
         layout: Layout,
         settings: StepSettings,
         ballot: Ballot,
-        dog: Watchdog,
+        dog: Deadline,
     ) -> None:
         self.means, self.job, self.layout, self.settings = means, job, layout, settings
         self.ballot, self.dog = ballot, dog

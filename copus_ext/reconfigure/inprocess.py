@@ -20,13 +20,14 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.goodput import costs
-from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
+from copus_ext.reconfigure.ballot import Ballot, Deadline, NoAnswer
 from copus_ext.reconfigure.change import Change, Means
 from copus_ext.reconfigure.group_store import GroupStore
 from copus_ext.reconfigure.ownership import shape_of
 from copus_ext.reconfigure.phases import Outcome
 from copus_ext.reconfigure.route import Route, Routes
 from megatron.training.config import Config
+from megatron.training.control import STACKS
 from megatron.training.errors import Relaunch, UsageError
 from megatron.training.job import Job
 from megatron.training.layout import Layout
@@ -49,7 +50,7 @@ class Mover:
         sample: sum a sixteenth of the tensors instead of all.
         fault: called with the topic of each part of a phase as it begins (see `change`); a test's
             way to break it.
-        patience_s: see `Watchdog`; a rank counts as dead after three times as long.
+        patience_s: see `Deadline`; a rank counts as dead after three times as long.
         min_timeout_s: least seconds that a change may take before it counts as hung.
         prebuild: layouts whose groups are kept or built before they are needed.
     """
@@ -147,7 +148,7 @@ class Mover:
             world_size=dist.get_world_size(),
             timeout_s=timeout_s,
         )
-        dog = Watchdog(
+        dog = Deadline(
             ballot,
             deadline_s=2 * timeout_s,
             patience_s=self._patience_s,
@@ -180,7 +181,7 @@ class Mover:
     def _dump_stacks(self) -> None:
         if self._run_dir is None:
             return
-        path = self._run_dir / "stacks" / f"switch-{self._count}-rank{dist.get_rank()}.txt"
+        path = self._run_dir / STACKS / f"switch-{self._count}-rank{dist.get_rank()}.txt"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w") as file:

@@ -74,8 +74,8 @@ class BadSteps:
         found = self.add(info, bad=bad)
         where = info.iteration, info.consumed_samples
         if bad and self.in_a_row == 1:
-            reason = "the loss or the gradient is NaN or inf; the step is skipped"
-            job.tracker.event("alert", *where, alert="bad step", reason=reason)
+            line = "the loss or the gradient is NaN or inf; the step is skipped"
+            job.tracker.event("alert", *where, alert="bad step", line=line)
         if not found:
             return
         if job.checkpointer is not None:

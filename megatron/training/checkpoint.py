@@ -154,8 +154,7 @@ class Checkpointer:
         self.timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         agreed_save.register()
         self.pending: _Pending | None = None
-        # The first save starts a helper process that imports torch again; pay for that beside the
-        # first steps.
+        # The first save needs a helper process: started beside the first steps.
         self.warm_up = threading.Thread(target=start_helper, daemon=True)
         self.warm_up.start()
 

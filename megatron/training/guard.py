@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import os
+import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -34,9 +39,51 @@ def check_environment() -> None:
 
 def _core_version() -> str | None:
     try:
-        return importlib.import_module("megatron.core").__version__
+        return import_core().__version__
     except ImportError:
         return None
+
+
+def import_core() -> Any:
+    """Imports torch and megatron-core, the seconds that every start takes, and returns the latter.
+
+    megatron-core has torch compile its fused kernels. Where there is no GPU none of them is used,
+    so the compiler, which takes longer to load than torch itself, is left out. Does nothing where
+    megatron-core is imported already.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if "megatron.core" in sys.modules:
+        return sys.modules["megatron.core"]
+    with _no_collection():
+        torch: Any = importlib.import_module("torch")
+        if torch.cuda.is_available():
+            return importlib.import_module("megatron.core")
+        compiler, torch.compile = torch.compile, _as_it_is
+        try:
+            # Keeps the name, for parts that are imported later.
+            importlib.import_module("megatron.core.jit")
+        finally:
+            torch.compile = compiler
+        return importlib.import_module("megatron.core")
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Modules stay: looking for garbage among them finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def core_version_problem(version: str | None) -> str | None:

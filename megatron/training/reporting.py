@@ -94,7 +94,7 @@ class Reporter:
         )
         context.scalars.clear()
         context.step_fields.clear()
-        self._tell_of_slow_ranks(info)
+        self._tell_of_slow_ranks()
         if is_due:
             self._print(info, norm)
         self._look_at_checkpoints(info)
@@ -132,13 +132,9 @@ class Reporter:
         state = self.job.state
         self.job.tracker.event(kind, state.iteration, state.consumed_samples, **fields)
 
-    def _tell_of_slow_ranks(self, info: StepInfo) -> None:
-        line = self.job.rank_times.slow()
-        if line is not None:
-            where = info.iteration, info.consumed_samples
-            self.job.tracker.event("alert", *where, alert="slow rank", line=line)
-            if is_last_rank():
-                print(f"ALERT: {line}", flush=True)
+    def _tell_of_slow_ranks(self) -> None:
+        if (line := self.job.rank_times.slow()) is not None:
+            self.alert("slow rank", line)
 
     def _print(self, info: StepInfo, norm: float | None) -> None:
         losses = self.interval.losses

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -38,6 +39,36 @@ _ANSWER_S = 60.0
 _LOST = (OSError, EOFError)
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class ResultsQueue:
+    """The helper's queue as megatron-core uses it, but of bytes: to take the results themselves the
+    helper would have to import torch.
+
+    Args:
+        inner: of the helper.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.qsize = inner.qsize
+
+    @property
+    def helper(self) -> Any:
+        """The process of the helper."""
+        return self.inner._manager._process
+
+    def put(self, results: Any) -> None:
+        """Hands over what was written."""
+        self.inner.put(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        """Takes what was written.
+
+        Raises:
+            queue.Empty: nothing has come.
+        """
+        return pickle.loads(self.inner.get_nowait())
 
 
 class SaveProcess:
@@ -144,8 +175,7 @@ def _end_with_parent() -> None:
 
 
 def start_helper() -> None:
-    """Starts the process that collects results, unless there is one. Takes seconds: it imports
-    torch."""
+    """Starts the process that collects results, unless there is one."""
     with shielded_children():
         _helper()
 
@@ -171,10 +201,10 @@ def forget_results() -> None:
         start_helper()
 
 
-def _empty(helper: Any) -> None:
+def _empty(results: ResultsQueue) -> None:
     with contextlib.suppress(queue.Empty):
         while True:
-            helper.get_nowait()
+            results.get_nowait()
 
 
 def _ask(question: Callable[[], Any]) -> None:
@@ -197,11 +227,15 @@ def _ask(question: Callable[[], Any]) -> None:
 
 def _drop_helper() -> None:
     """Kills the helper first: letting go of one that is stopped would wait for it."""
-    helper: Any = filesystem_async._results_queue
-    if helper is not None:
-        helper._manager._process.kill()
+    results: Any = filesystem_async._results_queue
+    if results is not None:
+        results.helper.kill()
     filesystem_async._results_queue = None
 
 
-def _helper() -> Any:
-    return filesystem_async._get_write_results_queue()
+def _helper() -> ResultsQueue:
+    results: Any = filesystem_async._get_write_results_queue()
+    if not isinstance(results, ResultsQueue):
+        results = ResultsQueue(results)
+        filesystem_async._results_queue = results  # pyright: ignore[reportAttributeAccessIssue]
+    return results

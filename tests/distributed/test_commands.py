@@ -26,7 +26,8 @@ LOG_LINE = re.compile(
 
 def torchrun(flags: list[str], cwd: Path, nproc: int = 4) -> RanksResult:
     """Runs in a folder of its own, since the examples name relative places."""
-    return run_ranks([ROOT / "pretrain_gpt.py", *flags], nproc, timeout_s=300, cwd=cwd)
+    program = [ROOT / "pretrain_gpt.py", *flags]
+    return run_ranks(program, nproc, timeout_s=300, cwd=cwd, launcher="torchrun")
 
 
 @pytest.fixture(scope="module")

@@ -39,13 +39,13 @@ def program(tmp_path: Path) -> Path:
 
 
 def test_ranks_find_each_other(program: Path) -> None:
-    result = run_ranks(program, 2, timeout_s=120).check()
+    result = run_ranks(program, 2, timeout_s=120, launcher="torchrun").check()
     assert result.stdout.count("sum 2") == 2
 
 
 def test_a_hung_collective_shows_who_stays_away(program: Path) -> None:
     with pytest.raises(RanksHung) as hung:
-        run_ranks(program, 2, timeout_s=30, env={"HANG": "1"})
+        run_ranks(program, 2, timeout_s=30, env={"HANG": "1"}, launcher="torchrun")
     message = str(hung.value)
     assert message.count("sum 2") == 2
     assert "in stays_away" in message.split("stacks of rank1")[1]

@@ -82,6 +82,7 @@ def counter() -> Any:
 
 def main(output: Path) -> None:
     """Writes counted and predicted bytes of every case and rank."""
+    join()
     import numpy as np
     import torch.distributed as dist
 
@@ -90,7 +91,6 @@ def main(output: Path) -> None:
     from copus_ext.perf.model_spec import ModelSpec
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
 
-    join()
     world = dist.get_world_size()
     rows = []
     for number, (name, tp, pp, more) in enumerate(CASES):

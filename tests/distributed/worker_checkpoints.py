@@ -20,6 +20,7 @@ COMMON += ["--global-batch-size", "4"]
 
 def main(output: Path) -> None:
     """Writes for each pair the losses after the switch, and saves again what was loaded."""
+    join()
     import torch.distributed as dist
 
     from megatron.training.callbacks import Callback, CallbackContext
@@ -41,7 +42,6 @@ def main(output: Path) -> None:
             checkpointer.save(model, context.optimizer, context.scheduler, context.state)
             checkpointer.close()
 
-    join()
     result: dict[str, list[float]] = {}
     for layout in LAYOUTS:
         name = "-".join(map(str, layout))

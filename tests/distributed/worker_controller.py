@@ -25,6 +25,7 @@ DOUBLING = {
 
 def main(output: Path) -> None:
     """Writes what every run did."""
+    join()
     import torch.distributed as dist
 
     from copus_ext.config import CopusConfig
@@ -51,7 +52,6 @@ def main(output: Path) -> None:
                 raise ZeroDivisionError("a bug")
             return super()._situation(context)
 
-    join()
     results: dict[str, Any] = {}
 
     def record(name: str, more: list[str], controller: Any = None, folder: str = "") -> None:

@@ -53,6 +53,7 @@ def write_profile(path: Path, world_size: int) -> None:
 
 def main(output: Path) -> None:
     """Writes what every run did."""
+    join()
     import torch.distributed as dist
 
     from copus_ext.config import CopusConfig
@@ -85,7 +86,6 @@ def main(output: Path) -> None:
 
             self.moves.fault = fault
 
-    join()
     profile = output / "profile.jsonl"
     if dist.get_rank() == 0:
         write_profile(profile, dist.get_world_size())

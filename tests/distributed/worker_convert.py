@@ -192,9 +192,9 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
 
 def main(output: Path) -> None:
     """Writes the losses of every case, and the logits of every model."""
+    join()
     import torch.distributed as dist
 
-    join()
     losses = {name: go_on(output, name, case) for name, case in CASES.items()}
     if dist.get_rank() == 0:
         (output / "losses.json").write_text(json.dumps(losses))

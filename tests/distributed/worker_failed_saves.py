@@ -99,7 +99,7 @@ class Faults:
 
         def run(process: Any, request: Any, *, timeout_s: float) -> None:
             queue: Any = filesystem_async._results_queue
-            self.helper = queue._manager._process.pid
+            self.helper = queue.helper.pid
             buckets = request.async_fn_args[1] if request.async_fn_args else []
             is_hung = any(self.meets(bucket[0], "hung") for bucket in buckets)
             real(process, request, timeout_s=1.0 if is_hung else timeout_s)
@@ -148,13 +148,13 @@ def broken(faults: dict[int, tuple[str, int]], rank: int) -> Any:
 
 def main(output: Path) -> None:
     """Writes by case the error of each rank."""
+    join()
     import torch.distributed as dist
 
     from megatron.training.agree import everyone
     from megatron.training.errors import TrainingFailure
     from megatron.training.parallel import destroy_groups
 
-    join()
     told = {}
     for name, faults, steps, more in (
         ("sync", FAULTS, 30, []),

@@ -42,10 +42,10 @@ EVALUATION = "--eval-iters 2 --eval-interval 10 --log-params-norm --log-interval
 
 def main(output: Path) -> None:
     """Writes losses, gradient norms and resources of every case."""
+    join()
     import psutil
     import torch.distributed as dist
 
-    join()
     rows = []
     for number, (model, tp, pp, vpp, more) in enumerate(CASES):
         flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", "20"]

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.jobs import prepare
+
 
 def asking(wishes: dict[str, Any]) -> Any:
     """A callback that follows the wishes, with `asked`: whether to leave with 85."""
@@ -68,12 +70,11 @@ def asking(wishes: dict[str, Any]) -> Any:
 
 def main() -> int:
     """Trains; 85 to be started again."""
+    prepare()
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.errors import UsageError
-    from megatron.training.guard import set_process_defaults
     from megatron.training.pretrain import pretrain
 
-    set_process_defaults()
     try:
         config = resolve(parse_args(), int(os.environ["WORLD_SIZE"]))
         ask = asking(json.loads(os.environ["COPUS_TEST_ASK"]))

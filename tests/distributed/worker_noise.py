@@ -87,6 +87,7 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
 
 def main(output: Path) -> None:
     """Writes what was measured in every case."""
+    join()
     import torch
     import torch.distributed as dist
 
@@ -114,7 +115,6 @@ def main(output: Path) -> None:
             super().on_train_step_end(context)
             self.states.append(json.dumps(context.state.callbacks[STATE_KEY]))
 
-    join()
     result: dict[str, Any] = {}
 
     def record(name: str, flags: str, base: str = TINY, *, plain: bool = False, **how: Any) -> Any:

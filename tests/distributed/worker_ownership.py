@@ -121,6 +121,7 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
 
 def main(output: Path) -> None:
     """Writes, of every case, a row of each rank."""
+    join()
     import torch.distributed as dist
 
     from megatron.training.arguments import parse_args, resolve
@@ -128,7 +129,6 @@ def main(output: Path) -> None:
     from megatron.training.parallel import build_groups, destroy_groups
     from megatron.training.settle import settle
 
-    join()
     cases, before = [], None
     with use_device("cpu", local_rank=0, backend="gloo") as device:
         for tp, pp, vpp, model, more in CASES[dist.get_world_size()]:

@@ -19,9 +19,9 @@ BEFORE, AFTER = 3, 3
 
 def main(output: Path) -> None:
     """Writes the losses of an uninterrupted run and of resumed ones."""
+    join()
     import torch.distributed as dist
 
-    join()
     length = ["--train-iters", str(BEFORE + AFTER)]
     save = [*length, "--exit-interval", str(BEFORE), "--save", str(output / "saved")]
     load = [*length, "--load", str(output / "saved")]

@@ -60,6 +60,7 @@ def legal_configurations(world_size: int) -> list[Any]:
 
 def main(output: Path) -> None:
     """Writes what each configuration did."""
+    join()
     import torch.distributed as dist
 
     from copus_ext.perf.cluster_spec import preset
@@ -77,7 +78,6 @@ def main(output: Path) -> None:
             self.number = sum(p.numel() for chunk in chunks for p in chunk.parameters())
             self.stage = context.groups.pp.rank()
 
-    join()
     world = dist.get_world_size()
     rows = []
     for number, (configuration, point) in enumerate(legal_configurations(world)):

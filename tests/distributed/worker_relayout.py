@@ -95,6 +95,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def main(output: Path, names: list[str]) -> None:
     """Writes what every change did, and the losses around one."""
+    join()
     import psutil
     import torch.distributed as dist
 
@@ -154,7 +155,6 @@ def main(output: Path, names: list[str]) -> None:
                     }
                 )
 
-    join()
     results: dict[str, Any] = {}
     for name in names:
         base, layouts, goes_on = VARIANTS[name]

@@ -52,9 +52,9 @@ def changing(seen: list[Any]) -> Any:
 
 def main(output: Path) -> None:
     """Writes what every run did."""
+    join()
     import torch.distributed as dist
 
-    join()
     world = dist.get_world_size()
     record: dict[str, Any] = {}
     base = ["--train-samples", str(SAMPLES), "--weight-decay", "0.1", "--eval-iters", "0"]

@@ -21,6 +21,7 @@ SPOILT = 3
 
 def main(output: Path) -> None:
     """Writes the step records of every run, and what its watcher saw."""
+    join()
     import torch.distributed as dist
 
     from megatron.training import rank_times, step
@@ -59,7 +60,6 @@ def main(output: Path) -> None:
             self.sums.append(sum(p.double().abs().sum().item() for p in weights))
             self.lr_samples.append(context.state.lr_samples)
 
-    join()
     result: dict[str, Any] = {}
     language_model_loss = step.language_model_loss
 

@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.jobs import join, prepare
+
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3
 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
@@ -175,11 +177,9 @@ def many(output: Path) -> dict[str, Any]:
 
 def together(act: Any, output: Path) -> None:
     """Writes what an act of all ranks returns."""
+    join()
     import torch.distributed as dist
 
-    from tests.helpers.jobs import join
-
-    join()
     result = act(output)
     if dist.get_rank() == 0:
         (output / "result.json").write_text(json.dumps(result))
@@ -281,6 +281,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
             a topic of the way back, the topic where rank 0 starts it; `output`: folder.
         flags: of the run.
     """
+    prepare()
     import pretrain_gpt
     from copus_ext.reconfigure.inprocess import Mover
     from megatron.training.callbacks import Callback, CallbackContext

@@ -66,6 +66,7 @@ def state_of(records: list[Any], keys: list[str]) -> Any:
 
 def main(output: Path) -> None:
     """See above."""
+    join()
     import torch
     import torch.distributed as dist
 
@@ -74,7 +75,6 @@ def main(output: Path) -> None:
     from copus_ext.reconfigure.plan import make_plan
     from megatron.training.layout import Layout
 
-    join()
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]
     under_way: list[int] = []

@@ -184,9 +184,9 @@ def change_data(cases: Cases) -> None:
 
 def main(output: Path) -> None:
     """Writes by case what came of it."""
+    join()
     import torch.distributed as dist
 
-    join()
     cases = Cases(output)
     tamper_with_pickles(cases)
     tamper_with_objects(cases)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import io
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,11 +85,18 @@ def run(
     return steps_of(run_dir) if dist.get_rank() == 0 else []
 
 
-def join() -> None:
-    """Joins the world of the launcher on gloo, once per worker."""
-    from megatron.training.guard import set_process_defaults
+def prepare() -> None:
+    """Imports what every worker needs, as fast as `pretrain_gpt.py` does; before anything else."""
+    from megatron.training.guard import import_core, set_process_defaults
 
     set_process_defaults()
+    import_core()
+    atexit.register(gc.freeze)
+
+
+def join() -> None:
+    """Prepares a worker, and joins the world of the launcher on gloo."""
+    prepare()
     import torch
     import torch.distributed as dist
 

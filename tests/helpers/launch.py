@@ -77,7 +77,7 @@ def run_ranks(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    launcher: Launcher = "torchrun",
+    launcher: Launcher = "direct",
     ends_all: bool = True,
 ) -> RanksResult:
     """Runs a Python program on `nproc` ranks of this machine and waits for its end.
@@ -88,8 +88,8 @@ def run_ranks(
         timeout_s: seconds after which the ranks are hung.
         env: added to this process's environment.
         cwd: working directory, the repository by default.
-        launcher: `torchrun` as users start it, or `direct`: one process per rank, without the
-            seconds that torchrun's own imports cost, and with the true code of the first failure.
+        launcher: `direct`: one process per rank, without the seconds that torchrun's own imports
+            cost, and with the true code of the first failure; or `torchrun`, as users start it.
         ends_all: end all ranks when one has failed, as torchrun does; else each must end by itself.
 
     Raises:

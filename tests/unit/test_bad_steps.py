@@ -11,31 +11,14 @@ import pytest
 
 from megatron.training import checkpoint_files as files
 from megatron.training.bad_steps import MAX_IN_A_ROW, WINDOW, BadSteps, explain, is_bad
-from megatron.training.settings import StepInfo
-
-
-def step(iteration: int = 1, **changes: Any) -> StepInfo:
-    values: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_samples": 8 * iteration,
-        "global_batch_size": 8,
-        "micro_batch_size": 2,
-        "num_microbatches": 4,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "num_zeros": None,
-        "learning_rate": 1e-3,
-        "updated": True,
-        "elapsed_s": 0.5,
-    }
-    return StepInfo(**{**values, **changes})
+from tests.helpers.steps import step_info
 
 
 def ends(bad: set[int], steps: int) -> list[int]:
     """The iteration after which a run ends, and the bad steps it is ended for."""
     watch = BadSteps()
     for i in range(1, steps + 1):
-        found = watch.add(step(i), bad=i in bad)
+        found = watch.add(step_info(i), bad=i in bad)
         if found:
             return [i, *(s.iteration for s in found)]
     return []
@@ -55,7 +38,7 @@ def ends(bad: set[int], steps: int) -> list[int]:
 def test_an_overflow_is_no_fault_while_the_scale_can_fall(
     changes: dict[str, Any], can_lower_scale: bool, bad: bool
 ) -> None:
-    assert is_bad(step(**changes), can_lower_scale=can_lower_scale) is bad
+    assert is_bad(step_info(**changes), can_lower_scale=can_lower_scale) is bad
 
 
 def test_ten_in_a_row_end_a_run_and_nine_do_not() -> None:
@@ -75,7 +58,7 @@ def test_one_in_a_hundred_ends_a_run_that_has_done_a_thousand_steps() -> None:
 
 def test_the_last_good_checkpoint_is_the_one_before_the_first_bad_step(tmp_path: Path) -> None:
     config: Any = SimpleNamespace(checkpoint=SimpleNamespace(save=str(tmp_path)))
-    bad = [step(i) for i in (41, 42, 43)]
+    bad = [step_info(i) for i in (41, 42, 43)]
     assert "no checkpoint is saved" in explain(bad, config)
     for iteration in (30, 40, 42):
         folder = files.begin(tmp_path, iteration)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from copus_ext.reconfigure.ballot import Ballot, NoAnswer, Watchdog
+from copus_ext.reconfigure.ballot import Ballot, Deadline, NoAnswer
 
 RANKS = 3
 
@@ -62,7 +62,7 @@ def test_rank_zero_tells() -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(refused: bool) -> None:
     votes, reasons = ballots(timeout_s=0.1), []
-    with Watchdog(
+    with Deadline(
         votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
     ) as dog:
         dog.entering("build")
@@ -75,7 +75,7 @@ def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(refused: bool
 
 def test_the_watchdog_keeps_the_deadline() -> None:
     votes, reasons = ballots(), []
-    with Watchdog(votes[0], deadline_s=0.3, patience_s=9, silence_s=9, on_expire=reasons.append):
+    with Deadline(votes[0], deadline_s=0.3, patience_s=9, silence_s=9, on_expire=reasons.append):
         time.sleep(0.6)
     assert reasons == ["not done after 0 s"]
 
@@ -92,7 +92,7 @@ def test_nothing_is_left_of_old_votes() -> None:
 
 def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no() -> None:
     votes, reasons = ballots(timeout_s=0.1), []
-    with Watchdog(
+    with Deadline(
         votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
     ) as dog:
         dog.entering("build")
@@ -107,7 +107,7 @@ def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no() -> None
 def test_a_silent_rank_is_dead_unless_its_change_is_over(leaves: bool) -> None:
     votes, reasons = ballots(), []
     votes[1].beat()
-    with Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=0.6, on_expire=reasons.append):
+    with Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=0.6, on_expire=reasons.append):
         time.sleep(0.3)
         if leaves:
             votes[1].beat(leaves=True)
@@ -119,7 +119,7 @@ def test_a_silent_rank_is_dead_unless_its_change_is_over(leaves: bool) -> None:
 def test_a_rank_that_is_there_is_not_missed() -> None:
     votes, reasons = ballots(), []
     both = [
-        Watchdog(votes[r], deadline_s=60, patience_s=60, silence_s=1.5, on_expire=reasons.append)
+        Deadline(votes[r], deadline_s=60, patience_s=60, silence_s=1.5, on_expire=reasons.append)
         for r in (0, 1)
     ]
     with both[0], both[1]:
@@ -129,7 +129,7 @@ def test_a_rank_that_is_there_is_not_missed() -> None:
 
 def test_when_a_rank_has_left_the_others_leave() -> None:
     votes, reasons = ballots(), []
-    with Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append):
+    with Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append):
         votes[2].give_up()
         time.sleep(0.7)
     assert reasons == ["another rank has left"]
@@ -144,7 +144,7 @@ class Broken:
 
 def test_a_store_that_is_gone_is_no_answer() -> None:
     votes, reasons = ballots(), []
-    dog = Watchdog(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append)
+    dog = Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append)
     dog._own._store = votes[0]._store = Broken()
     with pytest.raises(NoAnswer, match=r"vote on 'a'.*connection reset"):
         votes[0].vote("a", None)

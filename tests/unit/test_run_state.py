@@ -21,9 +21,9 @@ from megatron.training.flops import training_flops_per_sample
 from megatron.training.initialise import weight_std
 from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
 from megatron.training.reporting import _Interval
-from megatron.training.settings import StepInfo
 from megatron.training.state import TrainState
 from megatron.training.tracker import NullTracker
+from tests.helpers.steps import step_info
 
 
 def test_state_counts_and_survives_json() -> None:
@@ -151,23 +151,6 @@ def test_an_apex_that_breaks_on_import_is_named(
         guard.check_environment()
 
 
-def step_info(**changes: Any) -> StepInfo:
-    values: dict[str, Any] = {
-        "iteration": 1,
-        "consumed_samples": 8,
-        "global_batch_size": 8,
-        "micro_batch_size": 2,
-        "num_microbatches": 4,
-        "loss": 2.0,
-        "grad_norm": 1.0,
-        "num_zeros": None,
-        "learning_rate": 1e-3,
-        "updated": True,
-        "elapsed_s": 0.5,
-    }
-    return StepInfo(**{**values, **changes})
-
-
 class Events(NullTracker):
     def __init__(self) -> None:
         self.iterations: list[int] = []
@@ -199,7 +182,8 @@ def test_a_checkpoint_older_than_two_intervals_is_told_once_an_interval(
 
 def test_the_mean_loss_is_that_of_the_steps_taken() -> None:
     interval = _Interval()
-    for changes in ({}, {"loss": 4.0}, {"loss": 1e9, "updated": False}):
+    steps: list[dict[str, Any]] = [{}, {"loss": 4.0}, {"loss": 1e9, "updated": False}]
+    for changes in steps:
         interval.add(step_info(**changes))
     interval.add(step_info(loss=math.nan, updated=False))
     assert interval.losses == [2.0, 4.0]

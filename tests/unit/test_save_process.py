@@ -20,7 +20,7 @@ def test_a_helper_that_is_stopped_counts_as_gone(monkeypatch: pytest.MonkeyPatch
     try:
         for settle in (save_process._helper_answers, save_process.forget_results):
             save_process.start_helper()
-            process = save_process._helper()._manager._process
+            process = save_process._helper().helper
             os.kill(process.pid, signal.SIGSTOP)
             assert settle() is not True
             process.join(10.0)
@@ -31,12 +31,12 @@ def test_a_helper_that_is_stopped_counts_as_gone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_helper_that_dies_late_is_an_error_that_others_are_told_of(tmp_path: Path) -> None:
     agreed_save.register()
-    writer = FileSystemWriterAsync(tmp_path)
+    writer: Any = FileSystemWriterAsync(tmp_path)
     save_process.start_helper()
     writer.write_buckets, writer.results_queue = [], save_process._helper()
     save_process._drop_helper()
     results: Any = writer.results_queue
-    results._manager._process.join(10.0)
+    results.helper.join(10.0)
     assert _is_wrapped_exception(writer.retrieve_write_results())
 
 
