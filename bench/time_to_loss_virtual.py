@@ -26,8 +26,11 @@ FIRST_SEED = 100
 """Those below were looked at while the simulator was built."""
 GOAL_SAVED, GOAL_SHARE = 0.10, 0.90
 DEFAULT = "adaptive_copus_forward"
-ALSO_C8 = ("cbs_small", "cbs_large", "adaptive_copus_forward", "adaptive_goodput_forward")
-"""Run with c = 8, too; the others believe 2."""
+BELIEVED = (0.5, 1.0, 4.0, 8.0, 16.0)
+"""What some believe c to be; the others believe 2."""
+BELIEVERS = ("adaptive_copus_forward", "adaptive_goodput_forward")
+STRONG = ("cbs_small", "cbs_large")
+"""Baselines that also run with c = 8."""
 JOURNAL = RESULTS / "act_run.journal.jsonl"
 SHOWN = (
     DEFAULT,
@@ -53,12 +56,13 @@ def others(name: str) -> dict[str, Callable[[Any], Any]]:
         "c is 1": lambda s: s.recalibrated(1.0),
         "c is 2": lambda s: s.recalibrated(2.0),
         "c is 4": lambda s: s.recalibrated(4.0),
+        "c is 8": lambda s: s,
         "c is 16": lambda s: s.recalibrated(16.0),
         "c is 32": lambda s: s.recalibrated(32.0),
         "truth lr_model": truth("lr_model"),
         "truth copus": truth("copus"),
         "speeds known to 10 %": lambda s: s.change(speed_error=0.1, known_sd=0.1),
-        "rows taken as sure to 1 %": lambda s: s.change(known_sd=0.01),
+        "speeds taken as sure": lambda s: s.change(known_sd=0.0),
         "a change takes 5 s": lambda s: s.change(switch_cost_s=5.0),
         "a change takes a restart": lambda s: s.change(switch_cost_s=float(RESTART_S[name])),
         "noise of a measured run": lambda s: s.follow(load(JOURNAL, s.truth)),
@@ -71,10 +75,13 @@ def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: lis
     from copus_ext.simulate.contenders import contenders
 
     everybody = contenders(scenario.batches)
-    for name in ALSO_C8:
-        other = contenders(scenario.batches, calibration=8.0)[name]
-        everybody[f"{name}_c8"] = dataclasses.replace(other, name=f"{name}_c8")
-    who = [c for c in everybody.values() if names is None or c.name in names]
+    more = [(name, c) for name in BELIEVERS for c in BELIEVED]
+    for name, c in [*more, *((name, 8.0) for name in STRONG)]:
+        other = contenders(scenario.batches, calibration=c)[name]
+        new = f"{name}_c{c:g}"
+        everybody[new] = dataclasses.replace(other, name=new)
+    usual = {*contenders(scenario.batches), *SHOWN}
+    who = [c for n, c in everybody.items() if n in (usual if names is None else names)]
     baselines = [c for c in everybody.values() if c.is_baseline]
     began = time.perf_counter(), time.process_time()
     result = compare(scenario, who, seeds=seeds, baselines=baselines)
@@ -82,6 +89,12 @@ def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: lis
     counted[1] += time.perf_counter() - began[0]
     counted[2] += time.process_time() - began[1]
     return result
+
+
+def shown(results: dict[str, Any]) -> list[str]:
+    """Those that ran, without the baselines."""
+    one = next(iter(results.values()))
+    return [name for name in one.runs if name not in one.baselines]
 
 
 def line(result: Any, name: str) -> str:
@@ -163,7 +176,9 @@ def main() -> int:
     varied: dict[str, dict[str, Any]] = {}
     for name in papers:
         for what, change in others(name).items():
-            result = run(change(preset(name)), seeds[:1], SHOWN, counted)
+            believers = tuple(f"{b}_c{c:g}" for b in BELIEVERS for c in BELIEVED)
+            names = SHOWN + believers if what in ("c is 2", "c is 8", "c is 32") else SHOWN
+            result = run(change(preset(name)), seeds[:1], names, counted)
             varied.setdefault(what, {})[name] = result
             print(f"{name}, {what}: oracle saves {100 * result.oracle_saved(0):.1f} %")
             for policy in SHOWN:
@@ -174,7 +189,8 @@ def main() -> int:
         "goals": {"saved": GOAL_SAVED, "oracle_share": GOAL_SHARE, "default": DEFAULT},
         "paper_clusters": about,
         "otherwise": {
-            what: {name: judged(some, name) for name in SHOWN} for what, some in varied.items()
+            what: {name: judged(some, name) for name in shown(some)}
+            for what, some in varied.items()
         },
         "runs": counted[0],
         "runs_per_minute": 60 * counted[0] / counted[1],

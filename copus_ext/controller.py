@@ -15,7 +15,7 @@ from copus_ext import rules as flags_to_rules
 from copus_ext.config import CopusConfig
 from copus_ext.goodput import costs, policies
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import DECISION_STEPS, History, key_of, new_record
+from copus_ext.goodput.history import History, key_of, new_record
 from copus_ext.goodput.rates import Ramp
 from copus_ext.goodput.situation import Decision, Situation
 from copus_ext.goodput.summary import decision_line
@@ -261,15 +261,18 @@ class Controller(Callback):
         """Whether to decide after this step."""
         step = context.step
         assert step is not None
-        samples = DECISION_STEPS * step.global_batch_size
-        if self.flags.copus_interval is not None:
-            samples = self.flags.copus_interval / context.config.batch.seq_length
+        record = self.ledger.history.record
+        samples = flags_to_rules.samples_to_decision(
+            self.flags,
+            context.config,
+            step.global_batch_size,
+            is_first=not record["num_decisions"],
+        )
         return self.ledger.history.is_due(
             consumed_samples=step.consumed_samples,
             batch=context.state.settings.global_batch_size or step.global_batch_size,
             scheduled=self._scheduled(context),
             every_samples=samples,
-            may_relayout=self.rules.relayout,
         )
 
     def _scheduled(self, context: CallbackContext) -> int | None:

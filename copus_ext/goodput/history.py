@@ -25,11 +25,6 @@ MIN_TIMED_STEPS = 5
 WINDOW_STEPS = 50
 """Steps before and after a change by which it is graded."""
 _CHANGES_KEPT = 100
-DECISION_STEPS = 20
-"""Steps between decisions if no interval is given."""
-_FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
-"""Before the first where layouts may change: from then on the present one's speed is known, and of
-configurations of the present batch nothing else needs to be."""
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
 
@@ -146,7 +141,6 @@ class History:
         batch: int,
         scheduled: int | None,
         every_samples: float,
-        may_relayout: bool,
     ) -> bool:
         """Whether to decide after a step.
 
@@ -155,12 +149,9 @@ class History:
             batch: of the next step.
             scheduled: batch that a policy asks for by the position in the run alone.
             every_samples: samples between two decisions.
-            may_relayout: whether the layout may change.
         """
         if scheduled not in (None, batch, self.record["answered_batch"]):
             return True
-        if may_relayout and not self.record["num_decisions"]:
-            every_samples = min(every_samples, _FIRST_STEPS * batch)
         return consumed_samples - self.record["last_decision_samples"] >= every_samples
 
     def decided(self, decision: Decision, *, consumed_samples: int) -> None:

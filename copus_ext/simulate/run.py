@@ -9,20 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from copus_ext import rules as flags_to_rules
-from copus_ext.config import CopusConfig
 from copus_ext.goodput import policies
 from copus_ext.goodput.costs import Costs
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import (
-    DECISION_STEPS,
     MIN_TIMED_STEPS,
     WARM_UP_STEPS,
     History,
     key_of,
     new_record,
 )
-from copus_ext.goodput.rates import Ramp, RateRules
-from copus_ext.goodput.situation import Decision, Row, Rules
+from copus_ext.goodput.rates import Ramp
+from copus_ext.goodput.situation import Decision
 from copus_ext.goodput.standing import standing
 from copus_ext.journal import Journal
 from copus_ext.noise.observer import CONTROL, NoiseObserver
@@ -146,7 +144,7 @@ class _Runner:
         self.clock_s = self.progress = 0.0
         self.consumed = 0
         self.out = Run(name=contender.name, times_s=dict.fromkeys(scenario.targets))
-        self.rules, self.rates = _rules(scenario, self.flags, self.row)
+        self._enter_layout()
         self.lr_factor = self.rates.lr_factor(first)
         self._note()
 
@@ -213,20 +211,21 @@ class _Runner:
 
     def _is_due(self) -> bool:
         batch = self.row.global_batch_size
+        samples = flags_to_rules.samples_to_decision(
+            self.flags, self.config, batch, is_first=not self.history.record["num_decisions"]
+        )
         return self.history.is_due(
             consumed_samples=self.consumed,
             batch=batch,
             scheduled=self._scheduled(),
-            every_samples=DECISION_STEPS * batch,
-            may_relayout=self.rules.relayout,
+            every_samples=samples,
         )
 
     def _decide(self) -> None:
         s, record = self.scenario, self.history.record
         batches = flags_to_rules.batches_to_weigh(self.rules, self.row.global_batch_size)
-        own = [self.row.layout]
-        layouts = self.speeds.layouts if self.rules.relayout else own
-        rows, where = self.speeds.table(batches, self.used, layouts)
+        layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
+        rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         done = min(self.consumed / s.total_samples, 1.0)
         situation = standing(
             self.rules,
@@ -294,8 +293,24 @@ class _Runner:
         )
         self.row = to
         if decision.kind == "relayout":
-            self.rules, self.rates = _rules(self.scenario, self.flags, to)
+            self._enter_layout()
         self._note()
+
+    def _enter_layout(self) -> None:
+        """Rules of decisions and of rates under the present layout, from the flags as in a real
+        run."""
+        s, row = self.scenario, self.row
+        self.config: Any = SimpleNamespace(
+            batch=SimpleNamespace(
+                seq_length=s.seq_length,
+                initial_global_batch_size=s.batches[0],
+                step_batch_size_schedule=None,
+            ),
+            layout=Layout(tp=row.tp, pp=row.pp, vpp=row.vpp, dp=row.dp),
+            optim=SimpleNamespace(adam_beta2=s.beta2),
+        )
+        self.rules = flags_to_rules.rules_of(self.flags, self.config)
+        self.rates = flags_to_rules.rate_rules_of(self.flags, self.config)
 
     def _note(self) -> None:
         self._key = key_of(
@@ -310,18 +325,3 @@ class _Runner:
                 layout=str(self.row.as_layout),
             )
         )
-
-
-def _rules(scenario: Scenario, flags: CopusConfig, row: Row) -> tuple[Rules, RateRules]:
-    """Rules of decisions and of rates under a layout, from the flags as in a real run."""
-    first = scenario.batches[0]
-    batch = SimpleNamespace(
-        seq_length=scenario.seq_length,
-        initial_global_batch_size=first,
-        step_batch_size_schedule=None,
-    )
-    layout = Layout(tp=row.tp, pp=row.pp, vpp=row.vpp, dp=row.dp)
-    config: Any = SimpleNamespace(
-        batch=batch, layout=layout, optim=SimpleNamespace(adam_beta2=scenario.beta2)
-    )
-    return flags_to_rules.rules_of(flags, config), flags_to_rules.rate_rules_of(flags, config)

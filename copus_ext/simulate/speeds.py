@@ -12,9 +12,13 @@ from copus_ext.goodput.situation import Row
 from copus_ext.planner.search import Planner
 
 Layout4 = tuple[int, int, int, int]
+Key = tuple[Layout4, int]
 PROFILED_SD = 0.03
-"""Relative uncertainty of a row that was timed before the run."""
+"""Relative uncertainty of a row that was timed before the run over one of another layout."""
 _MEASURED_SD = 0.01
+"""Of two rows that the run has timed itself."""
+_SAME_LAYOUT = 1 / 3
+"""Part of it that two batches of one layout have against each other."""
 _LAYOUTS = 8
 _ASKED = 400
 
@@ -58,7 +62,11 @@ class Speeds:
         return max(rows, key=lambda r: (r.samples_per_s, [-n for n in r.layout]))
 
     def table(
-        self, batches: Sequence[int], used: Collection[tuple[Layout4, int]], layouts: Sequence
+        self,
+        batches: Sequence[int],
+        used: Collection[tuple[Layout4, int]],
+        layouts: Sequence,
+        now: Row,
     ) -> tuple[list[Row], dict[tuple[Layout4, int], int]]:
         """Rows of some batches and layouts as a run knows them, and where each is.
 
@@ -66,29 +74,37 @@ class Speeds:
             batches: samples.
             used: configurations that it has timed itself.
             layouts: to choose from.
+            now: present one, over whose speed the others are uncertain.
         """
-        return _table(self, tuple(batches), frozenset(used), tuple(layouts))
+        present = now.layout, now.global_batch_size
+        return _table(self, tuple(batches), frozenset(used), tuple(layouts), present)
+
+    def _row(self, key: Key, used: Collection[Key], present: Key) -> Row:
+        """One configuration as a run knows it."""
+        row, source = self._known[key], self._known[key].source
+        sd = row.relative_sd * (_SAME_LAYOUT if key[0] == present[0] else 1.0)
+        if key in used:
+            row, source = self._true[key], "measured"
+            sd = _MEASURED_SD if present in used else sd
+        sd = 0.0 if key == present else sd
+        return dataclasses.replace(row, relative_sd=sd, source=source)
 
     def _rows(
-        self, batches: Sequence[int], used: Collection[tuple[Layout4, int]], layouts: Sequence
+        self,
+        batches: Sequence[int],
+        used: Collection[Key],
+        layouts: Sequence[Layout4],
+        present: Key,
     ) -> list[Row]:
-        rows = []
-        for batch in batches:
-            for layout in layouts:
-                key = layout, batch
-                if key in used:
-                    measured = {"relative_sd": _MEASURED_SD, "source": "measured"}
-                    rows.append(dataclasses.replace(self._true[key], **measured))
-                elif key in self._known:
-                    rows.append(self._known[key])
-        return rows
+        keys = [(layout, batch) for batch in batches for layout in layouts]
+        return [self._row(key, used, present) for key in keys if key in self._known]
 
 
 @functools.lru_cache(maxsize=4096)
 def _table(
-    speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple
-) -> tuple[list[Row], dict[tuple[Layout4, int], int]]:
-    rows = speeds._rows(batches, used, layouts)
+    speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple, present: Key
+) -> tuple[list[Row], dict[Key, int]]:
+    rows = speeds._rows(batches, used, layouts, present)
     return rows, {(row.layout, row.global_batch_size): i for i, row in enumerate(rows)}
 
 

@@ -209,10 +209,12 @@ def test_errors_of_known_speeds_are_drawn_and_learned() -> None:
     scenario = small(speed_error=0.2)
     speeds = scenario.speeds(5)
     exact = small().speeds()
-    known, where = speeds.table((16,), set(), speeds.layouts)
-    assert known == exact.table((16,), set(), speeds.layouts)[0]
+    now = speeds.fastest(16)
+    known, where = speeds.table((16,), set(), speeds.layouts, now)
+    assert known == exact.table((16,), set(), speeds.layouts, now)[0]
+    assert known[where[now.layout, 16]].relative_sd == 0.0
     used = speeds.layouts[0], 16
-    learned = speeds.table((16,), {used}, speeds.layouts)[0][where[used]]
+    learned = speeds.table((16,), {used}, speeds.layouts, now)[0][where[used]]
     assert learned.source == "measured"
     assert learned.samples_per_s == speeds.true(learned).samples_per_s
     assert learned.samples_per_s != exact.true(learned).samples_per_s
