@@ -135,12 +135,7 @@ class History:
         return self.record["since_change"] if self.record["num_changes"] else None
 
     def is_due(
-        self,
-        *,
-        consumed_samples: int,
-        batch: int,
-        scheduled: int | None,
-        every_samples: float,
+        self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float
     ) -> bool:
         """Whether to decide after a step.
 
