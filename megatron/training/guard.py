@@ -57,7 +57,7 @@ def import_core() -> Any:
     if "megatron.core" in sys.modules:
         return sys.modules["megatron.core"]
     with _no_collection():
-        torch = importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
         if torch.cuda.is_available():
             return importlib.import_module("megatron.core")
         compiler, torch.compile = torch.compile, _as_it_is
