@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
 --eval-interval 100000 --log-interval 20 --copus --copus-mode act"""
 """The rest of the flags of scripts/quickstart.sh."""
-DEVICE, PORT = "slow0", "29500"
+PORT = "29500"
 KINDS = {
     "all": ["--copus-layouts", "all"],
     "told": ["--copus-layouts", "all", "--copus-cluster", "CLUSTER"],
@@ -45,63 +44,10 @@ KINDS = {
 _MOST_S = 3600.0
 
 
-def why_not() -> str:
-    """Why two nodes cannot be emulated here; empty if they can."""
-    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
-    if missing:
-        return f"this needs {', '.join(missing)} (iproute2, util-linux)"
-    if os.geteuid():
-        return "this needs root, for network namespaces: run it with sudo"
-    if len(os.sched_getaffinity(0)) < 2:
-        return "this needs two cores, one for each node"
-    name = f"copus{os.getpid()}t"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"this needs network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return ""
-
-
-def _command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
-
-
-@contextlib.contextmanager
-def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces with a link of some rate between them.
-
-    A guard waits for the end of this process, however it ends, and then ends what runs in them and
-    takes them away.
-    """
-    names = f"copus{os.getpid()}a", f"copus{os.getpid()}b"
-    script = 'cat >/dev/null; for n in "$@"; do ip netns pids $n | xargs -r kill -9; done; '
-    script += 'for n in "$@"; do ip netns del $n; done'
-    guard = subprocess.Popen(
-        ["sh", "-c", script, "guard", *names],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        for name in names:
-            _command("ip", "netns", "add", name)
-        peer = ("peer", "name", DEVICE, "netns", names[1])
-        _command("ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", *peer)
-        for i, name in enumerate(names):
-            _command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", DEVICE)
-            _command("ip", "-n", name, "link", "set", "lo", "up")
-            _command("ip", "-n", name, "link", "set", DEVICE, "up")
-            limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
-            _command("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
-        yield names
-    finally:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait()
-
-
 def start(names: tuple[str, str], command: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
     """One rank on every node, on a core of its own; rank 0 writes to the log, rank 1 beside it."""
+    from tests.helpers.two_nodes import DEVICE, HEAD
+
     cores = sorted(os.sched_getaffinity(0))
     ranks = []
     for rank, name in enumerate(names):
@@ -111,7 +57,7 @@ def start(names: tuple[str, str], command: list[str], log: Path) -> list[subproc
             "WORLD_SIZE": str(len(names)),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_ADDR": HEAD,
             "MASTER_PORT": PORT,
             "GLOO_SOCKET_IFNAME": DEVICE,
             "OMP_NUM_THREADS": "1",
@@ -288,10 +234,12 @@ def main() -> int:
     args = p.parse_args()
     if unknown := set(args.runs.split(",")) - set(KINDS):
         p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
+    open_source()
+    from tests.helpers.two_nodes import two_nodes, why_not
+
     if problem := why_not():
         print(f"slow_link: {problem}", file=sys.stderr)
         return 2
-    open_source()
     # An end by a signal unwinds too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     before, runs = origin(), []

@@ -35,8 +35,6 @@ from megatron.training.settings import Request, StepSettings
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "copus_control"
-_DECISION_STEPS = 20
-"""Steps between decisions if no interval is given."""
 
 
 class Controller(Callback):
@@ -267,9 +265,12 @@ class Controller(Callback):
         wanted = self._scheduled(context)
         if wanted not in (None, batch, record["answered_batch"]):
             return True
-        samples = _DECISION_STEPS * step.global_batch_size
-        if self.flags.copus_interval is not None:
-            samples = self.flags.copus_interval / context.config.batch.seq_length
+        samples = flags_to_rules.samples_to_decision(
+            self.flags,
+            context.config,
+            step.global_batch_size,
+            is_first=not record["num_decisions"],
+        )
         return step.consumed_samples - record["last_decision_samples"] >= samples
 
     def _scheduled(self, context: CallbackContext) -> int | None:
@@ -313,14 +314,13 @@ class Controller(Callback):
         started = time.perf_counter()
         situation = self._situation(context)
         decision = decide(situation)
-        moves = decision.kind != "stay"
         if self.ledger.journal is not None:
             self.ledger.journal.append(
                 "decision",
                 number=number,
                 iteration=situation.iteration,
                 consumed_samples=situation.consumed_samples,
-                obeyed=moves and self._acts,
+                obeyed=decision.kind != "stay" and self._acts,
                 seconds=time.perf_counter() - started,
                 situation=situation.to_json(),
                 decision=decision.to_json(),

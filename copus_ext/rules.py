@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from copus_ext.config import CopusConfig
 from copus_ext.goodput import policies
+from copus_ext.goodput.history import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.goodput.rates import RateRules, ramp_steps
 from copus_ext.goodput.situation import Rules
 from megatron.training.batch_schedule import parse_steps
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 _LARGEST, _SMALLEST = 64, 8
 """Times that the batch may grow or shrink from the first, if nothing else is said."""
 _ANY = 1e9
+_DECISION_STEPS = 20
+"""Steps between decisions if no interval is given."""
+_FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
+"""Before the first where layouts may change: from then on the present one's speed is known, and of
+configurations of the present batch nothing else needs to be."""
 
 
 def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
@@ -172,6 +178,22 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
         beta2=beta2,
         ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
     )
+
+
+def samples_to_decision(flags: CopusConfig, config: Config, batch: int, *, is_first: bool) -> float:
+    """Samples between two decisions, or before the first of a run.
+
+    Args:
+        flags: of the controller.
+        config: of the run.
+        batch: samples of a step.
+        is_first: whether nothing has been decided yet.
+    """
+    samples: float = _DECISION_STEPS * batch
+    if flags.copus_interval is not None:
+        samples = flags.copus_interval / config.batch.seq_length
+    is_early = is_first and flags.copus_layouts == "all"
+    return min(samples, _FIRST_STEPS * batch) if is_early else samples
 
 
 def batches_to_weigh(rules: Rules, present: int) -> list[int]:

@@ -110,7 +110,8 @@ class Table:
             The rows, and the index of the present configuration.
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
-        rows = self._predicted(batches, measured, visited) or self._assumed(batches, now, measured)
+        rows = self._predicted(batches, now, measured, visited)
+        rows = rows or self._assumed(batches, now, measured)
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
         if at is None:
             # It runs, whatever is predicted for it.
@@ -126,6 +127,7 @@ class Table:
     def _predicted(
         self,
         batches: Sequence[int],
+        now: Configuration,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
         visited: Sequence[Layout],
     ) -> list[Row]:
@@ -145,14 +147,14 @@ class Table:
         others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
         self.planner.retime([*live, *others])
         rows = []
-        for plan in self.planner.rank(list(batches), top=_PER_BATCH):
+        for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=now):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
                 if not self._can_be(Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp)):
                     continue
                 is_live = (c.timed(1.0).line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
-                rows.append(_row(c, p.samples_per_s, p.step_rel_sd, source))
+                rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
 
     def _can_be(self, layout: Layout) -> bool:

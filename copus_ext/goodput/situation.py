@@ -29,7 +29,8 @@ class Row:
     samples_per_s: float
     """Throughput of all ranks."""
     relative_sd: float
-    """Relative uncertainty of that."""
+    """Relative uncertainty of that over the throughput of the present configuration; 0 for that
+    one. (In journals of before: of `samples_per_s` alone.)"""
     source: str
     """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -21,6 +21,8 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 """What a rank says whose peer has gone."""
+_NO_ANSWER_S = 25.0
+"""torch's launcher waits for 30 s between SIGTERM and SIGKILL; its times are whole seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,22 @@ class Failure:
         said = _SAYING.index(self.code) if kind == 1 else 0
         lost = bool(_LOST.search(f"{self.error}\n{self.traceback}"))
         return kind, said, lost, not self.error, self.time_s
+
+
+def told_apart(failures: Sequence[Failure]) -> tuple[list[Failure], list[Failure]]:
+    """Separates the ranks of one node that torch's launcher had to kill, as they did not answer
+    when it ended them after the first failure. They hung: what ended them explains nothing.
+
+    Returns:
+        All others, and those.
+    """
+    first_s = min((failure.time_s for failure in failures), default=0.0)
+    late = [
+        failure
+        for failure in failures
+        if failure.code == -signal.SIGKILL and failure.time_s - first_s >= _NO_ANSWER_S
+    ]
+    return [failure for failure in failures if failure not in late], late
 
 
 def root_of(failures: Iterable[Failure]) -> Failure | None:

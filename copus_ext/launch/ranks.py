@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from copus_ext.launch.cause import Failure, first_line, root_of, shortened
+from copus_ext.launch.cause import Failure, first_line, root_of, shortened, told_apart
+from copus_ext.launch.say import say
 from copus_ext.launch.workers import REPORT, end_launch
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.control import SUPERVISOR_VARIABLE
@@ -90,7 +91,10 @@ def _run(options: argparse.Namespace) -> list[Failure]:
     try:
         elastic_launch(config, sys.executable)("-u", *options.command)
     except ChildFailedError as error:
-        return [_failure(rank, failure) for rank, failure in error.failures.items()]
+        failures, hung = told_apart([_failure(rank, one) for rank, one in error.failures.items()])
+        for one in hung:
+            say(f"rank {one.rank} hung: it did not answer SIGTERM when another had failed")
+        return failures
     except SignalException as error:
         return [_own(-int(error.sigval), "")]
     except Exception as error:  # no rendezvous, no port, no program: torch raises many kinds

@@ -54,6 +54,9 @@ class Correction:
     """[n]: multiply the predicted seconds by this."""
     relative_sd: Any
     """[n]: uncertainty of the corrected seconds, without the noise of a measurement."""
+    against_sd: Any = None
+    """[n]: uncertainty of the corrected seconds over those of one of them; None if none was
+    named. Less than the two uncertainties together, as much of them is common."""
 
 
 USUAL_COUNT = 4.0
@@ -69,6 +72,7 @@ def correct(
     measured_counts: Any = USUAL_COUNT,
     spread: Spread | None = None,
     noise: Sequence[float] | None = None,
+    against: int | None = None,
 ) -> Correction:
     """The posterior of the factors of some configurations.
 
@@ -81,28 +85,49 @@ def correct(
         measured_counts: [m] micro-batches.
         spread: of the parts.
         noise: [m] standard deviation of each measurement, where it is more than the spread's.
+        against: index of the configuration that all are compared with.
 
     Returns:
         Factor 1 and the prior's deviation where nothing was measured.
     """
     s = spread or Spread()
     ask = _table(keys, counts)
-    growth = np.einsum("i,i->i", ask[1], ask[1]) * s.growth**2
-    prior = growth + s.variance
     if not len(measured_keys):
-        return Correction(factor=np.ones(len(ask[0])), relative_sd=np.sqrt(prior))
+        nothing = np.zeros((len(ask[0]), 0))
+        return _answer(ask, s, nothing, nothing, np.zeros(0), against)
     known = _table(measured_keys, measured_counts)
     sd = np.maximum(s.noise, np.zeros(len(known[0])) if noise is None else noise)
     ratios = np.asarray(log_ratios, dtype=float)
     inner = _kernel(known, known, s) + np.diag(sd**2)
     s = replace(s, common=_common(inner - s.common**2, ratios, at_least=s.common))
-    prior = growth + s.variance
     inner = _kernel(known, known, s) + np.diag(sd**2)
     cross = _kernel(ask, known, s)
-    weights = np.linalg.solve(inner, cross.T).T
-    mean = weights @ ratios
-    variance = prior - np.einsum("ij,ij->i", weights, cross)
-    return Correction(factor=np.exp(mean), relative_sd=np.sqrt(np.maximum(variance, 0.0)))
+    return _answer(ask, s, np.linalg.solve(inner, cross.T).T, cross, ratios, against)
+
+
+def _answer(
+    ask: tuple[Any, Any], s: Spread, weights: Any, cross: Any, ratios: Any, against: int | None
+) -> Correction:
+    """The posterior.
+
+    Args:
+        ask: configurations, n of them.
+        s: spread of the parts.
+        weights: [n, m] of the measurements.
+        cross: [n, m] covariance with the measurements.
+        ratios: [m] of the measurements.
+        against: see `correct`.
+    """
+    prior = np.square(ask[1]) * s.growth**2 + s.variance
+    variance = np.maximum(prior - np.einsum("ij,ij->i", weights, cross), 0.0)
+    found = Correction(factor=np.exp(weights @ ratios), relative_sd=np.sqrt(variance))
+    if against is None:
+        return found
+    one = ask[0][against : against + 1], ask[1][against : against + 1]
+    shared = _kernel(ask, one, s)[:, 0] - weights @ cross[against]
+    gap = variance + variance[against] - 2.0 * shared
+    gap[against] = 0.0
+    return replace(found, against_sd=np.sqrt(np.maximum(gap, 0.0)))
 
 
 def _common(rest: Any, ratios: Any, *, at_least: float) -> float:

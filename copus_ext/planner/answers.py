@@ -16,6 +16,9 @@ class Ranked:
     """How to run."""
     prediction: Prediction
     """What it gives."""
+    against_rel_sd: float | None = None
+    """Relative uncertainty of its step over that of the configuration that all were compared with,
+    if any."""
 
     def to_json(self, rank: int) -> dict[str, Any]:
         """Plain JSON types."""

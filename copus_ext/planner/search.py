@@ -17,7 +17,6 @@ import numpy as np
 
 from copus_ext.perf.cluster_spec import ClusterSpec
 from copus_ext.perf.constants import Constants
-from copus_ext.perf.correct import correct
 from copus_ext.perf.memory import (
     KINDS,
     PEAK_SD,
@@ -38,13 +37,13 @@ from copus_ext.planner.configuration import (
 )
 from copus_ext.planner.dominate import dominated
 from copus_ext.planner.explain import check_block, reason
+from copus_ext.planner.measured import Measured
 from copus_ext.planner.space import (
     LEGAL,
     Limits,
     Points,
     enumerate_points,
     joined,
-    measured_points,
     to_rows,
 )
 from megatron.training.flops import training_flops_per_sample
@@ -113,16 +112,15 @@ class Planner:
 
     def retime(self, timings: Sequence[Timing]) -> None:
         """Takes other measured times; what the space is made of stays."""
-        self.timings = list(timings)
-        known = measured_points(self.timings)
-        ratios = np.zeros(0)
-        if self.timings:
-            predicted = step_time(to_rows(self.model, self.cluster, known), self.constants).step_s
-            ratios = np.log([x.step_s for x in self.timings] / predicted)
-        self._known = known, ratios, [x.relative_sd for x in self.timings]
+        self._measured = Measured(self.model, self.cluster, self.constants, timings)
 
     def rank(
-        self, batch_sizes: Sequence[int], *, top: int = 10, list_rejected: bool = False
+        self,
+        batch_sizes: Sequence[int],
+        *,
+        top: int = 10,
+        list_rejected: bool = False,
+        against: Configuration | None = None,
     ) -> list[Plan]:
         """The best configurations of every global batch, by samples per second.
 
@@ -130,6 +128,7 @@ class Planner:
             batch_sizes: samples of a step.
             top: how many to return of each.
             list_rejected: name every rejected configuration, not one of each kind.
+            against: a configuration that each is compared with (`against_rel_sd`).
         """
         space = self._judged(batch_sizes)
         points, fits = space.points, space.fits
@@ -140,7 +139,7 @@ class Planner:
             order = able[np.lexsort((able, seconds[able]))][:top]
             orders.append(order[np.isfinite(seconds[order])])
         chosen = np.concatenate(orders)
-        answers = iter(self._answers(points.take(chosen), times.take(chosen)))
+        answers = iter(self._answers(points.take(chosen), times.take(chosen), against))
         return [
             Plan(
                 global_batch_size=batch,
@@ -153,7 +152,7 @@ class Planner:
 
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
-        key = (tuple(batch_sizes), frozenset(x.line for x in self.timings))
+        key = (tuple(batch_sizes), frozenset(x.line for x in self._measured.timings))
         if key not in self._space:
             while len(self._space) >= _SPACES_KEPT:
                 del self._space[next(iter(self._space))]
@@ -176,7 +175,7 @@ class Planner:
         points.code[np.nan_to_num(peaks, nan=0.0) > self.safe_bytes] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        beaten = dominated(some, peaks[fits] <= self._sure_bytes, self._known[0])
+        beaten = dominated(some, peaks[fits] <= self._sure_bytes, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
@@ -205,13 +204,13 @@ class Planner:
         if not len(at):
             return seconds, times
         some = space.candidates
-        if self.timings:
+        if self._measured.timings:
             # A measured time may lie below any bound of a prediction: leave nothing out.
             if space.times is None:
                 space.times = StepTime.unknown(len(points))
                 rows = to_rows(self.model, self.cluster, some)
                 space.times.put(at, step_time(rows, self.constants))
-            corrected = self._corrected(some, space.times.step_s[at])[0]
+            corrected = self._measured.corrected(some, space.times.step_s[at])[0]
             seconds[at] = corrected / some.global_batch_size
             return seconds, space.times
         rows = to_rows(self.model, self.cluster, some).full()
@@ -246,32 +245,16 @@ class Planner:
             limit[mine] = known[min(top, len(known)) - 1] if len(known) >= top else np.inf
         return limit
 
-    def _corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
-        """Seconds, relative uncertainty and source of each, given the raw predictions."""
-        known, ratios, noise = self._known
-        keys, known_keys = _keys(points), _keys(known)
-        found = correct(
-            keys,
-            known_keys,
-            ratios,
-            counts=points.num_microbatches,
-            measured_counts=known.num_microbatches,
-            noise=noise,
-        )
-        if not self.timings:
-            source = ["predicted"] * len(points)
-        else:
-            lines = {tuple(key) for key in known_keys.tolist()}
-            source = ["profiled" if tuple(k) in lines else "corrected" for k in keys.tolist()]
-        return predicted * found.factor, found.relative_sd, source
-
-    def _answers(self, points: Points, times: StepTime) -> list[Ranked]:
+    def _answers(
+        self, points: Points, times: StepTime, against: Configuration | None = None
+    ) -> list[Ranked]:
         """Full predictions of a few points, whose times are known."""
         if not len(points):
             return []
         rows = to_rows(self.model, self.cluster, points).full()
         bytes_ = memory(rows, context_bytes=self._context_bytes)
-        seconds, sd, source = self._corrected(points, times.step_s)
+        seconds, sd, source = self._measured.corrected(points, times.step_s)
+        against_sd = None if against is None else self._measured.against(points, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)
         flops = self._flops_per_sample()
         answers = []
@@ -301,6 +284,7 @@ class Planner:
                             {k: float(bytes_.stages[k][r, i]) for k in KINDS} for r in range(c.pp)
                         ],
                     ),
+                    against_rel_sd=None if against_sd is None else float(against_sd[i]),
                 )
             )
         return answers
@@ -355,7 +339,7 @@ class Planner:
             constants=self.constants,
             limits=limits or self.limits,
             memory_margin=self.memory_margin,
-            timings=self.timings if cluster == self.cluster else (),
+            timings=self._measured.timings if cluster == self.cluster else (),
         )
 
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
@@ -387,11 +371,3 @@ class Planner:
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
         return planner._rejected(space, only)[0]
-
-
-def _keys(points: Points) -> Any:
-    """[n, 8] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
-    configurations apart but the number of micro-batches."""
-    names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
-    names += ("use_distributed_optimizer",)
-    return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import json
 import logging
@@ -18,12 +20,16 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
+_MOST_HELD = 10_000
+"""Records kept in memory while the disk takes none; a step's is less than a kilobyte."""
+
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPEATED_KINDS = ("step", "eval")
 
 
 class RecordFile:
-    """Appends records, one line each, in one write. A full disk loses records, never the run."""
+    """Appends records, one line each, in one write. What a full disk does not take is held back and
+    written when there is room again."""
 
     def __init__(self, run_dir: Path) -> None:
         """Opens `<run_dir>/metrics.jsonl` for appending, making both if missing.
@@ -34,33 +40,64 @@ class RecordFile:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS_FILE
         self._file: int | None = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        self._at_line_start = _ends_with_newline(self._file)
-        self._complained = False
+        self._is_cut = not _ends_with_newline(self._file)
+        self._held: collections.deque[bytes] = collections.deque()
+        self._num_lost, self._complained = 0, False
 
     def append(self, record: Mapping[str, Any], *, durable: bool) -> None:
-        """Writes one record, and waits for the disk if it must be durable."""
+        """Writes one record after those held back, and waits for the disk if it must be durable."""
         assert self._file is not None, f"{self._path} is closed"
-        # A line that an earlier failure cut short ends here, so that it spoils no other.
-        text = ("" if self._at_line_start else "\n") + encode(record) + "\n"
-        data = text.encode()
+        had = len(self._held)
+        self._held.append(encode(record).encode() + b"\n")
         try:
-            num_written = os.write(self._file, data)
-            if num_written:
-                self._at_line_start = num_written == len(data)
-            if num_written != len(data):
-                raise OSError(f"{num_written} of {len(data)} bytes written")
-            if durable:
+            self._write_held(self._file)
+            if durable or had:
                 os.fsync(self._file)
         except OSError as error:
             if not self._complained:
                 logger.warning(
-                    "cannot write %s (%s); training goes on, records are lost", self._path, error
+                    "cannot write %s (%s); training goes on, up to %d records are held back",
+                    self._path,
+                    error,
+                    _MOST_HELD,
                 )
             self._complained = True
+            while len(self._held) > _MOST_HELD:
+                del self._held[1]  # of the first a part may be written
+                self._num_lost += 1
+            return
+        if had:
+            logger.warning(
+                "%s can be written again: %d records held back are in it, %d are lost",
+                self._path,
+                had,
+                self._num_lost,
+            )
+            self._num_lost, self._complained = 0, False
+
+    def _write_held(self, file: int) -> None:
+        """Writes what is held back, oldest first.
+
+        Raises:
+            OSError: not all of it could be written; the rest is still held back.
+        """
+        while self._held:
+            if self._is_cut:  # a line of an earlier launch ends here, so that it spoils no other
+                self._held[0] = b"\n" + self._held[0]
+                self._is_cut = False
+            size = len(self._held[0])
+            num_written = os.write(file, self._held[0])
+            self._held[0] = self._held[0][num_written:]
+            if self._held[0]:
+                raise OSError(f"{num_written} of {size} bytes written")
+            self._held.popleft()
 
     def close(self) -> None:
-        """Closes the file; more than once is harmless."""
+        """Closes the file, after one more try to write what is held back; more than once is
+        harmless."""
         if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._write_held(self._file)
             os.close(self._file)
             self._file = None
 

@@ -1,42 +1,29 @@
-"""A supervised run that is hurt from outside, again and again, and what must be true of it after.
-
-The run is the one people start: the supervisor, `pretrain_gpt.py` and its helper processes. What
-hurts it looks at the run directory only, as an operator could.
-"""
+"""SIGKILL of processes of a supervised run, again and again."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.helpers.fault_runs import (
+    MOMENTS,
+    MOST_S,
+    Run,
+    come,
+    end_of,
+    named,
+    num_launches,
+    send,
+    step_of,
+    wait_until,
+)
 
-from megatron.training import checkpoint_files as files
-from megatron.training.metrics import METRICS_FILE, decode, read_metrics
-from tests.helpers import processes
-from tests.helpers.jobs import TINY, steps_of
-from tests.helpers.launch import ROOT
-
-STEPS, INTERVAL = 90, 15
-"""Steps of a run, and between saves and evaluations."""
-FLAGS = [*TINY.split(), "--train-iters", str(STEPS), "--eval-interval", str(INTERVAL)]
-FLAGS += ["--eval-iters", "8", "--use-distributed-optimizer"]
 VICTIMS = ("rank 0", "rank 1", "writer", "launcher", "supervisor", "all")
-MOMENTS = ("any", "start", "save", "commit", "evaluation")
-_POLL_S, _MOST_S = 0.005, 300.0
-_GONE_S = 30.0
 _LAUNCH_S = 14.0
 """Seconds of a launch out of which "any" is drawn."""
 _START_S = 8.0
@@ -77,165 +64,17 @@ def drawn(seed: int, number: int, *, chain: int) -> list[list[Kill]]:
     return [kills[i : i + chain] for i in range(0, number, chain)]
 
 
-class Run:
-    """A run under a supervisor, and its processes.
-
-    Args:
-        folder: new or of an earlier start.
-        flags: more flags of the trainer.
-        ranks: of the run.
-    """
-
-    def __init__(self, folder: Path, flags: Sequence[str] = (), *, ranks: int = 2) -> None:
-        self.folder, self.ranks = folder, ranks
-        folder.mkdir(parents=True, exist_ok=True)
-        self.save, self.mark = folder / "save", uuid.uuid4().hex
-        words = [*FLAGS, *flags, "--save", "save", "--load", "save"]
-        self._words = [*words, "--save-interval", str(INTERVAL)]
-        self._child: subprocess.Popen[bytes] | None = None
-        self.starts = 0
-
-    def start(self) -> None:
-        """The command, as a person would give it again."""
-        env = {**os.environ, "PYTHONPATH": str(ROOT), processes.MARK: self.mark}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "copus_ext.launch.supervisor"]
-        command += ["--nproc-per-node", str(self.ranks), "--restart-wait", "0"]
-        command += ["--max-crashes", "1000", "--max-crashes-per-hour", "1000"]
-        command += ["--", str(ROOT / "pretrain_gpt.py"), *self._words]
-        self.starts += 1
-        with (self.folder / "log").open("ab") as log:
-            self._child = subprocess.Popen(
-                command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
-            )
-
-    @property
-    def code(self) -> int | None:
-        """How the supervisor ended; None while it runs."""
-        return None if self._child is None else self._child.poll()
-
-    @property
-    def log(self) -> str:
-        """What was said."""
-        return (self.folder / "log").read_text(errors="replace")
-
-    def finish(self, timeout_s: float = _MOST_S) -> int | None:
-        """Waits for the end; None if it does not come."""
-        assert self._child is not None
-        try:
-            return self._child.wait(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def gone(self, timeout_s: float = _GONE_S) -> bool:
-        """Waits until no process of it is left."""
-        return wait_until(lambda: not processes.marked(self.mark), timeout_s)
-
-    def end(self) -> None:
-        """Kills what is left."""
-        processes.end_marked(self.mark)
-        if self._child is not None:
-            self._child.wait()
-
-    def find(self, victim: str) -> list[int]:
-        """Ids of the processes that a name stands for, as far as they are there."""
-        assert self._child is not None
-        if victim == "supervisor":
-            return [self._child.pid]
-        if victim == "all":
-            return processes.marked(self.mark)
-        launchers = _children(self._child.pid)
-        if victim == "launcher":
-            return [p.pid for p in launchers]
-        ranks = [rank for launcher in launchers for rank in _children(launcher.pid)]
-        number = {_local_rank(p): p.pid for p in ranks}
-        if victim == "writer":
-            return [p.pid for pid in number.values() for p in _children(pid)][:1]
-        found = number.get(victim.rpartition(" ")[2])
-        return [] if found is None else [found]
-
-    def records(self) -> list[dict[str, Any]]:
-        """What the run has written so far."""
-        try:
-            lines = (self.save / METRICS_FILE).read_text(errors="replace").splitlines()
-        except OSError:
-            return []
-        return [record for record in map(decode, lines) if record is not None]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Polls; whether it came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).children()
-    return []
-
-
-def _local_rank(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.environ().get("LOCAL_RANK", "")
-    return ""
-
-
-def _saves(run: Run) -> set[tuple[str, int]]:
-    """Saves that are under way or were broken off."""
-    found = set()
-    for path in run.save.glob("*.unfinished"):
-        with contextlib.suppress(OSError):
-            found.add((path.name, path.stat().st_ino))
-    return found
-
-
-def _is_evaluating(records: list[dict[str, Any]]) -> bool:
-    last = next((r for r in reversed(records) if r.get("kind") in ("step", "eval")), {})
-    return last.get("kind") == "step" and last.get("iteration", 1) % INTERVAL == 0
-
-
 def strike(run: Run, kill: Kill) -> str:
     """Waits for the moment and kills.
 
     Returns:
-        What was killed where, or why nothing was: the run was done before.
+        What was killed where, or nothing if nothing was: the run was done before.
     """
-    begun, latest = time.monotonic(), _latest(run)
-    saves, known = _saves(run), len(run.records())
-    moments: dict[str, Callable[[], bool]] = {
-        "any": lambda: time.monotonic() - begun >= kill.after_s,
-        "start": lambda: time.monotonic() - begun >= kill.after_s,
-        "save": lambda: bool(_saves(run) - saves),
-        "commit": lambda: _latest(run) != latest,
-        "evaluation": lambda: _is_evaluating(run.records()[known:]),
-    }
-    is_moment = moments[kill.moment]
-    wait_until(lambda: run.code is not None or is_moment(), _MOST_S)
-    if kill.moment not in ("any", "start"):
-        time.sleep(kill.after_s)
-    victims = run.find(kill.victim) if run.code is None else []
+    is_there = come(run, kill.moment, kill.after_s)
+    victims = run.find(kill.victim) if is_there else []
     for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    if not victims:
-        return ""
-    steps = [r["iteration"] for r in run.records() if r.get("kind") == "step"]
-    return f"{kill.victim} at step {steps[-1] if steps else 0}"
-
-
-def _num_launches(run: Run) -> int:
-    return sum(record.get("kind") == "run.start" for record in run.records())
-
-
-def _latest(run: Run) -> int | None:
-    with contextlib.suppress(OSError, ValueError):
-        return files.read_latest(run.save)
-    return None
+        send(pid, signal.SIGKILL)
+    return f"{kill.victim} at step {step_of(run)}" if victims else ""
 
 
 def run_chain(kills: Sequence[Kill], folder: Path, whole: list[Any]) -> list[dict[str, Any]]:
@@ -263,7 +102,7 @@ def run_chain(kills: Sequence[Kill], folder: Path, whole: list[Any]) -> list[dic
                     break
                 struck.append({**asdict(left.pop(0)), "what": what})
                 problems += _recover(run, struck[-1])
-            problems += _end_of(run, whole)
+            problems += end_of(run, whole)
         finally:
             run.end()
         if not struck:  # the run was done before its first kill: that kill found nobody
@@ -275,88 +114,15 @@ def run_chain(kills: Sequence[Kill], folder: Path, whole: list[Any]) -> list[dic
 def _recover(run: Run, row: dict[str, Any]) -> list[str]:
     """The run goes on by itself, or is started again once all of it is gone."""
     began = time.monotonic()
-    before = _num_launches(run)
+    before = num_launches(run)
     problems = []
     if row["victim"] in ("supervisor", "all"):
         if not run.gone():
-            problems.append(f"after {row['what']} processes are left: {_named(run)}")
+            problems.append(f"after {row['what']} processes are left: {named(run)}")
         run.end()
         run.start()
-    came = wait_until(lambda: run.code is not None or _num_launches(run) > before, _MOST_S)
+    came = wait_until(lambda: run.code is not None or num_launches(run) > before, MOST_S)
     if not came:
         problems.append(f"after {row['what']} the run does not come back")
     row["seconds_to_run"] = time.monotonic() - began if run.code is None else None
     return problems
-
-
-def _named(run: Run) -> list[str]:
-    found = []
-    for pid in processes.marked(run.mark):
-        with contextlib.suppress(psutil.Error):
-            found.append(" ".join(psutil.Process(pid).cmdline())[:120])
-    return found
-
-
-def _end_of(run: Run, whole: list[Any]) -> list[str]:
-    """Waits for the end and checks everything that must be true then."""
-    code = run.finish()
-    if code != 0:
-        return [f"the run ended with {code}: {run.log[-600:]}"]
-    problems = [] if run.gone() else [f"left behind: {_named(run)}"]
-    return problems + state_problems(run.save, whole)
-
-
-def history(save: Path) -> list[Any]:
-    """What the steps of a run's committed history must have in common with another's."""
-    fields = ("iteration", "losses", "grad_norm", "learning_rate", "consumed_samples")
-    return [[step[field] for field in fields] for step in steps_of(save)]
-
-
-def state_problems(save: Path, whole: list[Any]) -> list[str]:
-    """What is wrong with a run that is done."""
-    problems = []
-    if (own := history(save)) != whole:
-        at = next((i for i, (a, b) in enumerate(zip(own, whole)) if a != b), len(own))
-        problems.append(f"{len(own)} steps of {len(whole)}, other than uninterrupted from {at} on")
-    if files.read_latest(save) != STEPS:
-        problems.append(f"the latest checkpoint is {files.read_latest(save)}")
-    for iteration in files.complete_iterations(save):
-        problems += files.damage(files.folder_of(save, iteration))
-    odd = re.compile(r".*(\.unfinished|\.tmp\d*|/lock)$")
-    left = [str(path.relative_to(save)) for path in save.rglob("*") if odd.match(str(path))]
-    if left:
-        problems.append(f"files are left: {left}")
-    folders = {files.folder_of(save, i).name for i in files.complete_iterations(save)}
-    stray = sorted(p.name for p in save.glob("iter_*") if p.name not in folders)
-    if stray:
-        problems.append(f"half-written checkpoints are left: {stray}")
-    for name in ("journal.jsonl", METRICS_FILE):
-        if (save / name).exists():
-            lines = (save / name).read_text().splitlines()
-            torn = sum(1 for line in lines if line and not _parses(line))
-            if torn > _num_starts(save):
-                problems.append(f"{torn} torn lines in {name}")
-    return problems
-
-
-def _num_starts(save: Path) -> int:
-    return sum(r["kind"] == "run.start" for r in read_metrics(save, superseded=True))
-
-
-def _parses(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-def uninterrupted(folder: Path) -> list[Any]:
-    """Steps of the run that nobody hurts."""
-    run = Run(folder)
-    try:
-        run.start()
-        assert run.finish() == 0, run.log
-    finally:
-        run.end()
-    return history(run.save)

@@ -70,6 +70,36 @@ def test_a_noisy_measurement_counts_less() -> None:
     assert 1 < unsure < sure
 
 
+def test_two_predictions_that_are_wrong_alike_are_compared_more_surely() -> None:
+    """Against the joint posterior of all, from draws of it."""
+    asked, counts = [*KEYS, KEYS[0]], [4.0] * len(KEYS) + [16.0]
+    got = correct(asked, KEYS[:2], [0.3, 0.1], counts=counts, noise=[0.02, 0.02], against=0)
+    assert got.against_sd[0] == 0.0
+    assert got.against_sd[-1] < 0.05 < got.against_sd[4], "the same with more micro-batches"
+    assert (got.against_sd[1:] < np.hypot(got.relative_sd[0], got.relative_sd[1:])).all()
+    # Measured so badly that it says nothing: what was thought before, without the common factor.
+    blind = correct([(1, 1, 1), (2, 4, 1)], [(9, 9, 9)], [0.0], noise=[100.0], against=0)
+    s = Spread()
+    parts = 2 * (s.tensor**2 + s.pipeline**2 + s.pair**2 + s.own**2)
+    assert blind.against_sd[1] == pytest.approx(math.sqrt(parts), rel=1e-3)
+    none = correct([(1, 1, 1), (2, 4, 1)], [], [], against=0)
+    assert none.against_sd[1] == pytest.approx(math.sqrt(parts))
+
+
+def test_the_gap_is_that_of_the_joint_posterior() -> None:
+    from copus_ext.perf import correct as module
+
+    s, asked, known = Spread(), module._table(KEYS, 4.0), module._table(KEYS[2:4], 4.0)
+    joint = module._kernel(asked, asked, s)
+    cross = module._kernel(asked, known, s)
+    inner = module._kernel(known, known, s) + np.diag([s.noise**2] * 2)
+    joint -= cross @ np.linalg.inv(inner) @ cross.T
+    for i in range(len(KEYS)):
+        got = correct(KEYS, KEYS[2:4], [0.01, -0.01], against=i).against_sd
+        gap = [joint[j, j] + joint[i, i] - 2 * joint[i, j] for j in range(len(KEYS))]
+        np.testing.assert_allclose(got**2, gap, atol=1e-9)
+
+
 def test_further_columns_tell_configurations_apart() -> None:
     got = correct([(1, 2, 1, 1), (1, 2, 1, 2)], [(1, 2, 1, 2)], [0.3])
     assert 1 < got.factor[0] < got.factor[1]

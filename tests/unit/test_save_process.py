@@ -31,7 +31,7 @@ def test_a_helper_that_is_stopped_counts_as_gone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_helper_that_dies_late_is_an_error_that_others_are_told_of(tmp_path: Path) -> None:
     agreed_save.register()
-    writer = FileSystemWriterAsync(tmp_path)
+    writer: Any = FileSystemWriterAsync(tmp_path)
     save_process.start_helper()
     results: Any = save_process._helper()
     writer.write_buckets, writer.results_queue = [], results

@@ -21,7 +21,14 @@ from hypothesis import strategies as st
 from copus_ext.launch import board as board_module
 from copus_ext.launch import stored
 from copus_ext.launch.board import Board
-from copus_ext.launch.cause import MOST_TEXT, Failure, first_line, root_of, shortened
+from copus_ext.launch.cause import (
+    MOST_TEXT,
+    Failure,
+    first_line,
+    root_of,
+    shortened,
+    told_apart,
+)
 from copus_ext.launch.head import ending_of, next_number
 from copus_ext.launch.messages import Ended, Plan, Presence, shares_of
 from copus_ext.launch.options import read_options, visible_gpus
@@ -64,6 +71,14 @@ def test_the_cause_is_found_in_any_order() -> None:
 def test_who_aborts_for_want_of_peers_is_no_cause() -> None:
     first = failed(1, "ValueError: boom", time_s=2)
     assert root_of([failed(ABORT, time_s=1), first]) == first
+
+
+def test_a_rank_that_had_to_be_killed_at_the_end_is_no_cause() -> None:
+    watchdog, killed = failed(86, time_s=1000.7), failed(KILL, time_s=1031)
+    assert told_apart([killed, watchdog]) == ([watchdog], [killed])
+    by_someone = [failed(KILL, time_s=1001), failed(1, "RuntimeError: Connection reset", 1001.2)]
+    assert told_apart(by_someone) == (by_someone, [])
+    assert told_apart([killed]) == ([killed], []) and told_apart([]) == ([], [])
 
 
 def test_what_ended_on_account_of_another_node_tells_nothing() -> None:

@@ -247,7 +247,7 @@ def test_commits_wait_for_the_disk_and_steps_do_not(
         assert len(synced) == 2
 
 
-def test_a_full_disk_is_said_once_and_spoils_no_later_record(
+def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = os.write
@@ -258,15 +258,15 @@ def test_a_full_disk_is_said_once_and_spoils_no_later_record(
     def none(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(metrics, "_MOST_HELD", 3)
     with Tracker(tmp_path, launch="a.0.0") as tracker:
-        tracker.event("signal", 1, 16)
-        for failing in (half, none):
-            monkeypatch.setattr(metrics.os, "write", failing)
-            tracker.event("fault", 2, 32)
+        for iteration, writes in enumerate([write, half, none, write, none, none, none, none], 1):
+            monkeypatch.setattr(metrics.os, "write", writes)
+            tracker.event("fault", iteration, 16)
         monkeypatch.setattr(metrics.os, "write", write)
-        tracker.event("signal", 3, 48)
-    assert [r["iteration"] for r in read_metrics(tmp_path)] == [1, 3]
-    assert len(caplog.records) == 1 and METRICS_FILE in caplog.text
+    assert [r["iteration"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 7, 8]
+    assert [METRICS_FILE in record.message for record in caplog.records] == [True] * 3
+    assert "2 records held back are in it, 0 are lost" in caplog.text
 
 
 def test_a_sink_is_switched_off_after_three_failures_and_says_so_once(

@@ -1,0 +1,30 @@
+"""Drawn faults of a supervised run, one each of a few kinds; bench/fault_campaign.py does many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.fault_kinds import KINDS, drawn, run_case
+from tests.helpers.fault_runs import uninterrupted
+
+pytestmark = pytest.mark.timeout(600)
+CASES = {"disk": 1, "clock": 2, "stop": 1}
+"""Numbers of faults, by kind."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Steps of the run that nobody hurts."""
+    return uninterrupted(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_gets_over_a_drawn_fault(kind: str, tmp_path: Path, whole: list[Any]) -> None:
+    if why := KINDS[kind].why_not():
+        pytest.skip(why)
+    row = run_case(drawn(kind, 0, CASES[kind]), tmp_path / "run", whole)
+    assert row["problems"] == [], "\n".join([str(row["what"]), *row["problems"]])
+    assert row["what"] != "nobody was there"
