@@ -18,6 +18,8 @@ esac
 
 python=$(bash scripts/setup_env.sh dev)
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH
+# What some hundred processes import is compiled once.
+unset PYTHONDONTWRITEBYTECODE
 export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 step() {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """One thread per process, as on ranks that share a machine."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_finish() -> None:
+    """Spares every search for garbage the hundreds of thousands of objects of modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,6 +23,7 @@ from copus_ext.launch.say import say
 from copus_ext.launch.workers import REPORT, end_launch
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.control import SUPERVISOR_VARIABLE
+from megatron.training.guard import no_collection
 
 _LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Schedulers send these to every process of a job; ranks and supervisor answer them."""
@@ -64,9 +65,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> list[Failure]:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with no_collection():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # It tells each end in its own words, also those that are no failures; the supervisor says it.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)

@@ -97,9 +97,10 @@ def _run(
 def main(argv: list[str]) -> int:
     """Prints the flags of a checkpoint as one line of JSON."""
     from megatron.training.errors import TrainingFailure
-    from megatron.training.guard import set_process_defaults
+    from megatron.training.guard import import_core, set_process_defaults
 
     set_process_defaults()
+    import_core()
     from megatron.training.restore import read_arguments
 
     folder, iteration = argv

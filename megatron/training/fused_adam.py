@@ -8,6 +8,7 @@ weight decay: arXiv 1711.05101.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,12 @@ class FusedAdam(torch.optim.Optimizer):
     Raises:
         ValueError: for `bias_correction=False`, or an option this class does not know.
     """
+
+    # torch wraps these to tell its compiler to leave them alone, and loads it to tell it so.
+    add_param_group, state_dict, load_state_dict, zero_grad = (
+        inspect.unwrap(getattr(torch.optim.Optimizer, name))
+        for name in ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+    )
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def import_core() -> Any:
     """
     if "megatron.core" in sys.modules:
         return sys.modules["megatron.core"]
-    with _no_collection():
+    with no_collection():
         torch: Any = importlib.import_module("torch")
         if torch.cuda.is_available():
             return importlib.import_module("megatron.core")
@@ -74,8 +74,8 @@ def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Modules stay: looking for garbage among them finds nothing."""
+def no_collection() -> Iterator[None]:
+    """For imports: a search for garbage among modules, now or later, finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -65,3 +65,9 @@ def test_a_run_that_nobody_steers_goes_back_to_its_flags(record: dict[str, Any])
     assert [s["global_batch_size"] for s in steps] == [8, 8]
     rates = record["let go"]["seen"][-1]
     assert (rates["lr"], rates["beta2"], rates["weight_decay"]) == (1e-3, 0.999, 0.1)
+
+
+@pytest.mark.timeout(220)
+def test_no_run_on_cpu_loads_a_compiler(record: dict[str, Any]) -> None:
+    """It would take longer than torch and megatron-core together, at every start."""
+    assert [name for name, run in record.items() if run["compiler"]] == []

@@ -1,6 +1,8 @@
 """Trains in a fake of a Megatron-LM checkout, with its callbacks and with wrapped functions.
 
-worker_megatron_lm.py OUTPUT_DIR new|old|resumed|plain
+worker_megatron_lm.py OUTPUT_DIR plain|new|resumed|old...
+
+Wrapped functions stay wrapped: `old` comes last.
 """
 
 from __future__ import annotations
@@ -81,12 +83,13 @@ def arguments(output: Path, more: list[str]) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(parser.parse_args(more)), **own})
 
 
-def main(output: Path, kind: str) -> None:
-    """Writes batches, losses and samples read."""
+def main(output: Path, kinds: list[str]) -> None:
+    """Writes batches, losses and samples read, of one run after the other."""
     from copus_ext.integrations import megatron_lm
+    from tests.helpers.jobs import join
 
     megatron_lm._join_packages()
-    import torch
+    join()
     import torch.distributed as dist
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -94,47 +97,57 @@ def main(output: Path, kind: str) -> None:
     from megatron.training.device import use_device
 
     training: Any = importlib.import_module("megatron.training.training")
-    set_args = importlib.import_module("megatron.training.global_vars").set_args
-
     assert "fake_megatron_lm" in str(training.__file__)
-    args = arguments(output, [] if kind == "plain" else ["--copus", *FLAGS.split()])
-    if kind == "resumed":
-        args.iteration, args.consumed_train_samples = 10, 96
-    set_args(args)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with use_device("cpu", local_rank=int(os.environ["LOCAL_RANK"])):
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(3)
-        num_microbatches_calculator.init_num_microbatches_calculator(
-            args.rank, None, 8, args.micro_batch_size, args.data_parallel_size, False
-        )
-        callbacks = None
-        if kind == "old":
-            megatron_lm.install(training)
-        elif kind in ("new", "resumed"):
-            callbacks = [megatron_lm.CopusCallback()]
-        model, optimizer, scheduler = training.setup_model_and_optimizer()
-        log: list[Any] = []
-        read: list[int] = []
-        training.train(
-            functools.partial(training.forward_step, read),
-            model,
-            optimizer,
-            scheduler,
-            training.samples(args.consumed_train_samples),
-            log,
-            callbacks,
-        )
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, read)
-    if dist.get_rank() == 0:
-        numbers = sorted(n // 100 for ranks in every for n in ranks)
-        consumed = args.consumed_train_samples
-        record = {"log": log, "read": numbers, "consumed": consumed}
-        (output / f"{kind}.json").write_text(json.dumps(record))
+    for kind in kinds:
+        with use_device("cpu", local_rank=int(os.environ["LOCAL_RANK"])):
+            parallel_state.initialize_model_parallel()
+            model_parallel_cuda_manual_seed(3)
+            record = run(training, output, kind)
+            num_microbatches_calculator.destroy_num_microbatches_calculator()
+            parallel_state.destroy_model_parallel()
+        if dist.get_rank() == 0:
+            (output / f"{kind}.json").write_text(json.dumps(record))
     dist.destroy_process_group()
 
 
+def run(training: Any, output: Path, kind: str) -> dict[str, Any]:
+    """Trains, in a folder of its own unless it goes on with that of `new`."""
+    import torch.distributed as dist
+    from megatron.core import num_microbatches_calculator
+
+    from copus_ext.integrations import megatron_lm
+
+    folder = output / ("new" if kind == "resumed" else kind)
+    folder.mkdir(exist_ok=True)
+    args = arguments(folder, [] if kind == "plain" else ["--copus", *FLAGS.split()])
+    if kind == "resumed":
+        args.iteration, args.consumed_train_samples = 10, 96
+    importlib.import_module("megatron.training.global_vars").set_args(args)
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        args.rank, None, 8, args.micro_batch_size, args.data_parallel_size, False
+    )
+    callbacks = None
+    if kind == "old":
+        megatron_lm.install(training)
+    elif kind in ("new", "resumed"):
+        callbacks = [megatron_lm.CopusCallback()]
+    model, optimizer, scheduler = training.setup_model_and_optimizer()
+    log: list[Any] = []
+    read: list[int] = []
+    training.train(
+        functools.partial(training.forward_step, read),
+        model,
+        optimizer,
+        scheduler,
+        training.samples(args.consumed_train_samples),
+        log,
+        callbacks,
+    )
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, read)
+    numbers = sorted(n // 100 for ranks in every for n in ranks)
+    return {"log": log, "read": numbers, "consumed": args.consumed_train_samples}
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -80,7 +80,7 @@ def main(output: Path) -> None:
             | {"loss": s["losses"]["lm loss"], "micro_batch_size": s["micro_batch_size"]}
             for s in (steps_of(output / name) if dist.get_rank() == 0 else [])
         ]
-        record[name] = {"steps": plain, "seen": seen}
+        record[name] = {"steps": plain, "seen": seen, "compiler": "torch._dynamo" in sys.modules}
     if dist.get_rank() == 0:
         (output / "result.json").write_text(json.dumps(record))
     dist.destroy_process_group()

@@ -33,9 +33,9 @@ def test_a_helper_that_dies_late_is_an_error_that_others_are_told_of(tmp_path: P
     agreed_save.register()
     writer: Any = FileSystemWriterAsync(tmp_path)
     save_process.start_helper()
-    writer.write_buckets, writer.results_queue = [], save_process._helper()
+    results: Any = save_process._helper()
+    writer.write_buckets, writer.results_queue = [], results
     save_process._drop_helper()
-    results: Any = writer.results_queue
     results.helper.join(10.0)
     assert _is_wrapped_exception(writer.retrieve_write_results())
 
