@@ -14,9 +14,9 @@ Z = 1.28
 BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
 PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
-COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, 200, 0.05
-"""No second move of the layout within so many times its cost, or so many steps or, if they are
-fewer, this share of the run's."""
+COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (50, 200), 0.05
+"""No second move of the layout within so many times its cost, or this share of the run's steps, at
+least and at most so many: the first move must have been graded by then."""
 MOST_PAUSED = 0.02
 """Pauses so far over time so far, beyond one pause."""
 
@@ -79,7 +79,8 @@ def may_relayout(
     """
     if steps_since is not None and seconds_since is not None:
         wait_s = COOL_DOWN_COSTS * cost_s
-        wait_steps = min(COOL_DOWN_STEPS, COOL_DOWN_SHARE * run_steps)
+        least, most = COOL_DOWN_STEPS
+        wait_steps = min(max(COOL_DOWN_SHARE * run_steps, least), most)
         if steps_since < wait_steps or seconds_since < wait_s:
             return f"cooling down: {steps_since} steps since the last change of layout"
     if paused_s > MOST_PAUSED * elapsed_s + cost_s:
