@@ -77,13 +77,12 @@ class Budget:
         waits = self.limits.waits_s
         self.wait_s = waits[min(self._in_a_row, len(waits)) - 1]
         last, self._last = self._last, None if error is None else (step, error)
-        if not progressed:
-            self._counted_s.append(now_s)
+        if progressed:
+            return None
+        self._counted_s.append(now_s)
         if last is not None and last == self._last:
             where = "before the first step" if step is None else f"at step {step}"
             return f"two crashes {where} with the same error"
-        if progressed:
-            return None
         if self.num_counted > self.limits.per_run:
             return f"{self.num_counted} crashes without a new checkpoint, {self._allowed}"
         lately = sum(now_s - then_s < _HOUR_S for then_s in self._counted_s)
