@@ -303,7 +303,10 @@ def main() -> int:
     p.add_argument("--repeats", type=int, default=5, help="of every ordered pair")
     p.add_argument("--soak", type=int, default=100, help="random changes")
     p.add_argument(
-        "--launcher", choices=("direct", "torchrun"), default="direct", help="of new processes"
+        "--launcher",
+        choices=("direct", "torchrun", "usual"),
+        default="direct",
+        help="of new processes; usual: torchrun, and megatron-core imported as it is",
     )
     p.add_argument(
         "--quick",

@@ -196,9 +196,11 @@ class Bench:
         own += ["--tensor-model-parallel-size", to.tp, "--pipeline-model-parallel-size", to.pp]
         own += ["--sequence-parallel"] if to.tp > 1 else []
         program = [str(ROOT / "pretrain_gpt.py"), *map(str, own)]
+        if self.launcher == "usual":
+            program.insert(0, str(ROOT / "bench" / "usual_start.py"))
         clean = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
         with (run_dir / "errors").open("w") as errors:
-            if self.launcher == "torchrun":
+            if self.launcher != "direct":
                 commands = [(torchrun(world, *program), clean)]
             else:
                 with socket.socket() as probe:
