@@ -20,16 +20,11 @@ def closed(s: Situation) -> str:
         return "paused by an operator"
     if s.consumed_samples >= s.total_samples:
         return "the run is over"
+    if s.in_warmup and s.rules.policy != "step_schedule":
+        return "the learning rate is warming up"
     if s.skipped_steps > _MOST_SKIPPED:
         return f"{s.skipped_steps} of the last 100 steps were skipped"
     return ""
-
-
-def held(s: Situation) -> str:
-    """Why the batch must stay, though its layout and micro-batch need not; empty if it may go."""
-    if s.in_warmup and s.rules.policy != "step_schedule":
-        return "the learning rate is warming up"
-    return blind(s, s.now)
 
 
 def blind(s: Situation, row: Row) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from copus_ext.goodput import objectives, policies, switch_rule
-from copus_ext.goodput.bars import barred, blind, closed, grid, held
+from copus_ext.goodput.bars import barred, blind, closed, grid
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
 _SHOWN = 12
@@ -35,7 +35,7 @@ def decide(s: Situation) -> Decision:
     why_not = closed(s)
     if why_not:
         return _stay(s, why_not)
-    wanted = None if held(s) else _goal(s)
+    wanted = None if blind(s, s.now) else _goal(s)
     goal = wanted or _present_batch(s)
     small = wanted is not None and _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
@@ -67,7 +67,7 @@ def _kept_back(s: Situation, judged: list[Candidate]) -> str:
 
 def _unknown(s: Situation) -> str:
     """Why only configurations of the present batch were compared."""
-    if why := held(s):
+    if why := blind(s, s.now):
         return why
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps >= least:

@@ -172,13 +172,6 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
     assert decision.kind == "stay" and words in decision.reason
 
 
-def test_warm_up_holds_the_batch_and_not_the_layout() -> None:
-    rows = [row(16, 10.0), row(16, 20.0, dp=1), row(32, 40.0, dp=1)]
-    s = situation(16, rows=rows, in_warmup=True, rules={"relayout": True}, switch_cost_s=1.0)
-    decision = decide(s)
-    assert (decision.kind, decision.to) == ("relayout", rows[1])
-
-
 @pytest.mark.parametrize("phi", [None, 64.0])
 def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> None:
     blind, slow = row(16, 30.0, micro=16, dp=1), row(16, 10.0, micro=8, dp=1)
