@@ -14,7 +14,7 @@ Z = 1.28
 BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
 PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
-COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (50, 200), 0.05
+COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (100, 200), 0.05
 """No second move of the layout within so many times its cost, or this share of the run's steps, at
 least and at most so many: the first move must have been graded by then."""
 MOST_PAUSED = 0.02

@@ -176,7 +176,7 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     known = {s for group in groups for spec in option_specs(group) for s in spec.strings}
     files = ["megatron/training/preprocessing.py", "copus_ext/planner/search.py"]
     files += ["copus_ext/launch/options.py"]
-    files += [f"tools/{name}.py" for name in ("preprocess_data", "plan", "profile_layouts")]
+    files += map(str, (ROOT / "tools").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
     for page in ("README.md", "docs/user-guide.md"):
         words = (ROOT / page).read_text()

@@ -161,8 +161,8 @@ def test_cool_down_and_budget_of_pauses() -> None:
     assert not may(**quiet, steps_since=200, seconds_since=300.0)
     assert may(**quiet, steps_since=199, seconds_since=9999.0)
     assert may(**quiet, steps_since=9999, seconds_since=299.0)
-    assert not may(**quiet, steps_since=50, seconds_since=300.0, run_steps=1000.0)
-    assert may(**quiet, steps_since=49, seconds_since=300.0, run_steps=100.0)
+    assert not may(**quiet, steps_since=100, seconds_since=300.0, run_steps=1000.0)
+    assert may(**quiet, steps_since=99, seconds_since=300.0, run_steps=100.0)
     assert may(cost_s=30.0, elapsed_s=1000.0, paused_s=51.0, steps_since=None, seconds_since=None)
 
 
