@@ -7,7 +7,6 @@ my_text_document
 
 import argparse
 import dataclasses
-import gc
 import os
 import sys
 import time
@@ -114,6 +113,4 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The interpreter would look for garbage among all that was imported, for most of a second.
-    gc.freeze()
     sys.exit(exit_code)

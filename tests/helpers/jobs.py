@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import io
 from collections.abc import Iterable
 from pathlib import Path
@@ -91,7 +89,6 @@ def prepare() -> None:
 
     set_process_defaults()
     import_core()
-    atexit.register(gc.freeze)
 
 
 def join() -> None:
