@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import io
 from collections.abc import Iterable
 from pathlib import Path
@@ -99,3 +101,5 @@ def join() -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    # A group that is left over ends while Python still runs: its threads may want the interpreter.
+    atexit.register(gc.collect)
