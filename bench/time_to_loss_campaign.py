@@ -11,7 +11,15 @@ from typing import Any
 
 from support import QUICKSTART_MODEL
 from time_to_loss import geometric_mean
-from time_to_loss_policies import STATIC, Profile, Recipe, is_static, names_of
+from time_to_loss_policies import (
+    ABLATIONS,
+    STATIC,
+    Profile,
+    Recipe,
+    is_blind_to_speed,
+    is_static,
+    names_of,
+)
 
 _TINY_MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4
 --seq-length 64 --max-position-embeddings 64 --swiglu --normalization RMSNorm
@@ -21,11 +29,11 @@ _TINY_MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-att
 SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {
         "model": QUICKSTART_MODEL,
-        "batches": "2,4,8,16,32,64",
+        "batches": "2,4,8,16,32",
         "first": 4,
-        "samples": 12288,
+        "samples": 4096,
         "evaluations": 32,
-        "eval_samples": 128,
+        "eval_samples": 64,
         "steps": 5,
     },
     "tiny": {
@@ -72,7 +80,7 @@ class Campaign:
             lr=args.lr,
             min_lr_part=0.1,
             decay=args.decay,
-            warmup_part=0.03,
+            warmup_part=0.1,
             weight_decay=0.01,
             beta2=0.95,
             eval_samples=args.eval_samples or size["eval_samples"],
@@ -118,12 +126,20 @@ class Campaign:
     def jobs(self) -> list[tuple[int, str, str]]:
         """(seed, link, policy) in the order in which they run. Every block begins with another
         policy, so that none is always the first."""
-        order, names = [], self.policies
+        order = []
         for number, seed in enumerate(self.seeds):
             for k, link in enumerate(self.links):
-                turn = (number * len(self.links) + k) * 4 % len(names)
+                names = [name for name in self.policies if self.is_trained(link, name)]
+                turn = (number * len(self.links) + k) * 4 % max(len(names), 1)
                 order += [(seed, link, name) for name in [*names[turn:], *names[:turn]]]
         return order
+
+    def is_trained(self, link: str, policy: str) -> bool:
+        """Whether a policy trains on a link: all do on the first, on the others those for which
+        the link makes a difference, unless everything is asked for."""
+        if link == self.links[0] or self.args.everywhere:
+            return True
+        return not is_blind_to_speed(policy) and policy not in ABLATIONS
 
     def left(self) -> list[tuple[int, str, str]]:
         """Those that are not in the results."""
@@ -150,8 +166,8 @@ class Campaign:
     def estimate_s(self, link: str, policy: str) -> float:
         """Seconds that a run will take, with its start and its evaluations, about."""
         recipe, profile = self.recipe, self.profile(link)
-        rising = [b for b in recipe.batches if b >= recipe.first_batch]
-        known = [int(policy.removeprefix(f"{STATIC}_"))] if is_static(policy) else rising
+        alone = [int(policy.removeprefix(f"{STATIC}_"))] if is_static(policy) else []
+        known = alone or recipe.rising
         speeds = [profile.speed(b) if profile else _reference_speed(b) for b in known]
         speed = geometric_mean(speeds)
         held_out = recipe.eval_samples * (recipe.evaluations + 1) / _EVALUATION_SPEED
@@ -169,7 +185,7 @@ class Campaign:
         )
         one = [self.estimate_s(self.links[0], name) for name in self.policies]
         return (
-            f"{len(self.policies)} policies x {len(self.links)} links x {len(self.seeds)} seeds of "
+            f"{len(self.policies)} policies, {len(self.links)} links, {len(self.seeds)} seeds, "
             f"{self.recipe.samples} samples: {len(self.jobs())} runs, {len(jobs)} left\n"
             f"policies: {', '.join(self.policies)}\n"
             f"a run takes {min(one) / 60:.1f} to {max(one) / 60:.1f} minutes, one seed of one link "

@@ -31,6 +31,9 @@ MORE = (
     "no_ramp",
 )
 """Run if asked for by --policies."""
+BY_NOISE_ALONE = ("cbs_small", "cbs_large", "norm_test", "doubling", "seesaw")
+"""Policies whose batches do not depend on how fast anything is: on another link the same run takes
+other times, and no more. The same holds for static batches."""
 CONTENDERS = 3
 """Lines of the profile that are timed again at each batch."""
 
@@ -170,6 +173,11 @@ class Recipe:
         if self.first_batch not in self.batches:
             raise ValueError(f"the first batch {self.first_batch} is none of {self.batches}")
 
+    @property
+    def rising(self) -> list[int]:
+        """Batches that a policy which grows may have."""
+        return [b for b in self.batches if b >= self.first_batch]
+
     def rates(self, batch: int) -> list[str]:
         """Rates of a run whose first batch is this one: those of the first batch by the rules that
         the controller follows, learning rate by the root, weight decay per token."""
@@ -230,6 +238,31 @@ def is_static(name: str) -> bool:
     return name.startswith(f"{STATIC}_")
 
 
+def is_blind_to_speed(name: str) -> bool:
+    """Whether a policy trains the same on every link."""
+    return is_static(name) or name in BY_NOISE_ALONE
+
+
+def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
+    """Where a policy that is blind to speed starts, in its fastest configuration.
+
+    Args:
+        name: see `is_blind_to_speed`.
+        recipe: of the measurement.
+        profile: of the link.
+    """
+    if is_static(name):
+        return profile.best(int(name.removeprefix(f"{STATIC}_")))
+    first, last = recipe.first_batch, recipe.batches[-1]
+    # One micro-batch on one replica leaves nothing to measure the noise by, and the run would never
+    # leave it.
+    if name == "cbs_small":
+        return profile.best(first, sees_noise=True)
+    if name == "cbs_large":
+        return profile.best(first, layout_of(profile.best(last)), sees_noise=True)
+    return profile.best(first, profile.all_round(recipe.rising), sees_noise=True)
+
+
 def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[str]:
     """The trainer's flags of a policy.
 
@@ -239,15 +272,10 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
         profile: of the link.
         store: path of the profile's file.
     """
-    first, last = recipe.first_batch, recipe.batches[-1]
+    last, rising = recipe.batches[-1], recipe.rising
     if is_static(name):
-        return recipe.of(profile.best(int(name.removeprefix(f"{STATIC}_"))))
-    rising = [b for b in recipe.batches if b >= first]
-    # One micro-batch on one replica leaves nothing to measure the noise by, and the run would never
-    # leave it.
-    small = profile.best(first, sees_noise=True)
-    large = profile.best(first, layout_of(profile.best(last)), sees_noise=True)
-    middle = profile.best(first, profile.all_round(rising), sees_noise=True)
+        return recipe.of(start_of(name, recipe, profile))
+    small = start_of("cbs_small", recipe, profile)
     copus = ["--copus", "--copus-calibration", f"{recipe.calibration:g}"]
     copus += ["--copus-max-global-batch-size", str(last)]
     copus += ["--copus-batch-grid", ",".join(map(str, rising))]
@@ -259,14 +287,12 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
     def fixed(policy: str) -> list[str]:
         return ["--copus-policy", policy]
 
+    if name in BY_NOISE_ALONE:
+        own = fixed("cbs" if name.startswith("cbs") else name)
+        return [*recipe.of(start_of(name, recipe, profile)), *copus, *known, *own]
     ways = {
-        "cbs_small": (small, fixed("cbs")),
-        "cbs_large": (large, fixed("cbs")),
         "cbs_free": (small, [*fixed("cbs"), *free]),
-        "norm_test": (middle, fixed("norm_test")),
         "norm_test_free": (small, [*fixed("norm_test"), *free]),
-        "doubling": (middle, fixed("doubling")),
-        "seesaw": (middle, fixed("seesaw")),
         "adaptive": (small, free),
         "only_batch": (small, []),
         "only_layout": (small, [*fixed("static"), *free]),

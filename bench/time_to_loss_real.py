@@ -29,7 +29,7 @@ from time_to_loss_campaign import SIZES, Campaign
 from time_to_loss_policies import ABLATIONS, BASELINES, MORE, OURS, STATIC, flags_of
 from time_to_loss_report import report
 
-LINKS = "2000,5000,0"
+LINKS = "5000,2000,0"
 """Mbit/s, nominal; 0 is a link without limit. Chosen before any time to loss was seen."""
 
 
@@ -168,6 +168,12 @@ def parse() -> argparse.Namespace:
     names = [f"{STATIC}_N", *BASELINES, *OURS, *ABLATIONS]
     p.add_argument("--size", choices=SIZES, default="quickstart")
     p.add_argument("--links", default=LINKS, help="nominal Mbit/s; 0: no limit")
+    p.add_argument(
+        "--everywhere",
+        action="store_true",
+        help="train on every link what trains the same on all; else on the first only, and its "
+        "steps are timed on the others",
+    )
     p.add_argument("--seeds", default="1,2,3")
     p.add_argument(
         "--policies",
@@ -181,7 +187,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--first-batch", type=int, help="of policies that change it")
     p.add_argument("--evaluations", type=int, help="of a run")
     p.add_argument("--eval-samples", type=int, help="held-out samples of an evaluation")
-    p.add_argument("--lr", type=float, default=1e-3, help="at the first batch")
+    p.add_argument("--lr", type=float, default=5e-4, help="at the first batch")
     p.add_argument("--decay", choices=("cosine", "constant"), default="cosine")
     p.add_argument("--calibration", type=float, default=2.0, help="c of all that use the noise")
     p.add_argument("--targets", type=int, default=5)
