@@ -141,6 +141,14 @@ class Campaign:
             return True
         return not is_blind_to_speed(policy) and policy not in ABLATIONS
 
+    def timed_only(self, seed: int, link: str) -> list[str]:
+        """Policies that train on another link, if their steps are still to be timed on this one
+        for a seed."""
+        if str(seed) in self.result["links"].get(link, {}).get("timed", {}):
+            return []
+        names = dict.fromkeys([*self.policies, *(r["policy"] for r in self.result["runs"])])
+        return [n for n in names if is_blind_to_speed(n) and not self.is_trained(link, n)]
+
     def left(self) -> list[tuple[int, str, str]]:
         """Those that are not in the results."""
         done = {(r["seed"], r["link"], r["policy"]) for r in self.result["runs"]}

@@ -230,6 +230,7 @@ def names_of(recipe: Recipe, asked: str = "") -> list[str]:
 
 def is_baseline(name: str) -> bool:
     """Whether a policy is one that ours is compared with."""
+    name = name.rstrip("*")
     return name.startswith(f"{STATIC}_") or name in (*BASELINES, "cbs_free", "norm_test_free")
 
 

@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import nodes
 from support import RESULTS, ROOT, open_source, origin
@@ -28,6 +28,10 @@ from time_to_loss_account import account
 from time_to_loss_campaign import SIZES, Campaign
 from time_to_loss_policies import ABLATIONS, BASELINES, MORE, OURS, STATIC, flags_of
 from time_to_loss_report import report
+from time_to_loss_timed import needed
+
+if TYPE_CHECKING:
+    from copus_ext.planner.configuration import Configuration
 
 LINKS = "5000,2000,0"
 """Mbit/s, nominal; 0 is a link without limit. Chosen before any time to loss was seen."""
@@ -57,12 +61,7 @@ def shared_flags(campaign: Campaign, data: str) -> list[str]:
 def take_profile(campaign: Campaign, names: nodes.Names, link: str, shared: list[str]) -> None:
     """Times every layout and micro-batch on the link, then the best few at each batch again."""
     recipe, store = campaign.recipe, campaign.store(link)
-    last = recipe.batches[-1]
-    tool = [str(ROOT / "tools/profile_layouts.py"), "--store", str(store)]
-    tool += ["--steps", str(SIZES[campaign.args.size]["steps"])]
-    tool += ["--global-batch-size", str(last), "--max-micro-batch", str(min(last, 8))]
-    flags = ["--", *shared, "--micro-batch-size", "1", "--eval-iters", "0"]
-    flags += ["--train-samples", str(recipe.samples), *recipe.rates(recipe.first_batch)]
+    tool, flags = _profiling(campaign, store, shared)
     log = campaign.work / f"profile_{link}"
     store.unlink(missing_ok=True)  # what it costs is measured with it
     print(f"link {link}: profile", flush=True)
@@ -71,12 +70,44 @@ def take_profile(campaign: Campaign, names: nodes.Names, link: str, shared: list
     profile = campaign.profile(link)
     assert profile is not None
     for c, batches in profile.contenders(recipe.batches).values():
-        fixed = f"tp={c.tp},pp={c.pp},vpp={c.vpp},micro_batch={c.micro_batch_size}"
-        own = ["--fix", fixed, "--batches", ",".join(map(str, batches))]
+        own = _only(c, batches)
         seconds += nodes.run(names, [*tool, *own, *flags], log, say=lambda: _last_line(log))
     profile = {"seconds": round(seconds, 1), "records": _records(store)}
     campaign.result["links"][link]["profile"] = profile
     campaign.write()
+
+
+def time_again(
+    campaign: Campaign, names: nodes.Names, what: tuple[int, str, list[str]], shared: list[str]
+) -> None:
+    """Times on a link the steps of policies that were trained on another with some seed."""
+    seed, link, policies = what
+    profile, recipe = campaign.profile(link), campaign.recipe
+    assert profile is not None
+    store = campaign.work / f"timed_{link}_{seed}.jsonl"
+    store.unlink(missing_ok=True)
+    tool, flags = _profiling(campaign, store, shared)
+    log = store.with_suffix("")
+    for c, batches in needed(policies, recipe, profile).values():
+        nodes.run(names, [*tool, *_only(c, batches), *flags], log, say=lambda: _last_line(log))
+    campaign.result["links"][link].setdefault("timed", {})[str(seed)] = _records(store)
+    campaign.write()
+
+
+def _profiling(campaign: Campaign, store: Path, shared: list[str]) -> tuple[list[str], list[str]]:
+    """Command that times layouts, and the flags of the run that it is for."""
+    recipe, last = campaign.recipe, campaign.recipe.batches[-1]
+    tool = [str(ROOT / "tools/profile_layouts.py"), "--store", str(store)]
+    tool += ["--steps", str(SIZES[campaign.args.size]["steps"])]
+    tool += ["--global-batch-size", str(last), "--max-micro-batch", str(min(last, 8))]
+    flags = ["--", *shared, "--micro-batch-size", "1", "--eval-iters", "0"]
+    flags += ["--train-samples", str(recipe.samples), *recipe.rates(recipe.first_batch)]
+    return tool, flags
+
+
+def _only(c: Configuration, batches: list[int]) -> list[str]:
+    fixed = f"tp={c.tp},pp={c.pp},vpp={c.vpp},micro_batch={c.micro_batch_size}"
+    return ["--fix", fixed, "--batches", ",".join(map(str, batches))]
 
 
 def _records(store: Path) -> list[dict[str, Any]]:
@@ -147,6 +178,8 @@ def measure(campaign: Campaign) -> None:
                 if seed not in warm:
                     warm_up(campaign, names, seed, link, shared)
                     warm.add(seed)
+                if others := campaign.timed_only(seed, link):
+                    time_again(campaign, names, (seed, link, others), shared)
                 for job in block:
                     run_one(campaign, names, job, shared)
                     _say_left(campaign)

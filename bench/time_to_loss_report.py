@@ -16,7 +16,16 @@ from time_to_loss import (
     times,
 )
 from time_to_loss_figures import draw
-from time_to_loss_policies import ABLATIONS, MORE, OURS, STATIC, is_baseline, is_static
+from time_to_loss_policies import (
+    ABLATIONS,
+    MORE,
+    OURS,
+    STATIC,
+    Recipe,
+    is_baseline,
+    is_static,
+)
+from time_to_loss_timed import MARK, with_timed
 
 Runs = list[dict[str, Any]]
 
@@ -29,13 +38,15 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
         number: of targets.
         path: of the results file, which the figures go beside.
     """
-    runs = result["runs"]
+    settings = result["settings"]["recipe"]
+    recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
+    runs = with_timed(result, recipe)
     if not any(is_static(run["policy"]) for run in runs):
         return "no static run is there yet, and so no targets"
     statics: dict[str, list[Any]] = {}
     for run in runs:
         if is_static(run["policy"]):
-            statics.setdefault(run["policy"], []).append(curve_of(run))
+            statics.setdefault(run["policy"].rstrip(MARK), []).append(curve_of(run))
     goals = targets(statics, number)
     links = {link: _ordered([r for r in runs if r["link"] == link]) for link in result["links"]}
     links = {link: some for link, some in links.items() if some}
@@ -59,7 +70,7 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
 def _ordered(runs: Runs) -> Runs:
     """By policy as they are listed, then by seed: the order of a table, whatever ran first."""
     statics = {r["policy"] for r in runs if is_static(r["policy"])}
-    size = {name: int(name.removeprefix(f"{STATIC}_")) for name in statics}
+    size = {name: int(name.removeprefix(f"{STATIC}_").rstrip(MARK)) for name in statics}
     last = [*ABLATIONS, *MORE]
 
     def key(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -87,6 +98,8 @@ def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: 
         f"loss, evaluations not counted; profile {profile_s:.0f} s, not counted",
         table(found, goals, {run["policy"]: _note(run) for run in reversed(runs)}),
     ]
+    if any(name.endswith(MARK) for name in found):
+        lines.append(f"{MARK} trained on another link, steps timed on this one")
     baselines = [name for name in found if is_baseline(name)]
     own = [name for name in found if not is_baseline(name)]
     for name in own:

@@ -25,6 +25,7 @@ def bench(name: str) -> Any:
 
 
 pure, policies = bench("time_to_loss"), bench("time_to_loss_policies")
+elsewhere = bench("time_to_loss_timed")
 clocked = bench("time_to_loss_account").clocked
 SAMPLES = [100 * i for i in range(1, 33)]
 
@@ -176,3 +177,34 @@ def test_a_policy_that_needs_the_noise_does_not_start_where_none_is_seen() -> No
     assert profile.best(4, sees_noise=True).micro_batch_size == 2
     only = policies.Profile(lines[1:2])
     assert only.best(4, sees_noise=True).is_blind, "better than nothing"
+
+
+def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> None:
+    here = policies.Profile([timing(2, 2, 2, 0.5), timing(2, 2, 4, 0.8), timing(2, 2, 8, 1.4)])
+    there = policies.Profile([timing(1, 2, 1, 0.2), timing(1, 2, 2, 0.3), timing(1, 2, 4, 0.6)])
+    ways = [(0, 4), (400, 8), (800, 16)]
+    run = {
+        "policy": "doubling",
+        "link": "a",
+        "seed": 1,
+        "set_up_s": 7.0,
+        "commit": "",
+        "steps": 164,
+        "decisions": [],
+        "ways": [{"samples": n, "seconds": 0.0, "batch": batch} for n, batch in ways],
+        # The clock of a link on which steps take what `here` says.
+        "evaluations": [
+            (200, 7 + 50 * 0.5, 3.0),
+            (600, 7 + 100 * 0.5 + 25 * 0.8, 2.0),
+            (1024, 7 + 100 * 0.5 + 50 * 0.8 + 14 * 1.4, 1.0),
+        ],
+    }
+    same = elsewhere.timed(run, recipe(), here, here)
+    assert same["evaluations"] == [pytest.approx(e) for e in run["evaluations"]]
+    other = elsewhere.timed(run, recipe(), there, there)
+    clocks = [7 + 50 * 0.2, 7 + 100 * 0.2 + 25 * 0.3, 7 + 100 * 0.2 + 50 * 0.3 + 14 * 0.6]
+    assert [e[1] for e in other["evaluations"]] == pytest.approx(clocks)
+    assert [(e[0], e[2]) for e in other["evaluations"]] == [(200, 3.0), (600, 2.0), (1024, 1.0)]
+    assert [w["layout"] for w in other["ways"]] == ["tp1.pp1.dp2"] * 3
+    wanted = elsewhere.needed(["static_4", "doubling"], recipe(), there)
+    assert {tuple(batches) for _, batches in wanted.values()} == {(4, 8, 16)}

@@ -1,0 +1,125 @@
+"""The times on one link of a run of B8 that was trained on another.
+
+A policy whose batches no speed decides trains the same on every link but for rounding: the losses
+by samples are those of the run, only the seconds of its steps are others. They are measured on the
+link, in the same hour as the runs that they are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from time_to_loss_policies import (
+    Profile,
+    Recipe,
+    is_blind_to_speed,
+    is_static,
+    layout_of,
+    start_of,
+)
+
+MARK = "*"
+"""Behind the name of a policy that was trained on another link."""
+
+
+def profile_of(records: list[dict[str, Any]]) -> Profile:
+    """Out of the lines of a profile's file."""
+    from copus_ext.perf.profile import read_profile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return Profile(read_profile(path)[1])
+
+
+def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Any:
+    """The configuration that a policy which is blind to speed has at a batch on a link.
+
+    Args:
+        policy: its name.
+        batch: samples of a step.
+        recipe: of the measurement.
+        profile: of the link.
+    """
+    start = start_of(policy, recipe, profile)
+    if is_static(policy):
+        return start
+    sees_noise = batch == start.global_batch_size
+    return profile.best(batch, layout_of(start), sees_noise=sees_noise)
+
+
+def needed(
+    policies: list[str], recipe: Recipe, profile: Profile
+) -> dict[Any, tuple[Any, list[int]]]:
+    """What has to be timed on a link: by line of its profile, a configuration and batches."""
+    wanted: dict[Any, tuple[Any, list[int]]] = {}
+    for policy in policies:
+        own = start_of(policy, recipe, profile).global_batch_size
+        for batch in [own] if is_static(policy) else recipe.rising:
+            c = way_of(policy, batch, recipe, profile)
+            batches = wanted.setdefault(c.timed(1.0).line, (c, []))[1]
+            if batch not in batches:
+                batches.append(batch)
+    return wanted
+
+
+def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile) -> dict[str, Any]:
+    """A run with the clock that it would have on another link.
+
+    Args:
+        run: of a policy that is blind to speed.
+        recipe: of the measurement.
+        profile: of the other link; decides the configurations, as it would have.
+        times: measured there for this comparison.
+    """
+    ways, policy = run["ways"], run["policy"]
+    ends = [*(way["samples"] for way in ways[1:]), run["evaluations"][-1][0]]
+    marks, clock = [(0, run["set_up_s"])], run["set_up_s"]
+    there, speeds = [], []
+    for way, end in zip(ways, ends):
+        batch = way["batch"]
+        c = way_of(policy, batch, recipe, profile) if batch in recipe.batches else None
+        if c is None:  # the last few samples of a run
+            there.append({**there[-1], "batch": batch, "samples": way["samples"]})
+            continue
+        count = batch // (c.dp * c.micro_batch_size)
+        step_s = times.seconds(c.timed(1.0).line, count)
+        steps = -(-(end - way["samples"]) // batch)
+        began, clock = clock, clock + steps * step_s
+        marks.append((end, clock))
+        kept = {"layout": layout_of(c), "micro_batch": c.micro_batch_size, "batch": batch}
+        there.append({"samples": way["samples"], "seconds": round(began, 3), **kept})
+        speeds.append({**kept, "steps": steps, "median_s": round(step_s, 5)})
+    at = np.interp([n for n, _, _ in run["evaluations"]], *zip(*marks))
+    evaluations = [(n, round(float(s), 4), loss) for s, (n, _, loss) in zip(at, run["evaluations"])]
+    kept = {k: run[k] for k in ("policy", "seed", "set_up_s", "commit", "steps", "decisions")}
+    return {
+        **kept,
+        "trained_on": run["link"],
+        "evaluations": evaluations,
+        "seconds": round(clock, 4),
+        "paused_s": 0.0,
+        "ways": there,
+        "speeds": speeds,
+        "moves": [],
+    }
+
+
+def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
+    """The runs of a results file, and those that are only timed on a link, marked."""
+    runs = list(result["runs"])
+    trained = {(r["seed"], r["link"], r["policy"]) for r in runs}
+    for link, known in result["links"].items():
+        times = {int(k): profile_of(v) for k, v in known.get("timed", {}).items()}
+        profile = profile_of(known["profile"]["records"]) if times else None
+        for run in result["runs"]:
+            seed, policy = run["seed"], run["policy"]
+            elsewhere = run["link"] != link and (seed, link, policy) not in trained
+            if profile and seed in times and elsewhere and is_blind_to_speed(policy):
+                other = timed(run, recipe, profile, times[seed])
+                runs.append({**other, "link": link, "policy": policy + MARK})
+    return runs
