@@ -21,8 +21,10 @@ BASELINES = ("cbs_small", "cbs_large", "norm_test", "doubling", "seesaw")
 OURS = ("adaptive", "adaptive_unprofiled")
 ABLATIONS = ("only_batch", "only_layout")
 MORE = (
-    "goodput",
+    "objective_copus",
     "lr_model",
+    "c_2",
+    "c_8",
     "paper_rule",
     "paper",
     "cbs_free",
@@ -161,7 +163,7 @@ class Recipe:
     evaluations: int
     """Of a run."""
     calibration: float
-    """c."""
+    """c of the baselines; ours have their own."""
 
     def __post_init__(self) -> None:
         every, most = self.samples // self.evaluations, self.batches[-1]
@@ -277,8 +279,7 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
     if is_static(name):
         return recipe.of(start_of(name, recipe, profile))
     small = start_of("cbs_small", recipe, profile)
-    copus = ["--copus", "--copus-calibration", f"{recipe.calibration:g}"]
-    copus += ["--copus-max-global-batch-size", str(last)]
+    copus = ["--copus", "--copus-max-global-batch-size", str(last)]
     copus += ["--copus-batch-grid", ",".join(map(str, rising))]
     known = ["--copus-profile", store]
     free = ["--copus-layouts", "all"]
@@ -290,6 +291,7 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
 
     if name in BY_NOISE_ALONE:
         own = fixed("cbs" if name.startswith("cbs") else name)
+        own += ["--copus-calibration", f"{recipe.calibration:g}"]
         return [*recipe.of(start_of(name, recipe, profile)), *copus, *known, *own]
     ways = {
         "cbs_free": (small, [*fixed("cbs"), *free]),
@@ -297,7 +299,9 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
         "adaptive": (small, free),
         "only_batch": (small, []),
         "only_layout": (small, [*fixed("static"), *free]),
-        "goodput": (small, [*free, "--copus-objective", "goodput"]),
+        "objective_copus": (small, [*free, "--copus-objective", "copus"]),
+        "c_2": (small, [*free, "--copus-calibration", "2"]),
+        "c_8": (small, [*free, "--copus-calibration", "8"]),
         "lr_model": (small, [*free, "--copus-objective", "lr_model"]),
         "paper_rule": (small, [*free, "--copus-switch-rule", "paper"]),
         "paper": (small, [*free, *fixed("copus")]),

@@ -25,17 +25,18 @@ from support import RESULTS, open_source, origin
 FIRST_SEED = 100
 """Those below were looked at while the simulator was built."""
 GOAL_SAVED, GOAL_SHARE = 0.10, 0.90
-DEFAULT = "adaptive_copus_forward"
-BELIEVED = (0.5, 1.0, 4.0, 8.0, 16.0)
-"""What some believe c to be; the others believe 2."""
+DEFAULT = "adaptive_goodput_forward"
+BELIEVED = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""What some believe c to be; the others have their defaults."""
 BELIEVERS = ("adaptive_copus_forward", "adaptive_goodput_forward")
 STRONG = ("cbs_small", "cbs_large")
 """Baselines that also run with c = 8."""
 JOURNAL = RESULTS / "act_run.journal.jsonl"
 SHOWN = (
     DEFAULT,
-    "adaptive_goodput_forward",
+    "adaptive_goodput_forward_c2",
     "adaptive_goodput_forward_c8",
+    "adaptive_copus_forward",
     "adaptive_lr_model_forward",
     "adaptive_goodput_paper",
     "paper",

@@ -21,14 +21,15 @@ class CopusConfig:
     copus_policy: str = option("adaptive", choices=POLICIES)
     """How the batch is chosen. adaptive weighs every configuration by --copus-objective; the
     others are ways that people use or publish (docs/controller.md)."""
-    copus_objective: str = option("copus", choices=OBJECTIVES)
-    """What adaptive maximises: copus is T sqrt(B)/(B + Phi), goodput T/(B + Phi), lr_model takes
+    copus_objective: str = option("goodput", choices=OBJECTIVES)
+    """What adaptive maximises: goodput is T/(B + Phi), copus T sqrt(B)/(B + Phi), lr_model takes
     the learning rate into account."""
     copus_switch_rule: str = option("forward", choices=("forward", "paper"))
     """forward: a gain must be sure, and pay for its pause over the rest of the run. paper: it must
     be a tenth."""
-    copus_calibration: float = option(2.0)
-    """The noise scale that counts, Phi, is this times the measured one."""
+    copus_calibration: float | None = option(None)
+    """The noise scale that counts, Phi, is this times the measured one. Default: 4; 2 with the
+    objective copus, and with the policies that are published so."""
     copus_interval: float | None = option(None)
     """Tokens between two decisions. Default: those of 20 steps."""
     copus_min_global_batch_size: int | None = option(None)

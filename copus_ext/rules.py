@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _LARGEST, _SMALLEST = 64, 8
 """Times that the batch may grow or shrink from the first, if nothing else is said."""
+CALIBRATION, PAPERS_CALIBRATION = 4.0, 2.0
+"""c if nothing is said: of ours, and of what is published (docs/decisions/020)."""
 _ANY = 1e9
 _DECISION_STEPS = 20
 """Steps between decisions if no interval is given."""
@@ -149,7 +151,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         policy=flags.copus_policy,
         objective="copus" if is_paper else flags.copus_objective,
         switch_rule="paper" if is_paper else switch_rule,
-        calibration=flags.copus_calibration,
+        calibration=_calibration(flags),
         reference_batch=flags.copus_reference_batch_size or first,
         first_batch=first,
         grid=tuple(sorted(sizes - {0})),
@@ -161,6 +163,14 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
     )
+
+
+def _calibration(flags: CopusConfig) -> float:
+    """c. The root of the batch in the objective `copus` stands in for a larger one."""
+    if flags.copus_calibration is not None:
+        return flags.copus_calibration
+    weighs = flags.copus_policy == "adaptive" and flags.copus_objective != "copus"
+    return CALIBRATION if weighs else PAPERS_CALIBRATION
 
 
 def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:

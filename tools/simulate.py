@@ -48,7 +48,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
     p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
     p.add_argument("--assumed-cost-s", type=float, help="what the controller takes it to cost")
-    p.add_argument("--calibration", type=float, default=2.0, help="c that the policies assume")
+    p.add_argument(
+        "--calibration", type=float, help="c that the policies assume; default: that of each"
+    )
     p.add_argument(
         "--true-calibration",
         type=float,

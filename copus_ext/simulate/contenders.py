@@ -40,12 +40,12 @@ def _flags(policy: str, **more: Any) -> CopusConfig:
     return CopusConfig(**values)  # pyright: ignore[reportArgumentType]
 
 
-def contenders(batches: Sequence[int], *, calibration: float = 2.0) -> dict[str, Contender]:
+def contenders(batches: Sequence[int], *, calibration: float | None = None) -> dict[str, Contender]:
     """Everybody, by name.
 
     Args:
         batches: grid of the scenario, ascending; the first is that of the first step.
-        calibration: c that the policies take for granted.
+        calibration: c that the policies take for granted; None: each its default.
     """
     c: dict[str, Any] = {
         "copus_calibration": calibration,

@@ -1,0 +1,268 @@
+"""Do the simulator and the real clock of B8 agree? And what is c, by the static batches?
+
+    python bench/time_to_loss_replay.py [--input docs/results/time_to_loss_real.json]
+
+For every seed of the link that all policies were trained on: c is the one that lays the losses of
+all static batches on one curve over progress; the simulator then runs every policy over the
+profile of that link and the noise scale that the runs saw, and its times to the targets stand
+beside the measured ones, set-up not counted. Also the c that
+each run shows alone, by what its loss does where its batch changes: what a run could learn on its
+way. Writes `<input>.replay.json`. Some ten seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support import RESULTS, open_source, origin
+from time_to_loss import curve_of, targets
+from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
+from time_to_loss_timed import profile_of
+
+CALIBRATIONS = np.geomspace(0.25, 64, 49)
+"""c that are tried."""
+_KNOTS, _DEGREE, _STEP = 10, 4, 4
+GOAL = 0.05
+
+Runs = list[dict[str, Any]]
+Noise = Callable[[Any], Any]
+
+
+def batches_at(run: dict[str, Any], samples: Any) -> Any:
+    """Batch of a run after so many samples."""
+    starts = [way["samples"] for way in run["ways"]]
+    sizes = np.array([way["batch"] for way in run["ways"]], dtype=float)
+    return sizes[np.searchsorted(starts, samples, side="right") - 1]
+
+
+def noise_points(run: dict[str, Any], calibration: float) -> list[tuple[float, float]]:
+    """(progress, noise scale) of a run that measured it, progress by E(B) with some c."""
+    curve = run["training"]
+    known = [(n, x) for n, x in zip(curve["samples"], curve["phi"]) if x]
+    if len(known) < _KNOTS:
+        return []
+    samples, phis = map(np.array, zip(*known))
+    ends = np.arange(_STEP, samples[-1] + 1, _STEP, dtype=float)
+    phi = np.exp(np.interp(ends, samples, np.log(phis)))
+    worth = 1 / (1 + batches_at(run, ends - _STEP) / (calibration * phi))
+    progress = np.cumsum(_STEP * worth)
+    return list(zip(np.interp(samples, ends, progress).tolist(), phis.tolist()))
+
+
+def noise_of(runs: Runs, calibration: float) -> tuple[list[float], list[float]]:
+    """Noise scale over progress: medians of the points of all runs in parts of equal ratio."""
+    points = sorted(p for run in runs for p in noise_points(run, calibration))
+    if not points:
+        raise SystemExit("no run of this seed measured the noise scale")
+    x, y = np.log(np.array(points)).T
+    edges = np.linspace(x[0], x[-1], _KNOTS + 1)
+    found = []
+    for low, high in itertools.pairwise(edges):
+        inside = (x >= low) & (x <= high)
+        if inside.any():
+            found.append((float(np.median(x[inside])), float(np.median(y[inside]))))
+    progress, phi = (np.exp(column).tolist() for column in zip(*found))
+    return progress, phi
+
+
+def progress_of(
+    run: dict[str, Any], samples: Sequence[float], calibration: float, noise: Any
+) -> Any:
+    """Progress of a run after so many samples."""
+    starts = np.arange(0, samples[-1], _STEP, dtype=float)
+    batches = batches_at(run, starts)
+    logs = np.log(noise[0]), np.log(noise[1])
+    progress = [1e-9]
+    for batch in batches.tolist():
+        phi = calibration * float(np.exp(np.interp(np.log(progress[-1]), *logs)))
+        progress.append(progress[-1] + _STEP / (1 + batch / phi))
+    return np.interp(samples, [*starts, starts[-1] + _STEP], progress)
+
+
+def collapse(runs: Runs, calibration: float, noise: Any, first: float) -> tuple[float, Any]:
+    """How far the losses of runs lie from one curve, and that curve: a polynomial in ln(progress).
+
+    Args:
+        runs: of one seed.
+        calibration: c.
+        noise: scale over progress.
+        first: samples before which nothing counts: the learning rate warms up.
+    """
+    points = []
+    for run in runs:
+        curve = curve_of(run)
+        progress = progress_of(run, curve.samples, calibration, noise)
+        rows = zip(curve.samples, np.log(progress), curve.losses)
+        points += [(x, loss) for n, x, loss in rows if n >= first]
+    x, y = np.array(points).T
+    line = np.polynomial.Polynomial.fit(x, y, _DEGREE)
+    return float(np.sqrt(np.mean((line(x) - y) ** 2))), line
+
+
+def fitted(runs: Runs, noisy: Runs, first: float) -> dict[str, Any]:
+    """The c that lays the losses of runs on one curve best, those that do so up to a tenth worse,
+    and the curve. A single run tells c by what its loss does where its batch changes."""
+    tried = []
+    for c in CALIBRATIONS.tolist():
+        noise = noise_of(noisy, c)
+        tried.append((*collapse(runs, c, noise, first), c, noise))
+    error, line, c, noise = min(tried, key=lambda t: t[0])
+    near = [t[2] for t in tried if t[0] <= 1.1 * error]
+    return {"c": c, "low": min(near), "high": max(near), "rms": error, "line": line, "noise": noise}
+
+
+def progress_at(line: Any, goal: float) -> float | None:
+    """Progress at which the curve first has a loss; None if it never does."""
+    low, high = line.domain
+    x = np.linspace(low, high, 4000)
+    reached = np.flatnonzero(line(x) <= goal)
+    return float(np.exp(x[reached[0]])) if len(reached) else None
+
+
+def scenario_of(recipe: Recipe, profile: Profile, fit: dict[str, Any], goals: list[float]) -> Any:
+    """What the simulator is told."""
+    from copus_ext.goodput.situation import Row
+    from copus_ext.perf.cluster_spec import of_gpu
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.simulate.course import Truth
+    from copus_ext.simulate.scenario import Scenario
+    from copus_ext.simulate.speeds import PROFILED_SD, Speeds
+    from copus_ext.simulate.trajectory import Trajectory
+
+    rows: dict[Any, Any] = {}
+    for batch in recipe.batches:
+        for speed, c in profile.ranked(batch):
+            if batch not in recipe.rising or not c.is_blind:
+                row = Row.of(c, speed, PROFILED_SD, "profiled")
+                rows.setdefault((row.layout, batch), row)
+    progress, phi = fit["noise"]
+    at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
+    return Scenario(
+        name="B8",
+        model=next(iter(PRESETS)),  # only asked where nothing is measured
+        seq_length=128,
+        cluster=of_gpu("CPU-rank", nodes=1, gpus_per_node=2),
+        batches=tuple(recipe.rising),
+        total_samples=recipe.samples,
+        warmup_samples=int(recipe.warmup_part * recipe.samples),
+        targets={name: p for name, p in at.items() if p is not None},
+        trajectory=Trajectory(progress=tuple(progress), phi=tuple(phi)),
+        truth=Truth(calibration=fit["c"], reference_batch=float(recipe.first_batch)),
+        switch_cost_s=0.4,
+        assumed_cost_s=10.0,
+        measured=Speeds(list(rows.values())),
+        beta2=recipe.beta2,
+        lr_decay=recipe.min_lr_part,
+    )
+
+
+def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Any:
+    """A policy of B8 as one of the simulator's; None if it has no such."""
+    from copus_ext.config import CopusConfig
+    from copus_ext.simulate.contenders import Contender
+
+    if is_static(policy):
+        return Contender(name=policy, batch=int(policy.removeprefix(f"{STATIC}_")))
+    known: dict[str, dict[str, Any]] = {
+        **{name: {"copus_policy": "cbs"} for name in ("cbs_small", "cbs_large")},
+        **{name: {"copus_policy": name} for name in ("norm_test", "doubling", "seesaw")},
+        "adaptive": {"copus_layouts": "all"},
+        "only_batch": {},
+        "only_layout": {"copus_policy": "static", "copus_layouts": "all"},
+    }
+    if policy not in known:
+        return None
+    values = {"copus": True, "copus_max_global_batch_size": recipe.batches[-1], **known[policy]}
+    start = "small"
+    if policy in ("cbs_large", "norm_test", "doubling", "seesaw"):
+        values["copus_calibration"] = recipe.calibration
+        small = layout_of(start_of("cbs_small", recipe, profile))
+        start = "small" if layout_of(start_of(policy, recipe, profile)) == small else "large"
+    return Contender(name=policy, start=start, flags=CopusConfig(**values))
+
+
+def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
+    """One seed: c, and for each policy measured and simulated seconds to the targets."""
+    from copus_ext.simulate.run import simulate
+
+    settings, link = result["settings"]["recipe"], next(iter(result["links"]))
+    recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
+    runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
+    curves = {r["policy"]: curve_of(r) for r in runs}
+    statics = [r for r in runs if is_static(r["policy"])]
+    goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)
+    warm = recipe.warmup_part * recipe.samples
+    fit = fitted(statics, runs, warm)
+    profile = profile_of(result["links"][link]["profile"]["records"])
+    scenario = scenario_of(recipe, profile, fit, goals)
+    policies: dict[str, Any] = {}
+    for run in runs:
+        contender = contender_of(run["policy"], recipe, profile)
+        if contender is None:
+            continue
+        simulated = simulate(scenario, contender, seed=seed)
+        measured = [curves[run["policy"]].time_to(goal) for goal in goals]
+        own = [None if t is None else t - run["set_up_s"] for t in measured]
+        other = [simulated.times_s.get(f"{goal:.4f}") for goal in goals]
+        off = [b / a - 1 for a, b in zip(own, other) if a is not None and b is not None]
+        policies[run["policy"]] = {
+            "measured_s": own,
+            "simulated_s": other,
+            "off": statistics.fmean(map(abs, off)) if off else None,
+            "batches": [(c.consumed_samples, c.batch, c.layout) for c in simulated.changes],
+        }
+        if len(run["ways"]) > 2:
+            alone = fitted([run], [run], warm)
+            policies[run["policy"]]["c"] = {k: alone[k] for k in ("c", "low", "high", "rms")}
+    known = [p["off"] for p in policies.values() if p["off"] is not None]
+    kept = {name: fit[name] for name in ("c", "low", "high", "rms", "noise")}
+    return {
+        "seed": seed,
+        **kept,
+        "targets": goals,
+        "policies": policies,
+        "off": statistics.fmean(known) if known else None,
+        "worst": max(known, default=None),
+    }
+
+
+def main() -> int:
+    """Replays every seed, prints and writes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--input", type=Path, default=RESULTS / "time_to_loss_real.json")
+    parser.add_argument("--targets", type=int, default=5)
+    args = parser.parse_args()
+    open_source()
+    result = json.loads(args.input.read_text())
+    seeds = sorted({r["seed"] for r in result["runs"]})
+    found = [replayed(result, seed, args.targets) for seed in seeds]
+    for one in found:
+        print(
+            f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), losses "
+            f"{one['rms']:.3f} off one curve; times {100 * (one['off'] or 0):.1f} % off on average"
+        )
+        for name, policy in one["policies"].items():
+            columns = [
+                "-" if a is None or b is None else f"{a:.0f}/{b:.0f}"
+                for a, b in zip(policy["measured_s"], policy["simulated_s"])
+            ]
+            off = "-" if policy["off"] is None else f"{100 * policy['off']:.1f} %"
+            c = policy.get("c")
+            if c:
+                off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
+            print(f"   {name:20s} {off:>7}  measured/simulated s: {', '.join(columns)}")
+    record = {"what": "B8 and the simulator", "goal": GOAL, "seeds": found, **origin()}
+    args.input.with_suffix(".replay.json").write_text(json.dumps(record) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
