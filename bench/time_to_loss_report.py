@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from time_to_loss import (
     Times,
     curve_of,
     path_of,
+    percent,
     saved_over_fastest,
     savings_line,
     table,
@@ -97,6 +99,7 @@ def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: 
         f"== {_title(link, known)}, seeds {', '.join(map(str, seeds))}; seconds to a validation "
         f"loss, evaluations not counted; profile {profile_s:.0f} s, not counted",
         table(found, goals, {run["policy"]: _note(run) for run in reversed(runs)}),
+        _unsteady(runs),
     ]
     if any(name.endswith(MARK) for name in found):
         lines.append(f"{MARK} trained on another link, steps timed on this one")
@@ -113,6 +116,17 @@ def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: 
         what = "saves over the fastest static batch at each target"
         lines.append(savings_line(name, saved_over_fastest(found, name, statics), what))
     return "\n".join(lines)
+
+
+def _unsteady(runs: Runs) -> str:
+    """How much longer the clocks ran than is counted."""
+    more = [r["as_it_ran_s"] / r["seconds"] - 1 for r in runs if "as_it_ran_s" in r]
+    if not more:
+        return "no run was trained on this link"
+    return (
+        "every step counts with the median of its configuration in the run; the clocks as they ran "
+        f"were {percent(statistics.fmean(more))} longer on average, at most {percent(max(more))}"
+    )
 
 
 def _note(run: dict[str, Any]) -> str:
