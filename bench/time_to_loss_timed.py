@@ -82,7 +82,8 @@ def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile)
     """
     ways, policy = run["ways"], run["policy"]
     ends = [*(way["samples"] for way in ways[1:]), run["evaluations"][-1][0]]
-    marks, clock = [(0, run["set_up_s"])], run["set_up_s"]
+    clock: float = run["set_up_s"]
+    marks: list[tuple[float, float]] = [(0, clock)]
     there, speeds = [], []
     for way, end in zip(ways, ends):
         batch = way["batch"]
