@@ -1,0 +1,1 @@
+"""What a run did and does, for people: reads only its directory, changes nothing."""
