@@ -84,7 +84,9 @@ def model(config: dict[str, Any]) -> str:
     except (AttributeError, TypeError, ValueError, ArithmeticError):
         return ""
     c = config
-    shape = f"{c['num_layers']} layers of width {c['hidden_size']}, {c['num_attention_heads']} heads"
+    shape = (
+        f"{c['num_layers']} layers of width {c['hidden_size']}, {c['num_attention_heads']} heads"
+    )
     return f"{amount(size)} parameters: {shape}, sequences of {c['seq_length']} tokens"
 
 
