@@ -39,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Reads the runs and writes the page; returns the exit code."""
     args = parser().parse_args(argv)
     if len(args.runs) > _MOST_RUNS:
-        return _say(
-            f"{len(args.runs)} runs are too many for one page; name at most {_MOST_RUNS}", 2
-        )
+        return _say(f"{len(args.runs)} RUNs are too many for a page; name at most {_MOST_RUNS}", 2)
     try:
         from copus_ext.report.page import Book, plotly_code, render
 

@@ -262,9 +262,9 @@ def _along(
 def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
     """Where points lie, under each choice of axis."""
     begin = run.begin
-    hours = [
-        None if p.t is None or begin is None else round((p.t - begin) / 3600, 6) for p in points
-    ]
+    hours: list[float | None] = [None] * len(points)
+    if begin is not None:
+        hours = [None if p.t is None else round((p.t - begin) / 3600, 6) for p in points]
     columns = {"steps": [p.iteration for p in points], "samples": [p.samples for p in points]}
     return {"x": {**columns, "hours": hours}, "tokens": run.tokens_per_sample}
 

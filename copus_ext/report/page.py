@@ -66,6 +66,7 @@ class Book:
         """
         runs = [(r.history(), read_decisions(r.journal_records)) for r in self._readers]
         common, compared = summary.compare(runs)
+        lands = [self._landscapes_of(i, d, len(runs)) for i, (_, d) in enumerate(runs)]
         drawn = [
             figures.loss_figure(runs),
             figures.course_figure(runs),
@@ -79,10 +80,7 @@ class Book:
             "poll_s": poll_s,
             "runs": [_about(*run) for run in runs],
             "figures": drawn,
-            "landscapes": [
-                self._landscapes_of(i, decisions, len(runs))
-                for i, (_, decisions) in enumerate(runs)
-            ],
+            "landscapes": lands,
             "changed": list(summary.CHANGED),
             "changes": summary.changes(runs),
             "has_pauses": any(decisions.switches for _, decisions in runs),

@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -84,10 +85,9 @@ def model(config: dict[str, Any]) -> str:
     except (AttributeError, TypeError, ValueError, ArithmeticError):
         return ""
     c = config
-    shape = (
-        f"{c['num_layers']} layers of width {c['hidden_size']}, {c['num_attention_heads']} heads"
-    )
-    return f"{amount(size)} parameters: {shape}, sequences of {c['seq_length']} tokens"
+    shape = f"{c['num_layers']} layers of width {c['hidden_size']}"
+    heads, length = c["num_attention_heads"], c["seq_length"]
+    return f"{amount(size)} parameters: {shape}, {heads} heads, sequences of {length} tokens"
 
 
 def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
@@ -102,7 +102,7 @@ def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
 
 
 def _gaps(launches: Sequence[Launch]) -> list[float]:
-    gaps = (_between(a.last_t, b.t) for a, b in zip(launches, launches[1:]))
+    gaps = (_between(a.last_t, b.t) for a, b in itertools.pairwise(launches))
     return [gap for gap in gaps if gap is not None and gap > 0]
 
 
