@@ -21,6 +21,7 @@ _MOST_POINTS, _LEAST_POINTS = 2400, 300
 _FEW = 30
 """Points up to which they are marked, not only joined."""
 _SPEED_STEPS = 20
+_MOST_TICKS = 6
 _NO_PHASES = "new processes"
 
 Run = tuple[RunHistory, Decisions]
@@ -44,8 +45,8 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         data += [
             raw | _named(run, runs, "loss") | {"opacity": 0.4, "hovertemplate": _HOVER_LOSS},
             smooth | _named(run, runs, f"mean of {WINDOW_STEPS} steps"),
-            _evaluations(run, color) | _named(run, runs, "evaluation"),
-            _changes(run, decisions, mean, color) | _named(run, runs, "change"),
+            _evaluations(run, _own(color, 1, runs)) | _named(run, runs, "evaluation"),
+            _changes(run, decisions, mean, _own(color, 2, runs)) | _named(run, runs, "change"),
         ]
     return {
         "id": "loss",
@@ -73,27 +74,29 @@ def course_figure(runs: Sequence[Run]) -> Figure:
         layouts = [run.layout_at(s.iteration - 1) or None for s in steps]
         speed = running_rate(batch, [s.seconds for s in steps], _SPEED_STEPS)
         most = most_points(len(runs)) // 2
+        hidden = {"showlegend": False}  # their panels have names
         data += [
             _along(run, turns(batch), batch, color, line=stairs) | _named(run, runs, "batch"),
             _along(run, turns(micro), micro, color, line=stairs | {"dash": "dot"})
             | _named(run, runs, "micro-batch"),
             _along(run, turns(layouts), layouts, color, line=stairs, axis="y2")
-            | _named(run, runs, "layout"),
+            | _named(run, runs, "layout")
+            | hidden,
             _along(run, kept([rates], most), rates, color, axis="y3")
-            | _named(run, runs, "learning rate"),
+            | _named(run, runs, "learning rate")
+            | hidden,
             _along(run, kept([speed], most), speed, color, axis="y4")
-            | _named(run, runs, "samples/s"),
+            | _named(run, runs, "samples/s")
+            | hidden,
         ]
-    panels = ((0.76, 1.0), (0.54, 0.70), (0.27, 0.48), (0.0, 0.21))
-    titles = ("samples", "layout", "learning rate", "samples/s")
-    layout: dict[str, Any] = {}
-    for i, (domain, title) in enumerate(zip(panels, titles)):
-        axis = {"domain": list(domain), "title": {"text": title}}
-        layout[f"yaxis{i + 1 if i else ''}"] = axis
-    layout["yaxis"] |= {"type": "log", "dtick": "D2"}
-    layout["yaxis2"] |= {"type": "category", "automargin": True}
+    sizes = {s.batch for run, _ in runs for s in run.steps} | {
+        s.micro for run, _ in runs for s in run.steps
+    }
+    names = {change.layout for run, _ in runs for change in run.layouts}
+    layout = _panels()
+    layout["yaxis"] |= {"type": "log", "tickmode": "array", "tickvals": _ticks(sizes)}
+    layout["yaxis2"] |= {"type": "category", "range": [-0.4, max(len(names), 1) - 0.6]}
     layout["yaxis3"] |= {"exponentformat": "e"}
-    layout["xaxis"] = {"anchor": "y4"}
     return {
         "id": "course",
         "title": "Batch, layout, learning rate, throughput",
@@ -105,6 +108,28 @@ def course_figure(runs: Sequence[Run]) -> Figure:
         "data": data,
         "layout": layout,
     }
+
+
+def _panels() -> dict[str, Any]:
+    """Four axes above each other, each with its title on top."""
+    domains = ((0.79, 0.97), (0.54, 0.69), (0.27, 0.44), (0.0, 0.17))
+    titles = ("batch, micro-batch: samples", "layout", "learning rate", "samples per second")
+    layout: dict[str, Any] = {"xaxis": {"anchor": "y4"}, "annotations": []}
+    for i, (domain, title) in enumerate(zip(domains, titles)):
+        layout[f"yaxis{i + 1 if i else ''}"] = {"domain": list(domain), "automargin": True}
+        place = {"xref": "paper", "x": 0, "yref": "paper", "y": domain[1] + 0.005}
+        style = {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        layout["annotations"].append({"text": title, **place, **style})
+    return layout
+
+
+def _ticks(sizes: set[int | None]) -> list[int]:
+    """Batches to name on an axis: those that came, or the powers of two among so many."""
+    known = sorted(size for size in sizes if size is not None and size > 0)
+    if len(known) <= _MOST_TICKS:
+        return known
+    powers = [1 << k for k in range(known[-1].bit_length()) if known[0] <= 1 << k]
+    return powers[:: -(-len(powers) // _MOST_TICKS)] or known[:1]
 
 
 def noise_figure(runs: Sequence[Run]) -> Figure:
@@ -124,7 +149,7 @@ def noise_figure(runs: Sequence[Run]) -> Figure:
                 run,
                 turns(batch),
                 batch,
-                color,
+                _own(color, 1, runs),
                 of=measured,
                 line={"shape": "hv", "dash": "dot", "width": 1.5},
             )
@@ -159,9 +184,9 @@ def pauses_figure(runs: Sequence[Run]) -> Figure:
     names: list[str] = []
     phases: dict[str, list[float | None]] = {}
     for i, (run, switch) in enumerate(tried):
-        where = f"{run.name}, " if len(runs) > 1 else ""
+        where = f"{run.name}\n" if len(runs) > 1 else ""
         # A number keeps two bars of one name apart.
-        names.append(f"{i + 1}. {where}step {switch.iteration}: {switch.start} to {switch.to}")
+        names.append(f"{i + 1}. {where}step {switch.iteration}\n{switch.start}\nto {switch.to}")
         parts = {k: v for k, v in switch.phases.items() if not k.endswith(TOGETHER)}
         for phase, took in (parts or {_NO_PHASES: switch.pause_s or 0.0}).items():
             phases.setdefault(phase, [None] * len(tried))[i] = took
@@ -183,11 +208,13 @@ def pauses_figure(runs: Sequence[Run]) -> Figure:
         "id": "pauses",
         "title": "Pauses for changes of layout",
         "caption": "Seconds of each phase of every change of layout that was tried.",
-        "height": 190 + 46 * len(tried),
+        "height": 200 + 70 * len(tried),
         "axis": False,
         "data": data,
         "layout": {
             "barmode": "stack",
+            "bargap": 0.45,
+            "legend": {"traceorder": "normal"},
             "xaxis": {"title": {"text": "seconds"}},
             "yaxis": {"autorange": "reversed", "automargin": True},
         },
@@ -215,7 +242,7 @@ def prediction_figure(runs: Sequence[Run]) -> Figure:
             }
         )
     if both:
-        ends = [min(both), max(both)]
+        ends = [min(both) / 1.2, max(both) * 1.2]
         style = {"dash": "dash", "width": 1}
         data.append({"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends})
         data[-1] |= {"line": style, "meta": {"color": -1}, "hoverinfo": "skip"}
@@ -267,6 +294,11 @@ def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
         hours = [None if p.t is None else round((p.t - begin) / 3600, 6) for p in points]
     columns = {"steps": [p.iteration for p in points], "samples": [p.samples for p in points]}
     return {"x": {**columns, "hours": hours}, "tokens": run.tokens_per_sample}
+
+
+def _own(color: int, index: int, runs: Sequence[Run]) -> int:
+    """The colour of a run where there are several; else one of its own for each series."""
+    return color if len(runs) > 1 else index
 
 
 def _named(run: RunHistory, runs: Sequence[Run], what: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
     c = run.config
     lines = [
         ["State", state(run)],
-        ["Steps", f"{last.iteration:,} of {_steps_wanted(c)}" if last else "none yet"],
+        ["Steps", _share(last.iteration if last else 0, c.get("train_iters"))],
         ["Samples", _share(last.samples if last else 0, c.get("train_samples"))],
         ["Tokens", amount(_tokens(run))],
         ["Loss", _losses(run)],
@@ -119,11 +119,6 @@ def _share(done: int, of: Any) -> str:
     if isinstance(of, int) and of > 0:
         return f"{done:,} of {of:,} ({percent(done / of)})"
     return f"{done:,}"
-
-
-def _steps_wanted(config: dict[str, Any]) -> str:
-    wanted = config.get("train_iters")
-    return f"{wanted:,}" if isinstance(wanted, int) else "as many as the samples make"
 
 
 def final_loss(run: RunHistory) -> float | None:

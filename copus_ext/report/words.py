@@ -126,8 +126,10 @@ def told(d: Decided, s: Situation | None) -> list[str]:
 def _noise(s: Situation) -> str:
     """What was known of the noise scale."""
     noise, c = s.noise_samples, s.rules.calibration
-    if not noise:
-        return "The noise scale was not known yet."
+    if noise is None:
+        return "The noise scale was not measured yet."
+    if noise == 0:
+        return "Of the noise scale not even a lower end above 0 was known."
     if s.noise.status == "lower_bound_only":
         return f"Of the noise scale only a lower end was known: {noise:.3g} samples (c = {c:g})."
     low, high = s.noise.low_samples, s.noise.high_samples

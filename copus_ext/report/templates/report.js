@@ -2,7 +2,7 @@
 (() => {
   const byId = (id) => document.getElementById(id);
   let page = JSON.parse(byId("data").textContent);
-  const chosen = { axis: "steps", run: 0, decision: null, follows: true, journalPage: 0 };
+  const chosen = { axis: "steps", run: 0, decision: null, journalPage: 0 };
   let isPrinting = false;
   let rowsPerPage = 100;
 
@@ -26,6 +26,7 @@
 
   const percent = (share) => (share === null ? "" :
     `${share > 0 ? "+" : share < 0 ? "\u2212" : ""}${Math.abs(100 * share).toFixed(1)} %`);
+  const share = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
   const few = (value) => (value === null ? "" : Number(value.toPrecision(4)).toString());
   function when(t) {
     if (t === null) return "";
@@ -94,13 +95,14 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: tint("--ink"), size: isNarrow ? 11 : 13, family: "system-ui, sans-serif" },
       margin: { l: isNarrow ? 52 : 66, r: 12, t: 10, b: 46 },
-      legend: { orientation: "h", x: 0, y: 1.01, yanchor: "bottom" },
       hoverlabel: { bgcolor: tint("--panel"), bordercolor: tint("--line"),
         font: { color: tint("--ink") } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: tint("--quiet"), activecolor: tint("--accent") },
       // On a narrow screen a finger on a figure scrolls the page.
       dragmode: isNarrow ? false : "zoom",
       ...extra,
     };
+    layout.legend = { orientation: "h", x: 0, y: 1.01, yanchor: "bottom", ...extra.legend };
     for (const name of Object.keys(layout)) {
       if (/^[xy]axis\d*$/.test(name)) layout[name] = { ...axisStyle(), ...layout[name] };
     }
@@ -108,8 +110,9 @@
     return layout;
   }
 
-  const CONFIG = { responsive: true, displaylogo: false,
-    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  const config = () => ({ responsive: true, displaylogo: false,
+    displayModeBar: window.innerWidth >= 700,
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] });
 
   // ---- figures along the course -----------------------------------------------------------
 
@@ -181,7 +184,7 @@
       layout.xaxis = { ...layout.xaxis, title: { text: titles[chosen.axis] },
         uirevision: chosen.axis };
     }
-    Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, CONFIG);
+    Plotly.react(place, figure.data.map((trace) => dressed(trace, unit)), layout, config());
   }
 
   // ---- the landscape ----------------------------------------------------------------------
@@ -194,7 +197,9 @@
   function currentItem() {
     const items = shownItems();
     const found = items.find((item) => item.iteration === chosen.decision);
-    return found || items[items.length - 1] || null;
+    // Until somebody has chosen: the last change tells more than the last decision to stay.
+    const changes = items.filter((item) => item.kind !== "stay");
+    return found || changes[changes.length - 1] || items[items.length - 1] || null;
   }
 
   function fillLandscape() {
@@ -228,9 +233,7 @@
   }
 
   function pick(iteration) {
-    const items = lands().items;
     chosen.decision = iteration;
-    chosen.follows = !items.length || items[items.length - 1].iteration === iteration;
     fillLandscape();
   }
 
@@ -252,7 +255,7 @@
       [1, isDark() ? "#3f8ae0" : "#4a94dd"]];
     const shares = [-0.75, -0.5, -0.25, 0, 0.5, 1, 3];
     return {
-      type: "heatmap", x: item.batches.map(String), y: plainAll(item.layouts), z,
+      type: "heatmap", x: item.batches.map((_, i) => i), y: item.layouts.map((_, i) => i), z,
       text: plainAll(words), hovertext: plainAll(hover), hovertemplate: "%{hovertext}<extra></extra>",
       texttemplate: flat <= (isNarrow ? 30 : 130) ? "%{text}" : "", xgap: 2, ygap: 2, name: "",
       colorscale: item.by_goodput ? scale : "Viridis", hoverongaps: false, showlegend: false,
@@ -271,31 +274,37 @@
     const place = byId("p-landscape");
     place.hidden = !hasCells;
     if (hasCells) {
+      // In the upper part of a cell, so that what it says stays readable. What is no longer among
+      // the rows or columns has no place.
+      const spot = (layout, batch) => [item.batches.indexOf(batch),
+        item.layouts.indexOf(layout) + 0.28];
+      const isThere = (p) => p[0] >= 0 && p[1] >= 0;
       const way = lands().path.filter((p) => p[0] < item.iteration);
-      const spot = (p) => [String(p[1]), plain(p[0])];
-      const points = way.map((p) => spot([p[1], p[2]]));
-      const now = spot(item.now);
+      const points = way.map((p) => spot(p[1], p[2]));
+      const now = spot(item.now[0], item.now[1]);
       if (!points.length || points[points.length - 1].join() !== now.join()) points.push(now);
+      const goal = spot(item.to[0], item.to[1]);
       const goes = item.kind !== "stay";
-      if (goes && item.obeyed) points.push(spot(item.to));
+      if (goes && item.obeyed) points.push(goal);
+      const walked = points.filter(isThere);
       const ink = tint("--ink");
-      const marks = (list, name, symbol, size) => ({
-        type: "scatter", mode: "markers", name, x: list.map((p) => p[0]), y: list.map((p) => p[1]),
-        marker: { symbol, size, color: ink, line: { width: 2.5, color: ink } }, hoverinfo: "skip",
+      const mark = (p, name, symbol, size) => ({
+        type: "scatter", mode: "markers", name, x: [p[0]], y: [p[1]], hoverinfo: "skip",
+        marker: { symbol, size, color: ink, line: { width: 2, color: ink } }, visible: isThere(p),
       });
       const data = [heatMap(item),
         { type: "scatter", mode: "lines+markers", name: "way so far", hoverinfo: "skip",
-          x: points.map((p) => p[0]), y: points.map((p) => p[1]),
-          line: { color: ink, width: 2, dash: "dot" }, marker: { size: 6, color: ink } },
-        marks([now], "then", "circle-open", 22)];
-      if (goes) data.push(marks([spot(item.to)], item.obeyed ? "taken" : "would be taken", "star", 15));
+          x: walked.map((p) => p[0]), y: walked.map((p) => p[1]),
+          line: { color: ink, width: 2, dash: "dot" }, marker: { size: 5, color: ink } },
+        mark(now, "then", "circle-open", 13)];
+      if (goes) data.push(mark(goal, item.obeyed ? "taken" : "would be taken", "star", 12));
+      const ticks = (names) => ({ tickmode: "array", tickvals: names.map((_, i) => i),
+        ticktext: plainAll(names), showgrid: false, range: [-0.5, names.length - 0.5] });
       Plotly.react(place, data, layoutOf({
-        xaxis: { type: "category", title: { text: "batch, samples" }, showgrid: false,
-          categoryorder: "array", categoryarray: item.batches.map(String) },
-        yaxis: { type: "category", automargin: true, showgrid: false,
-          categoryorder: "array", categoryarray: plainAll(item.layouts) },
+        xaxis: { ...ticks(item.batches.map(String)), title: { text: "batch, samples" } },
+        yaxis: { ...ticks(item.layouts), automargin: true },
         uirevision: `${chosen.run} ${item.iteration}`,
-      }, 170 + 38 * item.layouts.length), CONFIG);
+      }, 170 + 44 * item.layouts.length), config());
     }
     const left = item.left_out > 0 ? ` ${item.left_out} more layouts were worth less.` : "";
     byId("c-landscape").textContent = !hasCells ? "" : (item.by_goodput
@@ -309,7 +318,7 @@
     const heads = ["layout", "batch", "micro-batch", "samples/s", "goodput", "needed", "verdict"];
     byId("t-candidates").hidden = !item.candidates.length;
     table(byId("t-candidates"), "The best moves as the decision saw them", heads,
-      item.candidates.map((c) => [c[0], c[1], c[2], few(c[3]), percent(c[4]), percent(c[5]), c[6]]),
+      item.candidates.map((c) => [c[0], c[1], c[2], few(c[3]), percent(c[4]), share(c[5]), c[6]]),
       { numbers: [1, 2, 3, 4, 5] });
   }
 
@@ -342,9 +351,12 @@
   function fillTables() {
     byId("no-changes").hidden = page.changes.length > 0 || page.has_pauses;
     byId("t-changes").hidden = !page.changes.length;
-    table(byId("t-changes"), "Every change that was judged", page.changed, page.changes,
-      { numbers: [1, 3, 4, 5, 6, 7, 8, 9, 10] });
     const isAlone = page.runs.length < 2;
+    // A run that is alone needs no name.
+    const columns = (line) => (isAlone ? line.slice(1) : line);
+    const shift = isAlone ? 0 : 1;
+    table(byId("t-changes"), "Every change that was judged", columns(page.changed),
+      page.changes.map(columns), { numbers: [0, 2, 3, 4, 5, 6, 7, 8, 9].map((i) => i + shift) });
     byId("compare").hidden = isAlone;
     byId("to-compare").hidden = isAlone;
     byId("common").textContent = page.common === null ? "" :
@@ -370,7 +382,8 @@
     const box = make("span", line[5]);
     if (line[6]) box.append(make("span", line[6], { class: "why" }));
     const items = page.landscapes[line[0]].items;
-    if (line[10] !== null && items.some((item) => item.iteration === line[2])) {
+    const isDecision = line[4] === "change" || line[4] === "stay";
+    if (isDecision && items.some((item) => item.iteration === line[2])) {
       const link = make("a", "its landscape", { href: "#landscape" });
       link.addEventListener("click", () => {
         chosen.run = line[0];
@@ -398,11 +411,11 @@
     byId("journal-back").disabled = chosen.journalPage === 0;
     byId("journal-next").disabled = chosen.journalPage >= pages - 1;
     const isAlone = page.runs.length < 2;
-    const heads = [...(isAlone ? [] : ["run"]), "time, UTC", "step", "what and why", "goodput",
-      "needed", "what came of it"];
+    const heads = [...(isAlone ? [] : ["run"]), "time, UTC", "step", "what and why",
+      "goodput expected", "needed", "what came of it"];
     const cells = shown.map((line) => {
       const cellsOf = [...(isAlone ? [] : [page.runs[line[0]].name]), when(line[1]), line[2],
-        reasonOf(line), percent(line[7]), percent(line[8]), line[9]];
+        reasonOf(line), percent(line[7]), share(line[8]), line[9]];
       cellsOf.group = GROUPS[line[4]] || "";
       return cellsOf;
     });
@@ -483,7 +496,6 @@
       if (answer.status === 200) {
         page = await answer.json();
         tag = answer.headers.get("ETag") || "";
-        if (chosen.follows) chosen.decision = null;
         fillAll();
       } else if (answer.status !== 304) {
         said = `The server answers ${answer.status}.`;
