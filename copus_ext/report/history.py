@@ -194,6 +194,8 @@ class RunReader:
         self._records: list[dict[str, Any]] = []
         self._journal: list[tuple[int, dict[str, Any]]] = []
         self._config: dict[str, Any] = {}
+        self.generation = 0
+        """Grows when the files of the run have become others."""
 
     def refresh(self) -> bool:
         """Takes in what was written since; whether it was anything.
@@ -204,6 +206,7 @@ class RunReader:
         before = len(self._records) + len(self._journal)
         if self._metrics.is_another() or self.journal.is_another():
             before = -1
+            self.generation += 1
             self._records, self._journal = [], []
             self.journal = Lines(self.journal.path)
             self._metrics = Lines(self._metrics.path)

@@ -42,7 +42,7 @@ class Book:
                 raise ValueError(f"RUN {run} does not exist; give the --run-dir of a run")
         self._readers = [RunReader(run, name=name) for run, name in zip(runs, names_of(runs))]
         # Landscapes stay as they were written, but there are more and more of them.
-        self._landscapes: dict[tuple[int, int], dict[str, Any]] = {}
+        self._landscapes: dict[tuple[int, int, int], dict[str, Any]] = {}
 
     def refresh(self) -> bool:
         """Takes in what was written since; whether it was anything.
@@ -97,7 +97,7 @@ class Book:
     def _landscapes_of(self, index: int, decisions: Decisions, num_runs: int) -> dict[str, Any]:
         items = []
         for decided in chosen_decisions(decisions.decided, num_runs):
-            key = (index, decided.place)
+            key = (index, self._readers[index].generation, decided.place)
             # What came of it may be known by now.
             is_over = decided.outcome is not None or not decided.is_change
             if key not in self._landscapes or not is_over:

@@ -122,7 +122,7 @@ def browser() -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium") or ""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        for word in ("headless=new", "disable-dev-shm-usage", "disable-gpu", "no-first-run"):
+        for word in ("headless=new", "disable-dev-shm-usage", "hide-scrollbars", "no-first-run"):
             options.add_argument(f"--{word}")
         options.add_argument(f"--user-data-dir={profile}")
         if os.geteuid() == 0:  # its sandbox refuses root

@@ -274,11 +274,11 @@
     const place = byId("p-landscape");
     place.hidden = !hasCells;
     if (hasCells) {
-      // In the upper part of a cell, so that what it says stays readable. What is no longer among
+      // In the upper right of a cell, so that what it says stays readable. What is no longer among
       // the rows or columns has no place.
-      const spot = (layout, batch) => [item.batches.indexOf(batch),
+      const spot = (layout, batch) => [item.batches.indexOf(batch) + 0.3,
         item.layouts.indexOf(layout) + 0.28];
-      const isThere = (p) => p[0] >= 0 && p[1] >= 0;
+      const isThere = (p) => p[0] > 0 && p[1] > 0;
       const way = lands().path.filter((p) => p[0] < item.iteration);
       const points = way.map((p) => spot(p[1], p[2]));
       const now = spot(item.now[0], item.now[1]);
