@@ -2,10 +2,10 @@
 # Sets up the environment and runs everything that must hold.
 #
 #   bash scripts/test.sh           lint, types, layers, unit tests, then the tests on several ranks
-#                                  and on a throw-away SLURM cluster
-#   bash scripts/test.sh --unit    without the last two
+#                                  on a throw-away SLURM cluster and in a browser
+#   bash scripts/test.sh --unit    without the last three
 #
-# As root on Debian it installs SLURM's packages; without them the last part is skipped.
+# As root on Debian it installs SLURM's packages and Chromium; without them those parts are skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,6 +37,17 @@ step() {
 install_slurm() {
     # Any of them: then it is here, or this machine belongs to a real cluster.
     if command -v slurmctld slurmd sbatch >/dev/null; then return; fi
+    install_packages slurmctld slurmd slurm-client
+}
+
+# For tests/browser; the same.
+install_browser() {
+    if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return; fi
+    # By name both: a driver goes with one version of the browser.
+    install_packages chromium chromium-driver
+}
+
+install_packages() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
     local policy=/usr/sbin/policy-rc.d made=false
     # Packages must start no daemons.
@@ -44,9 +55,8 @@ install_slurm() {
         made=true
     fi
     export DEBIAN_FRONTEND=noninteractive
-    local packages=(slurmctld slurmd slurm-client)
     { timeout 300 apt-get update && timeout 600 apt-get install -y --no-install-recommends \
-        "${packages[@]}"; } >/dev/null 2>&1 || echo "apt-get could not install ${packages[*]}"
+        "$@"; } >/dev/null 2>&1 || echo "apt-get could not install $*"
     if $made; then rm -f $policy; fi
 }
 
@@ -57,8 +67,10 @@ step "import layers" lint-imports
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
-        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm
+        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm --ignore tests/browser
     step "SLURM" install_slurm
     step "tests on SLURM" python -m pytest -q -rs tests/slurm
+    step "browser" install_browser
+    step "tests in a browser" python -m pytest -q -rs tests/browser
 fi
 echo "== all passed, $SECONDS s"

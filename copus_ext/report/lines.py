@@ -80,7 +80,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def small_json(path: Path, most_bytes: int = 1 << 20) -> dict[str, Any]:
     """The object in a small file that anybody may have written; empty if there is none."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             return _record(os.read(handle, most_bytes)) or {}
         finally:

@@ -254,9 +254,9 @@ CHANGED = (
     "samples/s predicted",
     "samples/s measured",
     "measured over predicted",
-    "loss per 1000 samples before",
-    "after",
-    "steps",
+    "loss per 1000 samples, before",
+    "loss per 1000 samples, after",
+    "steps judged",
 )
 """Columns of `changes`."""
 

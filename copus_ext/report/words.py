@@ -81,16 +81,20 @@ def graded(o: Outcome) -> str:
     """What came of a change."""
     parts = []
     if o.speed is not None and o.predicted:
-        off = o.speed / o.predicted - 1.0
-        parts.append(f"{o.speed:.3g} samples/s, {percent(off, sign=True)} off the prediction")
+        parts.append(f"{o.speed:.3g} samples/s, {_against(o.speed, o.predicted)} predicted")
     if o.speed is not None and o.speed_before:
-        ratio = o.speed / o.speed_before - 1.0
-        parts.append(f"{percent(ratio, sign=True)} on before")
+        parts.append(f"{_against(o.speed, o.speed_before)} before")
     if o.spiked:
         parts.append("the loss rose like a spike")
     if o.steps is not None:
         parts.append(f"over {o.steps} steps")
     return ", ".join(parts)
+
+
+def _against(value: float, other: float) -> str:
+    """How a number compares with another, such as `3.0 % more than`."""
+    off = value / other - 1.0
+    return f"{percent(abs(off))} {'more' if off > 0 else 'less'} than"
 
 
 def told(d: Decided, s: Situation | None) -> list[str]:

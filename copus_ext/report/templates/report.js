@@ -106,12 +106,16 @@
     for (const name of Object.keys(layout)) {
       if (/^[xy]axis\d*$/.test(name)) layout[name] = { ...axisStyle(), ...layout[name] };
     }
-    for (const name of ["xaxis", "yaxis"]) layout[name] = { ...axisStyle(), ...layout[name] };
+    for (const name of ["xaxis", "yaxis"]) {
+      layout[name] = { ...axisStyle(), ...layout[name] };
+      // Else plotly names 20 and 200 alike: 2.
+      if (layout[name].type === "log") layout[name].tickformat = "~g";
+    }
     return layout;
   }
 
   const config = () => ({ responsive: true, displaylogo: false,
-    displayModeBar: window.innerWidth >= 700,
+    displayModeBar: window.innerWidth >= 700 ? "hover" : false,
     modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] });
 
   // ---- figures along the course -----------------------------------------------------------
