@@ -17,8 +17,9 @@ from markupsafe import Markup
 
 from copus_ext.report import figures, summary
 from copus_ext.report.decisions import Decisions, read_decisions
-from copus_ext.report.history import RunHistory, RunReader
+from copus_ext.report.history import RunHistory
 from copus_ext.report.landscape import chosen_decisions, landscape
+from copus_ext.report.reader import RunReader
 
 VERSION = 1
 PLOTLY_SOURCE = "plotly.js"

@@ -16,6 +16,7 @@ from copus_ext.report.history import Launch, RunHistory
 from copus_ext.report.lines import text
 from copus_ext.report.thin import running_mean
 from copus_ext.report.words import headline, percent, result, seconds, step_from, switched
+from megatron.training.lock import STALE_S
 
 Run = tuple[RunHistory, Decisions]
 
@@ -47,7 +48,12 @@ def state(run: RunHistory) -> str:
         return "done"
     if last.why:
         return f"stopped: {last.why}"
-    return f"running, or killed: no end is recorded; last record {date(last.last_t)} UTC"
+    seen = f"last record {date(last.last_t)} UTC"
+    if run.touched_s is None:
+        return f"killed: no end is recorded; {seen}"
+    if run.touched_s < STALE_S:
+        return f"running; {seen}"
+    return f"killed, or cut off: its lock was last touched {seconds(run.touched_s)} ago; {seen}"
 
 
 def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:

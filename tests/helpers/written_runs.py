@@ -199,8 +199,9 @@ class WrittenRun:
 
     def evaluate(self, loss: float) -> None:
         """An evaluation."""
-        where = {"iteration": self.iteration, "consumed_samples": self.samples}
-        self.tracker.evaluation(**where, losses={"lm loss": loss})
+        self.tracker.evaluation(
+            iteration=self.iteration, consumed_samples=self.samples, losses={"lm loss": loss}
+        )
 
     def end(self, why: str = "done") -> None:
         """The end of a run that is not killed."""

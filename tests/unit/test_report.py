@@ -246,7 +246,7 @@ def test_fewer_points_keep_both_ends_extremes_and_gaps(
     assert len(chosen) <= max(most, len(column) if len(column) <= most else 5 + 4 * most // 3)
     assert {0, len(column) - 1} <= set(chosen) and chosen == sorted(set(chosen))
     values = [v for v in column if v is not None]
-    picked = [column[i] for i in chosen if column[i] is not None]
+    picked = [v for v in (column[i] for i in chosen) if v is not None]
     if values:
         assert max(picked) == max(values) and min(picked) == min(values)
     assert (None in column) == (None in [column[i] for i in chosen])
