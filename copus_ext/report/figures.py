@@ -52,7 +52,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         "id": "loss",
         "title": "Loss",
         "caption": "Nats per token of every step, thin, and the mean of the last "
-        f"{WINDOW_STEPS} steps, thick. Diamonds are evaluations, circles changes that were made.",
+        f"{WINDOW_STEPS} steps, thick. Diamonds are evaluations, open ones on the test set, circles changes that were made.",
         "height": 420,
         "axis": True,
         "data": data,
@@ -92,7 +92,7 @@ def course_figure(runs: Sequence[Run]) -> Figure:
     sizes = {s.batch for run, _ in runs for s in run.steps} | {
         s.micro for run, _ in runs for s in run.steps
     }
-    names = {change.layout for run, _ in runs for change in run.layouts}
+    names = {name for trace in data if trace["yaxis"] == "y2" for name in trace["y"]}
     layout = _panels()
     layout["yaxis"] |= {"type": "log", "tickmode": "array", "tickvals": _ticks(sizes)}
     layout["yaxis2"] |= {"type": "category", "range": [-0.4, max(len(names), 1) - 0.6]}
@@ -316,7 +316,10 @@ def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
         "y": [e.loss for e in points],
         "customdata": [f"{e.split} after step {e.iteration}" for e in points],
         "hovertemplate": "%{customdata}: loss %{y:.6g}<extra></extra>",
-        "marker": {"symbol": "diamond", "size": 9},
+        "marker": {
+            "symbol": ["diamond" if e.split == "valid" else "diamond-open" for e in points],
+            "size": 9,
+        },
         "meta": {"color": color, **_positions(run, points)},
     }
 

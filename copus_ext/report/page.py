@@ -25,6 +25,8 @@ VERSION = 1
 PLOTLY_SOURCE = "plotly.js"
 """Where a served page finds plotly."""
 Run = tuple[RunHistory, Decisions]
+_Key = tuple[int, int, int]
+"""Run, generation of its files, place in the journal."""
 
 
 class Book:
@@ -42,8 +44,8 @@ class Book:
             if not run.exists():
                 raise ValueError(f"RUN {run} does not exist; give the --run-dir of a run")
         self._readers = [RunReader(run, name=name) for run, name in zip(runs, names_of(runs))]
-        # Landscapes stay as they were written, but there are more and more of them.
-        self._landscapes: dict[tuple[int, int, int], dict[str, Any]] = {}
+        # Of a live page the same ones are drawn again and again.
+        self._landscapes: dict[_Key, dict[str, Any]] = {}
 
     def refresh(self) -> bool:
         """Takes in what was written since; whether it was anything.
@@ -66,8 +68,9 @@ class Book:
             poll_s: seconds after which a live page looks again; None for one that stays.
         """
         runs = [(r.history(), read_decisions(r.journal_records)) for r in self._readers]
+        before, self._landscapes = self._landscapes, {}
         common, compared = summary.compare(runs)
-        lands = [self._landscapes_of(i, d, len(runs)) for i, (_, d) in enumerate(runs)]
+        lands = [self._landscapes_of(i, d, len(runs), before) for i, (_, d) in enumerate(runs)]
         drawn = [
             figures.loss_figure(runs),
             figures.course_figure(runs),
@@ -95,16 +98,19 @@ class Book:
             ],
         }
 
-    def _landscapes_of(self, index: int, decisions: Decisions, num_runs: int) -> dict[str, Any]:
-        items = []
+    def _landscapes_of(
+        self, index: int, decisions: Decisions, num_runs: int, before: dict[_Key, dict[str, Any]]
+    ) -> dict[str, Any]:
+        reader, items = self._readers[index], []
         for decided in chosen_decisions(decisions.decided, num_runs):
-            key = (index, self._readers[index].generation, decided.place)
-            # What came of it may be known by now.
+            key = (index, reader.generation, decided.place)
+            # What came of a change may be known by now.
             is_over = decided.outcome is not None or not decided.is_change
-            if key not in self._landscapes or not is_over:
-                record = self._readers[index].journal.at(decided.place)
-                self._landscapes[key] = landscape(record, decided)
-            items.append(self._landscapes[key])
+            item = before.get(key) if is_over else None
+            if item is None:
+                item = landscape(reader.journal.at(decided.place), decided)
+            self._landscapes[key] = item
+            items.append(item)
         made = [d for d in decisions.decided if d.is_change and d.obeyed and not d.undone]
         done = [d for d in made if d.switch is None or d.switch.kind == "moved"]
         path = [[d.iteration, d.to.layout, d.to.batch] for d in done]

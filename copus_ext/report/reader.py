@@ -1,5 +1,5 @@
-"""Reads the directory of a run: whole, from the beginning, each record once; of what a crash had done
-again the newer launch counts."""
+"""Reads the directory of a run: whole, from the beginning, each record once; of what a crash had
+done again the newer launch counts."""
 
 from __future__ import annotations
 

@@ -39,10 +39,11 @@ def amount(value: float | None) -> str:
     return f"{value:,.6g}"
 
 
-def state(run: RunHistory) -> str:
+def state(run: RunHistory, decisions: Decisions) -> str:
     """Whether it runs, and how it ended."""
     if not run.launches:
-        return "of this run only the journal is left" if not run.steps else "no start is recorded"
+        known = "only its journal is left" if decisions.decided else "nothing is recorded yet"
+        return "no start is recorded" if run.steps else known
     last = run.launches[-1]
     if last.why == "done":
         return "done"
@@ -61,19 +62,19 @@ def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
     last = run.steps[-1] if run.steps else None
     c = run.config
     lines = [
-        ["State", state(run)],
-        ["Steps", _share(last.iteration if last else 0, c.get("train_iters"))],
-        ["Samples", _share(last.samples if last else 0, c.get("train_samples"))],
+        ["State", state(run, decisions)],
+        ["Steps", _share(last.iteration, c.get("train_iters")) if last else ""],
+        ["Samples", _share(last.samples, c.get("train_samples")) if last else ""],
         ["Tokens", amount(_tokens(run))],
         ["Loss", _losses(run)],
         ["Model", model(c)],
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
         ["Controller", _controller(decisions, c)],
-        ["Began", f"{date(run.begin)} UTC"],
+        ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
         ["Took", seconds(_between(run.begin, run.last))],
         ["Of this", "; ".join(time_spent(run, decisions))],
-        ["Launches", str(len(run.launches))],
+        ["Launches", str(len(run.launches) or "")],
         ["Directory", text(run.path, 500)],
     ]
     if run.asked:
@@ -236,7 +237,7 @@ def _line(
     loss, evaluated = final_loss(run), _evaluated(run)
     return [
         run.name,
-        state(run),
+        state(run, decisions),
         f"{last.iteration:,}" if last else "0",
         amount(_tokens(run)),
         seconds(_between(run.begin, run.last)),

@@ -139,5 +139,5 @@ def _noise(s: Situation) -> str:
     low, high = s.noise.low_samples, s.noise.high_samples
     interval = ""
     if low is not None and high is not None:
-        interval = f", surely between {c * low:.3g} and {c * high:.3g}"
+        interval = f", with 95 % between {c * low:.3g} and {c * high:.3g}"
     return f"The noise scale was {noise:.3g} samples (c = {c:g}){interval}."

@@ -24,8 +24,8 @@
     return values.map((v) => (typeof v === "string" ? plain(v) : Array.isArray(v) ? plainAll(v) : v));
   }
 
-  const percent = (share) => (share === null ? "" :
-    `${share > 0 ? "+" : share < 0 ? "\u2212" : ""}${Math.abs(100 * share).toFixed(1)} %`);
+  const percent = (share, digits = 1) => (share === null ? "" :
+    `${share > 0 ? "+" : share < 0 ? "\u2212" : ""}${Math.abs(100 * share).toFixed(digits)} %`);
   const share = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
   const few = (value) => (value === null ? "" : Number(value.toPrecision(4)).toString());
   function when(t) {
@@ -249,7 +249,7 @@
       : item.speeds;
     const known = z.flat().filter((v) => v !== null);
     const words = item.gains.map((line, i) => line.map((gain, j) => (gain === null ? "" :
-      item.by_goodput ? percent(gain).replace(/\.\d /, " ") : few(item.speeds[i][j]))));
+      item.by_goodput ? percent(gain, 0) : few(item.speeds[i][j]))));
     const hover = item.gains.map((line, i) => line.map((gain, j) => (gain === null ? "" :
       `${item.layouts[i]}, batch ${item.batches[j]} in ${item.micros[i][j]}\n` +
       (item.by_goodput ? `goodput ${percent(gain)}\n` : "") +
@@ -267,7 +267,7 @@
       showscale: !isNarrow,
       colorbar: item.by_goodput ? {
         title: { text: "goodput" }, tickvals: shares.map((g) => Math.log2(1 + g)),
-        ticktext: shares.map((g) => (g === 0 ? "as now" : percent(g).replace(".0", ""))),
+        ticktext: shares.map((g) => (g === 0 ? "as now" : percent(g, 0))),
         outlinewidth: 0,
       } : { title: { text: "samples/s" }, outlinewidth: 0 },
     };
