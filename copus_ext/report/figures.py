@@ -52,7 +52,8 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
         "id": "loss",
         "title": "Loss",
         "caption": "Nats per token of every step, thin, and the mean of the last "
-        f"{WINDOW_STEPS} steps, thick. Diamonds are evaluations, open ones on the test set, circles changes that were made.",
+        f"{WINDOW_STEPS} steps, thick. Diamonds are evaluations, open ones on the test set; "
+        "circles are changes that were made.",
         "height": 420,
         "axis": True,
         "data": data,
