@@ -10,6 +10,7 @@ VERSION = re.findall(r'__version__ = "(.+)"', SOURCE)[0]
 
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
+PROMETHEUS = ["prometheus-client>=0.20"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
 BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
@@ -36,6 +37,7 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "track": TRACK,
         "wandb": WANDB,
+        "prometheus": PROMETHEUS,
         "hf": HF,
         "report": REPORT,
         "bench": BENCH,
@@ -55,6 +57,7 @@ setup(
             *BENCH,
             *REPORT,
             *TRACK,
+            *PROMETHEUS,
         ],
     },
 )
