@@ -204,14 +204,7 @@ class NoiseWatch(Callback):
         if self._norms is not None:
             kept = [name for name in GROUPS if name in self.sets]
             context.step_fields["noise"]["squares"] = self._norms.squares(kept)
-        named = {
-            "noise-scale/phi-samples": noise.phi_samples,
-            "noise-scale/phi-samples-low": noise.low_samples,
-            "noise-scale/phi-samples-high": noise.high_samples,
-            "noise-scale/gradient-squared": noise.g2,
-            "noise-scale/trace-of-covariance": noise.v,
-        }
-        context.scalars.update({k: v for k, v in named.items() if v is not None})
+        context.scalars.update(noise_scalars(noise))
 
     def on_log(self, context: CallbackContext) -> None:
         """Adds a line below the log line."""
@@ -237,6 +230,18 @@ class NoiseWatch(Callback):
         if self.tap is not None:
             self.tap.close()
             self.tap = None
+
+
+def noise_scalars(noise: NoiseScale) -> dict[str, float]:
+    """What the sinks get of the noise scale, by tag."""
+    named = {
+        "noise-scale/phi-samples": noise.phi_samples,
+        "noise-scale/phi-samples-low": noise.low_samples,
+        "noise-scale/phi-samples-high": noise.high_samples,
+        "noise-scale/gradient-squared": noise.g2,
+        "noise-scale/trace-of-covariance": noise.v,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}
 
 
 def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:

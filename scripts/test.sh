@@ -5,7 +5,8 @@
 #                                  and on a throw-away SLURM cluster
 #   bash scripts/test.sh --unit    without the last two
 #
-# As root on Debian it installs SLURM's packages; without them the last part is skipped.
+# As root on Debian it installs the packages of SLURM and Prometheus; without them the last part, and
+# the test of the alert rules, is skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,10 +34,14 @@ step() {
     echo "== $title ok, $((SECONDS - begin)) s"
 }
 
-# For tests/slurm; where it cannot be had, they say so and are skipped.
-install_slurm() {
-    # Any of them: then it is here, or this machine belongs to a real cluster.
-    if command -v slurmctld slurmd sbatch >/dev/null; then return; fi
+# Debian packages for tests that say so and are skipped without them:
+#   install_packages "COMMAND ..." PACKAGE ...      does nothing where any of the commands is found
+install_packages() {
+    local commands=$1
+    shift
+    # Any of them: of SLURM's, then this machine belongs to a real cluster.
+    # shellcheck disable=SC2086
+    if command -v $commands >/dev/null; then return; fi
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
     local policy=/usr/sbin/policy-rc.d made=false
     # Packages must start no daemons.
@@ -44,9 +49,8 @@ install_slurm() {
         made=true
     fi
     export DEBIAN_FRONTEND=noninteractive
-    local packages=(slurmctld slurmd slurm-client)
     { timeout 300 apt-get update && timeout 600 apt-get install -y --no-install-recommends \
-        "${packages[@]}"; } >/dev/null 2>&1 || echo "apt-get could not install ${packages[*]}"
+        "$@"; } >/dev/null 2>&1 || echo "apt-get could not install $*"
     if $made; then rm -f $policy; fi
 }
 
@@ -54,11 +58,12 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import layers" lint-imports
+step "promtool" install_packages promtool prometheus
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
         python -m pytest -q tests --ignore tests/unit --ignore tests/slurm
-    step "SLURM" install_slurm
+    step "SLURM" install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client
     step "tests on SLURM" python -m pytest -q -rs tests/slurm
 fi
 echo "== all passed, $SECONDS s"

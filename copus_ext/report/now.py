@@ -231,12 +231,10 @@ def _position(record: Record, is_alive: bool, pace: float | None) -> dict[str, A
     }
 
 
-def _pace(
-    record: Record, layout: str, batch: int | None, micro: int | None
-) -> dict[str, float | None]:
+def _pace(record: Record, layout: str, batch: int | None, micro: int | None) -> dict[str, Any]:
     """Of the last steps of one configuration; `wall_samples_per_s` counts what is between them."""
     names = "step_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu", "wall_samples_per_s"
-    found: dict[str, float | None] = dict.fromkeys(names)
+    found: dict[str, Any] = dict.fromkeys(names)
     steps = _alike(record.steps, batch, micro)
     times = [number(step.get("elapsed_per_iteration_ms")) for step in steps]
     step_s = statistics.median([ms / 1000 for ms in times if ms is not None and ms > 0] or [0.0])
