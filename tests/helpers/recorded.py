@@ -13,7 +13,7 @@ from copus_ext.ledger import Ledger
 from copus_ext.types import NoiseScale
 from copus_ext.watch import noise_scalars
 from megatron.training.logline import StepReport
-from megatron.training.tracker import Sink, Tracker
+from megatron.training.tracker import NullTracker, Sink, Tracker
 
 BATCH, TOTAL = 16, 16_000
 LAYOUT = "tp1.pp1.dp2"
@@ -79,10 +79,11 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Situatio
     )
 
 
-def step(tracker: Tracker, i: int, **changes: Any) -> None:
+def step(tracker: NullTracker, i: int, **changes: Any) -> None:
     """Records a step with its noise scale."""
     loss = changes.pop("loss", 6.0 / i)
-    known = noise(phi=changes.pop("phi", 64.0 + i))
+    known = noise(64.0 + i)
+    more = changes.pop("extra", {})
     values: dict[str, Any] = dict(
         iteration=i,
         train_iterations=TOTAL // BATCH,
@@ -95,7 +96,7 @@ def step(tracker: Tracker, i: int, **changes: Any) -> None:
     )
     tracker.step(
         StepReport(**{**values, **changes}),
-        extra=noise_scalars(known),
+        extra={**noise_scalars(known), **more},
         micro_batch_size=4,
         num_microbatches=2,
         updated=True,

@@ -13,13 +13,12 @@ import pytest
 import yaml
 
 from copus_ext.goodput.summary import outcome_scalars
-from copus_ext.watch import noise_scalars
 from megatron.training.config import LoggingConfig
 from megatron.training.metrics import read_metrics
 from megatron.training.sinks import open_sinks
 from megatron.training.textfile import PrometheusSink, metric_name
 from megatron.training.tracker import Tracker
-from tests.helpers.recorded import BATCH, LAYOUT, noise, record_decisions, record_run, step
+from tests.helpers.recorded import BATCH, LAYOUT, record_decisions, record_run, step
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD, RULES = (ROOT / "docs" / "grafana" / name for name in ("copus.json", "alerts.yml"))
@@ -112,26 +111,14 @@ def test_a_path_that_cannot_be_written_costs_one_line(
 def written(tmp_path: Path) -> set[str]:
     """Every metric that a run with the controller writes."""
     path = tmp_path / "copus.prom"
-    record_run(tmp_path, 10, sinks=(sink_of(path),))
-    ledger = record_decisions(tmp_path)
-    scalars = ledger.take_scalars()
+    scalars = record_decisions(tmp_path).take_scalars()
     assert scalars.keys() >= outcome_scalars({"speed_over_predicted": 1.0}, changes=1).keys()
-    scalars |= noise_scalars(noise())
     with Tracker(tmp_path, launch="b.0.0", sinks=[sink := sink_of(path)]) as tracker:
         record_run(tmp_path / "other", 10, sinks=(sink,), ended=False)
         tracker.event("layout", 10, 160, layout=LAYOUT)
         tracker.evaluation(iteration=10, consumed_samples=160, losses={"lm loss": 2.0})
-        tracker.event("step", 11, 176, losses={"lm loss": 1.0}, extra=scalars, **STEP)
-        tracker.event("run.end", 11, 176, why="done")
+        step(tracker, 11, extra=scalars)
     return set(values(path))
-
-
-STEP = {
-    "elapsed_per_iteration_ms": 1.0,
-    "global_batch_size": 16,
-    "learning_rate": 1,
-    "grad_norm": 1,
-}
 
 
 def test_dashboard_and_rules_use_what_is_written(tmp_path: Path) -> None:
