@@ -168,7 +168,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
         batch=batch,
         micro_batch=micro,
         layout=layout,
-        noise=_noise(last),
+        noise=_noise(record),
         deciding=deciding,
         paused=is_paused(run),
         saved=saved,
@@ -194,9 +194,10 @@ def _loss(record: dict[str, Any]) -> float | None:
     return number(losses.get("lm loss")) if isinstance(losses, dict) else None
 
 
-def _noise(last: dict[str, Any]) -> Noise | None:
-    known = last.get("noise")
-    if not isinstance(known, dict):
+def _noise(record: Record) -> Noise | None:
+    """That of the last step which tells."""
+    known = next((n for s in reversed(record.steps) if isinstance(n := s.get("noise"), dict)), None)
+    if known is None:
         return None
     names = ("phi_samples", "low_samples", "high_samples")
     ends = {name: number(known.get(name)) for name in names}
