@@ -1,4 +1,8 @@
-"""The times on one link of a run of B8 that was trained on another.
+"""The clock of a run of B8 without what else the machine did, and on another link than its own.
+
+Steadied: every step counts with the median of its configuration in that run, pauses and decisions
+as they were; a core that somebody else takes for a while then costs nobody time. The clock as it
+ran is kept beside it.
 
 A policy whose batches no speed decides trains the same on every link but for rounding: the losses
 by samples are those of the run, only the seconds of its steps are others. They are measured on the
@@ -14,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from time_to_loss_policies import (
+    PLAIN,
+    STATIC,
     Profile,
     Recipe,
     is_blind_to_speed,
@@ -46,7 +52,7 @@ def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Any:
         profile: of the link.
     """
     start = start_of(policy, recipe, profile)
-    if is_static(policy):
+    if is_static(policy) or policy == PLAIN:
         return start
     sees_noise = batch == start.global_batch_size
     return profile.best(batch, layout_of(start), sees_noise=sees_noise)
@@ -59,7 +65,7 @@ def needed(
     wanted: dict[Any, tuple[Any, list[int]]] = {}
     for policy in policies:
         own = start_of(policy, recipe, profile).global_batch_size
-        for batch in [own] if is_static(policy) else recipe.rising:
+        for batch in [own] if is_static(policy) or policy == PLAIN else recipe.rising:
             c = way_of(policy, batch, recipe, profile)
             batches = wanted.setdefault(c.timed(1.0).line, (c, []))[1]
             if batch not in batches:
@@ -78,7 +84,8 @@ def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile)
     """
     ways, policy = run["ways"], run["policy"]
     ends = [*(way["samples"] for way in ways[1:]), run["evaluations"][-1][0]]
-    marks, clock = [(0, run["set_up_s"])], run["set_up_s"]
+    clock: float = run["set_up_s"]
+    marks: list[tuple[float, float]] = [(0, clock)]
     there, speeds = [], []
     for way, end in zip(ways, ends):
         batch = way["batch"]
@@ -94,8 +101,7 @@ def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile)
         kept = {"layout": layout_of(c), "micro_batch": c.micro_batch_size, "batch": batch}
         there.append({"samples": way["samples"], "seconds": round(began, 3), **kept})
         speeds.append({**kept, "steps": steps, "median_s": round(step_s, 5)})
-    at = np.interp([n for n, _, _ in run["evaluations"]], *zip(*marks))
-    evaluations = [(n, round(float(s), 4), loss) for s, (n, _, loss) in zip(at, run["evaluations"])]
+    evaluations = _clocked(run, marks)
     kept = {k: run[k] for k in ("policy", "seed", "set_up_s", "commit", "steps", "decisions")}
     return {
         **kept,
@@ -109,9 +115,45 @@ def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile)
     }
 
 
+def _clocked(
+    run: dict[str, Any], marks: list[tuple[float, float]]
+) -> list[tuple[int, float, float]]:
+    """Evaluations of a run on another clock, given at some samples."""
+    samples, seconds = (np.array(column) for column in zip(*marks))
+    at = np.interp([n for n, _, _ in run["evaluations"]], samples, seconds)
+    return [(n, round(float(s), 4), loss) for s, (n, _, loss) in zip(at, run["evaluations"])]
+
+
+def steadied(run: dict[str, Any]) -> dict[str, Any]:
+    """A run with the clock that it would have had, had every step taken its usual time."""
+    names = ("layout", "micro_batch", "batch")
+    usual = {tuple(s[k] for k in names): s["median_s"] for s in run["speeds"]}
+    ends = [*(way["samples"] for way in run["ways"][1:]), run["evaluations"][-1][0]]
+    paused: dict[int, float] = {}
+    for move in run["moves"]:
+        paused[move["consumed_samples"]] = paused.get(move["consumed_samples"], 0) + move["pause_s"]
+    each_s = run["deciding_s"] / max(len(run["decisions"]), 1)
+    for decision in run["decisions"]:
+        paused[decision["samples"]] = paused.get(decision["samples"], 0.0) + each_s
+    clock, marks = run["set_up_s"], [(0.0, run["set_up_s"])]
+    for way, end in zip(run["ways"], ends):
+        begin, step_s = way["samples"], usual[tuple(way[k] for k in names)]
+        inside = sorted(n for n in paused if begin < n <= end)
+        for stop in [*inside, end]:
+            clock += -(-(stop - begin) // way["batch"]) * step_s
+            marks.append((stop, clock))
+            clock += paused.pop(stop, 0.0)
+            # Just behind: what was reached at a boundary was reached before its pause.
+            marks.append((stop + 1e-6, clock))
+            begin = stop
+    evaluations = _clocked(run, marks)
+    clocks = {"as_it_ran_s": run["seconds"], "seconds": round(clock, 4)}
+    return {**run, **clocks, "evaluations": evaluations}
+
+
 def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
-    """The runs of a results file, and those that are only timed on a link, marked."""
-    runs = list(result["runs"])
+    """The runs of a results file, steadied, and those that are only timed on a link, marked."""
+    runs = [steadied(run) for run in result["runs"]]
     trained = {(r["seed"], r["link"], r["policy"]) for r in runs}
     for link, known in result["links"].items():
         times = {int(k): profile_of(v) for k, v in known.get("timed", {}).items()}
@@ -122,4 +164,10 @@ def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
             if profile and seed in times and elsewhere and is_blind_to_speed(policy):
                 other = timed(run, recipe, profile, times[seed])
                 runs.append({**other, "link": link, "policy": policy + MARK})
+        all_known = profile_of(known["profile"]["records"])
+        for run in result["runs"]:
+            if run["policy"] == f"{STATIC}_{recipe.first_batch}":
+                own = times.get(run["seed"], all_known)
+                other = timed({**run, "policy": PLAIN}, recipe, all_known, own)
+                runs.append({**other, "link": link, "policy": PLAIN + MARK})
     return runs

@@ -208,3 +208,22 @@ def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> No
     assert [w["layout"] for w in other["ways"]] == ["tp1.pp1.dp2"] * 3
     wanted = elsewhere.needed(["static_4", "doubling"], recipe(), there)
     assert {tuple(batches) for _, batches in wanted.values()} == {(4, 8, 16)}
+
+
+def test_a_slow_spell_of_the_machine_is_not_counted_but_pauses_are() -> None:
+    way = {"layout": "tp1.pp1.dp2", "micro_batch": 2}
+    run = {
+        "set_up_s": 5.0,
+        "ways": [{**way, "samples": 0, "batch": 4}, {**way, "samples": 400, "batch": 8}],
+        "speeds": [{**way, "batch": 4, "median_s": 0.5}, {**way, "batch": 8, "median_s": 0.75}],
+        "moves": [{"consumed_samples": 400, "pause_s": 3.0}],
+        "decisions": [{"samples": 400}, {"samples": 600}],
+        "deciding_s": 0.5,
+        "seconds": 200.0,
+        "evaluations": [(200, 99.0, 3.0), (400, 120.0, 2.5), (800, 200.0, 2.0)],
+    }
+    steady = elsewhere.steadied(run)
+    before = 5 + 100 * 0.5
+    clocks = [5 + 50 * 0.5, before, before + 3 + 0.25 + 50 * 0.75 + 0.25]
+    assert [e[1] for e in steady["evaluations"]] == pytest.approx(clocks)
+    assert (steady["seconds"], steady["as_it_ran_s"]) == (pytest.approx(clocks[-1]), 200.0)
