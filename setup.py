@@ -13,6 +13,7 @@ WANDB = ["wandb>=0.18"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
 BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
 setup(
     name="copus",
@@ -39,6 +40,7 @@ setup(
         "hf": HF,
         "report": REPORT,
         "bench": BENCH,
+        "docs": DOCS,
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -53,6 +55,7 @@ setup(
             # Tests alone compare with it.
             "transformers>=5",
             *BENCH,
+            *DOCS,
             *REPORT,
             *TRACK,
         ],

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs everything that must hold.
 #
-#   bash scripts/test.sh           lint, types, layers, unit tests, then the tests on several ranks
-#                                  and on a throw-away SLURM cluster
+#   bash scripts/test.sh           lint, types, layers, documentation, unit tests, then the tests on
+#                                  several ranks and on a throw-away SLURM cluster
 #   bash scripts/test.sh --unit    without the last two
 #
 # As root on Debian it installs SLURM's packages; without them the last part is skipped.
@@ -33,6 +33,15 @@ step() {
     echo "== $title ok, $((SECONDS - begin)) s"
 }
 
+# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
+build_docs() {
+    local site
+    site=$(mktemp -d)
+    # The theme's note on its future needs no place in a log.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --strict --site-dir "$site" || return
+    rm -rf "$site"
+}
+
 # For tests/slurm; where it cannot be had, they say so and are skipped.
 install_slurm() {
     # Any of them: then it is here, or this machine belongs to a real cluster.
@@ -54,6 +63,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
 step "import layers" lint-imports
+step "documentation" build_docs
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
