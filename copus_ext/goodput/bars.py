@@ -5,6 +5,7 @@ from __future__ import annotations
 from copus_ext.goodput import policies, switch_rule
 from copus_ext.goodput.situation import Row, Situation
 
+WARMING_UP = "the learning rate is warming up"
 _SHRINK_HALF_LIVES = 4.0
 _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing is changed."""
@@ -20,11 +21,17 @@ def closed(s: Situation) -> str:
         return "paused by an operator"
     if s.consumed_samples >= s.total_samples:
         return "the run is over"
-    if s.in_warmup and s.rules.policy != "step_schedule":
-        return "the learning rate is warming up"
+    if only_layouts(s) and (not s.rules.relayout or s.rules.policy == "copus"):
+        return WARMING_UP
     if s.skipped_steps > _MOST_SKIPPED:
         return f"{s.skipped_steps} of the last 100 steps were skipped"
     return ""
+
+
+def only_layouts(s: Situation) -> bool:
+    """Whether the learning rate still warms up: how fast a layout is does not depend on it, all
+    else does."""
+    return s.in_warmup and s.rules.policy != "step_schedule"
 
 
 def blind(s: Situation, row: Row) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from copus_ext.goodput import objectives, policies, switch_rule
-from copus_ext.goodput.bars import barred, blind, closed, grid
+from copus_ext.goodput.bars import WARMING_UP, barred, blind, closed, grid, only_layouts
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
 _SHOWN = 12
@@ -35,7 +35,7 @@ def decide(s: Situation) -> Decision:
     why_not = closed(s)
     if why_not:
         return _stay(s, why_not)
-    wanted = None if blind(s, s.now) else _goal(s)
+    wanted = None if blind(s, s.now) or only_layouts(s) else _goal(s)
     goal = wanted or _present_batch(s)
     small = wanted is not None and _is_small(s)
     judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
@@ -69,6 +69,8 @@ def _unknown(s: Situation) -> str:
     """Why only configurations of the present batch were compared."""
     if why := blind(s, s.now):
         return why
+    if only_layouts(s):
+        return WARMING_UP
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps >= least:
         return "the noise scale: nothing but noise is seen in the gradient"

@@ -172,6 +172,20 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
     assert decision.kind == "stay" and words in decision.reason
 
 
+def test_while_the_learning_rate_warms_up_only_the_layout_may_change() -> None:
+    rows = [row(16, 10.0), row(32, 40.0), row(16, 13.0, dp=1), row(32, 50.0, dp=1)]
+    warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
+    free = situation(16, rows=rows, rules={"relayout": True}, switch_cost_s=5.0, **warm)
+    decision = decide(free)
+    assert (decision.kind, decision.to) == ("relayout", rows[2]), decision.reason
+    there = dataclasses.replace(free, current=2)
+    assert decide(there).kind == "stay" and "warming up" in decide(there).reason
+    own = situation(16, rows=rows, **warm)
+    assert decide(own).reason == "the learning rate is warming up"
+    papers = situation(16, rows=rows, rules={"relayout": True, "policy": "copus"}, **warm)
+    assert decide(papers).kind == "stay"
+
+
 @pytest.mark.parametrize("phi", [None, 64.0])
 def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> None:
     blind, slow = row(16, 30.0, micro=16, dp=1), row(16, 10.0, micro=8, dp=1)
