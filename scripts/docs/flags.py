@@ -17,6 +17,8 @@ _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:-\*)?")
 """What is shown as code: what a docstring marks so, and flags."""
 _HEAD = """# Flags
 
+<style>td:last-child code { white-space: nowrap }</style>
+
 What `python pretrain_gpt.py --help` says, group by group. Names, meanings and defaults are
 Megatron-LM's; those that begin with `--copus` are the controller's. A switch takes no value; one
 whose meaning begins with "Turn off" ends what is on without it. Where no default is shown, the last
