@@ -22,6 +22,15 @@ PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 unset PYTHONDONTWRITEBYTECODE
 export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
+build_docs() {
+    local site
+    site=$(mktemp -d)
+    # The theme's note on its future needs no place in a log.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --strict --site-dir "$site" || return
+    rm -rf "$site"
+}
+
 step() {
     local title=$1 begin=$SECONDS
     shift
@@ -31,15 +40,6 @@ step() {
         exit 1
     }
     echo "== $title ok, $((SECONDS - begin)) s"
-}
-
-# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
-build_docs() {
-    local site
-    site=$(mktemp -d)
-    # The theme's note on its future needs no place in a log.
-    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --strict --site-dir "$site" || return
-    rm -rf "$site"
 }
 
 # For tests/slurm; where it cannot be had, they say so and are skipped.
@@ -62,8 +62,8 @@ install_slurm() {
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
-step "import layers" lint-imports
 step "documentation" build_docs
+step "import layers" lint-imports
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
