@@ -24,11 +24,12 @@ export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
 # Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
 build_docs() {
-    local site
+    local site code=0
     site=$(mktemp -d)
-    # The theme's note on its future needs no place in a log.
-    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --quiet --strict --site-dir "$site" || return
+    # Not --quiet: it would silence what --strict counts. The theme's note on its future is no error.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site" || code=$?
     rm -rf "$site"
+    return $code
 }
 
 step() {
