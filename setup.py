@@ -14,6 +14,7 @@ PROMETHEUS = ["prometheus-client>=0.20"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
 BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
 setup(
     name="copus",
@@ -41,6 +42,7 @@ setup(
         "hf": HF,
         "report": REPORT,
         "bench": BENCH,
+        "docs": DOCS,
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -55,6 +57,7 @@ setup(
             # Tests alone compare with it.
             "transformers>=5",
             *BENCH,
+            *DOCS,
             *REPORT,
             *TRACK,
             *PROMETHEUS,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs everything that must hold.
 #
-#   bash scripts/test.sh           lint, types, layers, unit tests, then the tests on several ranks
-#                                  and on a throw-away SLURM cluster
+#   bash scripts/test.sh           lint, types, layers, documentation, unit tests, then the tests on
+#                                  several ranks and on a throw-away SLURM cluster
 #   bash scripts/test.sh --unit    without the last two
 #
 # As root on Debian it installs the packages of SLURM and Prometheus; without them the last part, and
@@ -22,6 +22,16 @@ PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 # What some hundred processes import is compiled once.
 unset PYTHONDONTWRITEBYTECODE
 export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+
+# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
+build_docs() {
+    local site code=0
+    site=$(mktemp -d)
+    # Not --quiet: it would silence what --strict counts. The theme's note on its future is no error.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site" || code=$?
+    rm -rf "$site"
+    return $code
+}
 
 step() {
     local title=$1 begin=$SECONDS
@@ -57,6 +67,7 @@ install_packages() {
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
+step "documentation" build_docs
 step "import layers" lint-imports
 step "promtool" install_packages promtool prometheus
 step "unit tests" python -m pytest -q -n 2 tests/unit
