@@ -62,7 +62,8 @@ def serve(run: Path, *, address: str, port: int, token: str | None) -> None:
     server = make_server(run, address=address, port=port, token=token)
     host, number = server.server_address[:2]
     shown = f"[{host!s}]" if ":" in str(host) else host
-    print(f"http://{shown}:{number}/{'?token=...' if token else ''} follows {run}; Ctrl-C ends it")
+    way = "?token=..." if token else ""
+    print(f"http://{shown}:{number}/{way} follows {run}; Ctrl-C ends it", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -157,6 +158,7 @@ def make_server(run: Path, *, address: str, port: int, token: str | None) -> Rep
         )
     if token is not None and len(token) < LEAST_TOKEN:
         raise ValueError(f"--token is short; give at least {LEAST_TOKEN} characters")
+    _plotly()  # if it is missing, that is said now
     return ReportServer((address, port), Source(run), token)
 
 

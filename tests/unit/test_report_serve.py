@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +141,16 @@ def test_which_names_are_of_this_machine() -> None:
     assert is_own_host("10.1.2.3:8000", local_only=False)
     assert not is_own_host("evil.example", local_only=False)
     assert not is_own_host(None, local_only=False)
+
+
+def test_the_command_serves_until_it_is_interrupted(run: WrittenRun) -> None:
+    command = [sys.executable, "tools/status.py", str(run.path), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        assert p.stdout is not None and p.stderr is not None
+        line = p.stdout.readline()
+        port = int(line.split(":")[2].split("/")[0])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/data.json")
+        assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
+        p.send_signal(signal.SIGINT)
+        assert p.wait(60) == 0 and p.stderr.read() == ""
