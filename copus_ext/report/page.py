@@ -91,6 +91,7 @@ class Book:
             "compared": list(summary.COMPARED),
             "compare": compared,
             "common": common,
+            "differing": summary.differing_flags(runs),
             "journal": [
                 line
                 for i, (history, decisions) in enumerate(runs)

@@ -190,6 +190,14 @@ def flags(config: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
+def differing_flags(runs: Sequence[Run]) -> list[list[str]]:
+    """Flags that not all runs have alike: name, and the value of each run."""
+    named = [dict(flags(run.config)) for run, _ in runs]
+    names = sorted({name for values in named for name in values})
+    lines = [[name, *(values.get(name, "-") for values in named)] for name in names]
+    return [line for line in lines if len(set(line[1:])) > 1]
+
+
 COMPARED = (
     "run",
     "state",

@@ -216,12 +216,13 @@ def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> N
 
 def test_runs_are_compared_at_the_loss_that_all_reached(tmp_path: Path) -> None:
     for name, level in (("a", 2.0), ("b", 3.0)):
-        run = WrittenRun(tmp_path / name)
+        run = WrittenRun(tmp_path / name, seed=level)
         run.step(60, loss=5.0)
         run.step(60, loss=level)
         run.end()
     payload = payload_of(tmp_path / "a", tmp_path / "b")
     assert payload["common"] == 3.0
+    assert payload["differing"] == [["--seed", "2.0", "3.0"]]
     tokens = [
         dict(zip(payload["compared"], line))["tokens to common loss"] for line in payload["compare"]
     ]

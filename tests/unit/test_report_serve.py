@@ -82,19 +82,18 @@ def test_a_reader_gets_the_page_and_what_was_written_since(
     assert dict(json.loads(data)["runs"][0]["facts"])["Steps"] == "15"
 
 
-@pytest.mark.parametrize(
-    "path", ["/metrics.jsonl", "/../run/metrics.jsonl", "/%2e%2e/", "/run/", "//"]
-)
-def test_there_are_no_other_files(server: ReportServer, path: str) -> None:
-    status, _, body = ask(server, path, **cookie_of(server))
-    assert status in (200, 404) and b'"kind"' not in body
-    assert status == 404 or path == "//"
+def test_there_are_no_other_files(server: ReportServer) -> None:
+    known = cookie_of(server)
+    for path in ("/metrics.jsonl", "/../run/metrics.jsonl", "/%2e%2e/", "/run/", "/data.json/"):
+        status, _, body = ask(server, path, **known)
+        assert status == 404 and b'"kind"' not in body
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "XYZ"])
-def test_nothing_can_be_written(server: ReportServer, method: str) -> None:
-    status, fields, body = ask(server, "/", method=method, **cookie_of(server))
-    assert (status, fields["Allow"], body) == (405, "GET, HEAD", b"")
+def test_nothing_can_be_written(server: ReportServer) -> None:
+    known = cookie_of(server)
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "XYZ"):
+        status, fields, body = ask(server, "/", method=method, **known)
+        assert (status, fields["Allow"], body) == (405, "GET, HEAD", b"")
 
 
 def test_a_head_has_no_body(server: ReportServer) -> None:
@@ -102,10 +101,11 @@ def test_a_head_has_no_body(server: ReportServer) -> None:
     assert status == 200 and int(fields["Content-Length"]) > 1000 and body == b""
 
 
-@pytest.mark.parametrize("host", ["evil.example", "", "localhost.evil.example", "10.0.0.1", "[::"])
-def test_a_name_that_others_may_point_here_is_refused(server: ReportServer, host: str) -> None:
-    status, _, body = ask(server, "/data.json", host=host, **cookie_of(server))
-    assert status in (400, 421) and b"runs" not in body
+def test_a_name_that_others_may_point_here_is_refused(server: ReportServer) -> None:
+    known = cookie_of(server)
+    for host in ("evil.example", "", "localhost.evil.example", "10.0.0.1", "[::"):
+        status, _, body = ask(server, "/data.json", host=host, **known)
+        assert status in (400, 421) and b"runs" not in body
 
 
 def test_without_the_token_there_is_nothing(server: ReportServer) -> None:

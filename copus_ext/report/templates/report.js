@@ -367,6 +367,8 @@
       `The lowest loss that all of them reached is ${page.common.toFixed(4)}, by the mean of `
       + "50 steps: the common loss of the table.";
     table(byId("t-compare"), "The runs beside each other", page.compared, page.compare);
+    table(byId("t-differing"), "Flags that they do not have alike",
+      ["flag", ...page.runs.map((run) => run.name)], page.differing);
   }
 
   const GROUPS = { change: "change", stay: "stay", trouble: "trouble", run: "run" };
