@@ -10,9 +10,11 @@ VERSION = re.findall(r'__version__ = "(.+)"', SOURCE)[0]
 
 TRACK = ["tensorboard>=2.17"]
 WANDB = ["wandb>=0.18"]
+PROMETHEUS = ["prometheus-client>=0.20"]
 HF = ["tokenizers>=0.20", "sentencepiece>=0.2", "tiktoken>=0.8", "safetensors>=0.4"]
 BENCH = ["matplotlib>=3.9", "scipy>=1.13"]
 REPORT = ["plotly>=5.24", "jinja2>=3.1"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.30"]
 
 setup(
     name="copus",
@@ -40,9 +42,11 @@ setup(
         "gpu": ["transformer-engine[pytorch]"],
         "track": TRACK,
         "wandb": WANDB,
+        "prometheus": PROMETHEUS,
         "hf": HF,
         "report": REPORT,
         "bench": BENCH,
+        "docs": DOCS,
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
@@ -58,8 +62,10 @@ setup(
             "transformers>=5",
             "selenium>=4.40",
             *BENCH,
+            *DOCS,
             *REPORT,
             *TRACK,
+            *PROMETHEUS,
         ],
     },
 )

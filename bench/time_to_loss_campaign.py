@@ -13,6 +13,7 @@ from support import QUICKSTART_MODEL
 from time_to_loss import geometric_mean
 from time_to_loss_policies import (
     ABLATIONS,
+    PLAIN,
     STATIC,
     Profile,
     Recipe,
@@ -146,7 +147,8 @@ class Campaign:
         for a seed."""
         if str(seed) in self.result["links"].get(link, {}).get("timed", {}):
             return []
-        names = dict.fromkeys([*self.policies, *(r["policy"] for r in self.result["runs"])])
+        trained = (r["policy"] for r in self.result["runs"])
+        names = dict.fromkeys([*self.policies, *trained, PLAIN])
         return [n for n in names if is_blind_to_speed(n) and not self.is_trained(link, n)]
 
     def left(self) -> list[tuple[int, str, str]]:

@@ -33,6 +33,9 @@ MORE = (
     "no_ramp",
 )
 """Run if asked for by --policies."""
+PLAIN = "plain"
+"""The first batch from where `adaptive_unprofiled` starts, without a controller: the losses are
+those of the static batch, so that it is only timed."""
 BY_NOISE_ALONE = ("cbs_small", "cbs_large", "norm_test", "doubling", "seesaw")
 """Policies whose batches do not depend on how fast anything is: on another link the same run takes
 other times, and no more. The same holds for static batches."""
@@ -243,7 +246,7 @@ def is_static(name: str) -> bool:
 
 def is_blind_to_speed(name: str) -> bool:
     """Whether a policy trains the same on every link."""
-    return is_static(name) or name in BY_NOISE_ALONE
+    return is_static(name) or name == PLAIN or name in BY_NOISE_ALONE
 
 
 def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
@@ -261,6 +264,8 @@ def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
     # leave it.
     if name == "cbs_small":
         return profile.best(first, sees_noise=True)
+    if name == PLAIN:
+        return _plain(profile.best(first, sees_noise=True))
     if name == "cbs_large":
         return profile.best(first, layout_of(profile.best(last)), sees_noise=True)
     return profile.best(first, profile.all_round(recipe.rising), sees_noise=True)

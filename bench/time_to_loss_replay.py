@@ -25,11 +25,13 @@ import numpy as np
 from support import RESULTS, open_source, origin
 from time_to_loss import curve_of, targets
 from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
-from time_to_loss_timed import profile_of
+from time_to_loss_timed import profile_of, steadied
 
 CALIBRATIONS = np.geomspace(0.25, 64, 49)
 """c that are tried."""
 _KNOTS, _DEGREE, _STEP = 10, 4, 4
+_SURE = 10
+"""Steps of a configuration from which on a run's own speed counts instead of the profile's."""
 GOAL = 0.05
 
 Runs = list[dict[str, Any]]
@@ -127,7 +129,19 @@ def progress_at(line: Any, goal: float) -> float | None:
     return float(np.exp(x[reached[0]])) if len(reached) else None
 
 
-def scenario_of(recipe: Recipe, profile: Profile, fit: dict[str, Any], goals: list[float]) -> Any:
+def seen(runs: Runs) -> dict[tuple[str, int], float]:
+    """Samples/s by layout and batch that the runs themselves had: the fastest micro-batch of each,
+    the median over the runs."""
+    found: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for speed in (s for run in runs for s in run["speeds"] if s["steps"] >= _SURE):
+        by_micro = found.setdefault((speed["layout"], speed["batch"]), {})
+        by_micro.setdefault(speed["micro_batch"], []).append(speed["batch"] / speed["median_s"])
+    return {key: max(map(statistics.median, some.values())) for key, some in found.items()}
+
+
+def scenario_of(
+    recipe: Recipe, profile: Profile, runs: Runs, fit: dict[str, Any], goals: list[float]
+) -> Any:
     """What the simulator is told."""
     from copus_ext.goodput.situation import Row
     from copus_ext.perf.cluster_spec import of_gpu
@@ -138,9 +152,11 @@ def scenario_of(recipe: Recipe, profile: Profile, fit: dict[str, Any], goals: li
     from copus_ext.simulate.trajectory import Trajectory
 
     rows: dict[Any, Any] = {}
+    known = seen(runs)
     for batch in recipe.batches:
         for speed, c in profile.ranked(batch):
             if batch not in recipe.rising or not c.is_blind:
+                speed = known.get((layout_of(c), batch), speed)
                 row = Row.of(c, speed, PROFILED_SD, "profiled")
                 rows.setdefault((row.layout, batch), row)
     progress, phi = fit["noise"]
@@ -196,13 +212,14 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     settings, link = result["settings"]["recipe"], next(iter(result["links"]))
     recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
     runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
+    runs = [steadied(run) for run in runs]
     curves = {r["policy"]: curve_of(r) for r in runs}
     statics = [r for r in runs if is_static(r["policy"])]
     goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)
     warm = recipe.warmup_part * recipe.samples
     fit = fitted(statics, runs, warm)
     profile = profile_of(result["links"][link]["profile"]["records"])
-    scenario = scenario_of(recipe, profile, fit, goals)
+    scenario = scenario_of(recipe, profile, runs, fit, goals)
     policies: dict[str, Any] = {}
     for run in runs:
         contender = contender_of(run["policy"], recipe, profile)

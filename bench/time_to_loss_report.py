@@ -11,6 +11,7 @@ from time_to_loss import (
     curve_of,
     path_of,
     percent,
+    saved,
     saved_over_fastest,
     savings_line,
     table,
@@ -22,6 +23,7 @@ from time_to_loss_policies import (
     ABLATIONS,
     MORE,
     OURS,
+    PLAIN,
     STATIC,
     Recipe,
     is_baseline,
@@ -53,10 +55,12 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
     links = {link: _ordered([r for r in runs if r["link"] == link]) for link in result["links"]}
     links = {link: some for link, some in links.items() if some}
     found = {link: times(some, goals) for link, some in links.items()}
+    known, first = result["links"], recipe.first_batch
+    titles = {link: _title(link, known[link]) for link in links}
     parts = [
-        _of_link(link, result["links"][link], links[link], found[link], goals) for link in links
+        _of_link(titles[link], known[link], links[link], found[link], goals, first=first)
+        for link in links
     ]
-    titles = {link: _title(link, result["links"][link]) for link in links}
     draw(
         {titles[link]: some for link, some in links.items()},
         {titles[link]: some for link, some in found.items()},
@@ -91,12 +95,14 @@ def _title(link: str, known: dict[str, Any]) -> str:
     return f"{name} ({min(speeds):.2f} to {max(speeds):.2f} Gb/s measured)"
 
 
-def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: list[float]) -> str:
-    """Table and savings of one link."""
+def _of_link(
+    title: str, known: dict[str, Any], runs: Runs, found: Times, goals: list[float], *, first: int
+) -> str:
+    """Table and savings of one link; `first` is the batch that ours start with."""
     seeds = sorted({run["seed"] for run in runs})
     profile_s = known["profile"]["seconds"]
     lines = [
-        f"== {_title(link, known)}, seeds {', '.join(map(str, seeds))}; seconds to a validation "
+        f"== {title}, seeds {', '.join(map(str, seeds))}; seconds to a validation "
         f"loss, evaluations not counted; profile {profile_s:.0f} s, not counted",
         table(found, goals, {run["policy"]: _note(run) for run in reversed(runs)}),
         _unsteady(runs),
@@ -104,13 +110,18 @@ def _of_link(link: str, known: dict[str, Any], runs: Runs, found: Times, goals: 
     if any(name.endswith(MARK) for name in found):
         lines.append(f"{MARK} trained on another link, steps timed on this one")
     baselines = [name for name in found if is_baseline(name)]
-    own = [name for name in found if not is_baseline(name)]
+    own = [name for name in found if not is_baseline(name) and name.rstrip(MARK) != PLAIN]
     for name in own:
         what = "saves over the fastest baseline at each target"
         lines.append(savings_line(name, saved_over_fastest(found, name, baselines), what))
         if name in OURS and name != "adaptive_unprofiled":
             rows = saved_over_fastest(found, name, baselines, profile_s)
             lines.append(savings_line(name, rows, "the same, if it alone pays for the profile"))
+    for name, start in (("adaptive", f"{STATIC}_{first}"), ("adaptive_unprofiled", PLAIN)):
+        same = next((n for n in found if n.rstrip(MARK) == start), None)
+        if name in found and same is not None:
+            what = f"saves over its own start without --copus ({same})"
+            lines.append(savings_line(name, saved(found, name, same), what))
     statics = [name for name in baselines if is_static(name)]
     for name in (n for n in own if n in OURS):
         what = "saves over the fastest static batch at each target"

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from time_to_loss_policies import (
+    PLAIN,
+    STATIC,
     Profile,
     Recipe,
     is_blind_to_speed,
@@ -50,7 +52,7 @@ def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Any:
         profile: of the link.
     """
     start = start_of(policy, recipe, profile)
-    if is_static(policy):
+    if is_static(policy) or policy == PLAIN:
         return start
     sees_noise = batch == start.global_batch_size
     return profile.best(batch, layout_of(start), sees_noise=sees_noise)
@@ -63,7 +65,7 @@ def needed(
     wanted: dict[Any, tuple[Any, list[int]]] = {}
     for policy in policies:
         own = start_of(policy, recipe, profile).global_batch_size
-        for batch in [own] if is_static(policy) else recipe.rising:
+        for batch in [own] if is_static(policy) or policy == PLAIN else recipe.rising:
             c = way_of(policy, batch, recipe, profile)
             batches = wanted.setdefault(c.timed(1.0).line, (c, []))[1]
             if batch not in batches:
@@ -162,4 +164,10 @@ def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
             if profile and seed in times and elsewhere and is_blind_to_speed(policy):
                 other = timed(run, recipe, profile, times[seed])
                 runs.append({**other, "link": link, "policy": policy + MARK})
+        all_known = profile_of(known["profile"]["records"])
+        for run in result["runs"]:
+            if run["policy"] == f"{STATIC}_{recipe.first_batch}":
+                own = times.get(run["seed"], all_known)
+                other = timed({**run, "policy": PLAIN}, recipe, all_known, own)
+                runs.append({**other, "link": link, "policy": PLAIN + MARK})
     return runs

@@ -87,8 +87,9 @@ class CopusConfig:
     """Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
    rank, or of the first half of the micro-batches; auto takes the first of these that the layout
    allows."""
-    copus_gns_interval: int = option(1)
-    """Steps between two measurements."""
+    copus_gns_interval: int | None = option(None)
+    """Steps between measurements of the noise scale. Default: 1 in the beginning, up to 16 as the
+    average spans more steps, so that 64 measurements are in a half-life."""
     copus_gns_half_life_tokens: float | None = option(None)
     """Tokens after which a measurement counts half. Default: 0.44 million or a twentieth of the
     tokens trained, whichever is more, at most a quarter of them, at least 16 measurements."""

@@ -210,6 +210,7 @@ class Controller(Callback):
                     move = self._move_of(decision, context)
                 if self.moves is not None and move is None:
                     self.moves.get_ready(decision.other_layouts, context)
+        context.scalars.update(self.ledger.take_scalars())
         wanted = self._wanted(context)
         now = None if wanted == context.state.settings else wanted
         if move is not None and self.moves is not None:
@@ -313,17 +314,13 @@ class Controller(Callback):
         started = time.perf_counter()
         situation = self._situation(context)
         decision = decide(situation)
-        if self.ledger.journal is not None:
-            self.ledger.journal.append(
-                "decision",
-                number=number,
-                iteration=situation.iteration,
-                consumed_samples=situation.consumed_samples,
-                obeyed=decision.kind != "stay" and self._acts,
-                seconds=time.perf_counter() - started,
-                situation=situation.to_json(),
-                decision=decision.to_json(),
-            )
+        self.ledger.decided(
+            situation,
+            decision,
+            number=number,
+            obeyed=decision.kind != "stay" and self._acts,
+            seconds=time.perf_counter() - started,
+        )
         return json.loads(json.dumps(decision.to_json(), allow_nan=False))
 
     def _situation(self, context: CallbackContext) -> Situation:

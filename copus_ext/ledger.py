@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from copus_ext.goodput.history import History
 from copus_ext.goodput.rates import Ramp
-from copus_ext.goodput.situation import Decision
-from copus_ext.goodput.summary import summary
+from copus_ext.goodput.situation import Decision, Situation
+from copus_ext.goodput.summary import decision_scalars, outcome_scalars, summary
 from copus_ext.journal import Journal
 from megatron.training.callbacks import CallbackContext
 from megatron.training.settings import StepInfo
@@ -50,6 +50,7 @@ class Ledger:
     def __init__(self, history: History) -> None:
         self.history = history
         self.journal: Journal | None = None
+        self._scalars: dict[str, float] = {}
 
     def write(self, kind: str, **fields: Any) -> None:
         """Writes a line that must be on disk before what it speaks of is done.
@@ -67,6 +68,44 @@ class Ledger:
         except (OSError, ValueError) as error:
             logger.warning("the journal cannot be written: %s", error)
 
+    def take_scalars(self) -> dict[str, float]:
+        """Numbers by tag that came up since they were last taken."""
+        taken, self._scalars = self._scalars, {}
+        return taken
+
+    def decided(
+        self,
+        situation: Situation,
+        decision: Decision,
+        *,
+        number: int,
+        obeyed: bool,
+        seconds: float,
+    ) -> None:
+        """Writes a decision with all that it depends on; on rank 0.
+
+        Args:
+            situation: where the run stands.
+            decision: what to do.
+            number: of the decision, from 1.
+            obeyed: whether it will be done.
+            seconds: that it took to decide.
+
+        Raises:
+            OSError: it is not on disk.
+        """
+        self.write(
+            "decision",
+            number=number,
+            iteration=situation.iteration,
+            consumed_samples=situation.consumed_samples,
+            obeyed=obeyed,
+            seconds=seconds,
+            situation=situation.to_json(),
+            decision=decision.to_json(),
+        )
+        self._scalars |= decision_scalars(situation, decision, number=number)
+
     def grade(self, *, now: bool = False) -> None:
         """Writes what came of a change, once enough steps have followed it.
 
@@ -79,6 +118,8 @@ class Ledger:
         if not outcome.get("spiked") and outcome["to_batch"] > outcome["from_batch"]:
             self.history.record["spikes_in_a_row"] = 0
         self.note("outcome", **outcome)
+        changes = self.history.record["num_changes"]
+        self._scalars |= outcome_scalars(outcome, changes=changes)
 
     def end(self, iteration: int, *, mode: str) -> None:
         """Sums up; on rank 0."""

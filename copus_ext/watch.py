@@ -29,7 +29,7 @@ class Contradiction(ArithmeticError):
 
 
 class NoiseWatch(Callback):
-    """Measures the noise scale every `--copus-gns-interval` steps and records it."""
+    """Measures the noise scale, every `--copus-gns-interval` steps, and records it."""
 
     def __init__(self, flags: CopusConfig) -> None:
         """Checks the flags.
@@ -37,15 +37,16 @@ class NoiseWatch(Callback):
         Raises:
             UsageError: a value that makes no sense.
         """
-        if flags.copus_gns_interval < 1:
-            raise UsageError(f"--copus-gns-interval {flags.copus_gns_interval} must be at least 1")
+        interval = flags.copus_gns_interval
+        if interval is not None and interval < 1:
+            raise UsageError(f"--copus-gns-interval {interval} must be at least 1")
         half_life = flags.copus_gns_half_life_tokens
         if half_life is not None and half_life <= 0:
             raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
         self.flags = flags
         self._smoothing: dict[str, Any] = {
             "half_life_tokens": half_life,
-            "interval": flags.copus_gns_interval,
+            "interval": interval,
             "per_step": flags.copus_policy == "copus" and half_life is None,
         }
         self.observer = NoiseObserver(**self._smoothing)
@@ -117,7 +118,9 @@ class NoiseWatch(Callback):
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Opens the tap for a step that is to be measured."""
         assert self.tap is not None and context.global_batch_size is not None
-        due = (context.state.iteration + 1) % self.flags.copus_gns_interval == 0
+        due = (context.state.iteration + 1) % self.observer.interval_at(
+            context.global_batch_size
+        ) == 0
         assert context.micro_batch_size is not None
         replicas = context.config.layout.dp * context.micro_batch_size
         num_microbatches = context.global_batch_size // replicas
@@ -204,14 +207,7 @@ class NoiseWatch(Callback):
         if self._norms is not None:
             kept = [name for name in GROUPS if name in self.sets]
             context.step_fields["noise"]["squares"] = self._norms.squares(kept)
-        named = {
-            "noise-scale/phi-samples": noise.phi_samples,
-            "noise-scale/phi-samples-low": noise.low_samples,
-            "noise-scale/phi-samples-high": noise.high_samples,
-            "noise-scale/gradient-squared": noise.g2,
-            "noise-scale/trace-of-covariance": noise.v,
-        }
-        context.scalars.update({k: v for k, v in named.items() if v is not None})
+        context.scalars.update(noise_scalars(noise))
 
     def on_log(self, context: CallbackContext) -> None:
         """Adds a line below the log line."""
@@ -237,6 +233,18 @@ class NoiseWatch(Callback):
         if self.tap is not None:
             self.tap.close()
             self.tap = None
+
+
+def noise_scalars(noise: NoiseScale) -> dict[str, float]:
+    """What the sinks get of the noise scale, by tag."""
+    named = {
+        "noise-scale/phi-samples": noise.phi_samples,
+        "noise-scale/phi-samples-low": noise.low_samples,
+        "noise-scale/phi-samples-high": noise.high_samples,
+        "noise-scale/gradient-squared": noise.g2,
+        "noise-scale/trace-of-covariance": noise.v,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}
 
 
 def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Sets up the environment and runs everything that must hold.
 #
-#   bash scripts/test.sh           lint, types, layers, unit tests, then the tests on several ranks
-#                                  on a throw-away SLURM cluster and in a browser
+#   bash scripts/test.sh           lint, types, layers, documentation, unit tests, then the tests on
+#                                  several ranks, on a throw-away SLURM cluster and in a browser
 #   bash scripts/test.sh --unit    without the last three
 #
-# As root on Debian it installs SLURM's packages and Chromium; without them those parts are skipped.
+# As root on Debian it installs the packages of SLURM, Chromium and Prometheus; without them the last
+# two parts, and the test of the alert rules, are skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +23,16 @@ PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 unset PYTHONDONTWRITEBYTECODE
 export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
+# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
+build_docs() {
+    local site code=0
+    site=$(mktemp -d)
+    # Not --quiet: it would silence what --strict counts. The theme's note on its future is no error.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site" || code=$?
+    rm -rf "$site"
+    return $code
+}
+
 step() {
     local title=$1 begin=$SECONDS
     shift
@@ -33,21 +44,14 @@ step() {
     echo "== $title ok, $((SECONDS - begin)) s"
 }
 
-# For tests/slurm; where it cannot be had, they say so and are skipped.
-install_slurm() {
-    # Any of them: then it is here, or this machine belongs to a real cluster.
-    if command -v slurmctld slurmd sbatch >/dev/null; then return; fi
-    install_packages slurmctld slurmd slurm-client
-}
-
-# For tests/browser; the same.
-install_browser() {
-    if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then return; fi
-    # By name both: a driver goes with one version of the browser.
-    install_packages chromium chromium-driver
-}
-
+# Debian packages for tests that say so and are skipped without them:
+#   install_packages "COMMAND ..." PACKAGE ...      does nothing where any of the commands is found
 install_packages() {
+    local commands=$1
+    shift
+    # Any of them: of SLURM's, then this machine belongs to a real cluster.
+    # shellcheck disable=SC2086
+    if command -v $commands >/dev/null; then return; fi
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
     local policy=/usr/sbin/policy-rc.d made=false
     # Packages must start no daemons.
@@ -63,14 +67,17 @@ install_packages() {
 step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "pyright" pyright
+step "documentation" build_docs
 step "import layers" lint-imports
+step "promtool" install_packages promtool prometheus
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
         python -m pytest -q tests --ignore tests/unit --ignore tests/slurm --ignore tests/browser
-    step "SLURM" install_slurm
+    step "SLURM" install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client
     step "tests on SLURM" python -m pytest -q -rs tests/slurm
-    step "browser" install_browser
+    # A driver goes with one version of the browser: by name both.
+    step "browser" install_packages chromedriver chromium chromium-driver
     step "tests in a browser" python -m pytest -q -rs tests/browser
 fi
 echo "== all passed, $SECONDS s"

@@ -56,12 +56,22 @@ def decide(s: Situation) -> Decision:
     )
 
 
-def _kept_back(s: Situation, judged: list[Candidate]) -> str:
-    """The best move within reach, and what keeps it back."""
+def best_other(s: Situation, judged: Sequence[Candidate]) -> Candidate | None:
+    """The best move, within reach if any is.
+
+    Args:
+        s: where the run stands.
+        judged: candidates, best first.
+    """
     most = s.now.global_batch_size * s.rules.growth
     others = [c for c in judged if c.row != s.now]
     within = [c for c in others if c.row.global_batch_size <= most]
-    best = next(iter(within or others), None)
+    return next(iter(within or others), None)
+
+
+def _kept_back(s: Situation, judged: list[Candidate]) -> str:
+    """The best move within reach, and what keeps it back."""
+    best = best_other(s, judged)
     return f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
 
 

@@ -67,6 +67,19 @@ def worth(
     raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
 
 
+def useful_samples_per_s(
+    objective: str, samples_per_s: Any, batch: Any, noise: Any, *, reference_batch: float
+) -> Any:
+    """The worth in a unit that a person can read: samples per second that would be worth as much in
+    batches of the reference size.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    one = worth(objective, 1.0, reference_batch, noise, reference_batch=reference_batch)
+    return worth(objective, samples_per_s, batch, noise, reference_batch=reference_batch) / one
+
+
 @functools.lru_cache(maxsize=1024)
 def sensitivity(objective: str, batch: float, noise: float, *, reference_batch: float) -> float:
     """d ln(worth) / d ln(Phi) at a batch, by a central difference: how an error of the noise scale

@@ -1,10 +1,12 @@
-"""Decisions and their outcomes in words, for the log and the end of a run."""
+"""Decisions and outcomes in words and numbers, for the log, the sinks and the end of a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from copus_ext.goodput.situation import Decision
+from copus_ext.goodput.decide import best_other
+from copus_ext.goodput.objectives import useful_samples_per_s
+from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
 
 def decision_line(decision: Decision | None, *, mode: str, failed: bool) -> str:
@@ -49,3 +51,63 @@ def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
             parts.append("loss spike")
         lines.append(", ".join(parts))
     return "\n".join(lines)
+
+
+def goodput(s: Situation, row: Row) -> float | None:
+    """Useful samples per second of a configuration, those of a batch of the reference size counting
+    in full; None without a noise scale."""
+    noise = s.noise_samples
+    if not noise or noise <= 0:
+        return None
+    value = useful_samples_per_s(
+        s.rules.objective,
+        row.samples_per_s,
+        row.global_batch_size,
+        noise,
+        reference_batch=s.rules.reference_batch,
+    )
+    return float(value)
+
+
+def next_choice(s: Situation, decision: Decision) -> Candidate | None:
+    """The configuration that was chosen, or that would come next."""
+    if decision.kind == "stay":
+        return best_other(s, decision.candidates)
+    return next((c for c in decision.candidates if c.row == decision.to), None)
+
+
+def decision_scalars(s: Situation, decision: Decision, *, number: int) -> dict[str, float]:
+    """The numbers of a decision by tag.
+
+    Args:
+        s: where the run stood.
+        decision: what came out.
+        number: of the decision.
+    """
+    best = next_choice(s, decision)
+    named = {
+        "copus/decisions": float(number),
+        "copus/goodput": goodput(s, s.now),
+        "copus/target-batch": decision.target_batch,
+        "copus/next-batch": None if best is None else float(best.row.global_batch_size),
+        "copus/next-goodput": None if best is None else goodput(s, best.row),
+        "copus/next-gain": None if best is None else best.gain,
+        "copus/next-gain-needed": None if best is None else best.needed,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}
+
+
+def outcome_scalars(outcome: dict[str, Any], *, changes: int) -> dict[str, float]:
+    """The numbers of a change that was graded, by tag.
+
+    Args:
+        outcome: what came of it.
+        changes: graded and ungraded ones so far.
+    """
+    named = {
+        "copus/changes": float(changes),
+        "copus/predicted-samples-per-s": outcome.get("predicted_samples_per_s"),
+        "copus/samples-per-s": outcome.get("samples_per_s"),
+        "copus/speed-over-predicted": outcome.get("speed_over_predicted"),
+    }
+    return {tag: value for tag, value in named.items() if value is not None}

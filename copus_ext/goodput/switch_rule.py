@@ -94,7 +94,7 @@ def best_moves(
     """The layouts of all segments of the rest of the run that take least time together.
 
     Args:
-        times: [segments][layouts] seconds of a segment under a layout.
+        times: for each segment its seconds under each layout.
         cost_s: seconds of a change between two segments, or before the first.
         start: the present layout.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from copus_ext.tail import Tail, last_lines
 from megatron.training.layout import Layout
 from megatron.training.metrics import METRICS_FILE, decode
 
@@ -31,7 +32,7 @@ def progress_of(run_dir: Path, launch: str) -> Progress:
     """What the record says of a launch; nothing, if it cannot be read."""
     step: int | None = None
     entered: list[tuple[Layout, int]] = []
-    for record in _records(run_dir / METRICS_FILE):
+    for record in Tail(run_dir / METRICS_FILE, most_bytes=_MOST_BYTES).records():
         iteration = record.get("iteration")
         if record.get("launch") != launch or not isinstance(iteration, int):
             continue
@@ -75,31 +76,13 @@ def saved_with(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | No
     return found
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _MOST_BYTES, 0))
-            lines = file.read(_MOST_BYTES).decode(errors="replace").split("\n")
-    except OSError:
-        return []
-    found = (decode(line) for line in lines)
-    return [record for record in found if record is not None]
-
-
 def _records_of_saving(path: Path) -> Iterator[dict[str, Any]]:
     """Those of the whole record, which may begin days before its last steps."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _MOST_BYTES_OF_ALL, 0))
-            while line := file.readline(_MOST_BYTES):
-                if any(kind in line for kind in _SAVING):
-                    record = decode(line.decode(errors="replace"))
-                    if record is not None:
-                        yield record
-    except OSError:
-        return
+    for line in last_lines(path, _MOST_BYTES_OF_ALL):
+        if any(kind in line for kind in _SAVING):
+            record = decode(line.decode(errors="replace"))
+            if record is not None:
+                yield record
 
 
 def _layout_of(text: Any) -> Layout | None:

@@ -9,13 +9,12 @@ A tick never waits, never raises, reads at most two megabytes, and asks SLURM at
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from copus_ext.goodput import costs
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.launch import slurm
 from copus_ext.launch.say import say as to_operator
+from copus_ext.tail import Tail
 from megatron.training.control import STOP_FILE, TIME_LIMIT, write_stop
 from megatron.training.metrics import METRICS_FILE
 
@@ -115,38 +115,6 @@ def _seconds_of_date(text: Any) -> float:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError, OverflowError, OSError):
         return 0.0
-
-
-class Tail:
-    """The new lines of a growing JSON-lines file, at most a megabyte of them at a time."""
-
-    def __init__(self, path: Path) -> None:
-        """Begins a megabyte before the end."""
-        self._path = path
-        self._at: int | None = None
-
-    def records(self) -> Iterator[dict[str, Any]]:
-        """What came since the last call; torn lines and what is no object are passed over."""
-        try:
-            with self._path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if self._at is None:
-                    self._at = max(size - _MAX_BYTES, 0)
-                elif size < self._at:
-                    self._at = 0
-                file.seek(self._at)
-                data = file.read(_MAX_BYTES)
-        except OSError:
-            return
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) == _MAX_BYTES:
-            whole = len(data)
-        self._at += whole
-        for line in data[:whole].splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
 
 
 class Asking:

@@ -11,6 +11,7 @@ from copus_ext.noise.smoothing import (
     Smoothed,
     half_life_of_factor,
     half_life_tokens,
+    measuring_interval,
 )
 from copus_ext.types import NoiseScale, NoiseStatus
 
@@ -25,7 +26,8 @@ class NoiseObserver:
 
     Args:
         half_life_tokens: of the averages; None takes the default, which grows with the run.
-        interval: steps from one measurement to the next.
+        interval: steps from one measurement to the next; None takes the default, which grows with
+            the half-life.
         per_step: forget by a factor per measured step as arXiv 2604.26687 does: 0.95 for the first
             8 million tokens, then 0.99.
     """
@@ -34,7 +36,7 @@ class NoiseObserver:
         self,
         *,
         half_life_tokens: float | None = None,
-        interval: int = 1,
+        interval: int | None = None,
         per_step: bool = False,
     ) -> None:
         self._half_life, self._interval, self._per_step = half_life_tokens, interval, per_step
@@ -75,7 +77,7 @@ class NoiseObserver:
             tokens: loss tokens of the step.
         """
         per_sample = tokens / global_batch_size
-        usual_samples = self._interval * global_batch_size
+        usual_samples = self.interval_at(global_batch_size) * global_batch_size
         usual = usual_samples * per_sample
         trained = consumed_samples * per_sample
         half_life = self._half_life or half_life_tokens(trained, usual)
@@ -102,6 +104,18 @@ class NoiseObserver:
         self.latest, self._estimator = dict(estimates), estimator
         self._consumed_samples, self._batch = consumed_samples, global_batch_size
         self.num_measured += 1
+
+    def interval_at(self, global_batch_size: int) -> int:
+        """Steps from one measurement to the next, of the step that is about to be made.
+
+        Args:
+            global_batch_size: its samples.
+        """
+        if self._interval is not None or self._per_step or not self._tokens_per_sample:
+            return self._interval or 1
+        step = global_batch_size * self._tokens_per_sample
+        trained = self._consumed_samples * self._tokens_per_sample
+        return measuring_interval(self._half_life or half_life_tokens(trained, step), step)
 
     def skip(self, consumed_samples: int) -> None:
         """Counts a step that was not measured; the averages stay and age.
@@ -174,7 +188,7 @@ class NoiseObserver:
         data: dict[str, Any],
         *,
         half_life_tokens: float | None,
-        interval: int = 1,
+        interval: int | None = None,
         per_step: bool = False,
     ) -> NoiseObserver:
         """Inverse of `to_json`.

@@ -1,1 +1,1 @@
-"""What a run did and does, for people: reads only its directory, changes nothing."""
+"""What a run is doing and what it did, from its directory alone."""

@@ -187,7 +187,7 @@ class _Runner:
     def _measure(self, batch: int, progress: float) -> None:
         groups = batch // self.row.micro_batch_size
         self.observer.layout_estimator = "micro" if groups > 1 else None
-        due = self.out.steps % self.scenario.gns_interval == 0
+        due = self.out.steps % self.observer.interval_at(batch) == 0
         estimate = self.gauge.read(self.course.phi(progress), batch, groups) if due else None
         if estimate is None:
             self.observer.skip(self.consumed)

@@ -64,8 +64,8 @@ class Scenario:
     """Of Adam: how long the learning rate follows a larger batch."""
     lr_decay: float = 0.1
     """Part of the learning rate that a cosine leaves at the end; only `seesaw` looks at it."""
-    gns_interval: int = 1
-    """Steps between measurements of the noise scale."""
+    gns_interval: int | None = None
+    """Steps between measurements of the noise scale; None: as the controller does."""
     speed_error: float = 0.0
     """Relative error of the speeds that are known before the run."""
     known_sd: float | None = PROFILED_SD

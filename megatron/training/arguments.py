@@ -15,7 +15,7 @@ from megatron.training.derive import derive
 from megatron.training.errors import UsageError
 from megatron.training.known_flags import FAMILIES, KnownFlag, known_flags
 
-_TITLES = {
+TITLES = {
     "model": "model shape",
     "kernels": "implementation and fused kernels",
     "batch": "batch and length",
@@ -28,6 +28,7 @@ _TITLES = {
     "logging": "logging",
     "runtime": "runtime",
 }
+"""Group name in `Config` -> its title in `--help`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +52,7 @@ def build_parser(extra_groups: Mapping[str, type] | None = None) -> argparse.Arg
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    groups = {_TITLES[name]: group for name, group in GROUPS.items()} | dict(extra_groups or {})
+    groups = {TITLES[name]: group for name, group in GROUPS.items()} | dict(extra_groups or {})
     for title, group in groups.items():
         section = parser.add_argument_group(title)
         for spec in option_specs(group):

@@ -1,4 +1,5 @@
-"""TensorBoard and Weights & Biases as sinks of the tracker, imported only when asked for."""
+"""Sinks of the tracker by their flags, imported only when asked for: TensorBoard, Weights & Biases,
+a text file for Prometheus."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.training.textfile import PrometheusSink
 from megatron.training.tracker import Sink
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def open_sinks(
     """Returns the sinks that the flags ask for; one that cannot start is left out with a warning.
 
     Args:
-        logging_config: its `tensorboard_*` and `wandb_*` fields.
+        logging_config: its `tensorboard_*`, `wandb_*` and `prometheus_*` fields.
         run_dir: where W&B writes unless `--wandb-save-dir` says otherwise.
         config: resolved configuration, shown by W&B.
     """
@@ -136,6 +138,13 @@ def open_sinks(
             )
 
         sinks += _started("--wandb-project", "wandb", wandb)
+    if c.prometheus_textfile:
+        path = Path(c.prometheus_textfile)
+
+        def prometheus() -> Sink:
+            return PrometheusSink(path, run=str(run_dir), interval=c.log_interval)
+
+        sinks += _started("--prometheus-textfile", "prometheus", prometheus)
     return sinks
 
 

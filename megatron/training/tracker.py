@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megatron.training.logline import StepReport, perplexity
 from megatron.training.metrics import RecordFile
@@ -40,6 +40,15 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flushes and lets go."""
+        ...
+
+
+@runtime_checkable
+class RecordSink(Protocol):
+    """A sink that wants all records, too."""
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Takes in what was just recorded."""
         ...
 
 
@@ -148,6 +157,8 @@ class Tracker(NullTracker):
             **fields,
         }
         self._record.append(record, durable=kind in DURABLE_KINDS if durable is None else durable)
+        for sink in self._sinks:
+            sink.record(record)
 
     def step(
         self, report: StepReport, *, extra: Mapping[str, float] | None = None, **fields: Any
@@ -230,15 +241,27 @@ class _GuardedSink:
         assert sink.interval > 0, f"{sink.name}: interval {sink.interval}"
         self.interval = sink.interval
         self._sink = sink
+        self._take = sink.record if isinstance(sink, RecordSink) else None
         self._num_errors = 0
 
     def scalars(
         self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
     ) -> None:
+        self._try(
+            lambda: self._sink.scalars(
+                values, iteration=iteration, consumed_samples=consumed_samples
+            )
+        )
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        if (take := self._take) is not None:
+            self._try(lambda: take(record))
+
+    def _try(self, act: Callable[[], None]) -> None:
         if self._num_errors >= _MAX_SINK_ERRORS:
             return
         try:
-            self._sink.scalars(values, iteration=iteration, consumed_samples=consumed_samples)
+            act()
         except Exception as error:
             self._num_errors += 1
             if self._num_errors == _MAX_SINK_ERRORS:

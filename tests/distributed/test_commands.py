@@ -171,16 +171,19 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     from copus_ext.config import CopusConfig
     from megatron.training.config import GROUPS
     from megatron.training.config.fields import option_specs
+    from megatron.training.known_flags import known_flags
 
     groups = [*GROUPS.values(), CopusConfig]
     known = {s for group in groups for spec in option_specs(group) for s in spec.strings}
+    known |= set(known_flags())
     files = ["megatron/training/preprocessing.py", "copus_ext/planner/search.py"]
     files += ["copus_ext/launch/options.py"]
     files += map(str, (ROOT / "tools").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
-    for page in ("README.md", "docs/user-guide.md"):
+    named = ("user-guide", "index", "quickstart", "concepts", "tutorial", "faq")
+    for page in ("README.md", *(f"docs/{name}.md" for name in named)):
         words = (ROOT / page).read_text()
-        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+[a-z]", words)):
+        for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
             also = flag in ("--nproc-per-node", "--help") or f'"{flag}"' in tools
             assert flag in known or also, f"{page} names {flag}"
         for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = [
-    path for path in (ROOT / "megatron", ROOT / "copus_ext", ROOT / "tools") if path.exists()
+    path
+    for path in (ROOT / "megatron", ROOT / "copus_ext", ROOT / "tools", ROOT / "scripts")
+    if path.exists()
 ]
 SOURCES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
 ALL_SOURCES = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
@@ -81,7 +83,7 @@ def test_nothing_is_left_for_later(path: Path) -> None:
 
 def test_the_readme_names_every_source_file() -> None:
     told = (ROOT / "README.md").read_text()
-    folders = ("megatron", "copus_ext", "tools", "bench")
+    folders = ("megatron", "copus_ext", "tools", "scripts", "bench")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     # Dataclasses of flags, one for each group.
     own = [p for p in files if not p.name.startswith("__") and p.parent.name != "config"]

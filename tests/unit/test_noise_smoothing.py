@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from copus_ext.noise.estimators import Estimate
+from copus_ext.noise.observer import CONTROL, NoiseObserver
 from copus_ext.noise.smoothing import (
+    ENOUGH_MEASUREMENTS,
+    LARGEST_INTERVAL,
     Z_95,
     Smoothed,
     half_life_of_factor,
     half_life_tokens,
+    measuring_interval,
     ratio_interval,
 )
 
@@ -128,3 +132,48 @@ def test_doubt_and_drift_widen_and_change_no_value() -> None:
 def test_the_state_survives_json_bit_for_bit() -> None:
     state = feed([(0.1, 7.3), (0.7, 1 / 3)])
     assert Smoothed.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_enough_measurements_stay_in_a_half_life() -> None:
+    found = set()
+    for step in (512.0, 32_768.0, 4e6):
+        for consumed in np.geomspace(step, 1e6 * step, 200):
+            half_life = half_life_tokens(consumed, step)
+            interval = measuring_interval(half_life, step)
+            assert interval == 1 or half_life / (interval * step) >= ENOUGH_MEASUREMENTS
+            later = half_life_tokens(consumed, interval * step)
+            assert later == half_life, "measuring less often makes no average longer"
+            found.add(interval)
+    assert found == {1, 2, 4, 8, 16} and max(found) == LARGEST_INTERVAL
+
+
+def test_an_observer_measures_less_often_in_time_and_says_the_same() -> None:
+    """A noise scale that stands still, measured in every step or as often as is enough."""
+    rng = np.random.default_rng(0)
+    values = rng.normal((0.1, 4.0), (0.1, 0.5), size=(20_000, 2))
+    often, seldom = NoiseObserver(interval=1), NoiseObserver()
+    intervals = []
+    for i, (g2, v) in enumerate(values):
+        if i == 10_000:
+            seldom = NoiseObserver.from_json(
+                json.loads(json.dumps(seldom.to_json())), half_life_tokens=None
+            )
+        intervals.append(seldom.interval_at(8))
+        for observer in (often, seldom):
+            if (i + 1) % observer.interval_at(8):
+                observer.skip(8 * (i + 1))
+                continue
+            observer.take(
+                {CONTROL: Estimate(g2=g2, v=v)},
+                estimator="micro",
+                global_batch_size=8,
+                consumed_samples=8 * (i + 1),
+                tokens=8 * 128.0,
+            )
+    assert intervals == sorted(intervals) and set(intervals) == {1, 2, 4, 8}
+    assert seldom.num_measured < 0.4 * often.num_measured
+    one, other = often.noise(), seldom.noise()
+    assert other.effective_steps >= ENOUGH_MEASUREMENTS
+    assert one.low_samples and one.high_samples
+    assert one.phi_samples == pytest.approx(40.0, rel=0.1)
+    assert one.low_samples * 0.8 < (other.phi_samples or 0) < one.high_samples * 1.25

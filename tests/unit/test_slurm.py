@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from copus_ext.launch import requeue, slurm
 from copus_ext.launch.environment import adopt_srun
-from copus_ext.launch.slurm_watch import Facts, Tail, Watch, watch_of
+from copus_ext.launch.slurm_watch import Facts, Watch, watch_of
 from copus_ext.reconfigure.relaunch import Request, write_request
+from copus_ext.tail import Tail
 from megatron.training import checkpoint_files as files
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training import metrics
+from megatron.training.config import LoggingConfig
 from megatron.training.logline import StepReport
 from megatron.training.metrics import (
     METRICS_FILE,
@@ -327,17 +328,8 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-def logging_flags(**changes: Any) -> Any:
-    flags = dict(
-        tensorboard_dir=None,
-        tensorboard_log_interval=1,
-        tensorboard_queue_size=10,
-        wandb_project=None,
-        wandb_exp_name=None,
-        wandb_entity=None,
-        wandb_save_dir=None,
-    )
-    return types.SimpleNamespace(**{**flags, **changes})
+def logging_flags(**changes: Any) -> LoggingConfig:
+    return LoggingConfig(tensorboard_queue_size=10, **changes)
 
 
 def test_without_flags_there_are_no_sinks(tmp_path: Path) -> None:

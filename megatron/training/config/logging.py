@@ -9,7 +9,7 @@ from megatron.training.config.fields import option
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """The log line, TensorBoard, and Weights & Biases."""
+    """The log line, TensorBoard, Weights & Biases, and Prometheus."""
 
     log_interval: int = option(100)
     """Iterations between two log lines."""
@@ -41,5 +41,7 @@ class LoggingConfig:
     """Weights & Biases entity."""
     wandb_save_dir: str | None = option(None)
     """Folder for Weights & Biases files."""
+    prometheus_textfile: str | None = option(None)
+    """Text file for Prometheus's node_exporter, rewritten at the log interval."""
     logging_level: int | None = option(None)
     """Python logging level, such as 10 for debug and 30 for warnings. Default: 20."""

@@ -1,0 +1,184 @@
+"""The ends of a run's record and journal, read without the rest; what is torn or foreign is passed
+over."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from copus_ext.journal import NAME as JOURNAL
+from copus_ext.reconfigure.checked import one_line, read_value
+from copus_ext.tail import Tail, last_lines
+from megatron.training.metrics import METRICS_FILE, committed_history, decode
+
+_MOST_BYTES = 1 << 26
+"""Looked through for what is rare: tens of thousands of steps."""
+_STEP_BYTES = 1 << 20
+"""Of the last steps."""
+_KIND_BYTES = 100
+"""The kind is among the first fields of a line."""
+_CONFIG_BYTES = 1 << 20
+_STEPS = 100
+_CHANGES = 3
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number, NaN and infinities among them."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole(value: Any) -> int | None:
+    """The value if it is a whole number."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def text(value: Any) -> str:
+    """One line without control characters, whatever the value is; nothing for None."""
+    return "" if value is None else one_line(str(value))
+
+
+def seconds(record: Mapping[str, Any]) -> float:
+    """When a record was written, in seconds since the epoch; 0 if it does not say."""
+    if (known := number(record.get("t"))) is not None:
+        return known
+    try:
+        return datetime.fromisoformat(str(record.get("time"))).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The end of `metrics.jsonl`."""
+
+    steps: tuple[dict[str, Any], ...]
+    """The last ones that count, at most a hundred."""
+    events: tuple[dict[str, Any], ...]
+    """All that are no steps."""
+    is_whole: bool
+    """Whether none are missing at the beginning."""
+    config: dict[str, Any]
+    """Resolved flags of the last launch; empty if unknown."""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The last step; empty before the first."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Beginnings of launches."""
+        return self.of("run.start")
+
+    @property
+    def launch(self) -> str:
+        """Name of the last launch; empty if unknown."""
+        source = self.starts[-1] if self.starts else self.last
+        return text(source.get("launch"))
+
+    @property
+    def since_start(self) -> list[dict[str, Any]]:
+        """Events of the last launch."""
+        kinds = [event.get("kind") for event in self.events]
+        at = len(kinds) - kinds[::-1].index("run.start") - 1 if "run.start" in kinds else 0
+        return list(self.events[at:])
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of some kinds."""
+        return [event for event in self.events if event.get("kind") in kinds]
+
+
+def read_record(run: Path) -> Record:
+    """The end of a run's record; an empty one, if there is none."""
+    path = run / METRICS_FILE
+    events = []
+    for line in last_lines(path, _MOST_BYTES):
+        if b'"kind":"step"' in line[:_KIND_BYTES] or not line.endswith(b"\n"):
+            continue
+        record = decode(line.decode(errors="replace"))
+        if record is not None and isinstance(record.get("kind"), str) and record["kind"] != "step":
+            events.append(record)
+    tail = committed_history(list(Tail(path, most_bytes=_STEP_BYTES).records()))
+    steps = [r for r in tail if r.get("kind") == "step" and whole(r.get("iteration")) is not None]
+    start = next((e for e in reversed(events) if e.get("kind") == "run.start"), None)
+    launch = None if start is None else start.get("launch")
+    # A launch that has not made a step yet shows what the one before it did.
+    steps = [s for s in steps if s.get("launch") == launch] or steps
+    return Record(
+        steps=tuple(steps[-_STEPS:]),
+        events=tuple(events),
+        is_whole=_size(path) <= _MOST_BYTES,
+        config=_config(run, start),
+    )
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def _config(run: Path, start: Mapping[str, Any] | None) -> dict[str, Any]:
+    known = None if start is None else start.get("config")
+    if isinstance(known, dict):
+        return known
+    try:
+        known = read_value(run / "config.json", lambda data: data, most_bytes=_CONFIG_BYTES)
+    except ValueError:
+        known = None
+    return known if isinstance(known, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """The end of `journal.jsonl`."""
+
+    last: dict[str, Any] | None
+    """The last decision."""
+    changes: tuple[dict[str, Any], ...]
+    """The last three decisions that were not to stay."""
+    events: tuple[dict[str, Any], ...]
+    """All that are no decisions."""
+
+    def of(self, *kinds: str) -> list[dict[str, Any]]:
+        """Events of some kinds."""
+        return [event for event in self.events if event.get("kind") in kinds]
+
+
+def read_decided(run: Path) -> Decided:
+    """The end of a run's journal; an empty one, if there is none."""
+    last = b""
+    moving: deque[bytes] = deque(maxlen=_CHANGES)
+    events = []
+    for line in last_lines(run / JOURNAL, _MOST_BYTES):
+        if not line.endswith(b"\n"):
+            continue
+        if b'"kind": "decision"' not in line[:_KIND_BYTES]:
+            events.append(line)
+            continue
+        # Decisions are long and most of them are to stay: what is not shown is not decoded.
+        last = line
+        if b'"decision": {"kind": "stay"' not in line:
+            moving.append(line)
+    changes = [r for r in _decoded(moving) if _verdict(r).get("kind") != "stay"]
+    return Decided(
+        last=next(iter(_decoded([last])), None),
+        changes=tuple(changes),
+        events=tuple(r for r in _decoded(events) if isinstance(r.get("kind"), str)),
+    )
+
+
+def _verdict(record: Mapping[str, Any]) -> dict[str, Any]:
+    known = record.get("decision")
+    return known if isinstance(known, dict) else {}
+
+
+def _decoded(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    found = (decode(line.decode(errors="replace")) for line in lines)
+    return [record for record in found if record is not None]

@@ -1,0 +1,322 @@
+"""How a run stands now: one value, from the end of its record and journal."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from copus_ext.perf.cluster_spec import ClusterSpec, preset
+from copus_ext.perf.model_spec import SpecError
+from copus_ext.report import alarms
+from copus_ext.report.alarms import Alarm
+from copus_ext.report.deciding import Deciding, deciding_of
+from copus_ext.report.ends import (
+    Decided,
+    Record,
+    number,
+    read_decided,
+    read_record,
+    seconds,
+    text,
+    whole,
+)
+from copus_ext.report.signs import State, is_paused, latest_checkpoint, read_signs
+from megatron.training.flops import training_flops_per_sample
+from megatron.training.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """The gradient noise scale after the last step."""
+
+    status: str
+    """`ok`, `lower_bound_only` or `none`."""
+    phi_samples: float | None
+    """phi, samples."""
+    low_samples: float | None
+    """Lower end of the 95 % interval, samples."""
+    high_samples: float | None
+    """Upper end, samples; None when unbounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The last committed checkpoint."""
+
+    iteration: int
+    """Steps that it holds."""
+    age_s: float
+    """Seconds since it was committed."""
+    steps_ago: int | None
+    """Steps done since; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """How a run stands. What is unknown is None."""
+
+    run: str
+    """Its directory."""
+    t: float
+    """When this was looked at, seconds since the epoch."""
+    state: State
+    """What it is about."""
+    why: str
+    """Why it is over, or what else is to be known."""
+    silent_s: float | None
+    """Seconds since the last sign of life."""
+    launch: str
+    """Name of the last launch."""
+    launches: int
+    """Launches in the end of the record that is read."""
+    launches_at_least: bool
+    """Whether there may be more."""
+    crashes: int
+    """Launches among them that another one followed and that did not say how they ended."""
+    iteration: int | None
+    """Steps done."""
+    train_iterations: int | None
+    """Steps of the whole run, as estimated at the last one."""
+    consumed_samples: int | None
+    """Samples trained."""
+    train_samples: int | None
+    """Samples of the whole run."""
+    share_done: float | None
+    """The one over the other."""
+    left_s: float | None
+    """Seconds to the end of the run at the pace of the last steps, pauses included."""
+    loss: float | None
+    """Of the last step, nats per token."""
+    valid_loss: float | None
+    """Of the last evaluation."""
+    valid_iteration: int | None
+    """Steps done before that."""
+    learning_rate: float | None
+    """After the last step."""
+    grad_norm: float | None
+    """Of the last step."""
+    skipped: int
+    """Of the last hundred steps those that left the weights unchanged."""
+    step_s: float | None
+    """Seconds of a step: the median of the last steps of the present configuration."""
+    samples_per_s: float | None
+    """Throughput of all ranks."""
+    tokens_per_s: float | None
+    """The same in tokens."""
+    tflops_per_gpu: float | None
+    """Model arithmetic of a rank, TFLOP/s."""
+    mfu: float | None
+    """That over the peak of the machine that `--copus-cluster` names."""
+    batch: int | None
+    """Samples of the last step."""
+    micro_batch: int | None
+    """Samples of its micro-batches."""
+    layout: str
+    """Such as `tp1.pp2.dp4`; empty if unknown."""
+    noise: Noise | None
+    """None without --copus."""
+    deciding: Deciding | None
+    """None without a journal."""
+    paused: bool
+    """Whether an operator has stopped the controller's decisions."""
+    saved: Saved | None
+    """None before the first checkpoint."""
+    alarms: tuple[Alarm, ...]
+    """What an operator should look at, newest last."""
+
+
+def read_now(run: Path, *, t: float | None = None) -> Now:
+    """How a run stands. Reads some megabytes, whatever the size of its files.
+
+    Args:
+        run: its directory.
+        t: now, seconds since the epoch; None asks the clock.
+    """
+    t = time.time() if t is None else t
+    record, decided = read_record(run), read_decided(run)
+    signs = read_signs(run, record, decided, t=t)
+    last, layout = record.last, _layout(record, decided)
+    batch, micro = whole(last.get("global_batch_size")), whole(last.get("micro_batch_size"))
+    pace = _pace(record, layout, batch, micro)
+    has_journal = decided.last is not None or bool(decided.events)
+    deciding = deciding_of(decided, present=(layout, micro, batch)) if has_journal else None
+    saved = _saved(run, record, t)
+    launches, crashes = _launches(record)
+    evals = [e for e in record.of("eval") if e.get("split", "valid") == "valid"]
+    evaluated = evals[-1] if evals else {}
+    return Now(
+        run=text(run),
+        t=t,
+        state=signs.state,
+        why=signs.why,
+        silent_s=signs.silent_s,
+        launch=record.launch,
+        launches=launches,
+        launches_at_least=not record.is_whole,
+        crashes=len(crashes),
+        train_iterations=whole(last.get("train_iterations")),
+        loss=_loss(last),
+        valid_loss=_loss(evaluated),
+        valid_iteration=whole(evaluated.get("iteration")),
+        learning_rate=number(last.get("learning_rate")),
+        grad_norm=number(last.get("grad_norm")),
+        skipped=sum(step.get("updated") is False for step in record.steps),
+        batch=batch,
+        micro_batch=micro,
+        layout=layout,
+        noise=_noise(record),
+        deciding=deciding,
+        paused=is_paused(run),
+        saved=saved,
+        alarms=tuple(
+            alarms.recorded(record, t=t)
+            + alarms.seen(
+                signs=signs,
+                step_s=pace["step_s"],
+                age_s=t - seconds(last) if last else None,
+                deciding=deciding,
+                crashes=crashes,
+                moves=[seconds(e) for e in decided.of("switch")],
+                t=t,
+            )
+        ),
+        **_position(record, signs.is_alive, pace["wall_samples_per_s"]),
+        **{name: value for name, value in pace.items() if name != "wall_samples_per_s"},
+    )
+
+
+def _loss(record: dict[str, Any]) -> float | None:
+    losses = record.get("losses")
+    return number(losses.get("lm loss")) if isinstance(losses, dict) else None
+
+
+def _noise(record: Record) -> Noise | None:
+    """That of the last step which tells."""
+    known = next((n for s in reversed(record.steps) if isinstance(n := s.get("noise"), dict)), None)
+    if known is None:
+        return None
+    names = ("phi_samples", "low_samples", "high_samples")
+    ends = {name: number(known.get(name)) for name in names}
+    return Noise(status=text(known.get("status")), **ends)
+
+
+def _layout(record: Record, decided: Decided) -> str:
+    """That of the last launch, or to which it has changed since."""
+    known = [e for e in record.since_start if e.get("kind") in ("run.start", "layout")]
+    found = [(seconds(event), text(event.get("layout"))) for event in known]
+    for switch in decided.of("switch"):
+        outcome = switch.get("outcome")
+        if isinstance(outcome, dict) and outcome.get("kind") == "moved":
+            found.append((seconds(switch), text(switch.get("to"))))
+    return max(found)[1] if found else ""
+
+
+def _position(record: Record, is_alive: bool, pace: float | None) -> dict[str, Any]:
+    """How far it is, and how long it has to go."""
+    last, total = record.last, whole(record.config.get("train_samples"))
+    start = record.starts[-1] if record.starts else {}
+    source = last or start
+    consumed = whole(source.get("consumed_samples"))
+    known = bool(total) and consumed is not None
+    left = max(total - consumed, 0) if known and total and consumed is not None else None
+    return {
+        "iteration": whole(source.get("iteration")),
+        "consumed_samples": consumed,
+        "train_samples": total,
+        "share_done": consumed / total if known and total and consumed is not None else None,
+        "left_s": left / pace if is_alive and left is not None and pace else None,
+    }
+
+
+def _pace(record: Record, layout: str, batch: int | None, micro: int | None) -> dict[str, Any]:
+    """Of the last steps of one configuration; `wall_samples_per_s` counts what is between them."""
+    names = "step_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu", "wall_samples_per_s"
+    found: dict[str, Any] = dict.fromkeys(names)
+    steps = _alike(record.steps, batch, micro)
+    times = [number(step.get("elapsed_per_iteration_ms")) for step in steps]
+    step_s = statistics.median([ms / 1000 for ms in times if ms is not None and ms > 0] or [0.0])
+    if not batch or step_s <= 0:
+        return found
+    found |= {
+        "step_s": step_s,
+        "samples_per_s": batch / step_s,
+        "wall_samples_per_s": batch / step_s,
+    }
+    wall_s = seconds(steps[-1]) - seconds(steps[0])
+    if len(steps) > 1 and wall_s > 0:
+        found["wall_samples_per_s"] = (len(steps) - 1) * batch / wall_s
+    if (length := whole(record.config.get("seq_length"))) is not None:
+        found["tokens_per_s"] = length * batch / step_s
+    flops = _flops_of_a_rank(record, layout, batch / step_s)
+    if flops is not None:
+        found["tflops_per_gpu"] = flops / 1e12
+        peak = _peak_flops(record.config)
+        found["mfu"] = None if peak is None else flops / peak
+    return found
+
+
+def _alike(steps: Sequence[dict[str, Any]], *sizes: int | None) -> list[dict[str, Any]]:
+    """The last steps that were taken alike."""
+    found = []
+    for step in reversed(steps):
+        if (step.get("global_batch_size"), step.get("micro_batch_size")) != sizes:
+            break
+        found.append(step)
+    return found[::-1]
+
+
+def _flops_of_a_rank(record: Record, layout: str, samples_per_s: float) -> float | None:
+    """Model arithmetic per second; None where the flags do not tell."""
+    names = ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"]
+    names += ["num_query_groups", "kv_channels", "seq_length", "padded_vocab_size"]
+    sizes = {name: whole(record.config.get(name)) for name in names}
+    try:
+        ranks = Layout.from_text(layout).world_size
+    except ValueError:
+        return None
+    if not all(sizes.values()):
+        return None
+    known = {name: size for name, size in sizes.items() if size is not None}
+    gated = record.config.get("swiglu") is True
+    return training_flops_per_sample(**known, gated_mlp=gated) * samples_per_s / ranks
+
+
+def _peak_flops(config: dict[str, Any]) -> float | None:
+    """Of a rank; None where the flags name no machine."""
+    cluster = config.get("copus_cluster")
+    if not isinstance(cluster, str):
+        return None
+    try:
+        is_file = cluster.endswith(".json")
+        gpu = (ClusterSpec.load(Path(cluster)) if is_file else preset(cluster)).gpu
+    except (SpecError, OSError):
+        return None
+    half = config.get("bf16") is True or config.get("fp16") is True
+    return gpu.peak("bf16" if half else "fp32")
+
+
+def _saved(run: Path, record: Record, t: float) -> Saved | None:
+    done = whole(record.last.get("iteration"))
+    commits = [e for e in record.of("checkpoint.commit") if whole(e.get("iteration")) is not None]
+    known = (commits[-1]["iteration"], seconds(commits[-1])) if commits else latest_checkpoint(run)
+    if known is None:
+        return None
+    iteration, then = known
+    since = None if done is None else max(done - iteration, 0)
+    return Saved(iteration=iteration, age_s=max(t - then, 0.0), steps_ago=since)
+
+
+def _launches(record: Record) -> tuple[int, list[float]]:
+    """How many, and when those began that followed a crash."""
+    crashes: list[float] = []
+    count, is_open = 0, False
+    for event in record.of("run.start", "run.end"):
+        if event["kind"] == "run.start":
+            count += 1
+            crashes += [seconds(event)] if is_open else []
+        is_open = event["kind"] == "run.start"
+    return count, crashes

@@ -1,0 +1,108 @@
+"""The page of flags: made from the dataclasses that the parser is made of."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from copus_ext.config import CopusConfig
+from megatron.training.arguments import TITLES
+from megatron.training.config import GROUPS
+from megatron.training.config.fields import OptionSpec, option_specs
+from megatron.training.known_flags import KnownFlag
+
+_CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:-\*)?")
+"""What is shown as code: what a docstring marks so, and flags."""
+_HEAD = """# Flags
+
+<style>td:last-child code { white-space: nowrap }</style>
+
+What `python pretrain_gpt.py --help` says, group by group. Names, meanings and defaults are
+Megatron-LM's; those that begin with `--copus` are the controller's. A switch takes no value; one
+whose meaning begins with "Turn off" ends what is on without it. Where no default is shown, the last
+column says what follows.
+"""
+_KNOWN = """## Flags of Megatron-LM that have no effect here
+
+Accepted, with one note in the log.
+"""
+_REFUSED = """## Flags of Megatron-LM that are refused
+
+They would change the result and are not implemented. Some have values that ask for nothing; with
+these they are accepted.
+"""
+
+
+def all_groups() -> dict[str, type]:
+    """Title -> dataclass of every group of flags, in the order of `--help`."""
+    groups = {TITLES[name]: group for name, group in GROUPS.items()}
+    return {**groups, "copus controller": CopusConfig}
+
+
+def flags_page(groups: Mapping[str, type], known: Iterable[KnownFlag]) -> str:
+    """Writes the page.
+
+    Args:
+        groups: title -> dataclass with `option` fields.
+        known: flags that are understood and not implemented.
+
+    Returns:
+        Markdown, with HTML only for the anchors: `flags.md#--seq-length` leads to that flag.
+    """
+    parts = [_HEAD]
+    for title, group in groups.items():
+        specs = option_specs(group)
+        parts.append(f"## {title.capitalize()}\n")
+        if group.__doc__:
+            parts.append(_cell(group.__doc__) + "\n")
+        parts.append("| flag | value | default | meaning |\n|---|---|---|---|")
+        parts += [_row(spec) for spec in specs]
+        parts.append("")
+    flags = sorted(known, key=lambda flag: flag.name)
+    parts.append(_KNOWN)
+    parts.append(", ".join(f"`{flag.name}`" for flag in flags if flag.refusal is None) + "\n")
+    parts.append(_REFUSED)
+    parts.append("| flags | why, and what to do |\n|---|---|")
+    refused = sorted((f.refusal, f.name, f.neutral) for f in flags if f.refusal is not None)
+    for reason, same in groupby(refused, key=lambda entry: entry[0]):
+        names = ", ".join(
+            f"`{name}`" + (f" (not {', '.join(f'`{v}`' for v in neutral)})" if neutral else "")
+            for _, name, neutral in same
+        )
+        parts.append(f"| {names} | {_cell(reason)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _row(spec: OptionSpec) -> str:
+    names = "<br>".join(f'<a id="{html.escape(string)}"></a>`{string}`' for string in spec.strings)
+    if spec.kind is bool:
+        value, default = "switch", ""
+        text = f"Turn off: {spec.help}" if spec.default else spec.help
+    else:
+        value = {int: "integer", float: "number", str: "text"}[spec.kind]
+        if spec.choices is not None:
+            value = ", ".join(f"`{choice}`" for choice in spec.choices)
+        elif spec.nargs is not None:
+            value = (
+                f"{spec.nargs} times {value}" if isinstance(spec.nargs, int) else f"{value}, ..."
+            )
+        shown = spec.default not in (None, ())
+        default = f"`{spec.default}`" if shown else "**required**" if spec.required else ""
+        text = spec.help
+    return f"| {names} | {value} | {default} | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    """One line of Markdown in which flags are code and nothing else has a meaning."""
+    text = " ".join(text.split())
+    parts, end = [], 0
+    for found in _CODE.finditer(text):
+        parts += [_plain(text[end : found.start()]), f"`{found[0].strip('`')}`"]
+        end = found.end()
+    return "".join([*parts, _plain(text[end:])])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"([\\`|*_\[\]])", r"\\\1", html.escape(text, quote=False))

@@ -1,0 +1,164 @@
+"""Small runs in directories, written by the writers of the product."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.history import WINDOW_STEPS, History, new_record
+from copus_ext.goodput.situation import Row, Rules, Situation
+from copus_ext.journal import Journal
+from copus_ext.ledger import Ledger
+from copus_ext.types import NoiseScale
+from copus_ext.watch import noise_scalars
+from megatron.training.logline import StepReport
+from megatron.training.tracker import NullTracker, Sink, Tracker
+
+BATCH, TOTAL = 16, 16_000
+LAYOUT = "tp1.pp1.dp2"
+CONFIG: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "kv_channels": 16,
+    "seq_length": 128,
+    "padded_vocab_size": 384,
+    "train_samples": TOTAL,
+    "save_interval": 10,
+    "log_interval": 5,
+}
+
+
+def noise(phi: float = 64.0) -> NoiseScale:
+    """A noise scale with an interval."""
+    return NoiseScale(
+        status="ok",
+        phi_samples=phi,
+        low_samples=phi / 2,
+        high_samples=2 * phi,
+        g2=1.0,
+        v=phi,
+        tokens_per_sample=128.0,
+        effective_steps=100.0,
+        estimator="micro",
+        age_tokens=0.0,
+    )
+
+
+def row(batch: int, samples_per_s: float = 10.0) -> Row:
+    """A configuration of the layout."""
+    return Row(
+        tp=1,
+        pp=1,
+        vpp=1,
+        dp=2,
+        micro_batch_size=4,
+        global_batch_size=batch,
+        samples_per_s=samples_per_s,
+        relative_sd=0.0,
+        source="measured",
+    )
+
+
+def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Situation:
+    """Flat throughput, so that the best batch is the noise scale."""
+    rows = tuple(row(b) for b in (8, 16, 32, 64, 128))
+    return Situation(
+        rules=Rules(calibration=1.0, reference_batch=8, grid=(8, 16, 32, 64, 128)),
+        noise=noise(phi),
+        rows=rows,
+        current=next(i for i, r in enumerate(rows) if r.global_batch_size == batch),
+        iteration=iteration,
+        consumed_samples=iteration * batch,
+        total_samples=TOTAL,
+        half_life_samples=1000.0,
+        elapsed_s=1600.0,
+    )
+
+
+def step(tracker: NullTracker, i: int, **changes: Any) -> None:
+    """Records a step with its noise scale."""
+    loss = changes.pop("loss", 6.0 / i)
+    known = noise(64.0 + i)
+    more = changes.pop("extra", {})
+    values: dict[str, Any] = dict(
+        iteration=i,
+        train_iterations=TOTAL // BATCH,
+        consumed_samples=BATCH * i,
+        elapsed_per_iteration_ms=500.0 + i,
+        learning_rate=1e-3,
+        global_batch_size=BATCH,
+        losses={"lm loss": loss},
+        grad_norm=2.0 + i,
+    )
+    tracker.step(
+        StepReport(**{**values, **changes}),
+        extra={**noise_scalars(known), **more},
+        micro_batch_size=4,
+        num_microbatches=2,
+        updated=True,
+        noise={**known.to_json(), "measured": True},
+    )
+
+
+def record_run(
+    run: Path,
+    steps: int = 20,
+    *,
+    launch: str = "job.0.0",
+    start: int = 0,
+    ended: bool = True,
+    sinks: tuple[Sink, ...] = (),
+    **config: Any,
+) -> None:
+    """A launch from its start to its end, with a checkpoint every tenth step."""
+    with Tracker(run, launch=launch, sinks=sinks) as tracker:
+        tracker.event("run.start", start, BATCH * start, config={**CONFIG, **config}, layout=LAYOUT)
+        for i in range(start + 1, start + steps + 1):
+            step(tracker, i)
+            if i % 10 == 0:
+                tracker.event("checkpoint.begin", i, BATCH * i)
+                tracker.event("checkpoint.commit", i, BATCH * i, seconds=0.5, bytes=1000)
+        if ended:
+            done = start + steps
+            tracker.event("run.end", done, BATCH * done, why="done")
+
+
+def record_decisions(run: Path, *, reason: str | None = None) -> Ledger:
+    """A journal with a batch that grew, what came of it, and a decision to stay.
+
+    Args:
+        run: directory of the run.
+        reason: what the change is said to be for.
+    """
+    ledger = Ledger(History(new_record()))
+    ledger.journal = Journal(run)
+    ledger.write("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
+    grown = situation(5, 8)
+    decision = decide(grown)
+    ledger.decided(grown, decision, number=1, obeyed=True, seconds=0.01)
+    fields = {
+        "iteration": 5,
+        "consumed_samples": 40,
+        "from_batch": 8,
+        "from_micro_batch": 4,
+        "from_layout": LAYOUT,
+        "to_batch": decision.to.global_batch_size,
+        "to_micro_batch": 4,
+        "to_layout": LAYOUT,
+        "predicted_samples_per_s": decision.to.samples_per_s,
+        "gain": decision.gain,
+        "reason": reason or decision.reason,
+    }
+    ledger.history.change(number=1, fields=fields)
+    for i in range(WINDOW_STEPS):
+        ledger.history.add(
+            key="x", consumed_samples=40 + 16 * i, batch=16, loss=3.0, seconds=16 / 9.5
+        )
+    ledger.grade()
+    stay = situation(15, BATCH, phi=16.0)
+    ledger.decided(stay, decide(stay), number=2, obeyed=False, seconds=0.01)
+    return ledger

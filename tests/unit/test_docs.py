@@ -1,0 +1,215 @@
+"""README.md and docs/: links, commands, what the site is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import logging
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from copus_ext import rules
+from copus_ext.config import CopusConfig
+from copus_ext.journal import read_journal
+from copus_ext.launch.options import read_options
+from megatron.training.arguments import build_parser, parse_args, resolve
+from megatron.training.config.fields import option, option_specs
+from megatron.training.known_flags import known_flags
+from scripts.docs import pictures
+from scripts.docs.flags import all_groups, flags_page
+from tests.helpers.launch import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+JOURNAL = DOCS / "results" / "act_run.journal.jsonl"
+RECORD = """
+record() { printf '%s\\0' "$@" '' >&3; }
+python() { record python "$@"; }
+torchrun() { record torchrun "$@"; }
+bash() { record bash "$@"; echo python; }
+"""
+"""Commands of a page write down what they were called with; others are not found."""
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return flags_page(all_groups(), known_flags().values())
+
+
+def test_the_page_of_flags_has_those_of_the_parser_and_no_other(page: str) -> None:
+    parser = build_parser({"copus controller": CopusConfig})
+    there = {s for action in parser._actions for s in action.option_strings} - {"-h", "--help"}
+    shown = re.findall(r'<a id="([^"]+)"></a>', page)
+    assert sorted(shown) == sorted(there)
+    told = page.split("that have no effect here")[1]
+    refusals = " ".join(str(flag.refusal) for flag in known_flags().values())
+    named = set(re.findall(r"`(--[\w-]+[a-z0-9])`", told))
+    assert set(known_flags()) <= named
+    assert all(name in refusals for name in named - set(known_flags()))
+
+
+def test_each_flag_is_shown_with_its_group_values_and_default(page: str) -> None:
+    rows = {row.split("`")[1]: row for row in re.findall(r"^\| <a id=.*$", page, re.MULTILINE)}
+    for title, group in all_groups().items():
+        assert f"## {title.capitalize()}\n" in page
+        for spec in option_specs(group):
+            row = rows[spec.strings[0]]
+            assert spec.help
+            assert all(f"`{choice}`" in row for choice in spec.choices or ())
+            if spec.kind is not bool and spec.default not in (None, ()):
+                assert f"`{spec.default}`" in row
+            assert ("required" in row.split(" | ")[2]) == spec.required
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hostile:
+    """A group."""
+
+    worst: str = option("a", choices=("a",))
+    """<script>alert(1)</script> | one *more* [cell](javascript:x) for --worst."""
+
+
+def test_a_docstring_cannot_break_the_page() -> None:
+    text = flags_page({"hostile": Hostile}, [])
+    (row,) = [line for line in text.splitlines() if "--worst" in line]
+    assert "<script" not in text and r"\[cell\]" in row and r"\*more\*" in row
+    assert len(re.findall(r"(?<!\\)\|", row)) == 5 and row.count("`--worst`") == 2
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_reads_well_in_the_repository(path: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", text):
+        assert "//" not in link and not link.startswith("/"), f"{link} is not relative"
+        assert (path.parent / link).exists(), f"{link} leads nowhere"
+    of_mkdocs = r"^(?:!!!|\?\?\?|:::|===|\[TOC\])|\{[:#.] ?[\w=]"
+    assert not re.findall(of_mkdocs, re.sub(r"`[^`]*`", "", text), re.MULTILINE)
+
+
+def commands(path: Path) -> list[list[str]]:
+    """What the shell blocks of a page call, as the shell itself reads them."""
+    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
+    done = subprocess.run(
+        ["/bin/bash", "-c", "exec 3>&1 >/dev/null\n" + RECORD + "\n".join(blocks)],
+        env={"PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [part.split("\0") for part in done.stdout.removesuffix("\0\0").split("\0\0")]
+
+
+def accept(program: str, *flags: str, world_size: int) -> None:
+    """Reads flags as a run would.
+
+    Raises:
+        UsageError: the run would be refused.
+    """
+    assert program == "pretrain_gpt.py"
+    args = parse_args(flags, {"copus controller": CopusConfig})
+    names = [field.name for field in dataclasses.fields(CopusConfig)]
+    controller = CopusConfig(**{name: getattr(args, name) for name in names})
+    rules.check(controller)
+    rules.check_run(controller, resolve(args, world_size))
+
+
+@pytest.mark.parametrize("name", ["index", "quickstart", "tutorial"])
+def test_commands_are_accepted(name: str) -> None:
+    found = commands(DOCS / f"{name}.md")
+    assert len(found) >= 2
+    for program, *words in found:
+        if program == "torchrun":
+            assert words[0] == "--nproc-per-node"
+            accept(*words[2:], world_size=int(words[1]))
+        elif program == "bash":
+            assert (ROOT / words[0]).exists()
+        elif words[:2] == ["-m", "copus_ext.launch.supervisor"]:
+            options = read_options(words[2:])
+            accept(*words[words.index("--") + 1 :], world_size=options.processes)
+        else:
+            tool = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
+            parser = getattr(tool, "parser", None) or tool.make_parser
+            parser().parse_args(words[1:])
+
+
+def test_the_python_of_the_tutorial_reads_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "observe"
+    run.mkdir(parents=True)
+    shutil.copy(JOURNAL, run / "journal.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
+    exec(compile(code, "tutorial.md", "exec"), {})
+    decisions = [r for r in read_journal(JOURNAL) if r["kind"] == "decision"]
+    rows = sum(len(d["situation"]["rows"]) for d in decisions)
+    assert len(capsys.readouterr().out.splitlines()) == len(decisions) + rows
+
+
+def test_what_the_faq_says_of_the_run_that_would_not_grow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tools.replay import main
+
+    words = " ".join((DOCS / "faq.md").read_text().split())
+    command, number = re.findall(
+        r"`python tools/replay.py (docs[^`]+)`, every one of its (\d+)", words
+    )[0]
+    assert main([*command.replace("docs/", f"{DOCS}/").split(), "--all"]) == 0
+    *lines, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) == int(number)
+    assert all(re.search(r"(?:same|DIFFERENT) +stay", line) for line in lines)
+
+
+def test_the_pictures_can_be_drawn_again(tmp_path: Path) -> None:
+    assert pictures.main(["--output", str(tmp_path)]) == 0
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "pictures").iterdir()}
+    concepts = (DOCS / "concepts.md").read_text()
+    assert all(f"pictures/{name}" in concepts for name in drawn)
+    assert all(b"</svg>" in (tmp_path / name).read_bytes() for name in drawn)
+
+
+@pytest.mark.parametrize(
+    ("html", "is_lost"),
+    [
+        ("<p>Three things:\n* one</p>", True),
+        ("<p>Said <code>so</code>:\n| a | b |\n|---|---|</p>", True),
+        ("<p>|G|^2 and\n|G|</p>", False),
+        ("<p>Said.</p>\n<ul>\n<li>one</li></ul>\n<p>a\n- b</p>".replace("\n- b", " - b"), False),
+    ],
+)
+def test_blocks_that_the_site_would_not_show_are_found(
+    html: str, is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks: Any = importlib.import_module("scripts.docs.hooks")
+    with caplog.at_level(logging.WARNING, "mkdocs"):
+        seen = SimpleNamespace(file=SimpleNamespace(src_uri="page.md"))
+        assert hooks.on_page_content(html, seen, None, None) == html
+    assert bool(caplog.records) == is_lost
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_found"),
+    [
+        ("a.html", '<script src="https://cdn.example/x.js"></script>', True),
+        ("a.html", "<link rel=stylesheet href=//fonts.example/x.css>", True),
+        ("a.html", '<a href="https://arxiv.org">a page</a><img src="x.svg">', False),
+        ("a.css", "@import url(https://fonts.example/x.css)", True),
+        ("a.css", "a{background:url(data:image/png;base64,x)}", False),
+    ],
+)
+def test_what_another_host_would_serve_is_found(
+    tmp_path: Path, name: str, text: str, is_found: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks: Any = importlib.import_module("scripts.docs.hooks")
+    (tmp_path / name).write_text(text)
+    with caplog.at_level(logging.WARNING, "mkdocs"):
+        hooks.on_post_build(SimpleNamespace(site_dir=str(tmp_path)))
+    assert bool(caplog.records) == is_found

@@ -1,0 +1,291 @@
+"""What tools/status.py shows of a run, whatever state its directory is in."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from copus_ext.journal import NAME, Journal, read_journal
+from copus_ext.report.now import Now, read_now
+from copus_ext.report.screen import duration, screen
+from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
+from megatron.training.metrics import METRICS_FILE, encode, read_metrics
+from megatron.training.tracker import Tracker
+from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
+from tools import status
+
+
+def shown(now: Now, width: int = 200) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, highlight=False).print(screen(now))
+    return out.getvalue()
+
+
+def test_the_numbers_are_those_of_record_and_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    record_run(tmp_path)
+    record_decisions(tmp_path)
+    assert status.main([str(tmp_path), "--json"]) == 0
+    now = json.loads(capsys.readouterr().out)
+    records = read_metrics(tmp_path)
+    last = [r for r in records if r["kind"] == "step"][-1]
+    for name in ("iteration", "train_iterations", "consumed_samples", "learning_rate", "grad_norm"):
+        assert now[name] == last[name], name
+    assert now["loss"] == last["losses"]["lm loss"] and now["batch"] == last["global_batch_size"]
+    assert now["micro_batch"] == 4 and now["layout"] == LAYOUT and now["state"] == "done"
+    noise = now["noise"]
+    assert noise == {name: last["noise"][name] for name in noise}
+    assert now["share_done"] == 20 * BATCH / TOTAL
+    assert now["step_s"] == 0.5105 and now["tokens_per_s"] == 128 * BATCH / 0.5105
+    commit = [r for r in records if r["kind"] == "checkpoint.commit"][-1]
+    assert now["saved"]["iteration"] == commit["iteration"] and now["saved"]["steps_ago"] == 0
+    written = list(read_journal(tmp_path / NAME))
+    outcome = next(r for r in written if r["kind"] == "outcome")
+    (change,) = now["deciding"]["changes"]
+    for name in ("gain", "predicted_samples_per_s", "samples_per_s", "speed_over_predicted"):
+        assert change[name] == outcome[name], name
+    decision = written[-1]["decision"]
+    best = next(c for c in decision["candidates"] if c["verdict"] != "present")
+    assert now["deciding"]["reason"] == decision["reason"]
+    assert now["deciding"]["best"]["gain"] == best["gain"]
+    assert now["deciding"]["best"]["needed"] == best["needed"]
+
+
+def test_a_screen_names_them_all_and_fits(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    record_decisions(tmp_path)
+    now = read_now(tmp_path)
+    text = shown(now)
+    for part in ("20 of 1,000, 2.0 %", "0.3000", "84.0 samples [42.0, 168.0]", "times 1 counts"):
+        assert part in text
+    for part in (f"batch 16 in 4 on {LAYOUT}", "of step 20", "9.5 (-5%)", "0.51 s a step"):
+        assert part in text
+    assert max(map(len, shown(now, 60).splitlines())) <= 60
+
+
+def test_goodput_is_the_throughput_of_a_batch_of_the_reference_size(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    record_decisions(tmp_path)
+    deciding = read_now(tmp_path).deciding
+    assert deciding is not None and deciding.best is not None and deciding.goodput is not None
+    worth = 10.0 * math.sqrt(16) / (16 + 16) / (math.sqrt(8) / (8 + 16))
+    assert deciding.goodput == pytest.approx(worth)
+    assert deciding.best.goodput == pytest.approx(worth * (1 + (deciding.best.gain or 0.0)))
+
+
+def test_a_run_killed_in_the_middle_of_a_line_opens(tmp_path: Path) -> None:
+    record_run(tmp_path, ended=False)
+    record_decisions(tmp_path)
+    whole = {name: (tmp_path / name).read_bytes() for name in (METRICS_FILE, NAME)}
+    for name, data in whole.items():
+        for cut in range(0, len(data), len(data) // 12):
+            (tmp_path / name).write_bytes(data[:cut])
+            now = read_now(tmp_path)
+            shown(now)
+            lines = data[:cut].count(b"\n") if name == METRICS_FILE else whole[METRICS_FILE]
+            assert lines or now.iteration is None
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / METRICS_FILE).write_bytes(whole[METRICS_FILE][:-700])
+    now = read_now(tmp_path, t=time.time() + 1000)
+    assert now.state == "lost" and now.iteration == 19 and "killed" in now.why
+    with (tmp_path / METRICS_FILE).open("ab") as file:
+        file.write(b"\n\xff\xfe{]\n")
+    record_run(tmp_path, 3, launch="job.1.0", start=10)
+    now = read_now(tmp_path)
+    assert (now.iteration, now.launches, now.crashes, now.state) == (13, 2, 1, "done")
+
+
+def test_what_is_no_run_yet_or_hardly_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert status.main([str(tmp_path / "none")]) == 5
+    assert status.main([str(tmp_path)]) == 5
+    assert "--run-dir" in capsys.readouterr().err
+    (tmp_path / METRICS_FILE).touch()
+    assert status.main([str(tmp_path)]) == 0
+    assert "nothing is recorded yet" in capsys.readouterr().out
+    record_run(tmp_path, 1)
+    assert status.main([str(tmp_path)]) == 0
+    assert "1 of 1,000" in capsys.readouterr().out
+    alone = tmp_path / "journal"
+    alone.mkdir()
+    record_decisions(alone)
+    deciding = read_now(alone).deciding
+    assert deciding is not None and len(deciding.changes) == 1
+
+
+def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
+    bad = "[red]x[/red][/] [link=http://a]\x1b[31m\r\n\x07{}"
+    run = tmp_path / "[bold]run[-"
+    record_run(run, launch=bad, ended=False, copus_cluster=bad)
+    ledger = record_decisions(run, reason=bad)
+    ledger.note("switch", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
+    ledger.note("failure", error=bad)
+    with Tracker(run, launch=bad) as tracker:
+        tracker.event("alert", 20, 320, alert=bad, line=bad)
+        tracker.event("layout", 20, 320, layout=bad)
+    text = shown(read_now(run, t=time.time() + 1000))
+    assert "\x1b" not in text and "\x07" not in text and "\r" not in text
+    assert "[red]x[/red][/] [link=http://a][31m {}" in text and "[bold]run[-" in text
+
+
+ODD: list[Any] = [None, "x", -1, 1e308, math.nan, [], {}, [1], {"a": 1}, True, "[/x]"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_fields_of_another_kind_do_not_hurt(odd: Any, tmp_path: Path) -> None:
+    record_run(tmp_path, 2)
+    record_decisions(tmp_path)
+    for name in (METRICS_FILE, NAME):
+        lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for record in lines:
+            kept = record["kind"]
+            record.update({field: odd for field in record if field != "kind"})
+            assert record["kind"] == kept
+        (tmp_path / name).write_text("".join(encode(record) + "\n" for record in lines))
+    shown(read_now(tmp_path), 60)
+
+
+def beat(run: Path, doing: str) -> None:
+    path = run / HEARTBEATS / "0"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"launch": "job.0.0", "iteration": 20, "doing": doing}))
+
+
+def lock(run: Path) -> None:
+    (run / LOCK_FILE).parent.mkdir(exist_ok=True)
+    (run / LOCK_FILE).touch()
+
+
+def event(kind: str, launch: str = "job.0.0", **fields: Any) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        lock(run)
+        with Tracker(run, launch=launch) as tracker:
+            tracker.event(kind, 20, 320, **fields)
+
+    return write
+
+
+def gone(run: Path) -> None:
+    lock(run)
+    event("fault", fault="bad steps", line="ten bad steps")(run)
+    (run / LOCK_FILE).unlink()
+
+
+def silent(run: Path) -> None:
+    lock(run)
+    for path in (run / LOCK_FILE, run / METRICS_FILE):
+        os.utime(path, (0, 0))
+    lines = [json.loads(line) for line in (run / METRICS_FILE).read_text().splitlines()]
+    text = "".join(encode({**record, "t": 1.0}) + "\n" for record in lines)
+    (run / METRICS_FILE).write_text(text)
+
+
+def switching(run: Path) -> None:
+    lock(run)
+    Journal(run).append("switch.begin", iteration=20, to=LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "why"),
+    [
+        (lock, "training", ""),
+        (event("checkpoint.begin"), "saving", ""),
+        (event("run.start", "job.0.1", config=CONFIG), "starting", ""),
+        (event("run.end", why="SIGTERM"), "stopped", "SIGTERM"),
+        (event("run.end", why="done"), "done", ""),
+        (lambda run: (lock(run), beat(run, "evaluating")), "evaluating", ""),
+        (lambda run: (lock(run), beat(run, "saving")), "saving", ""),
+        (lambda run: (lock(run), beat(run, "changing the layout")), "changing layout", ""),
+        (lambda run: (lock(run), beat(run, "[odd]")), "training", ""),
+        (switching, "changing layout", ""),
+        (lambda run: (lock(run), (run / "control" / "stop").touch()), "training", "asked to stop"),
+        (gone, "failed", "ten bad steps"),
+        (lambda run: (run / "control").mkdir(), "failed", "without a last record"),
+        (silent, "lost", "no sign of life"),
+    ],
+)
+def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Path) -> None:
+    record_run(tmp_path, ended=False)
+    make(tmp_path)
+    now = read_now(tmp_path)
+    assert now.state == state and why in now.why
+    assert (now.left_s is not None) == (state not in ("done", "stopped", "failed", "lost"))
+
+
+def test_what_to_look_at(tmp_path: Path) -> None:
+    record_run(tmp_path, ended=False)
+    ledger = record_decisions(tmp_path)
+    lock(tmp_path)
+    (tmp_path / PAUSE_FILE).touch()
+    with Tracker(tmp_path, launch="job.0.0") as tracker:
+        tracker.event("alert", 20, 320, alert="save failed")
+    for number in range(3, 7):
+        outcome = {"kind": "moved", "pause_s": 1.5}
+        ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+    now = read_now(tmp_path, t=time.time() + 60)
+    assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]
+    assert now.paused and "paused" in shown(now)
+    assert now.deciding is not None
+    assert [c.state for c in now.deciding.changes] == ["being measured"] * 3
+
+
+def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
+    record_run(tmp_path, 5, ended=False)
+    record_run(tmp_path, 5, ended=False, launch="job.0.1", start=2)
+    record_run(tmp_path, 2, ended=False, launch="job.0.2", start=2)
+    now = read_now(tmp_path)
+    assert (now.iteration, now.launches, now.crashes) == (4, 3, 2)
+    assert "restarts" in [a.name for a in now.alarms]
+
+
+def test_a_large_record_is_read_from_its_end(tmp_path: Path) -> None:
+    record_run(tmp_path / "small")
+    with (tmp_path / METRICS_FILE).open("wb") as file:
+        file.seek(1 << 31)
+        file.write(b"\n" + (tmp_path / "small" / METRICS_FILE).read_bytes())
+    now = read_now(tmp_path)
+    assert now.iteration == 20 and now.launches_at_least and "at least" in shown(now)
+
+
+def test_a_loss_that_is_no_number_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with Tracker(tmp_path, launch="a.0.0") as tracker:
+        step(tracker, 1, loss=math.nan)
+    assert "nan" in shown(read_now(tmp_path))
+    assert status.main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == "NaN"
+
+
+def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    record_run(tmp_path)
+    assert status.main([str(tmp_path), "--follow", "0.1"]) == 0
+    assert capsys.readouterr().out.count("done") == 1
+    for flags in (["--follow", "0"], ["--follow", "nan"], ["--serve", "--json"]):
+        with pytest.raises(SystemExit) as error:
+            status.main([str(tmp_path), *flags])
+        assert error.value.code == 2
+
+
+def test_nothing_is_written(tmp_path: Path) -> None:
+    record_run(tmp_path)
+    record_decisions(tmp_path)
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+    assert dataclasses.is_dataclass(read_now(tmp_path))
+    assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59.4, "59 s"), (61, "1 min 1 s"), (3700, "1 h 1 min"), (2e5, "2 d 7 h")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
