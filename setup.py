@@ -23,7 +23,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
-    package_data={"copus_ext.perf": ["data/*.json"], "copus_ext.simulate": ["data/*.json"]},
+    package_data={
+        "copus_ext.perf": ["data/*.json"],
+        "copus_ext.simulate": ["data/*.json"],
+        "copus_ext.report": ["templates/*"],
+    },
     install_requires=[
         "megatron-core>=0.16.1,<0.17",
         "torch>=2.6",
@@ -56,6 +60,7 @@ setup(
             "safetensors>=0.4",
             # Tests alone compare with it.
             "transformers>=5",
+            "selenium>=4.40",
             *BENCH,
             *DOCS,
             *REPORT,

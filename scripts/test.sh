@@ -2,11 +2,11 @@
 # Sets up the environment and runs everything that must hold.
 #
 #   bash scripts/test.sh           lint, types, layers, documentation, unit tests, then the tests on
-#                                  several ranks and on a throw-away SLURM cluster
-#   bash scripts/test.sh --unit    without the last two
+#                                  several ranks, on a throw-away SLURM cluster and in a browser
+#   bash scripts/test.sh --unit    without the last three
 #
-# As root on Debian it installs the packages of SLURM and Prometheus; without them the last part, and
-# the test of the alert rules, is skipped.
+# As root on Debian it installs the packages of SLURM, Chromium and Prometheus; without them the last
+# two parts, and the test of the alert rules, are skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -73,8 +73,11 @@ step "promtool" install_packages promtool prometheus
 step "unit tests" python -m pytest -q -n 2 tests/unit
 if [ "$unit_only" = false ]; then
     step "tests on several ranks" \
-        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm
+        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm --ignore tests/browser
     step "SLURM" install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client
     step "tests on SLURM" python -m pytest -q -rs tests/slurm
+    # A driver goes with one version of the browser: by name both.
+    step "browser" install_packages chromedriver chromium chromium-driver
+    step "tests in a browser" python -m pytest -q -rs tests/browser
 fi
 echo "== all passed, $SECONDS s"

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives every test the mark of its folder, and skips what this machine cannot run."""
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in ("unit", "distributed", "slurm", "gpu"):
+        if folder in ("unit", "distributed", "slurm", "browser", "gpu"):
             item.add_marker(getattr(pytest.mark, folder))
         if folder == "unit" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(UNIT_TIMEOUT_S), append=False)

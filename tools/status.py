@@ -74,12 +74,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"status.py: error: {problem}", file=sys.stderr)
         return 5
     if args.serve:
-        from copus_ext.report.serve import serve
-
         try:
+            from copus_ext.report.serve import serve
+
             serve(args.run, address=args.address, port=args.port, token=args.token)
         except ValueError as error:
             p.error(str(error))
+        except (OSError, OverflowError) as error:
+            p.error(f"--port {args.port} of --address {args.address} cannot be had: {error}")
+        except ImportError as error:
+            p.error(f'--serve needs {error.name}; run: pip install "copus[report]"')
         return 0
     if args.json:
         show_lines(args.run, args.follow)

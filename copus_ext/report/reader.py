@@ -1,0 +1,246 @@
+"""Reads the directory of a run: whole, from the beginning, each record once; of what a crash had
+done again the newer launch counts."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from copus_ext.journal import NAME as JOURNAL
+from copus_ext.report.history import Evaluation, Event, Launch, LayoutAt, RunHistory, Step
+from copus_ext.report.lines import Lines, number, small_json, table, text, whole
+from megatron.training.control import LOCK_FILE, PAUSE_FILE, STOP_FILE
+from megatron.training.metrics import METRICS_FILE, committed_history
+
+CONFIG_FILE = "config.json"
+_REQUEST = Path("control") / "request.json"
+_LOSS = "lm loss"
+_QUIET = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
+
+
+class RunReader:
+    """Reads a run again and again, each record once.
+
+    Args:
+        run: its directory; or a journal, if nothing else is left of it.
+        name: to tell it from others.
+    """
+
+    def __init__(self, run: Path, *, name: str) -> None:
+        is_journal = run.is_file()
+        self.run, self.name = run, name
+        self.journal = Lines(run if is_journal else run / JOURNAL)
+        self._metrics = Lines(run / METRICS_FILE)
+        self._records: list[dict[str, Any]] = []
+        self._journal: list[tuple[int, dict[str, Any]]] = []
+        self._config: dict[str, Any] = {}
+        self.generation = 0
+        """Grows when the files of the run have become others."""
+
+    def refresh(self) -> bool:
+        """Takes in what was written since; whether it was anything.
+
+        Raises:
+            OSError: a file of the run cannot be read.
+        """
+        before = len(self._records) + len(self._journal)
+        if self._metrics.is_another() or self.journal.is_another():
+            before = -1
+            self.generation += 1
+            self._records, self._journal = [], []
+            self.journal = Lines(self.journal.path)
+            self._metrics = Lines(self._metrics.path)
+        for _, record in self._metrics.new():
+            self._take(record)
+        for place, record in self.journal.new():
+            if isinstance(record.get("kind"), str):
+                self._journal.append((place, _slim(record)))
+        return before != len(self._records) + len(self._journal)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing of a run."""
+        return not self._records and not self._journal
+
+    @property
+    def journal_records(self) -> list[tuple[int, dict[str, Any]]]:
+        """Records of the journal without their tables of configurations, each with its place in the
+        file."""
+        return self._journal
+
+    def _take(self, record: dict[str, Any]) -> None:
+        kind = record.get("kind")
+        if kind == "step":
+            step = _step(record)
+            if step is None:
+                return
+            value: Any = step
+        elif kind == "eval":
+            value = _evaluation(record)
+        else:
+            value = {k: v for k, v in record.items() if k != "config"}
+        if kind == "run.start" and table(record.get("config")):
+            self._config = table(record.get("config"))
+        names = ("kind", "launch", "iteration", "split")
+        self._records.append({**{k: record[k] for k in names if k in record}, "value": value})
+
+    def history(self) -> RunHistory:
+        """What is known by now."""
+        config = self._config or small_json(self.run / CONFIG_FILE)
+        found = RunHistory(path=self.run, name=self.name, config=config)
+        for record in committed_history(self._records):
+            _add(found, record["kind"] if isinstance(record.get("kind"), str) else "", record)
+        journal = [record for _, record in self._journal]
+        if not any(record.get("kind") == "layout" for record in self._records):
+            found.layouts = _layouts_of(found, journal) or found.layouts
+        if not config:
+            flags = (table(r.get("flags")) for r in journal if r["kind"] == "start")
+            found.config = next(flags, {})
+        found.asked = _asked(self.run)
+        with contextlib.suppress(OSError):
+            found.touched_s = time.time() - (self.run / LOCK_FILE).stat().st_mtime
+        return found
+
+
+def _add(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
+    value = record["value"]
+    if isinstance(value, Step):
+        run.steps.append(value)
+    elif isinstance(value, Evaluation):
+        run.evaluations.append(value)
+    else:
+        _add_event(run, kind, value)
+    if run.launches:
+        launch = run.launches[-1]
+        is_event = isinstance(value, dict)
+        t = number(value.get("t")) if is_event else value.t
+        launch.last_t = launch.last_t if t is None else t
+        if isinstance(value, Step):
+            launch.last_iteration = value.iteration
+
+
+def _add_event(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
+    if kind == "run.start":
+        run.launches.append(_launch(record))
+    if kind in ("run.start", "layout"):
+        _enter(run.layouts, record, text(record.get("layout"), 100), number(record.get("t")))
+    elif kind == "checkpoint.commit":
+        run.saves_s.append(number(record.get("seconds")) or 0.0)
+        run.saved = whole(record.get("iteration"))
+    elif kind == "run.end" and run.launches:
+        run.launches[-1].why = text(record.get("why"), 200) or "ended"
+    if kind not in _QUIET:
+        run.events.append(_event(kind, record))
+
+
+def _step(record: dict[str, Any]) -> Step | None:
+    iteration, samples = whole(record.get("iteration")), whole(record.get("consumed_samples"))
+    if iteration is None or samples is None:
+        return None
+    noise, elapsed = table(record.get("noise")), number(record.get("elapsed_per_iteration_ms"))
+    return Step(
+        iteration=iteration,
+        samples=samples,
+        t=number(record.get("t")),
+        loss=_loss(record),
+        rate=number(record.get("learning_rate")),
+        batch=whole(record.get("global_batch_size")),
+        micro=whole(record.get("micro_batch_size")),
+        seconds=None if elapsed is None else elapsed / 1000.0,
+        updated=record.get("updated") is not False,
+        phi=number(noise.get("phi_samples")),
+        low=number(noise.get("low_samples")),
+        high=number(noise.get("high_samples")),
+    )
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(
+        iteration=whole(record.get("iteration")) or 0,
+        samples=whole(record.get("consumed_samples")) or 0,
+        t=number(record.get("t")),
+        loss=_loss(record),
+        split=text(record.get("split"), 20) or "valid",
+    )
+
+
+def _loss(record: dict[str, Any]) -> float | None:
+    losses = table(record.get("losses"))
+    return number(losses.get(_LOSS, next(iter(losses.values()), None)))
+
+
+def _launch(record: dict[str, Any]) -> Launch:
+    iteration = whole(record.get("iteration")) or 0
+    return Launch(
+        name=text(record.get("launch"), 200),
+        t=number(record.get("t")),
+        iteration=iteration,
+        samples=whole(record.get("consumed_samples")) or 0,
+        layout=text(record.get("layout"), 100),
+        loaded=text(record.get("loaded"), 300),
+        host=text(record.get("host"), 100),
+        last_iteration=iteration,
+    )
+
+
+def _event(kind: str, record: dict[str, Any]) -> Event:
+    named = (record.get(name) for name in ("line", "reason", "name", "alert", "fault"))
+    return Event(
+        kind=text(kind, 60),
+        t=number(record.get("t")),
+        iteration=whole(record.get("iteration")),
+        samples=whole(record.get("consumed_samples")),
+        line=next((text(value) for value in named if value), ""),
+    )
+
+
+def _enter(layouts: list[LayoutAt], record: dict[str, Any], layout: str, t: float | None) -> None:
+    """A layout from here on. What was done beyond here before is no part of the run any more."""
+    iteration = whole(record.get("iteration")) or 0
+    while layouts and layouts[-1].iteration >= iteration:
+        layouts.pop()
+    if layout and (not layouts or layouts[-1].layout != layout):
+        samples = whole(record.get("consumed_samples")) or 0
+        layouts.append(LayoutAt(iteration, samples, t, layout))
+
+
+def _layouts_of(run: RunHistory, journal: list[dict[str, Any]]) -> list[LayoutAt]:
+    """What the journal tells, for a record that does not."""
+    layouts: list[LayoutAt] = []
+    for record in journal:
+        layout = text(record.get("layout"), 100) if record["kind"] == "start" else ""
+        if record["kind"] == "switch" and table(record.get("outcome")).get("kind") == "moved":
+            layout = text(record.get("to"), 100)
+        if layout:
+            _enter(layouts, record, layout, run.at(whole(record.get("iteration")) or 0)[1])
+    return layouts
+
+
+def _asked(run: Path) -> list[str]:
+    words = []
+    if (run / STOP_FILE).exists():
+        words.append("to save and stop (control/stop is there)")
+    if (run / PAUSE_FILE).exists():
+        words.append("to decide nothing (control/pause is there)")
+    request = small_json(run / _REQUEST)
+    if request:
+        words.append(f"of its supervisor: {text(request.get('kind'), 40)}")
+        if reason := text(request.get("reason"), 300):
+            words[-1] += f", because {reason}"
+    return words
+
+
+def _slim(record: dict[str, Any]) -> dict[str, Any]:
+    """Without the table of configurations, of which a long journal has too many to hold."""
+    situation = record.get("situation")
+    if not isinstance(situation, dict):
+        return record
+    rows = situation.get("rows")
+    current = whole(situation.get("current"))
+    now = None
+    if isinstance(rows, list) and current is not None and 0 <= current < len(rows):
+        now = rows[current]
+    kept = {k: v for k, v in situation.items() if k != "rows"}
+    return {**record, "situation": {**kept, "now": now}}

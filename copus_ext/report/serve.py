@@ -1,0 +1,328 @@
+"""The report of a run as a page that follows it: read-only, on this machine unless a token says
+otherwise.
+
+    GET /            the page
+    GET /data.json   what it shows now; 304 as long as nothing was written
+    GET /plotly.js   plotly, from the package
+
+Nothing else is answered, no path leads to a file. Where a token is asked for, `/?token=...` sets a
+cookie once; the token itself is in no page and no log.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hmac
+import html
+import ipaddress
+import logging
+import secrets
+import socket
+import sys
+import threading
+import time
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from copus_ext.report.page import PLOTLY_SOURCE, Book, plotly_code, policy, render, script_json
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""The page looks so often."""
+LEAST_TOKEN = 12
+"""Characters of a token."""
+_REST = 9.0
+"""After reading for a second the files are left alone for so many: a tenth of one core at most."""
+_IDLE_S = 15.0
+_LANDING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>COPUS</title>
+<meta http-equiv="refresh" content="0;url=/"></head>
+<body><a href="/">To the report</a></body></html>
+"""
+
+
+def serve(run: Path, *, address: str, port: int, token: str | None) -> None:
+    """Serves the report of a run until Ctrl-C.
+
+    Args:
+        run: directory of the run, or its journal.
+        address: to listen on; other than this machine's own only with a token.
+        port: TCP port; 0 takes a free one.
+        token: what a reader must know; None asks for nothing.
+
+    Raises:
+        ValueError: an address that needs a token and has none, a short token, or no such run.
+        OSError: the address and port cannot be had.
+    """
+    server = make_server(run, address=address, port=port, token=token)
+    host, number = server.server_address[:2]
+    shown = f"[{host!s}]" if ":" in str(host) else host
+    print(f"http://{shown}:{number}/{'?token=...' if token else ''} follows {run}; Ctrl-C ends it")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+class ReportServer(ThreadingHTTPServer):
+    """One run, any number of readers.
+
+    Args:
+        at: address and port.
+        source: what is read.
+        token: what a reader must know, or None.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, at: tuple[str, int], source: Source, token: str | None) -> None:
+        self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+        self.source, self.token = source, token
+        self.is_local = is_local(at[0])
+        # Readers hold this and not the token, which a person may use elsewhere too.
+        self.session = secrets.token_urlsafe(32)
+        super().__init__(at, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that went away or fell silent is nothing to speak of."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError | TimeoutError):
+            logger.warning("a request could not be answered: %r", error)
+
+    @property
+    def cookie(self) -> str:
+        """Name of the cookie: all servers of one host share their cookies."""
+        return f"copus_{self.server_address[1]}"
+
+
+class Source:
+    """The data of the page, read again when files have grown and it is time to.
+
+    Args:
+        run: directory of the run, or its journal.
+
+    Raises:
+        ValueError: no such run.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self._book = Book([run])
+        self._lock = threading.Lock()
+        self._not_before = 0.0
+        self._payload: dict[str, Any] = {}
+        self._data = b""
+        self._number, self._begun = 0, secrets.token_hex(4)
+
+    def data(self) -> tuple[bytes, str]:
+        """The payload as JSON, and a tag that changes with it.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        with self._lock:
+            self._look()
+            return self._data, f'"{self._begun}.{self._number}"'
+
+    def page(self) -> bytes:
+        """The page with the data of now."""
+        with self._lock:
+            self._look()
+            return render(self._payload, is_served=True).encode()
+
+    def _look(self) -> None:
+        started = time.monotonic()
+        if self._data and started < self._not_before:
+            return
+        if self._book.refresh() or not self._data:
+            self._payload = self._book.payload(poll_s=POLL_S)
+            self._data = script_json(self._payload).encode()
+            self._number += 1
+        self._not_before = time.monotonic() + _REST * (time.monotonic() - started)
+
+
+def make_server(run: Path, *, address: str, port: int, token: str | None) -> ReportServer:
+    """A server that listens and does not answer yet; arguments and errors as of `serve`."""
+    token = token or None
+    if token is None and not is_local(address):
+        raise ValueError(
+            f"address {address or 'of all networks'} can be reached from other machines; give "
+            "--token, or listen on 127.0.0.1 and come through ssh -L"
+        )
+    if token is not None and len(token) < LEAST_TOKEN:
+        raise ValueError(f"--token is short; give at least {LEAST_TOKEN} characters")
+    return ReportServer((address, port), Source(run), token)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if address.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_host(header: str | None, *, local_only: bool) -> bool:
+    """Whether a Host header names this machine and not a name that somebody else may point at it.
+
+    The port is not looked at: a tunnel has another.
+
+    Args:
+        header: as sent.
+        local_only: whether only names of the loopback count.
+    """
+    if not header:
+        return False
+    try:
+        name = (urlsplit(f"//{header}").hostname or "").lower()
+    except ValueError:
+        return False
+    if name == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not local_only and name in {socket.gethostname().lower(), socket.getfqdn().lower()}
+    return address.is_loopback or not local_only
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one reader. Each is served in a thread of its own and gives up after a while."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "copus", ""
+    timeout = _IDLE_S
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        """Sends a page or its data."""
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        """The same without a body."""
+        self._answer()
+
+    def _answer(self) -> None:
+        if not is_own_host(self.headers.get("Host"), local_only=self.server.is_local):
+            self._say(HTTPStatus.MISDIRECTED_REQUEST, "This server has another name.")
+            return
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._say(HTTPStatus.BAD_REQUEST, "That is no address.")
+            return
+        if self.server.token is not None and not self._is_known():
+            self._let_in(parse_qs(url.query).get("token", [""])[0])
+            return
+        try:
+            self._send_path(url.path)
+        except OSError as error:
+            if isinstance(error, ConnectionError | TimeoutError):
+                raise
+            logger.warning("the run cannot be read: %s", error)
+            self._say(HTTPStatus.SERVICE_UNAVAILABLE, "The run cannot be read now.")
+
+    def _send_path(self, path: str) -> None:
+        if path == "/":
+            self._send(self.server.source.page(), "text/html; charset=utf-8")
+        elif path == "/data.json":
+            data, tag = self.server.source.data()
+            if self.headers.get("If-None-Match") == tag:
+                self._head(HTTPStatus.NOT_MODIFIED, 0, {"ETag": tag})
+                return
+            self._send(data, "application/json", {"ETag": tag})
+        elif path == f"/{PLOTLY_SOURCE}":
+            keep = {"Cache-Control": "private, max-age=86400"}
+            self._send(_plotly(), "text/javascript; charset=utf-8", keep)
+        else:
+            self._say(HTTPStatus.NOT_FOUND, "There is nothing here.")
+
+    def _is_known(self) -> bool:
+        try:
+            cookies = SimpleCookie(self.headers.get("Cookie", ""))
+        except CookieError:
+            return False
+        found = cookies.get(self.server.cookie)
+        return found is not None and _same(found.value, self.server.session)
+
+    def _let_in(self, token: str) -> None:
+        """A page that goes on to the report: the cookie of a first answer to a link from elsewhere
+        would not come with a redirect."""
+        if not _same(token, self.server.token or ""):
+            self._say(HTTPStatus.FORBIDDEN, "Open this page with ?token=... once.")
+            return
+        cookie = f"{self.server.cookie}={self.server.session}; Path=/; HttpOnly; SameSite=Strict"
+        self._send(_LANDING.encode(), "text/html; charset=utf-8", {"Set-Cookie": cookie})
+
+    def _say(self, status: HTTPStatus, line: str) -> None:
+        text = f"<!doctype html><title>COPUS</title><p>{html.escape(line)}</p>\n"
+        # What is still on its way in would be taken for the next request.
+        more = {"Connection": "close"}
+        self._send(text.encode(), "text/html; charset=utf-8", more, status=status)
+
+    def _send(
+        self,
+        body: bytes,
+        kind: str,
+        more: dict[str, str] | None = None,
+        *,
+        status: HTTPStatus = HTTPStatus.OK,
+    ) -> None:
+        fields = {"Content-Type": kind, **(more or {})}
+        if "gzip" in self.headers.get("Accept-Encoding", "") and len(body) > 1000:
+            body = _zipped_plotly() if body is _plotly() else gzip.compress(body, 4)
+            fields["Content-Encoding"] = "gzip"
+        self._head(status, len(body), fields)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, length: int, fields: dict[str, str]) -> None:
+        self.send_response(status)
+        usual = {
+            "Cache-Control": "no-store",
+            "Content-Security-Policy": policy(is_served=True) + "; frame-ancestors 'none'",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "Vary": "Accept-Encoding, Cookie",
+            "X-Content-Type-Options": "nosniff",
+        }
+        for name, value in (usual | fields).items():
+            self.send_header(name, value)
+        if status is not HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no GET and no HEAD, or no HTTP."""
+        status = HTTPStatus(code)
+        if status is HTTPStatus.NOT_IMPLEMENTED:
+            status = HTTPStatus.METHOD_NOT_ALLOWED
+        self.close_connection = True
+        allowed = {"Allow": "GET, HEAD", "Connection": "close", "Content-Type": "text/plain"}
+        self._head(status, 0, allowed)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line could hold the token."""
+
+
+@functools.cache
+def _plotly() -> bytes:
+    return plotly_code().encode()
+
+
+@functools.cache
+def _zipped_plotly() -> bytes:
+    return gzip.compress(_plotly(), 6)
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(), wanted.encode())

@@ -1,0 +1,221 @@
+"""Directories of runs that never ran, written with the writers that a run uses, and decided by what
+decides in one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.situation import Decision, Row, Rules, Situation
+from copus_ext.journal import Journal
+from copus_ext.types import NoiseScale
+from megatron.training.layout import Layout
+from megatron.training.logline import StepReport
+from megatron.training.tracker import Tracker
+
+GRID = (8, 16, 32, 64)
+LAYOUTS = (Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, dp=2))
+FLAGS = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "train_samples": 4000,
+    "copus": True,
+    "copus_policy": "adaptive",
+    "world_size": 4,
+}
+
+
+class WrittenRun:
+    """A run that is written step by step, four ranks wide, at batch 8 on dp 4 at first.
+
+    Args:
+        path: its directory.
+        launch: name of the first launch.
+        flags: more of them, or others.
+    """
+
+    def __init__(self, path: Path, *, launch: str = "job.0.0", **flags: Any) -> None:
+        self.path, self.flags = path, {**FLAGS, **flags}
+        self.iteration = self.samples = self.number = 0
+        self.batch, self.micro, self.layout = GRID[0], 2, LAYOUTS[0]
+        self.journal = Journal(path)
+        self.tracker = Tracker(path, launch=launch)
+        self.start()
+
+    def start(self) -> None:
+        """What a launch writes first."""
+        self.tracker.event(
+            "run.start", self.iteration, self.samples, config=self.flags, layout=str(self.layout)
+        )
+        where = {"iteration": self.iteration, "consumed_samples": self.samples}
+        self.journal.append("start", **where, mode="act", layout=str(self.layout), note="")
+
+    def relaunch(self, name: str, *, iteration: int, samples: int) -> None:
+        """A launch that goes on from a checkpoint, after the one before was killed."""
+        self.tracker.close()
+        self.tracker = Tracker(self.path, launch=name)
+        self.iteration, self.samples = iteration, samples
+        self.start()
+
+    def loss(self) -> float:
+        """Of the next step: falls, and goes up and down."""
+        return 2.0 + 4.0 / math.sqrt(self.iteration + 1) + 0.3 * math.sin(1.7 * self.iteration)
+
+    def step(self, num: int = 1, *, loss: float | None = None, noise: bool = True) -> None:
+        """Steps of the present configuration."""
+        for _ in range(num):
+            value = self.loss() if loss is None else loss
+            self.iteration += 1
+            self.samples += self.batch
+            report = StepReport(
+                iteration=self.iteration,
+                train_iterations=1000,
+                consumed_samples=self.samples,
+                elapsed_per_iteration_ms=100.0 + self.iteration % 7,
+                learning_rate=1e-3 / (1 + self.iteration / 100),
+                global_batch_size=self.batch,
+                losses={"lm loss": value},
+            )
+            measured = {"noise": self.noise().to_json()} if noise else {}
+            self.tracker.step(report, micro_batch_size=self.micro, updated=True, **measured)
+
+    def noise(self) -> NoiseScale:
+        """As known now; its interval is open above at first."""
+        phi = 6.0 + 0.2 * self.iteration
+        return NoiseScale(
+            status="ok" if self.iteration > 10 else "lower_bound_only",
+            phi_samples=phi,
+            low_samples=0.8 * phi if self.iteration > 5 else 0.0,
+            high_samples=1.3 * phi if self.iteration > 10 else None,
+            g2=1.0,
+            v=phi,
+            tokens_per_sample=128.0,
+            effective_steps=50.0,
+            estimator="micro",
+            age_tokens=0.0,
+        )
+
+    def situation(self) -> Situation:
+        """What a decision would depend on now."""
+        rows = [
+            Row(
+                tp=layout.tp,
+                pp=layout.pp,
+                vpp=1,
+                dp=layout.dp,
+                micro_batch_size=micro,
+                global_batch_size=batch,
+                samples_per_s=80.0 * (1 + 0.1 * i) * batch / (batch + 4) * (1 - 0.05 / micro),
+                relative_sd=0.01,
+                source="predicted",
+            )
+            for i, layout in enumerate(LAYOUTS)
+            for batch in GRID
+            for micro in (1, 2)
+        ]
+        here = (self.layout.tp, self.layout.pp, 1, self.layout.dp)
+        current = next(
+            i
+            for i, row in enumerate(rows)
+            if row.layout == here
+            and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
+        )
+        return Situation(
+            rules=Rules(grid=GRID, first_batch=8, reference_batch=8, relayout=True),
+            noise=self.noise(),
+            rows=tuple(rows),
+            current=current,
+            iteration=self.iteration,
+            consumed_samples=self.samples,
+            total_samples=1_000_000,
+            half_life_samples=100.0,
+            elapsed_s=1000.0,
+            switch_cost_s=2.0,
+            steps_since_change=1000,
+        )
+
+    def decide(self, *, obeyed: bool = True, reason: str | None = None) -> Decision:
+        """Decides and obeys, as the controller would; `reason` replaces the words alone."""
+        situation = self.situation()
+        decision = decide(situation)
+        self.number += 1
+        told = decision.to_json() | ({} if reason is None else {"reason": reason})
+        where = {"iteration": self.iteration, "consumed_samples": self.samples}
+        self.journal.append(
+            "decision",
+            number=self.number,
+            **where,
+            obeyed=decision.kind != "stay" and obeyed,
+            situation=json.loads(json.dumps(situation.to_json())),
+            decision=told,
+        )
+        if decision.kind == "stay" or not obeyed:
+            return decision
+        before = (self.batch, self.micro, str(self.layout))
+        if decision.kind == "relayout":
+            self._switch(str(decision.to.as_layout), where)
+        to = decision.to
+        self.batch, self.micro = to.global_batch_size, to.micro_batch_size
+        self.layout = to.as_layout
+        self._outcome(decision, before, where)
+        return decision
+
+    def _switch(self, to: str, where: dict[str, Any]) -> None:
+        about = {"number": self.number, **where, "start": str(self.layout), "to": to}
+        self.journal.append("switch.requested", **about, way="inprocess", predicted_s=2.0)
+        phases = {"prepare": 0.125, "copy": 0.25, "copy together": 0.0625, "transfer": 1.5}
+        outcome = {"kind": "moved", "reason": "", "phases": phases, "pause_s": 1.875}
+        self.journal.append("switch", **about, outcome=outcome)
+        self.tracker.event("layout", self.iteration, self.samples, layout=to)
+
+    def _outcome(
+        self, decision: Decision, before: tuple[int, int, str], where: dict[str, Any]
+    ) -> None:
+        speed = decision.to.samples_per_s
+        self.journal.append(
+            "outcome",
+            decision=self.number,
+            **where,
+            from_batch=before[0],
+            from_micro_batch=before[1],
+            from_layout=before[2],
+            to_batch=self.batch,
+            to_micro_batch=self.micro,
+            to_layout=str(self.layout),
+            predicted_samples_per_s=speed,
+            gain=decision.gain,
+            reason=decision.reason,
+            samples_per_s_before=0.9 * speed,
+            samples_per_s=0.95 * speed,
+            steps=50,
+            loss_slope=-0.5,
+            slope_before=-1.0,
+        )
+
+    def evaluate(self, loss: float) -> None:
+        """An evaluation."""
+        self.tracker.evaluation(
+            iteration=self.iteration, consumed_samples=self.samples, losses={"lm loss": loss}
+        )
+
+    def end(self, why: str = "done") -> None:
+        """The end of a run that is not killed."""
+        self.tracker.event("run.end", self.iteration, self.samples, why=why)
+        self.journal.append("end", iteration=self.iteration, changes=0)
+        self.tracker.close()
+
+
+def usual_run(path: Path, *, steps: int = 120, every: int = 20, **flags: Any) -> WrittenRun:
+    """A run that decides every so many steps, evaluates once, and ends."""
+    run = WrittenRun(path, **flags)
+    for _ in range(steps // every):
+        run.step(every)
+        run.decide()
+    run.evaluate(2.25)
+    run.end()
+    return run

@@ -1,0 +1,307 @@
+"""The report of a run: its numbers are those of the files, whatever these hold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copus_ext.report.figures import most_points
+from copus_ext.report.lines import Lines
+from copus_ext.report.page import Book, names_of, render, script_json
+from copus_ext.report.thin import kept, running_mean, turns
+from megatron.training.metrics import read_metrics
+from tests.helpers.written_runs import WrittenRun, usual_run
+from tools import report as tool
+
+HOSTILE = "</script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 %{y} \ud800"
+
+
+def payload_of(*runs: Path) -> dict[str, Any]:
+    book = Book(runs)
+    book.refresh()
+    return book.payload()
+
+
+def embedded(page: str) -> dict[str, Any]:
+    """What a browser would find in the page."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    return json.loads(data)
+
+
+def traces(payload: dict[str, Any], figure: str) -> dict[str, dict[str, Any]]:
+    (found,) = [f for f in payload["figures"] if f["id"] == figure]
+    return {trace["name"]: trace for trace in found["data"]}
+
+
+def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
+    records = map(json.loads, path.read_text().splitlines())
+    return [record for record in records if record["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 120 steps with changes of batch and layout."""
+    return usual_run(tmp_path_factory.mktemp("runs") / "usual").path
+
+
+@pytest.fixture(scope="module")
+def shown(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What its page holds."""
+    out = tmp_path_factory.mktemp("out") / "report.html"
+    assert tool.main([str(run), "-o", str(out)]) == 0
+    return embedded(out.read_text())
+
+
+def test_steps_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None:
+    steps = lines_of(run / "metrics.jsonl", "step")
+    loss = traces(shown, "loss")["loss"]
+    assert loss["y"] == [s["losses"]["lm loss"] for s in steps]
+    assert loss["meta"]["x"]["steps"] == [s["iteration"] for s in steps]
+    assert loss["meta"]["x"]["samples"] == [s["consumed_samples"] for s in steps]
+    assert loss["meta"]["tokens"] == 128
+    begin = lines_of(run / "metrics.jsonl", "run.start")[0]["t"]
+    hours = [(s["t"] - begin) / 3600 for s in steps]
+    assert loss["meta"]["x"]["hours"] == pytest.approx(hours, abs=1e-6)
+    phi = traces(shown, "noise")["noise scale phi"]
+    assert phi["y"] == [s["noise"]["phi_samples"] for s in steps]
+    assert [c[1:] for c in phi["customdata"]] == [
+        [s["noise"]["low_samples"], s["noise"]["high_samples"]] for s in steps
+    ]
+    course = traces(shown, "course")
+    assert course["learning rate"]["y"] == [s["learning_rate"] for s in steps]
+    (evaluated,) = lines_of(run / "metrics.jsonl", "eval")
+    assert traces(shown, "loss")["evaluation"]["y"] == [evaluated["losses"]["lm loss"]]
+
+
+def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None:
+    steps = lines_of(run / "metrics.jsonl", "step")
+    course = traces(shown, "course")
+    batch = course["batch"]
+    by_step = dict(zip(batch["meta"]["x"]["steps"], batch["y"]))
+    sizes = [s["global_batch_size"] for s in steps]
+    assert len(set(sizes)) > 2
+    assert all(by_step[steps[i]["iteration"]] == sizes[i] for i in turns(sizes))
+    switch = lines_of(run / "journal.jsonl", "switch")
+    assert course["layout"]["y"][0] == "tp1.pp1.dp4"
+    assert course["layout"]["y"][-1] == switch[-1]["to"]
+    pauses = traces(shown, "pauses")
+    phases = switch[0]["outcome"]["phases"]
+    # What all ranks do together is a part of its phase and counts once.
+    assert {n: t["x"][0] for n, t in pauses.items()} == {
+        n: s for n, s in phases.items() if not n.endswith("together")
+    }
+    outcomes = lines_of(run / "journal.jsonl", "outcome")
+    compared = traces(shown, "predictions")["changes"]
+    assert compared["x"] == [o["predicted_samples_per_s"] for o in outcomes]
+    assert compared["y"] == [o["samples_per_s"] for o in outcomes]
+
+
+def test_the_journal_has_every_decision_with_its_numbers(run: Path, shown: dict[str, Any]) -> None:
+    decisions = lines_of(run / "journal.jsonl", "decision")
+    told = [line for line in shown["journal"] if line[4] in ("change", "stay")]
+    assert [line[2] for line in told] == [d["iteration"] for d in decisions]
+    assert [line[6] for line in told] == [d["decision"]["reason"] for d in decisions]
+    changed = [(d, line) for d, line in zip(decisions, told) if d["decision"]["kind"] != "stay"]
+    assert changed
+    for decision, line in changed:
+        chosen = next(
+            c for c in decision["decision"]["candidates"] if c["row"] == decision["decision"]["to"]
+        )
+        assert (line[7], line[8]) == (decision["decision"]["gain"], chosen["needed"])
+        assert "samples/s" in line[9]
+
+
+def test_a_landscape_agrees_with_what_the_decision_saw(shown: dict[str, Any]) -> None:
+    (lands,) = shown["landscapes"]
+    assert len(lands["items"]) == 6 and lands["path"][0][1:] == ["tp1.pp1.dp4", 8]
+    num_compared = 0
+    for item in lands["items"]:
+        assert item["by_goodput"] and item["words"]
+        for layout, batch, micro, speed, gain, *_ in item["candidates"]:
+            i, j = item["layouts"].index(layout), item["batches"].index(batch)
+            if item["micros"][i][j] == micro:
+                assert item["gains"][i][j] == pytest.approx(gain, abs=1e-9)
+                assert item["speeds"][i][j] == speed
+                num_compared += 1
+    assert num_compared > 20
+
+
+def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path, launch="job.0.0")
+    run.step(20)
+    run.decide()
+    run.step(10, loss=9.0)
+    run.decide()
+    run.relaunch("job.0.1", iteration=20, samples=160)
+    run.step(15, loss=3.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"v":1,"kind":"step","launch":"job.0.1","iter')
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"kind": "decision", "version": 1, "ti')
+    shown = payload_of(tmp_path)
+    loss = traces(shown, "loss")["loss"]
+    kept_steps = [r for r in read_metrics(tmp_path) if r["kind"] == "step"]
+    assert loss["y"] == [r["losses"]["lm loss"] for r in kept_steps]
+    assert loss["y"][20:] == [3.0] * 15 and loss["meta"]["x"]["steps"] == list(range(1, 36))
+    undone = [line[9] for line in shown["journal"] if line[2] == 30 and line[4] != "run"]
+    assert len(undone) == 1 and "undone" in undone[0]
+    assert [item["iteration"] for item in shown["landscapes"][0]["items"]] == [20]
+    facts = dict(shown["runs"][0]["facts"])
+    assert "killed" in facts["State"] and facts["Launches"] == "2"
+
+
+def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "<script>alert(1)<" / "script>&"
+    run = WrittenRun(folder, copus_policy=HOSTILE, tokenizer_model=HOSTILE, data_path=[HOSTILE])
+    run.step(20)
+    run.decide(reason=HOSTILE)
+    run.tracker.event("alert", 20, 160, alert="x", line=HOSTILE)
+    run.journal.append("failure", iteration=20, error=HOSTILE)
+    run.end(HOSTILE)
+    payload = payload_of(folder)
+    payload["runs"][0]["name"] = HOSTILE.encode(errors="replace").decode()
+    page = render(payload)
+    ours = page[: page.index('<script type="application/json"')]
+    assert "alert(1)" in ours and "<script>alert" not in ours
+    (data,) = re.findall(r'id="data">(.*?)</script>', page, re.S)
+    assert "<" not in data and "alert(1)" in data
+    assert json.loads(data) == payload
+    said = HOSTILE.encode(errors="replace").decode().replace("\u2028", " ")
+    assert " ".join(said.split()) in [line[6] for line in payload["journal"]]
+
+
+def test_values_of_the_wrong_kind_are_left_out(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path, seq_length="long", train_samples=[1])
+    run.step(2)
+    wrong: list[Any] = [None, "NaN", [], {}, 10**400, "x"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        for kind, value in itertools.product(("step", "eval", "alert", "run.start", 7), wrong):
+            names = ("iteration", "consumed_samples", "t", "losses", "noise", "config", "layout")
+            names = (*names, "global_batch_size", "learning_rate", "launch", "why", "line")
+            file.write(json.dumps({"kind": kind, **dict.fromkeys(names, value)}) + "\n")
+        file.write('[1]\n"x"\n{"kind": "step", "iteration": 3, "consumed_samples": 24}\n')
+    whole = {"number": 1, "iteration": 1, "outcome": {}, "decision": {}, "situation": {}}
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        kinds = ("start", "decision", "outcome", "switch", "switch.requested", "spike", "end")
+        for kind, name, value in itertools.product(kinds, whole, wrong):
+            file.write(json.dumps({"kind": kind, "time": value, **whole, name: value}) + "\n")
+    payload = payload_of(tmp_path)
+    assert traces(payload, "loss")["loss"]["meta"]["x"]["steps"] == [1, 2, 3]
+    assert script_json(payload)
+
+
+@pytest.mark.parametrize("steps", [None, 0, 1])
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path: Path, steps: int | None) -> None:
+    if steps is not None:
+        WrittenRun(tmp_path).step(steps)
+    page = render(payload_of(tmp_path))
+    assert len(traces(embedded(page), "loss")["loss"]["y"]) == (steps or 0)
+
+
+def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> None:
+    shutil.copy(run / "journal.jsonl", tmp_path / "kept.journal.jsonl")
+    payload = payload_of(tmp_path / "kept.journal.jsonl")
+    assert len(payload["landscapes"][0]["items"]) == 6
+    assert any(traces(payload, "pauses").values())
+
+
+def test_runs_are_compared_at_the_loss_that_all_reached(tmp_path: Path) -> None:
+    for name, level in (("a", 2.0), ("b", 3.0)):
+        run = WrittenRun(tmp_path / name)
+        run.step(60, loss=5.0)
+        run.step(60, loss=level)
+        run.end()
+    payload = payload_of(tmp_path / "a", tmp_path / "b")
+    assert payload["common"] == 3.0
+    tokens = [
+        dict(zip(payload["compared"], line))["tokens to common loss"] for line in payload["compare"]
+    ]
+    # The mean of 50 steps is down to 3 after the 34th step at 2, and the 50th at 3.
+    assert tokens == ["96.3 k", "113 k"]
+    assert {t.split(":")[0] for t in traces(payload, "loss")} == {"a", "b"}
+
+
+def test_names_tell_runs_apart(tmp_path: Path) -> None:
+    assert names_of([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+    assert len(set(names_of([tmp_path, tmp_path]))) == 2
+
+
+COLUMN = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400)
+
+
+@given(COLUMN, st.integers(1, 60))
+def test_fewer_points_keep_both_ends_extremes_and_gaps(
+    column: list[float | None], most: int
+) -> None:
+    chosen = kept([column], most)
+    assert len(chosen) <= max(most, len(column) if len(column) <= most else 5 + 4 * most // 3)
+    assert {0, len(column) - 1} <= set(chosen) and chosen == sorted(set(chosen))
+    values = [v for v in column if v is not None]
+    picked = [v for v in (column[i] for i in chosen) if v is not None]
+    if values:
+        assert max(picked) == max(values) and min(picked) == min(values)
+    assert (None in column) == (None in [column[i] for i in chosen])
+
+
+def test_a_hundred_thousand_steps_become_few_and_keep_every_spike_and_turn() -> None:
+    spikes = {777: 50.0, 50_001: -3.0, 99_998: 40.0}
+    loss = [spikes.get(i, 2.0 + math.sin(i)) for i in range(100_000)]
+    chosen = kept([loss], most_points(1))
+    assert spikes.keys() <= set(chosen) and len(chosen) <= most_points(1) + 1
+    batch = [8 << (i // 9_999) for i in range(100_000)]
+    assert [batch[i] for i in turns(batch)][:-1] == sorted(set(batch))
+
+
+@given(st.lists(st.none() | st.floats(-100, 100), max_size=60), st.integers(1, 70))
+def test_a_running_mean_is_that_of_the_last_values(values: list[float | None], window: int) -> None:
+    for i, mean in enumerate(running_mean(values, window)):
+        known = [v for v in values[max(i + 1 - window, 0) : i + 1] if v is not None]
+        assert mean == (pytest.approx(math.fsum(known) / len(known)) if known else None)
+
+
+def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = Lines(path)
+    assert list(lines.new()) == []
+    path.write_text('{"a": 1}\nnot json\n[2]\n{"a": 3}\n{"a": 4')
+    found = list(lines.new())
+    assert [record for _, record in found] == [{"a": 1}, {"a": 3}]
+    assert [lines.at(place) for place, _ in found] == [{"a": 1}, {"a": 3}]
+    with path.open("a") as file:
+        file.write('2}\n{"a": 5}\n')
+    assert [record["a"] for _, record in lines.new()] == [42, 5]
+    assert not lines.is_another() and list(lines.new()) == []
+    path.write_text('{"b": 1}\n')
+    assert lines.is_another() and [r for _, r in lines.new()] == [{"b": 1}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nowhere", "-o", "x.html"], 2, "--run-dir"),
+        (["RUN", "-o", "no/such/folder/x.html"], 5, "-o"),
+        (["RUN"] * 17 + ["-o", "x.html"], 2, "at most 16"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    arguments: list[str],
+    code: int,
+    said: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tool.main([str(run) if word == "RUN" else word for word in arguments]) == code
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and list(tmp_path.iterdir()) == []

@@ -1,0 +1,140 @@
+"""The live page answers its reader and nobody else, and changes nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from copus_ext.report import serve
+from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server
+from tests.helpers.written_runs import WrittenRun
+
+TOKEN = "a token of some length"
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WrittenRun:
+    run = WrittenRun(tmp_path / "run")
+    run.step(12)
+    return run
+
+
+@pytest.fixture(params=[None, TOKEN], ids=["open", "token"])
+def server(run: WrittenRun, request: pytest.FixtureRequest) -> Iterator[ReportServer]:
+    """One that listens on this machine."""
+    made = make_server(run.path, address="127.0.0.1", port=0, token=request.param)
+    made.source._not_before = 0.0
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def ask(
+    server: ReportServer, path: str, *, method: str = "GET", host: str = "localhost", **fields: str
+) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.putrequest(method, path, skip_host=True)
+    for name, value in {"Host": host, **fields}.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), body
+
+
+def cookie_of(server: ReportServer) -> dict[str, str]:
+    """What a reader sends once it was let in."""
+    if server.token is None:
+        return {}
+    _, fields, _ = ask(server, f"/?token={TOKEN.replace(' ', '%20')}")
+    return {"Cookie": fields["Set-Cookie"].split(";")[0]}
+
+
+def test_a_reader_gets_the_page_and_what_was_written_since(
+    server: ReportServer, run: WrittenRun
+) -> None:
+    known = cookie_of(server)
+    status, fields, page = ask(server, "/", **known)
+    assert status == 200 and b'src="plotly.js"' in page and len(page) < 1_000_000
+    assert "default-src 'none'" in fields["Content-Security-Policy"]
+    status, fields, data = ask(server, "/data.json", **known)
+    shown = json.loads(data)
+    assert dict(shown["runs"][0]["facts"])["Steps"] == "12" and shown["poll_s"] == serve.POLL_S
+    again, more, nothing = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
+    assert again == 304 and nothing == b""
+    run.step(3)
+    server.source._not_before = 0.0
+    status, more, data = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
+    assert status == 200 and more["ETag"] != fields["ETag"]
+    assert dict(json.loads(data)["runs"][0]["facts"])["Steps"] == "15"
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics.jsonl", "/../run/metrics.jsonl", "/%2e%2e/", "/run/", "//"]
+)
+def test_there_are_no_other_files(server: ReportServer, path: str) -> None:
+    status, _, body = ask(server, path, **cookie_of(server))
+    assert status in (200, 404) and b'"kind"' not in body
+    assert status == 404 or path == "//"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "XYZ"])
+def test_nothing_can_be_written(server: ReportServer, method: str) -> None:
+    status, fields, body = ask(server, "/", method=method, **cookie_of(server))
+    assert (status, fields["Allow"], body) == (405, "GET, HEAD", b"")
+
+
+def test_a_head_has_no_body(server: ReportServer) -> None:
+    status, fields, body = ask(server, "/", method="HEAD", **cookie_of(server))
+    assert status == 200 and int(fields["Content-Length"]) > 1000 and body == b""
+
+
+@pytest.mark.parametrize("host", ["evil.example", "", "localhost.evil.example", "10.0.0.1", "[::"])
+def test_a_name_that_others_may_point_here_is_refused(server: ReportServer, host: str) -> None:
+    status, _, body = ask(server, "/data.json", host=host, **cookie_of(server))
+    assert status in (400, 421) and b"runs" not in body
+
+
+def test_without_the_token_there_is_nothing(server: ReportServer) -> None:
+    if server.token is None:
+        return
+    wrong = f"{server.cookie}=wrong"
+    attempts = [{}, {"Cookie": wrong}, {"Cookie": "\x80\xff;;="}, {"Cookie": f"copus_1={TOKEN}"}]
+    for path in ("/", "/data.json", "/plotly.js", "/?token=", "/?token=wrong", "/?token=%ff"):
+        for fields in attempts:
+            status, sent, body = ask(server, path, **fields)
+            assert status == 403 and "Set-Cookie" not in sent and b"runs" not in body
+    status, fields, body = ask(server, f"/?token={TOKEN.replace(' ', '+')}")
+    assert status == 200 and TOKEN.encode() not in body and TOKEN not in str(fields)
+    assert "HttpOnly" in fields["Set-Cookie"] and "SameSite=Strict" in fields["Set-Cookie"]
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "", "::", "192.0.2.1", "some.host", "127.0.0.1.x"])
+def test_other_addresses_need_a_token(run: WrittenRun, address: str) -> None:
+    with pytest.raises(ValueError, match="--token"):
+        make_server(run.path, address=address, port=0, token=None)
+    with pytest.raises(ValueError, match="--token"):
+        make_server(run.path, address=address, port=0, token="short")
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        make_server(tmp_path / "nowhere", address="127.0.0.1", port=0, token=None)
+
+
+def test_which_names_are_of_this_machine() -> None:
+    assert all(map(is_local, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+    assert is_own_host("[::1]:80", local_only=True) and is_own_host("localhost:1", local_only=True)
+    assert is_own_host("10.1.2.3:8000", local_only=False)
+    assert not is_own_host("evil.example", local_only=False)
+    assert not is_own_host(None, local_only=False)
