@@ -157,6 +157,7 @@ def make_server(run: Path, *, address: str, port: int, token: str | None) -> Rep
         )
     if token is not None and len(token) < LEAST_TOKEN:
         raise ValueError(f"--token is short; give at least {LEAST_TOKEN} characters")
+    _plotly()  # if it is missing, that is said now
     return ReportServer((address, port), Source(run), token)
 
 
