@@ -106,6 +106,19 @@ def line(result: Any, name: str) -> str:
     return f"   {name:28s} saved % by seed: {seeds}   of the oracle's: {share}"
 
 
+def over(result: Any, name: str, others: list[str]) -> float | None:
+    """Time that a policy saves over the fastest of others at each target, mean over those targets
+    that both reach."""
+    own = result.score(name).times_s
+    found = []
+    for target, seconds in own.items():
+        times = [result.score(other).times_s[target] for other in others]
+        best = min((t for t in times if t is not None), default=None)
+        if best is not None and seconds is not None:
+            found.append(1 - seconds / best)
+    return statistics.fmean(found) if found else None
+
+
 def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
     """A policy against the goals, over some scenarios."""
     scores = {preset: result.score(name) for preset, result in results.items()}
@@ -115,6 +128,7 @@ def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
     }
     saved = [score.mean_saved for score in scores.values()]
     known = [s for s in saved if s is not None]
+    statics = {p: [n for n in r.runs if n.startswith("static_")] for p, r in results.items()}
     mean = statistics.fmean(known) if len(known) == len(saved) else None
     whole = statistics.fmean(oracle.values())
     share = None if mean is None else mean / whole
@@ -123,6 +137,8 @@ def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
         "oracle_saved": whole,
         "oracle_share": share,
         "by_preset": {preset: score.mean_saved for preset, score in scores.items()},
+        "over_statics": {p: over(r, name, statics[p]) for p, r in results.items()},
+        "over_same_start": {p: over(r, name, statics[p][:1]) for p, r in results.items()},
         "peak": max((s.peak for s in scores.values() if s.peak is not None), default=None),
         "worst": min((s.worst for s in scores.values() if s.worst is not None), default=None),
         "goal_saved_is_met": mean is not None and mean >= GOAL_SAVED,
@@ -206,6 +222,9 @@ def main() -> int:
         mean = "-" if found["mean_saved"] is None else f"{100 * found['mean_saved']:+.1f} %"
         print(f"{name}: {mean} mean of the paper's clusters, goals met: ", end="")
         print(found["goal_saved_is_met"], found["goal_share_is_met"])
+        for what in ("over_statics", "over_same_start"):
+            parts = [p for p in found[what].values() if p is not None]
+            print(f"   {what}: " + ", ".join(f"{100 * p:+.1f} %" for p in parts))
     print(
         f"{record['runs_per_minute']:.0f} runs a minute, "
         f"{record['runs_per_minute_of_one_core']:.0f} a minute of one core's time"
