@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from copus_ext.reconfigure.checked import read_value
+from copus_ext.tail import open_plain
+
 _LONGEST_LINE = 1 << 26
 _MOST_TEXT = 2000
 _ENDLESS = 1e300
@@ -30,7 +33,7 @@ class Lines:
         """Whether what was read is no longer the beginning of the file; the next call of `new`
         starts over then."""
         try:
-            status = self.path.stat()
+            status = self.path.lstat()
         except OSError:
             return self._at > 0
         return status.st_size < self._at or (self._at > 0 and status.st_ino != self._file_number)
@@ -45,7 +48,7 @@ class Lines:
         if self.is_another():
             self._at = 0
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path)
         except (FileNotFoundError, NotADirectoryError):  # of a run only the journal is left
             return
         with file:
@@ -62,7 +65,7 @@ class Lines:
     def at(self, place: int) -> dict[str, Any]:
         """The record that begins at a place; empty if it is no longer there."""
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 file.seek(place)
                 return _record(file.readline(_LONGEST_LINE)) or {}
         except OSError:
@@ -80,12 +83,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def small_json(path: Path, most_bytes: int = 1 << 20) -> dict[str, Any]:
     """The object in a small file that anybody may have written; empty if there is none."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return _record(os.read(handle, most_bytes)) or {}
-        finally:
-            os.close(handle)
-    except OSError:
+        return table(read_value(path, lambda value: value, most_bytes=most_bytes))
+    except ValueError:
         return {}
 
 

@@ -31,7 +31,7 @@ class RunReader:
     def __init__(self, run: Path, *, name: str) -> None:
         is_journal = run.is_file()
         self.run, self.name = run, name
-        self.journal = Lines(run if is_journal else run / JOURNAL)
+        self.journal = Lines(run.resolve() if is_journal else run / JOURNAL)
         self._metrics = Lines(run / METRICS_FILE)
         self._records: list[dict[str, Any]] = []
         self._journal: list[tuple[int, dict[str, Any]]] = []
