@@ -8,10 +8,10 @@ from typing import Any
 
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 from copus_ext.goodput.summary import goodput, next_choice
-from copus_ext.report.ends import Decided, number, text, whole
+from copus_ext.report.ends import Decided
+from copus_ext.report.values import FOREIGN, LINE, number, text, whole
 
 _CHANGES = 3
-_FOREIGN = (TypeError, KeyError, ValueError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +108,10 @@ def deciding_of(decided: Decided, *, present: tuple[str, int | None, int | None]
     if decided.last is not None:
         try:
             known = _weighed(decided.last, present)
-        except _FOREIGN:
+        except FOREIGN:
             known["reason"] = "the journal is of another version"
     if failures := decided.of("failure"):
-        known["reason"] = f"ended with an error: {text(failures[-1].get('error'))}"
+        known["reason"] = f"ended with an error: {text(failures[-1].get('error'), LINE)}"
     return Deciding(
         mode=text(start.get("mode")) or "act",
         policy=text(policy),
@@ -127,7 +127,7 @@ def _weighed(record: Mapping[str, Any], present: tuple[str, int | None, int | No
     found = next_choice(s, d) if row == s.now else None
     return {
         "iteration": s.iteration,
-        "reason": text(d.reason),
+        "reason": text(d.reason, LINE),
         "target_batch": d.target_batch,
         "goodput": None if row is None else goodput(s, row),
         "best": None if found is None else _choice(s, found),
@@ -213,7 +213,7 @@ def _change(about: Mapping[str, dict[str, Any]]) -> Change:
 def _layout(row: Mapping[str, Any]) -> str:
     try:
         return str(Row(**row).as_layout)
-    except _FOREIGN:
+    except FOREIGN:
         return ""
 
 
@@ -226,7 +226,7 @@ def _state(decision: Mapping, outcome: Mapping, switch: Mapping, *, is_move: boo
     if isinstance(moved, dict):
         if moved.get("kind") == "moved":
             return "being measured"
-        return f"not done: {text(moved.get('reason'))}"
+        return f"not done: {text(moved.get('reason'), LINE)}"
     if switch:
-        return f"not done: {text(switch.get('reason'))}"
+        return f"not done: {text(switch.get('reason'), LINE)}"
     return "under way" if is_move else "being measured"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
-from copus_ext.report.lines import number, rows, table, text, whole
+from copus_ext.report.values import number, rows, seconds_of, table, text, whole
 
 _PARTS = ("switch.requested", "switch.begin", "switch.commit", "decision", "outcome", "switch")
 
@@ -331,11 +330,3 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
         micro=whole(row.get("micro_batch_size")),
         layout=layout_name(row),
     )
-
-
-def seconds_of(date: Any) -> float | None:
-    """Seconds since the epoch of a date of the journal."""
-    try:
-        return datetime.fromisoformat(date).timestamp()
-    except (TypeError, ValueError, OverflowError, OSError):
-        return None

@@ -7,12 +7,12 @@ import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from copus_ext.journal import NAME as JOURNAL
-from copus_ext.reconfigure.checked import one_line, read_value
+from copus_ext.report.lines import small_json
+from copus_ext.report.values import table, text, whole, written
 from copus_ext.tail import Tail, last_lines
 from megatron.training.metrics import METRICS_FILE, committed_history, decode
 
@@ -22,34 +22,13 @@ _STEP_BYTES = 1 << 20
 """Of the last steps."""
 _KIND_BYTES = 100
 """The kind is among the first fields of a line."""
-_CONFIG_BYTES = 1 << 20
 _STEPS = 100
 _CHANGES = 3
 
 
-def number(value: Any) -> float | None:
-    """The value if it is a number, NaN and infinities among them."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def whole(value: Any) -> int | None:
-    """The value if it is a whole number."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def text(value: Any) -> str:
-    """One line without control characters, whatever the value is; nothing for None."""
-    return "" if value is None else one_line(str(value))
-
-
 def seconds(record: Mapping[str, Any]) -> float:
     """When a record was written, in seconds since the epoch; 0 if it does not say."""
-    if (known := number(record.get("t"))) is not None:
-        return known
-    try:
-        return datetime.fromisoformat(str(record.get("time"))).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return 0.0
+    return written(record) or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +105,7 @@ def _size(path: Path) -> int:
 
 def _config(run: Path, start: Mapping[str, Any] | None) -> dict[str, Any]:
     known = None if start is None else start.get("config")
-    if isinstance(known, dict):
-        return known
-    try:
-        known = read_value(run / "config.json", lambda data: data, most_bytes=_CONFIG_BYTES)
-    except ValueError:
-        known = None
-    return known if isinstance(known, dict) else {}
+    return known if isinstance(known, dict) else small_json(run / "config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +148,7 @@ def read_decided(run: Path) -> Decided:
 
 
 def _verdict(record: Mapping[str, Any]) -> dict[str, Any]:
-    known = record.get("decision")
-    return known if isinstance(known, dict) else {}
+    return table(record.get("decision"))
 
 
 def _decoded(lines: Iterable[bytes]) -> list[dict[str, Any]]:

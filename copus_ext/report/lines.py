@@ -1,21 +1,18 @@
-"""JSON lines that may still be written: each record once, with the place where it begins; and
-values that anybody may have written, taken for what they should be or left out."""
+"""JSON lines that may still be written: each record once, with the place where it begins."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from copus_ext.reconfigure.checked import read_value
+from copus_ext.report.values import table
 from copus_ext.tail import open_plain
 
 _LONGEST_LINE = 1 << 26
-_MOST_TEXT = 2000
-_ENDLESS = 1e300
 
 
 class Lines:
@@ -86,37 +83,3 @@ def small_json(path: Path, most_bytes: int = 1 << 20) -> dict[str, Any]:
         return table(read_value(path, lambda value: value, most_bytes=most_bytes))
     except ValueError:
         return {}
-
-
-def number(value: Any) -> float | None:
-    """The value, unchanged, if it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if abs(value) < _ENDLESS and math.isfinite(value) else None
-
-
-def whole(value: Any) -> int | None:
-    """The value if it is a whole number."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and abs(value) < _ENDLESS else None
-
-
-def text(value: Any, most: int = _MOST_TEXT) -> str:
-    """The value as one short line; empty for None."""
-    if value is None:
-        return ""
-    shown = value if isinstance(value, str) else str(value)
-    # A lone surrogate is legal JSON and cannot be written to a file.
-    shown = shown[: most + 1].encode(errors="replace").decode()
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= most else shown[:most] + "..."
-
-
-def table(value: Any) -> dict[str, Any]:
-    """The value if it is an object, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def rows(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

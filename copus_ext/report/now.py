@@ -14,17 +14,9 @@ from copus_ext.perf.model_spec import SpecError
 from copus_ext.report import alarms
 from copus_ext.report.alarms import Alarm
 from copus_ext.report.deciding import Deciding, deciding_of
-from copus_ext.report.ends import (
-    Decided,
-    Record,
-    number,
-    read_decided,
-    read_record,
-    seconds,
-    text,
-    whole,
-)
+from copus_ext.report.ends import Decided, Record, read_decided, read_record, seconds
 from copus_ext.report.signs import State, is_paused, latest_checkpoint, read_signs
+from copus_ext.report.values import measured, number, table, text, whole
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.layout import Layout
 
@@ -163,7 +155,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
         valid_loss=_loss(evaluated),
         valid_iteration=whole(evaluated.get("iteration")),
         learning_rate=number(last.get("learning_rate")),
-        grad_norm=number(last.get("grad_norm")),
+        grad_norm=measured(last.get("grad_norm")),
         skipped=sum(step.get("updated") is False for step in record.steps),
         batch=batch,
         micro_batch=micro,
@@ -190,8 +182,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
 
 
 def _loss(record: dict[str, Any]) -> float | None:
-    losses = record.get("losses")
-    return number(losses.get("lm loss")) if isinstance(losses, dict) else None
+    return measured(table(record.get("losses")).get("lm loss"))
 
 
 def _noise(record: Record) -> Noise | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.report.history import Evaluation, Event, Launch, LayoutAt, RunHistory, Step
-from copus_ext.report.lines import Lines, number, small_json, table, text, whole
+from copus_ext.report.lines import Lines, small_json
+from copus_ext.report.values import number, table, text, whole
 from megatron.training.control import LOCK_FILE, PAUSE_FILE, STOP_FILE
 from megatron.training.metrics import METRICS_FILE, committed_history
 

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from copus_ext.reconfigure.checked import check_number, read_value
-from copus_ext.report.ends import Decided, Record, seconds, text
+from copus_ext.report.ends import Decided, Record, seconds
+from copus_ext.report.lines import small_json
+from copus_ext.report.values import LINE, text
 from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE, STOP_FILE
 from megatron.training.lock import STALE_S
 
@@ -70,12 +72,12 @@ def read_signs(run: Path, record: Record, decided: Decided, *, t: float) -> Sign
     silent_s = max(t - seen, 0.0) if seen else None
     since = record.since_start
     if ends := [event for event in since if event.get("kind") == "run.end"]:
-        why = text(ends[-1].get("why"))
+        why = text(ends[-1].get("why"), LINE)
         state: State = "done" if why == "done" else "stopped"
         return Signs(state=state, why="" if state == "done" else why, silent_s=silent_s)
     if not record.events and not record.steps and locked is None:
         return Signs(state="empty", why="nothing is recorded yet", silent_s=silent_s)
-    faults = [text(e.get("line")) for e in since if _is_fatal(e)]
+    faults = [text(e.get("line"), LINE) for e in since if _is_fatal(e)]
     if locked is None and (run / LOCK_FILE).parent.is_dir():
         why = faults[-1] if faults else "it ended without a last record; its output says why"
         return Signs(state="failed", why=why, silent_s=silent_s)
@@ -115,14 +117,7 @@ def _is_fatal(event: dict[str, Any]) -> bool:
 
 def _phase(run: Path, record: Record, decided: Decided) -> State:
     """What a living run is about: as rank 0 says, else as the record does."""
-    try:
-        beat = read_value(
-            run / HEARTBEATS / "0",
-            lambda data: data if isinstance(data, dict) else {},
-            most_bytes=_HEARTBEAT_BYTES,
-        )
-    except ValueError:
-        beat = None
+    beat = small_json(run / HEARTBEATS / "0", _HEARTBEAT_BYTES)
     if beat and beat.get("launch") == record.launch:
         known = _PHASES.get(str(beat.get("doing")))
         # It is written every few seconds, and a record of a step is newer.

@@ -13,8 +13,8 @@ from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.perf.model_spec import ModelSpec
 from copus_ext.report.decisions import Decided, Decisions, Outcome
 from copus_ext.report.history import Launch, RunHistory
-from copus_ext.report.lines import text
 from copus_ext.report.thin import running_mean
+from copus_ext.report.values import text
 from copus_ext.report.words import headline, percent, result, seconds, step_from, switched
 from megatron.training.lock import STALE_S
 
