@@ -74,11 +74,17 @@ class Tail:
 def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
     """The lines among the last bytes of a file, undecoded, for those who need few of them; none, if
     it cannot be read. The first may lack its beginning."""
+    return (line for _, line in placed_lines(path, most_bytes))
+
+
+def placed_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """The same with the place where each begins."""
     try:
         with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - most_bytes, 0))
+            at = file.seek(max(size - most_bytes, 0))
             while line := file.readline(_LONGEST_LINE):
-                yield line
+                yield at, line
+                at += len(line)
     except OSError:
         return

@@ -52,7 +52,7 @@ class Lines:
             self._file_number = os.fstat(file.fileno()).st_ino
             file.seek(self._at)
             while line := file.readline(_LONGEST_LINE):
-                begin, record = self._at, _record(line)
+                begin, record = self._at, record_of(line)
                 if record is None and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                     return
                 self._at += len(line)
@@ -64,12 +64,13 @@ class Lines:
         try:
             with open_plain(self.path) as file:
                 file.seek(place)
-                return _record(file.readline(_LONGEST_LINE)) or {}
+                return record_of(file.readline(_LONGEST_LINE)) or {}
         except OSError:
             return {}
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None if it is torn or something else."""
     try:
         record = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
