@@ -22,6 +22,7 @@ from rich.live import Live
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.report.now import Now, read_now
 from copus_ext.report.screen import screen
+from copus_ext.tail import open_plain
 from megatron.training.metrics import METRICS_FILE, encode
 
 _EVERY_S = 2.0
@@ -59,6 +60,13 @@ def problem_of(run: Path) -> str:
         is_run = any((run / name).exists() for name in _FILES)
     except OSError as error:
         return f"{run} cannot be read: {error.strerror or error}"
+    for name in (METRICS_FILE, JOURNAL):
+        try:
+            open_plain(run / name).close()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{run / name} cannot be read: {error.strerror or error}"
     return "" if is_run else f"{run} holds no run: neither {METRICS_FILE} nor {JOURNAL} is there"
 
 

@@ -4,11 +4,11 @@ line."""
 from __future__ import annotations
 
 import json
-import os
-import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
+
+from copus_ext.tail import open_plain
 
 MAX_NUMBER = 1 << 53
 """Largest whole number that JSON readers agree on."""
@@ -91,10 +91,7 @@ def read_value(
 
 def _read_small(path: Path, most_bytes: int) -> bytes:
     """The bytes of a plain file that nobody made to hurt: no link, no pipe, not large."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise ValueError("it is no plain file")
+    with open_plain(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")

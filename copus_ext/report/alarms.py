@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from copus_ext.launch.budget import Limits
 from copus_ext.report.deciding import Deciding
-from copus_ext.report.ends import Record, seconds, text, whole
+from copus_ext.report.ends import Record, seconds
 from copus_ext.report.signs import Signs
+from copus_ext.report.values import LINE, text, whole
 
 SLOW_STEPS = 10
 """No step for so many medians."""
@@ -44,10 +45,10 @@ def recorded(record: Record, *, t: float) -> list[Alarm]:
     found = []
     for event in record.since_start:
         if event.get("kind") in ("alert", "fault"):
-            name = text(event.get("alert") or event.get("fault"))
+            name = text(event.get("alert") or event.get("fault"), LINE)
             alarm = Alarm(
                 name=name,
-                line=text(event.get("line")) or name,
+                line=text(event.get("line"), LINE) or name,
                 iteration=whole(event.get("iteration")),
                 age_s=max(t - seconds(event), 0.0),
             )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 from copus_ext.goodput.summary import goodput, next_choice
-from copus_ext.report.ends import Decided, number, text, whole
+from copus_ext.report.decisions import Decided, Decisions
+from copus_ext.report.ends import whole_record
+from copus_ext.report.values import FOREIGN, LINE, text
 
 _CHANGES = 3
-_FOREIGN = (TypeError, KeyError, ValueError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +88,16 @@ class Deciding:
     """The last three, newest last."""
 
 
-def deciding_of(decided: Decided, *, present: tuple[str, int | None, int | None]) -> Deciding:
+def deciding_of(
+    run: Path, decisions: Decisions, *, present: tuple[str, int | None, int | None]
+) -> Deciding:
     """What the journal says.
 
     Args:
-        decided: its end.
+        run: its directory.
+        decisions: the end of its journal.
         present: layout, micro-batch and batch of the last step.
     """
-    starts = decided.of("start")
-    start = starts[-1] if starts else {}
-    flags = start.get("flags")
-    policy = flags.get("copus_policy") if isinstance(flags, dict) else None
     known: dict[str, Any] = dict(
         iteration=None,
         reason="nothing decided yet",
@@ -105,17 +106,18 @@ def deciding_of(decided: Decided, *, present: tuple[str, int | None, int | None]
         best=None,
         calibration=None,
     )
-    if decided.last is not None:
+    standing = decisions.standing
+    if standing:
         try:
-            known = _weighed(decided.last, present)
-        except _FOREIGN:
+            known = _weighed(whole_record(run, standing[-1].place), present)
+        except FOREIGN:
             known["reason"] = "the journal is of another version"
-    if failures := decided.of("failure"):
-        known["reason"] = f"ended with an error: {text(failures[-1].get('error'))}"
+    if decisions.failure:
+        known["reason"] = f"ended with an error: {text(decisions.failure, LINE)}"
     return Deciding(
-        mode=text(start.get("mode")) or "act",
-        policy=text(policy),
-        changes=tuple(_changes(decided)),
+        mode=decisions.mode or "act",
+        policy=text(decisions.flags.get("copus_policy"), LINE),
+        changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
         **known,
     )
 
@@ -127,7 +129,7 @@ def _weighed(record: Mapping[str, Any], present: tuple[str, int | None, int | No
     found = next_choice(s, d) if row == s.now else None
     return {
         "iteration": s.iteration,
-        "reason": text(d.reason),
+        "reason": text(d.reason, LINE),
         "target_batch": d.target_batch,
         "goodput": None if row is None else goodput(s, row),
         "best": None if found is None else _choice(s, found),
@@ -152,81 +154,36 @@ def _choice(s: Situation, candidate: Candidate) -> Choice:
     )
 
 
-def _changes(decided: Decided) -> list[Change]:
-    """The newest, from decisions, outcomes and changes of layout of one number."""
-    known: dict[Any, dict[str, Any]] = {}
-
-    def of(key: Any) -> dict[str, Any]:
-        # One that was rolled back has its number again: what comes last is last.
-        return known.setdefault(str(key), {})
-
-    for record in decided.changes:
-        of(record.get("number"))["decision"] = record
-    for record in decided.of("outcome"):
-        of(record.get("decision"))["outcome"] = record
-    for record in decided.of("switch", "switch.cancelled", "switch.abandoned"):
-        of(record.get("number"))["switch"] = record
-    found = [_change(about) for about in known.values()]
-    found.sort(key=lambda c: (c.iteration or 0, c.number or 0))
-    return found[-_CHANGES:]
-
-
-def _change(about: Mapping[str, dict[str, Any]]) -> Change:
-    decision, outcome = about.get("decision", {}), about.get("outcome", {})
-    switch = about.get("switch", {})
-    told = decision.get("decision")
-    told = told if isinstance(told, dict) else {}
-    at = next((w for r in (decision, outcome, switch) if (w := whole(r.get("iteration")))), None)
-    to, layout = told.get("to"), outcome.get("to_layout") or switch.get("to")
-    chosen = to if isinstance(to, dict) else {}
-    batch = whole(outcome.get("to_batch")) or whole(chosen.get("global_batch_size"))
-    micro = whole(outcome.get("to_micro_batch")) or whole(chosen.get("micro_batch_size"))
-    is_move = bool(switch) or told.get("kind") == "relayout"
-    is_move |= outcome.get("from_layout") != outcome.get("to_layout")
-    words = [f"batch {batch} in {micro}"] if batch and micro else []
+def _change(d: Decided) -> Change:
+    outcome, switch = d.outcome, d.switch
+    to = d.to if outcome is None else outcome.after
+    is_move = d.kind == "relayout" or switch is not None
+    is_move |= outcome is not None and outcome.before.layout != outcome.after.layout
+    words = [f"batch {to.batch} in {to.micro}"] if to.batch and to.micro else []
     if is_move:
-        words.append(text(layout) or _layout(chosen))
-    moved = switch.get("outcome")
-    pause = number(moved.get("pause_s")) if isinstance(moved, dict) else None
-    predicted = number(outcome.get("predicted_samples_per_s"))
+        words.append(to.layout or (switch.to if switch is not None else ""))
+    pause_s = None if outcome is None else outcome.pause_s
+    if is_move:
+        pause_s = None if switch is None else switch.pause_s
     return Change(
-        number=next(
-            (
-                n
-                for n in (decision.get("number"), outcome.get("decision"), switch.get("number"))
-                if whole(n) is not None
-            ),
-            None,
-        ),
-        iteration=at,
+        number=d.number,
+        iteration=d.iteration,
         kind="relayout" if is_move else "batch",
-        to=" on ".join(words),
-        gain=number(outcome.get("gain")) or number(told.get("gain")),
-        predicted_samples_per_s=predicted or number(chosen.get("samples_per_s")),
-        samples_per_s=number(outcome.get("samples_per_s")),
-        speed_over_predicted=number(outcome.get("speed_over_predicted")),
-        pause_s=pause if is_move else number(outcome.get("pause_s")),
-        state=_state(decision, outcome, switch, is_move=is_move),
+        to=" on ".join(filter(None, words)),
+        gain=d.gain if outcome is None or outcome.gain is None else outcome.gain,
+        predicted_samples_per_s=(outcome and outcome.predicted) or d.predicted,
+        samples_per_s=outcome and outcome.speed,
+        speed_over_predicted=outcome and outcome.ratio,
+        pause_s=pause_s,
+        state=_state(d),
     )
 
 
-def _layout(row: Mapping[str, Any]) -> str:
-    try:
-        return str(Row(**row).as_layout)
-    except _FOREIGN:
-        return ""
-
-
-def _state(decision: Mapping, outcome: Mapping, switch: Mapping, *, is_move: bool) -> str:
-    if outcome:
+def _state(d: Decided) -> str:
+    if d.outcome is not None:
         return "measured"
-    if decision and decision.get("obeyed") is not True:
+    if not d.obeyed:
         return "only observed"
-    moved = switch.get("outcome")
-    if isinstance(moved, dict):
-        if moved.get("kind") == "moved":
-            return "being measured"
-        return f"not done: {text(moved.get('reason'))}"
-    if switch:
-        return f"not done: {text(switch.get('reason'))}"
-    return "under way" if is_move else "being measured"
+    if d.switch is not None and not d.was_made:
+        return f"not done: {text(d.switch.reason or d.switch.kind, LINE)}"
+    return "being measured" if d.was_made else "under way"

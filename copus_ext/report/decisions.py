@@ -1,15 +1,15 @@
-"""The journal of a run as values: what was decided, how it was carried out, what came of it."""
+"""What was decided in a run, how it was carried out and what came of it, as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
-from copus_ext.report.lines import number, rows, table, text, whole
+from copus_ext.report.values import whole
 
-_PARTS = ("switch.requested", "switch.begin", "switch.commit", "decision", "outcome", "switch")
+MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
+"""Ways for a change of layout to end: it came about; the run ended before it began; the run left to
+start again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class Switch:
     to: str
     """Layout wanted."""
     kind: str
-    """`moved`, `cancelled` or `rolled_back`."""
+    """`moved`, `called off`, `abandoned`, `cancelled` before anything was touched or
+    `rolled_back`."""
     reason: str
     """Why it did not come about."""
     pause_s: float | None
@@ -53,8 +54,6 @@ class Switch:
     """Seconds that it was taken to cost."""
     phases: dict[str, float]
     """Seconds of each phase."""
-    wire_bytes: int | None
-    """Bytes of state that ranks sent to each other."""
 
 
 @dataclass(kw_only=True)
@@ -83,12 +82,17 @@ class Outcome:
     """Loss per thousand samples before."""
     slope: float | None
     """Loss per thousand samples after."""
-    loss_rise: float | None
-    """Largest rise of the loss over its mean before."""
     steps: int | None
     """Steps that it is judged by."""
+    pause_s: float | None
+    """Seconds by which the first step after took longer than others."""
     spiked: bool
     """Whether the loss rose like a spike."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Throughput after over the predicted one."""
+        return self.speed / self.predicted if self.speed and self.predicted else None
 
 
 @dataclass(kw_only=True)
@@ -119,6 +123,8 @@ class Decided:
     """Configuration at that time."""
     to: Sizes
     """Configuration to go on with."""
+    predicted: float | None
+    """Samples/s predicted of that."""
     target: float | None
     """Batch that the policy aims at."""
     undone: bool = False
@@ -132,6 +138,15 @@ class Decided:
     def is_change(self) -> bool:
         """Whether another configuration was chosen."""
         return self.kind != "stay"
+
+    @property
+    def was_made(self) -> bool:
+        """Whether another configuration was taken on, and is part of the run's history."""
+        if not self.is_change or not self.obeyed or self.undone:
+            return False
+        if self.switch is not None:
+            return self.switch.kind == MOVED
+        return self.kind != "relayout" or self.outcome is not None
 
 
 @dataclass(kw_only=True)
@@ -150,10 +165,14 @@ class Note:
 
 @dataclass(kw_only=True)
 class Decisions:
-    """The whole journal."""
+    """A journal, or the end of one."""
 
     mode: str = ""
-    """`act` or `observe`; empty without a journal."""
+    """`act` or `observe`; empty if no start is there."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Of the last launch, as the controller wrote them."""
+    failure: str = ""
+    """Why the controller of the last launch decides no more; empty if it does."""
     decided: list[Decided] = field(default_factory=list)
     """In the order made, undone ones too."""
     switches: list[Switch] = field(default_factory=list)
@@ -162,158 +181,29 @@ class Decisions:
     """In order."""
     notes: list[Note] = field(default_factory=list)
     """In order."""
+    layouts: list[tuple[int, str]] = field(default_factory=list)
+    """Steps done and the layout from there on, as launches and changes of layout have it, in the
+    order written."""
+    requested: tuple[int | None, float | None] = (None, None)
+    """Number of the change of layout that was asked for last, and the seconds it was taken to
+    cost."""
+    begun_t: float | None = None
+    """When a change of layout began that has not ended, seconds since the epoch."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no journal."""
+        return not (self.decided or self.switches or self.outcomes or self.notes)
 
-def read_decisions(records: Iterable[tuple[int, dict[str, Any]]]) -> Decisions:
-    """Puts the lines of a journal together.
+    @property
+    def standing(self) -> list[Decided]:
+        """Those that no restart has undone."""
+        return [d for d in self.decided if not d.undone]
 
-    Args:
-        records: place in the file and record, without the tables of configurations.
-    """
-    found = Decisions()
-    expected: dict[int | None, float | None] = {}
-    for place, record in records:
-        kind = record["kind"]
-        if kind == "start":
-            found.mode = text(record.get("mode"), 20)
-            _undo(found, whole(record.get("iteration")))
-        if kind == "decision":
-            found.decided.append(_decided(place, record))
-        elif kind == "switch.requested":
-            expected[whole(record.get("number"))] = number(record.get("predicted_s"))
-        elif kind == "switch":
-            switch = _switch(record, expected.get(whole(record.get("number"))))
-            found.switches.append(switch)
-            if decided := _find(found, switch.number):
-                decided.switch = switch
-        elif kind == "outcome":
-            outcome = _outcome(record)
-            found.outcomes.append(outcome)
-            if decided := _find(found, outcome.number):
-                decided.outcome = outcome
-        elif kind not in _PARTS:
-            found.notes.append(_note(record))
-    return found
-
-
-def _find(found: Decisions, wanted: int | None) -> Decided | None:
-    """The last decision of that number: a restart may have made it again."""
-    same = (d for d in reversed(found.decided) if d.number == wanted and wanted is not None)
-    return next(same, None)
-
-
-def _undo(found: Decisions, iteration: int | None) -> None:
-    """What was decided beyond where a launch starts is no part of the run any more."""
-    if iteration is not None:
-        for decided in found.decided:
-            decided.undone |= decided.iteration is not None and decided.iteration > iteration
-
-
-def _decided(place: int, record: dict[str, Any]) -> Decided:
-    decision, situation = table(record.get("decision")), table(record.get("situation"))
-    now, to = table(situation.get("now")), table(decision.get("to"))
-    kind = text(decision.get("kind"), 20)
-    shown = _shown(rows(decision.get("candidates")), now=now, to=to, kind=kind)
-    gain = number(decision.get("gain"))
-    return Decided(
-        place=place,
-        number=whole(record.get("number")),
-        iteration=whole(record.get("iteration")),
-        samples=whole(record.get("consumed_samples")),
-        t=seconds_of(record.get("time")),
-        kind=kind,
-        obeyed=record.get("obeyed") is True,
-        reason=text(decision.get("reason")),
-        gain=number(shown.get("gain")) if gain is None else gain,
-        needed=number(shown.get("needed")),
-        now=sizes_of(now),
-        to=sizes_of(to),
-        target=number(decision.get("target_batch")),
-    )
-
-
-def _shown(
-    candidates: list[dict[str, Any]], *, now: dict[str, Any], to: dict[str, Any], kind: str
-) -> dict[str, Any]:
-    """The candidate that was taken, or else the best that could have been: one that is not too
-    large to reach at once."""
-    if kind != "stay":
-        same = (c for c in candidates if c.get("row") == to)
-        return next(same, {})
-    others = [c for c in candidates if c.get("row") != now and number(c.get("needed")) is not None]
-    within = [c for c in others if "at once" not in text(c.get("verdict"))]
-    return next(iter(within or others), {})
-
-
-def _switch(record: dict[str, Any], predicted_s: float | None) -> Switch:
-    outcome = table(record.get("outcome"))
-    phases = {
-        text(name, 60): seconds
-        for name, value in table(outcome.get("phases")).items()
-        if (seconds := number(value)) is not None
-    }
-    return Switch(
-        number=whole(record.get("number")),
-        iteration=whole(record.get("iteration")),
-        samples=whole(record.get("consumed_samples")),
-        t=seconds_of(record.get("time")),
-        start=text(record.get("start"), 100),
-        to=text(record.get("to"), 100),
-        kind=text(outcome.get("kind"), 20),
-        reason=text(outcome.get("reason")),
-        pause_s=number(outcome.get("pause_s")),
-        predicted_s=predicted_s,
-        phases=phases,
-        wire_bytes=whole(outcome.get("wire_bytes")),
-    )
-
-
-def _outcome(record: dict[str, Any]) -> Outcome:
-    def sizes(side: str) -> Sizes:
-        return Sizes(
-            batch=whole(record.get(f"{side}_batch")),
-            micro=whole(record.get(f"{side}_micro_batch")),
-            layout=text(record.get(f"{side}_layout"), 100),
-        )
-
-    return Outcome(
-        number=whole(record.get("decision")),
-        iteration=whole(record.get("iteration")),
-        samples=whole(record.get("consumed_samples")),
-        before=sizes("from"),
-        after=sizes("to"),
-        gain=number(record.get("gain")),
-        predicted=number(record.get("predicted_samples_per_s")),
-        speed_before=number(record.get("samples_per_s_before")),
-        speed=number(record.get("samples_per_s")),
-        slope_before=number(record.get("slope_before")),
-        slope=number(record.get("loss_slope")),
-        loss_rise=number(record.get("loss_rise")),
-        steps=whole(record.get("steps")),
-        spiked=record.get("spiked") is True,
-    )
-
-
-def _note(record: dict[str, Any]) -> Note:
-    kind = text(record["kind"], 60)
-    hold = whole(record.get("hold_growth_until_samples"))
-    lines = {
-        "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
-        "end": f"the controller ends after {text(record.get('changes'), 20)} changes",
-        "paused": "an operator has paused decisions",
-        "resumed": "decisions go on",
-        "failure": f"the controller failed and decides no more: {text(record.get('error'))}",
-        "spike": f"the loss rose after the batch grew; no growth until sample {hold}",
-        "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
-        "switch.abandoned": "change of layout abandoned; the run left to start again",
-    }
-    line = lines.get(kind, kind)
-    if kind.startswith("switch.") and (reason := text(record.get("reason"))):
-        line = f"{line}: {reason}"
-    if kind == "start" and (remark := text(record.get("note"))):
-        line = f"{line}; {remark}"
-    t = seconds_of(record.get("time"))
-    return Note(kind=kind, t=t, iteration=whole(record.get("iteration")), line=line)
+    @property
+    def made(self) -> list[Decided]:
+        """Changes that were made and are part of the run's history."""
+        return [d for d in self.decided if d.was_made]
 
 
 def layout_name(row: dict[str, Any]) -> str:
@@ -331,11 +221,3 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
         micro=whole(row.get("micro_batch_size")),
         layout=layout_name(row),
     )
-
-
-def seconds_of(date: Any) -> float | None:
-    """Seconds since the epoch of a date of the journal."""
-    try:
-        return datetime.fromisoformat(date).timestamp()
-    except (TypeError, ValueError, OverflowError, OSError):
-        return None

@@ -4,16 +4,17 @@ over."""
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from copus_ext.journal import NAME as JOURNAL
-from copus_ext.reconfigure.checked import one_line, read_value
-from copus_ext.tail import Tail, last_lines
+from copus_ext.report.decisions import Decisions
+from copus_ext.report.lines import Lines, record_of, small_json
+from copus_ext.report.pairing import add, slim
+from copus_ext.report.values import text, whole, written
+from copus_ext.tail import Tail, last_lines, placed_lines
 from megatron.training.metrics import METRICS_FILE, committed_history, decode
 
 _MOST_BYTES = 1 << 26
@@ -22,34 +23,16 @@ _STEP_BYTES = 1 << 20
 """Of the last steps."""
 _KIND_BYTES = 100
 """The kind is among the first fields of a line."""
-_CONFIG_BYTES = 1 << 20
 _STEPS = 100
-_CHANGES = 3
-
-
-def number(value: Any) -> float | None:
-    """The value if it is a number, NaN and infinities among them."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def whole(value: Any) -> int | None:
-    """The value if it is a whole number."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def text(value: Any) -> str:
-    """One line without control characters, whatever the value is; nothing for None."""
-    return "" if value is None else one_line(str(value))
+# As the journal is written; quotes inside a text are not bare. What is written otherwise is decoded
+# whole.
+_DECISION_KIND = b'"kind": "decision"'
+_SITUATION, _DECISION = b', "situation": {', b', "decision": {'
 
 
 def seconds(record: Mapping[str, Any]) -> float:
     """When a record was written, in seconds since the epoch; 0 if it does not say."""
-    if (known := number(record.get("t"))) is not None:
-        return known
-    try:
-        return datetime.fromisoformat(str(record.get("time"))).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return 0.0
+    return written(record) or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,59 +109,31 @@ def _size(path: Path) -> int:
 
 def _config(run: Path, start: Mapping[str, Any] | None) -> dict[str, Any]:
     known = None if start is None else start.get("config")
-    if isinstance(known, dict):
-        return known
-    try:
-        known = read_value(run / "config.json", lambda data: data, most_bytes=_CONFIG_BYTES)
-    except ValueError:
-        known = None
-    return known if isinstance(known, dict) else {}
+    return known if isinstance(known, dict) else small_json(run / "config.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """The end of `journal.jsonl`."""
-
-    last: dict[str, Any] | None
-    """The last decision."""
-    changes: tuple[dict[str, Any], ...]
-    """The last three decisions that were not to stay."""
-    events: tuple[dict[str, Any], ...]
-    """All that are no decisions."""
-
-    def of(self, *kinds: str) -> list[dict[str, Any]]:
-        """Events of some kinds."""
-        return [event for event in self.events if event.get("kind") in kinds]
+def read_journal_end(run: Path) -> Decisions:
+    """The end of a run's journal; nothing, if there is none. Of what a decision depended on it
+    tells nothing: `whole_record` reads that."""
+    found = Decisions()
+    for place, line in placed_lines(run / JOURNAL, _MOST_BYTES):
+        if line.endswith(b"\n") and (record := _without_situation(line)) is not None:
+            add(found, place, record)
+    return found
 
 
-def read_decided(run: Path) -> Decided:
-    """The end of a run's journal; an empty one, if there is none."""
-    last = b""
-    moving: deque[bytes] = deque(maxlen=_CHANGES)
-    events = []
-    for line in last_lines(run / JOURNAL, _MOST_BYTES):
-        if not line.endswith(b"\n"):
-            continue
-        if b'"kind": "decision"' not in line[:_KIND_BYTES]:
-            events.append(line)
-            continue
-        # Decisions are long and most of them are to stay: what is not shown is not decoded.
-        last = line
-        if b'"decision": {"kind": "stay"' not in line:
-            moving.append(line)
-    changes = [r for r in _decoded(moving) if _verdict(r).get("kind") != "stay"]
-    return Decided(
-        last=next(iter(_decoded([last])), None),
-        changes=tuple(changes),
-        events=tuple(r for r in _decoded(events) if isinstance(r.get("kind"), str)),
-    )
+def whole_record(run: Path, place: int) -> dict[str, Any]:
+    """The record at a place of the journal; empty if it is no longer there."""
+    return Lines(run / JOURNAL).at(place)
 
 
-def _verdict(record: Mapping[str, Any]) -> dict[str, Any]:
-    known = record.get("decision")
-    return known if isinstance(known, dict) else {}
-
-
-def _decoded(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    found = (decode(line.decode(errors="replace")) for line in lines)
-    return [record for record in found if record is not None]
+def _without_situation(line: bytes) -> dict[str, Any] | None:
+    """A record of the journal. Most of a decision's line is the situation that it depended on, and
+    most lines are decisions: that part is cut out before it is decoded."""
+    begin, end = line.find(_SITUATION), line.rfind(_DECISION)
+    if _DECISION_KIND in line[:_KIND_BYTES] and 0 < begin < end:
+        record = record_of(line[:begin] + line[end:])
+        if record is not None:
+            return record
+    record = record_of(line)
+    return None if record is None else slim(record)

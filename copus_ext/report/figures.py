@@ -328,8 +328,7 @@ def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
 def _changes(run: RunHistory, decisions: Decisions, mean: Column, color: int) -> dict[str, Any]:
     """Marks on the mean loss where something was changed."""
     index = {step.iteration: i for i, step in enumerate(run.steps)}
-    made = [d for d in decisions.decided if d.is_change and d.obeyed and not d.undone]
-    made = [d for d in made if d.iteration in index]
+    made = [d for d in decisions.made if d.iteration in index]
     places = [index[d.iteration] for d in made if d.iteration is not None]
     words = []
     for d in made:

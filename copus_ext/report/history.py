@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from copus_ext.report.lines import whole
+from copus_ext.report.values import whole
 
 
 class Step(NamedTuple):

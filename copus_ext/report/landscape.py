@@ -9,7 +9,7 @@ from typing import Any
 from copus_ext.goodput import objectives, policies
 from copus_ext.goodput.situation import Row, Situation
 from copus_ext.report.decisions import Decided, layout_name
-from copus_ext.report.lines import number, rows, table, text
+from copus_ext.report.values import FOREIGN, number, rows, table, text, whole
 from copus_ext.report.words import told
 
 _MOST_LAYOUTS = 24
@@ -65,12 +65,10 @@ def landscape(record: dict[str, Any], decided: Decided) -> dict[str, Any]:
     }
     try:
         situation = Situation.from_json(table(record.get("situation")))
-        found |= _cells(situation)
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError):
-        found["words"] = ["The table of this decision cannot be read by this version."]
-        situation = None
-    found["words"] = [*told(decided, situation), *found["words"]]
-    return found
+        return found | _cells(situation) | {"words": told(decided, situation)}
+    except FOREIGN:
+        unread = "The table of this decision cannot be read by this version."
+        return found | {"words": [*told(decided, None), unread]}
 
 
 def _place(layout: str, batch: int | None, micro: int | None) -> list[Any]:
@@ -122,7 +120,7 @@ def _cells(s: Situation) -> dict[str, Any]:
         "by_goodput": by_goodput,
         "gains": each(lambda i, _: number(worths[i] / base - 1.0)),
         "speeds": each(lambda _, row: number(row.samples_per_s)),
-        "micros": each(lambda _, row: row.micro_batch_size),
+        "micros": each(lambda _, row: whole(row.micro_batch_size)),
         "sources": each(lambda _, row: text(row.source, 20)),
         "left_out": len({str(row.as_layout) for row in s.rows}) - len(layouts),
     }

@@ -1,18 +1,18 @@
-"""JSON lines that may still be written: each record once, with the place where it begins; and
-values that anybody may have written, taken for what they should be or left out."""
+"""JSON lines that may still be written: each record once, with the place where it begins."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from copus_ext.reconfigure.checked import read_value
+from copus_ext.report.values import table
+from copus_ext.tail import open_plain
+
 _LONGEST_LINE = 1 << 26
-_MOST_TEXT = 2000
-_ENDLESS = 1e300
 
 
 class Lines:
@@ -30,7 +30,7 @@ class Lines:
         """Whether what was read is no longer the beginning of the file; the next call of `new`
         starts over then."""
         try:
-            status = self.path.stat()
+            status = self.path.lstat()
         except OSError:
             return self._at > 0
         return status.st_size < self._at or (self._at > 0 and status.st_ino != self._file_number)
@@ -45,14 +45,14 @@ class Lines:
         if self.is_another():
             self._at = 0
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path)
         except (FileNotFoundError, NotADirectoryError):  # of a run only the journal is left
             return
         with file:
             self._file_number = os.fstat(file.fileno()).st_ino
             file.seek(self._at)
             while line := file.readline(_LONGEST_LINE):
-                begin, record = self._at, _record(line)
+                begin, record = self._at, record_of(line)
                 if record is None and not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
                     return
                 self._at += len(line)
@@ -62,14 +62,15 @@ class Lines:
     def at(self, place: int) -> dict[str, Any]:
         """The record that begins at a place; empty if it is no longer there."""
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 file.seek(place)
-                return _record(file.readline(_LONGEST_LINE)) or {}
+                return record_of(file.readline(_LONGEST_LINE)) or {}
         except OSError:
             return {}
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None if it is torn or something else."""
     try:
         record = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
@@ -80,44 +81,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def small_json(path: Path, most_bytes: int = 1 << 20) -> dict[str, Any]:
     """The object in a small file that anybody may have written; empty if there is none."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            return _record(os.read(handle, most_bytes)) or {}
-        finally:
-            os.close(handle)
-    except OSError:
+        return table(read_value(path, lambda value: value, most_bytes=most_bytes))
+    except ValueError:
         return {}
-
-
-def number(value: Any) -> float | None:
-    """The value, unchanged, if it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return value if abs(value) < _ENDLESS and math.isfinite(value) else None
-
-
-def whole(value: Any) -> int | None:
-    """The value if it is a whole number."""
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and abs(value) < _ENDLESS else None
-
-
-def text(value: Any, most: int = _MOST_TEXT) -> str:
-    """The value as one short line; empty for None."""
-    if value is None:
-        return ""
-    shown = value if isinstance(value, str) else str(value)
-    # A lone surrogate is legal JSON and cannot be written to a file.
-    shown = shown[: most + 1].encode(errors="replace").decode()
-    shown = " ".join(shown.split())
-    return shown if len(shown) <= most else shown[:most] + "..."
-
-
-def table(value: Any) -> dict[str, Any]:
-    """The value if it is an object, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
-def rows(value: Any) -> list[dict[str, Any]]:
-    """The objects of a list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -14,17 +14,10 @@ from copus_ext.perf.model_spec import SpecError
 from copus_ext.report import alarms
 from copus_ext.report.alarms import Alarm
 from copus_ext.report.deciding import Deciding, deciding_of
-from copus_ext.report.ends import (
-    Decided,
-    Record,
-    number,
-    read_decided,
-    read_record,
-    seconds,
-    text,
-    whole,
-)
+from copus_ext.report.decisions import MOVED, Decisions
+from copus_ext.report.ends import Record, read_journal_end, read_record, seconds
 from copus_ext.report.signs import State, is_paused, latest_checkpoint, read_signs
+from copus_ext.report.values import measured, number, table, text, whole
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.layout import Layout
 
@@ -137,13 +130,13 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
         t: now, seconds since the epoch; None asks the clock.
     """
     t = time.time() if t is None else t
-    record, decided = read_record(run), read_decided(run)
-    signs = read_signs(run, record, decided, t=t)
-    last, layout = record.last, _layout(record, decided)
+    record, decisions = read_record(run), read_journal_end(run)
+    signs = read_signs(run, record, decisions, t=t)
+    last, layout = record.last, _layout(record, decisions)
     batch, micro = whole(last.get("global_batch_size")), whole(last.get("micro_batch_size"))
     pace = _pace(record, layout, batch, micro)
-    has_journal = decided.last is not None or bool(decided.events)
-    deciding = deciding_of(decided, present=(layout, micro, batch)) if has_journal else None
+    present = (layout, micro, batch)
+    deciding = None if decisions.is_empty else deciding_of(run, decisions, present=present)
     saved = _saved(run, record, t)
     launches, crashes = _launches(record)
     evals = [e for e in record.of("eval") if e.get("split", "valid") == "valid"]
@@ -163,7 +156,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
         valid_loss=_loss(evaluated),
         valid_iteration=whole(evaluated.get("iteration")),
         learning_rate=number(last.get("learning_rate")),
-        grad_norm=number(last.get("grad_norm")),
+        grad_norm=measured(last.get("grad_norm")),
         skipped=sum(step.get("updated") is False for step in record.steps),
         batch=batch,
         micro_batch=micro,
@@ -180,7 +173,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
                 age_s=t - seconds(last) if last else None,
                 deciding=deciding,
                 crashes=crashes,
-                moves=[seconds(e) for e in decided.of("switch")],
+                moves=[s.t for s in decisions.switches if s.kind == MOVED and s.t],
                 t=t,
             )
         ),
@@ -190,8 +183,7 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
 
 
 def _loss(record: dict[str, Any]) -> float | None:
-    losses = record.get("losses")
-    return number(losses.get("lm loss")) if isinstance(losses, dict) else None
+    return measured(table(record.get("losses")).get("lm loss"))
 
 
 def _noise(record: Record) -> Noise | None:
@@ -204,14 +196,11 @@ def _noise(record: Record) -> Noise | None:
     return Noise(status=text(known.get("status")), **ends)
 
 
-def _layout(record: Record, decided: Decided) -> str:
+def _layout(record: Record, decisions: Decisions) -> str:
     """That of the last launch, or to which it has changed since."""
     known = [e for e in record.since_start if e.get("kind") in ("run.start", "layout")]
     found = [(seconds(event), text(event.get("layout"))) for event in known]
-    for switch in decided.of("switch"):
-        outcome = switch.get("outcome")
-        if isinstance(outcome, dict) and outcome.get("kind") == "moved":
-            found.append((seconds(switch), text(switch.get("to"))))
+    found += [(s.t or 0.0, s.to) for s in decisions.switches if s.kind == MOVED]
     return max(found)[1] if found else ""
 
 

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from copus_ext.report import figures, summary
-from copus_ext.report.decisions import Decisions, read_decisions
+from copus_ext.report.decisions import Decisions
 from copus_ext.report.history import RunHistory
 from copus_ext.report.landscape import chosen_decisions, landscape
 from copus_ext.report.reader import RunReader
@@ -67,7 +67,7 @@ class Book:
         Args:
             poll_s: seconds after which a live page looks again; None for one that stays.
         """
-        runs = [(r.history(), read_decisions(r.journal_records)) for r in self._readers]
+        runs = [(r.history(), r.decisions) for r in self._readers]
         before, self._landscapes = self._landscapes, {}
         common, compared = summary.compare(runs)
         lands = [self._landscapes_of(i, d, len(runs), before) for i, (_, d) in enumerate(runs)]
@@ -87,7 +87,7 @@ class Book:
             "landscapes": lands,
             "changed": list(summary.CHANGED),
             "changes": summary.changes(runs),
-            "has_pauses": any(decisions.switches for _, decisions in runs),
+            "has_pauses": any(s.pause_s or s.phases for _, d in runs for s in d.switches),
             "compared": list(summary.COMPARED),
             "compare": compared,
             "common": common,
@@ -112,9 +112,7 @@ class Book:
                 item = landscape(reader.journal.at(decided.place), decided)
             self._landscapes[key] = item
             items.append(item)
-        made = [d for d in decisions.decided if d.is_change and d.obeyed and not d.undone]
-        done = [d for d in made if d.switch is None or d.switch.kind == "moved"]
-        path = [[d.iteration, d.to.layout, d.to.batch] for d in done]
+        path = [[d.iteration, d.to.layout, d.to.batch] for d in decisions.made]
         if decisions.decided:
             first = decisions.decided[0].now
             path.insert(0, [-1, first.layout, first.batch])

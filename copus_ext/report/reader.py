@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.journal import NAME as JOURNAL
+from copus_ext.report.decisions import Decisions
 from copus_ext.report.history import Evaluation, Event, Launch, LayoutAt, RunHistory, Step
-from copus_ext.report.lines import Lines, number, small_json, table, text, whole
+from copus_ext.report.lines import Lines, small_json
+from copus_ext.report.pairing import add, slim
+from copus_ext.report.values import number, table, text, whole
 from megatron.training.control import LOCK_FILE, PAUSE_FILE, STOP_FILE
 from megatron.training.metrics import METRICS_FILE, committed_history
 
@@ -31,10 +34,12 @@ class RunReader:
     def __init__(self, run: Path, *, name: str) -> None:
         is_journal = run.is_file()
         self.run, self.name = run, name
-        self.journal = Lines(run if is_journal else run / JOURNAL)
+        self.journal = Lines(run.resolve() if is_journal else run / JOURNAL)
         self._metrics = Lines(run / METRICS_FILE)
         self._records: list[dict[str, Any]] = []
-        self._journal: list[tuple[int, dict[str, Any]]] = []
+        self.decisions = Decisions()
+        """What the journal tells."""
+        self._num_lines = 0
         self._config: dict[str, Any] = {}
         self.generation = 0
         """Grows when the files of the run have become others."""
@@ -45,30 +50,24 @@ class RunReader:
         Raises:
             OSError: a file of the run cannot be read.
         """
-        before = len(self._records) + len(self._journal)
+        before = len(self._records) + self._num_lines
         if self._metrics.is_another() or self.journal.is_another():
             before = -1
             self.generation += 1
-            self._records, self._journal = [], []
+            self._records, self.decisions, self._num_lines = [], Decisions(), 0
             self.journal = Lines(self.journal.path)
             self._metrics = Lines(self._metrics.path)
         for _, record in self._metrics.new():
             self._take(record)
         for place, record in self.journal.new():
-            if isinstance(record.get("kind"), str):
-                self._journal.append((place, _slim(record)))
-        return before != len(self._records) + len(self._journal)
+            add(self.decisions, place, slim(record))
+            self._num_lines += 1
+        return before != len(self._records) + self._num_lines
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing of a run."""
-        return not self._records and not self._journal
-
-    @property
-    def journal_records(self) -> list[tuple[int, dict[str, Any]]]:
-        """Records of the journal without their tables of configurations, each with its place in the
-        file."""
-        return self._journal
+        return not self._records and self.decisions.is_empty
 
     def _take(self, record: dict[str, Any]) -> None:
         kind = record.get("kind")
@@ -92,12 +91,10 @@ class RunReader:
         found = RunHistory(path=self.run, name=self.name, config=config)
         for record in committed_history(self._records):
             _add(found, record["kind"] if isinstance(record.get("kind"), str) else "", record)
-        journal = [record for _, record in self._journal]
         if not any(record.get("kind") == "layout" for record in self._records):
-            found.layouts = _layouts_of(found, journal) or found.layouts
+            found.layouts = _layouts_of(found, self.decisions.layouts) or found.layouts
         if not config:
-            flags = (table(r.get("flags")) for r in journal if r["kind"] == "start")
-            found.config = next(flags, {})
+            found.config = self.decisions.flags
         found.asked = _asked(self.run)
         with contextlib.suppress(OSError):
             found.touched_s = time.time() - (self.run / LOCK_FILE).stat().st_mtime
@@ -206,15 +203,12 @@ def _enter(layouts: list[LayoutAt], record: dict[str, Any], layout: str, t: floa
         layouts.append(LayoutAt(iteration, samples, t, layout))
 
 
-def _layouts_of(run: RunHistory, journal: list[dict[str, Any]]) -> list[LayoutAt]:
+def _layouts_of(run: RunHistory, told: list[tuple[int, str]]) -> list[LayoutAt]:
     """What the journal tells, for a record that does not."""
     layouts: list[LayoutAt] = []
-    for record in journal:
-        layout = text(record.get("layout"), 100) if record["kind"] == "start" else ""
-        if record["kind"] == "switch" and table(record.get("outcome")).get("kind") == "moved":
-            layout = text(record.get("to"), 100)
-        if layout:
-            _enter(layouts, record, layout, run.at(whole(record.get("iteration")) or 0)[1])
+    for iteration, layout in told:
+        samples, t = run.at(iteration)
+        _enter(layouts, {"iteration": iteration, "consumed_samples": samples}, layout, t)
     return layouts
 
 
@@ -230,17 +224,3 @@ def _asked(run: Path) -> list[str]:
         if reason := text(request.get("reason"), 300):
             words[-1] += f", because {reason}"
     return words
-
-
-def _slim(record: dict[str, Any]) -> dict[str, Any]:
-    """Without the table of configurations, of which a long journal has too many to hold."""
-    situation = record.get("situation")
-    if not isinstance(situation, dict):
-        return record
-    rows = situation.get("rows")
-    current = whole(situation.get("current"))
-    now = None
-    if isinstance(rows, list) and current is not None and 0 <= current < len(rows):
-        now = rows[current]
-    kept = {k: v for k, v in situation.items() if k != "rows"}
-    return {**record, "situation": {**kept, "now": now}}

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from copus_ext.reconfigure.checked import check_number, read_value
-from copus_ext.report.ends import Decided, Record, seconds, text
+from copus_ext.report.decisions import Decisions
+from copus_ext.report.ends import Record, seconds
+from copus_ext.report.lines import small_json
+from copus_ext.report.values import LINE, text
 from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE, STOP_FILE
 from megatron.training.lock import STALE_S
 
@@ -34,6 +37,8 @@ _PHASES: dict[str, State] = {
     "changing the layout": "changing layout",
 }
 _HEARTBEAT_BYTES = 4096
+_TOGETHER_S = 1.0
+"""What happens at one boundary is written so soon after the step."""
 _HARMLESS_FAULT = "checkpoint passed over"
 _LATEST = "latest_checkpointed_iteration.txt"
 
@@ -55,13 +60,13 @@ class Signs:
         return self.state not in ("empty", "done", "stopped", "failed", "lost")
 
 
-def read_signs(run: Path, record: Record, decided: Decided, *, t: float) -> Signs:
+def read_signs(run: Path, record: Record, decisions: Decisions, *, t: float) -> Signs:
     """What a run is about.
 
     Args:
         run: its directory.
         record: the end of its record.
-        decided: the end of its journal.
+        decisions: its journal, or the end of it.
         t: now, seconds since the epoch.
     """
     locked, beat = _touched(run / LOCK_FILE), _touched(run / HEARTBEATS / "0")
@@ -70,12 +75,12 @@ def read_signs(run: Path, record: Record, decided: Decided, *, t: float) -> Sign
     silent_s = max(t - seen, 0.0) if seen else None
     since = record.since_start
     if ends := [event for event in since if event.get("kind") == "run.end"]:
-        why = text(ends[-1].get("why"))
+        why = text(ends[-1].get("why"), LINE)
         state: State = "done" if why == "done" else "stopped"
         return Signs(state=state, why="" if state == "done" else why, silent_s=silent_s)
     if not record.events and not record.steps and locked is None:
         return Signs(state="empty", why="nothing is recorded yet", silent_s=silent_s)
-    faults = [text(e.get("line")) for e in since if _is_fatal(e)]
+    faults = [text(e.get("line"), LINE) for e in since if _is_fatal(e)]
     if locked is None and (run / LOCK_FILE).parent.is_dir():
         why = faults[-1] if faults else "it ended without a last record; its output says why"
         return Signs(state="failed", why=why, silent_s=silent_s)
@@ -85,7 +90,7 @@ def read_signs(run: Path, record: Record, decided: Decided, *, t: float) -> Sign
         why = "no sign of life: it was killed, or its machine is gone"
         return Signs(state="lost", why=why, silent_s=silent_s)
     why = "asked to stop" if (run / STOP_FILE).exists() else ""
-    return Signs(state=_phase(run, record, decided), why=why, silent_s=silent_s)
+    return Signs(state=_phase(run, record, decisions), why=why, silent_s=silent_s)
 
 
 def is_paused(run: Path) -> bool:
@@ -113,16 +118,9 @@ def _is_fatal(event: dict[str, Any]) -> bool:
     return event.get("kind") == "fault" and event.get("fault") != _HARMLESS_FAULT
 
 
-def _phase(run: Path, record: Record, decided: Decided) -> State:
+def _phase(run: Path, record: Record, decisions: Decisions) -> State:
     """What a living run is about: as rank 0 says, else as the record does."""
-    try:
-        beat = read_value(
-            run / HEARTBEATS / "0",
-            lambda data: data if isinstance(data, dict) else {},
-            most_bytes=_HEARTBEAT_BYTES,
-        )
-    except ValueError:
-        beat = None
+    beat = small_json(run / HEARTBEATS / "0", _HEARTBEAT_BYTES)
     if beat and beat.get("launch") == record.launch:
         known = _PHASES.get(str(beat.get("doing")))
         # It is written every few seconds, and a record of a step is newer.
@@ -130,7 +128,7 @@ def _phase(run: Path, record: Record, decided: Decided) -> State:
             return known
     if not _has_steps(record):
         return "starting"
-    if _open(decided.events, "switch.begin", ("switch", "switch.abandoned"), after=record.last):
+    if (decisions.begun_t or 0.0) >= max(seconds(record.last) - _TOGETHER_S, 0.1):
         return "changing layout"
     saves = ("checkpoint.commit", "checkpoint.failed")
     is_async = bool(record.config.get("async_save"))
@@ -151,7 +149,7 @@ def _open(
     is_open = False
     for event in events:
         if event.get("kind") == begin:
-            is_open = seconds(event) >= seconds(after) - 1.0
+            is_open = seconds(event) >= seconds(after) - _TOGETHER_S
         elif event.get("kind") in ends:
             is_open = False
     return is_open

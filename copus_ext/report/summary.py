@@ -11,10 +11,10 @@ from typing import Any
 
 from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.perf.model_spec import ModelSpec
-from copus_ext.report.decisions import Decided, Decisions, Outcome
+from copus_ext.report.decisions import ABANDONED, CALLED_OFF, Decided, Decisions, Outcome
 from copus_ext.report.history import Launch, RunHistory
-from copus_ext.report.lines import text
 from copus_ext.report.thin import running_mean
+from copus_ext.report.values import text
 from copus_ext.report.words import headline, percent, result, seconds, step_from, switched
 from megatron.training.lock import STALE_S
 
@@ -165,7 +165,7 @@ def _short(names: list[str], most: int = 8) -> list[str]:
 def _controller(decisions: Decisions, config: dict[str, Any]) -> str:
     if not decisions.mode and not decisions.decided:
         return "off"
-    made = sum(d.is_change and d.obeyed and not d.undone for d in decisions.decided)
+    made = len(decisions.made)
     policy = text(config.get("copus_policy"), 40)
     of = f", policy {policy}" if policy else ""
     return f"mode {decisions.mode or '?'}{of}: {len(decisions.decided)} decisions, {made} changes"
@@ -253,7 +253,7 @@ def _line(
         "-" if evaluated is None else f"{evaluated:.4f}",
         seconds(_between(run.begin, at.t)) if at else "-",
         amount(at.samples * length) if at and length else "-",
-        str(sum(d.is_change and d.obeyed and not d.undone for d in decisions.decided)),
+        str(len(decisions.made)),
         seconds(sum(s.pause_s or 0.0 for s in decisions.switches)),
         str(last.batch) if last and last.batch is not None else "-",
         run.layouts[-1].layout if run.layouts else "-",
@@ -285,7 +285,6 @@ def _change(run: RunHistory, o: Outcome) -> list[str]:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
-    ratio = o.speed / o.predicted if o.speed is not None and o.predicted else None
     return [
         run.name,
         str(o.iteration),
@@ -294,7 +293,7 @@ def _change(run: RunHistory, o: Outcome) -> list[str]:
         shown(o.speed_before),
         shown(o.predicted),
         shown(o.speed),
-        percent(ratio),
+        percent(o.ratio),
         shown(o.slope_before),
         shown(o.slope),
         "-" if o.steps is None else str(o.steps),
@@ -307,7 +306,7 @@ def journal(index: int, run: RunHistory, decisions: Decisions) -> list[list[Any]
     lines = [[index, *_journal_line(d)] for d in decisions.decided]
     tried = {d.switch.number for d in decisions.decided if d.switch is not None}
     for s in decisions.switches:
-        if s.number not in tried:
+        if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
             where = [index, s.t, s.iteration, s.samples, "change"]
             lines.append([*where, what, "", None, None, switched(s)])

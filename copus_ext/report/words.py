@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copus_ext.goodput.situation import Situation
-from copus_ext.report.decisions import Decided, Outcome, Sizes, Switch
+from copus_ext.report.decisions import ABANDONED, CALLED_OFF, MOVED, Decided, Outcome, Sizes, Switch
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
@@ -46,11 +46,6 @@ def headline(d: Decided) -> str:
     return f"Would change {change} (observing only)"
 
 
-def why(d: Decided) -> str:
-    """Why that was decided, in one line."""
-    return d.reason
-
-
 def result(d: Decided) -> str:
     """What came of it, in one line."""
     parts = []
@@ -70,9 +65,14 @@ def switched(s: Switch) -> str:
     took = f"the change took {seconds(s.pause_s)}"
     if s.predicted_s is not None:
         took += f" ({seconds(s.predicted_s)} predicted)"
-    if s.kind == "moved":
+    if s.kind == MOVED:
         return took
-    kinds = {"cancelled": "cancelled before anything was touched", "rolled_back": "rolled back"}
+    kinds = {
+        "cancelled": "cancelled before anything was touched",
+        "rolled_back": "rolled back",
+        CALLED_OFF: "the run ended before it began",
+        ABANDONED: "abandoned, and the run left to start again",
+    }
     said = f"the layout stayed: {kinds.get(s.kind, s.kind)}"
     return f"{said}, {s.reason}" if s.reason else said
 

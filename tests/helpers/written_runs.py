@@ -30,6 +30,19 @@ FLAGS = {
 }
 
 
+def write_change(
+    journal: Journal, number: int, iteration: int, *, batch: int = 16, to: Layout = LAYOUTS[0]
+) -> None:
+    """A decision, obeyed, to change from batch 8 on dp 4 and micro-batches of 2, without the rest
+    of what it was about."""
+    sizes = {"tp": to.tp, "pp": to.pp, "vpp": 1, "dp": to.dp, "micro_batch_size": 2}
+    row = {**sizes, "global_batch_size": batch, "samples_per_s": 10.0}
+    kind = "batch" if to == LAYOUTS[0] else "relayout"
+    decision = {"kind": kind, "to": row, "reason": f"for {batch}", "gain": 0.5, "candidates": []}
+    where = {"number": number, "iteration": iteration, "consumed_samples": 8 * iteration}
+    journal.append("decision", **where, obeyed=True, situation={}, decision=decision)
+
+
 class WrittenRun:
     """A run that is written step by step, four ranks wide, at batch 8 on dp 4 at first.
 

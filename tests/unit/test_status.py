@@ -22,6 +22,7 @@ from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
 from megatron.training.metrics import METRICS_FILE, encode, read_metrics
 from megatron.training.tracker import Tracker
 from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
+from tests.helpers.written_runs import LAYOUTS, write_change
 from tools import status
 
 
@@ -128,6 +129,8 @@ def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
     run = tmp_path / "[bold]run[-"
     record_run(run, launch=bad, ended=False, copus_cluster=bad)
     ledger = record_decisions(run, reason=bad)
+    assert ledger.journal is not None
+    write_change(ledger.journal, 3, 7, to=LAYOUTS[1])
     ledger.note("switch", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
     ledger.note("failure", error=bad)
     with Tracker(run, launch=bad) as tracker:
@@ -225,12 +228,14 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
 def test_what_to_look_at(tmp_path: Path) -> None:
     record_run(tmp_path, ended=False)
     ledger = record_decisions(tmp_path)
+    assert ledger.journal is not None
     lock(tmp_path)
     (tmp_path / PAUSE_FILE).touch()
     with Tracker(tmp_path, launch="job.0.0") as tracker:
         tracker.event("alert", 20, 320, alert="save failed")
     for number in range(3, 7):
         outcome = {"kind": "moved", "pause_s": 1.5}
+        write_change(ledger.journal, number, 20, to=LAYOUTS[1])
         ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     now = read_now(tmp_path, t=time.time() + 60)
     assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]

@@ -1,0 +1,182 @@
+"""Files of a run that somebody else has put there, and one reading of them by screen and report."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.journal import NAME as JOURNAL
+from copus_ext.reconfigure.checked import read_value
+from copus_ext.report.lines import Lines
+from copus_ext.report.now import read_now
+from copus_ext.report.page import Book, script_json
+from copus_ext.tail import Tail, last_lines
+from megatron.training.metrics import METRICS_FILE
+from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
+from tools import report, status
+
+
+def link(path: Path) -> None:
+    usual_run(path.parent / "elsewhere", steps=20)
+    path.symlink_to(path.parent / "elsewhere" / METRICS_FILE)
+
+
+@pytest.mark.parametrize("make", [link, os.mkfifo, Path.mkdir], ids=["link", "pipe", "folder"])
+def test_what_is_no_plain_file_is_not_read(make: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / METRICS_FILE
+    make(path)
+    assert list(Tail(path).records()) == list(last_lines(path, 1000)) == []
+    lines = Lines(path)
+    with pytest.raises(OSError):
+        list(lines.new())
+    assert lines.at(0) == {}
+    with pytest.raises(ValueError, match=METRICS_FILE):
+        read_value(path, lambda value: value)
+
+
+@pytest.mark.parametrize("name", [METRICS_FILE, JOURNAL])
+@pytest.mark.parametrize("make", [link, os.mkfifo], ids=["link", "pipe"])
+def test_the_commands_name_what_is_no_plain_file(
+    make: Callable[[Path], None], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    usual_run(run, steps=20)
+    (run / name).unlink()
+    make(run / name)
+    assert status.main([str(run)]) == 5
+    assert report.main([str(run), "-o", str(tmp_path / "x.html")]) == 5
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all(name in line for line in said), said
+
+
+def test_a_journal_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
+    usual_run(tmp_path / "run", steps=20)
+    (tmp_path / "kept.jsonl").symlink_to(tmp_path / "run" / JOURNAL)
+    page = tmp_path / "x.html"
+    assert report.main([str(tmp_path / "kept.jsonl"), "-o", str(page)]) == 0
+    assert '"number":1' in page.read_text()
+
+
+def others(value: Any, odd: Any) -> Iterator[Any]:
+    """The value with one of its parts replaced, in turn; of a list the first entry."""
+    yield odd
+    if isinstance(value, dict) or (isinstance(value, list) and value):
+        for key in value if isinstance(value, dict) else [0]:
+            for part in others(value[key], odd):
+                changed = copy.copy(value)
+                changed[key] = part
+                yield changed
+
+
+ODD = [None, "x", math.nan, 10**400, -(10**400), [], {"a": [1]}, True]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:6])
+def test_a_decision_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> None:
+    usual_run(tmp_path, steps=20)
+    path = tmp_path / JOURNAL
+    kept, line = path.read_text().splitlines(keepends=True)[:2]
+    record = json.loads(line)
+    for part in record["situation"], record["decision"]:
+        part |= {"rows": part["rows"][-2:]} if "rows" in part else {}
+    record["situation"]["current"] = 0
+    changed = list(others(record, odd))
+    path.write_text(kept + "".join(json.dumps(one) + "\n" for one in changed))
+    book = Book([tmp_path])
+    book.refresh()
+    assert len(changed) > 80 and script_json(book.payload())
+    for one in changed[::4]:
+        path.write_text(kept + json.dumps(one) + "\n")
+        read_now(tmp_path)
+
+
+def test_a_time_of_a_step_that_is_beyond_all_bounds_is_passed_over(tmp_path: Path) -> None:
+    run = usual_run(tmp_path, steps=20)
+    path = run.path / METRICS_FILE
+    huge = f'"elapsed_per_iteration_ms":{10**400}'
+    path.write_text(re.sub(r'"elapsed_per_iteration_ms":[0-9.]+', huge, path.read_text()))
+    assert read_now(tmp_path).step_s is None
+
+
+def payload_of(run: Path) -> dict[str, Any]:
+    book = Book([run])
+    book.refresh()
+    return book.payload()
+
+
+def changes_of(run: Path) -> list[tuple[str, str]]:
+    """What the screen says of the last changes: to which configuration, and how it stands."""
+    deciding = read_now(run).deciding
+    assert deciding is not None
+    return [(change.to, change.state) for change in deciding.changes]
+
+
+def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(60)
+    write_change(run.journal, 4, 30, batch=16)
+    write_change(run.journal, 5, 50, batch=64)
+    sizes = {"to_batch": 64, "to_micro_batch": 2, "from_layout": "x", "to_layout": "x"}
+    speeds = {"samples_per_s": 1.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.1}
+    run.journal.append("outcome", decision=5, iteration=50, **sizes, **speeds, steps=50)
+    run.relaunch("job.0.1", iteration=40, samples=320)
+    assert changes_of(tmp_path) == [("batch 16 in 2", "being measured")]
+    run.step(5)
+    write_change(run.journal, 5, 45, batch=32)
+    run.step(5)
+    assert changes_of(tmp_path)[-1] == ("batch 32 in 2", "being measured")
+    now = read_now(tmp_path)
+    assert "prediction" not in [alarm.name for alarm in now.alarms]
+    payload = payload_of(tmp_path)
+    assert [p[2] for p in payload["landscapes"][0]["path"][1:]] == [16, 32]
+    (told,) = [line for line in payload["journal"] if line[6] == "for 64"]
+    assert "undone" in told[9] and "1 samples/s" in told[9]
+
+
+def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(60)
+    goal = LAYOUTS[1]
+    ends: list[tuple[str, dict[str, Any], str]] = [
+        ("switch", {"number": 0, "outcome": {"kind": "rolled_back", "reason": "a sum"}}, "a sum"),
+        ("switch", {"number": 1, "outcome": {"kind": "cancelled", "reason": "no room"}}, "no room"),
+        ("switch.abandoned", {"reason": "no answer"}, "no answer"),
+        ("switch.cancelled", {"number": 3, "to": str(goal), "reason": "ended"}, "ended"),
+        ("switch.begin", {}, ""),
+        ("switch", {"number": 5, "outcome": {"kind": "moved", "pause_s": 2.0}}, ""),
+    ]
+    for number, (kind, fields, _) in enumerate(ends):
+        write_change(run.journal, number, 10 + number, to=goal)
+        about = {"start": "tp1.pp1.dp4", "to": str(goal)}
+        run.journal.append("switch.requested", number=number, iteration=10 + number, **about)
+        run.journal.append(kind, **fields)
+    payload = payload_of(tmp_path)
+    (loss,) = [f for f in payload["figures"] if f["id"] == "loss"]
+    (circles,) = [trace for trace in loss["data"] if trace["name"] == "change"]
+    assert circles["meta"]["x"]["steps"] == [15]
+    assert [p[0] for p in payload["landscapes"][0]["path"]] == [-1, 15]
+    assert "1 changes" in dict(payload["runs"][0]["facts"])["Controller"]
+    told = {line[2]: line[9] for line in payload["journal"] if line[4] == "change"}
+    for number, (_, _, reason) in enumerate(ends):
+        assert reason in told[10 + number]
+    states = [state for _, state in changes_of(tmp_path)]
+    assert states == ["not done: ended", "under way", "being measured"]
+
+
+def test_of_a_large_journal_only_the_end_is_read(tmp_path: Path) -> None:
+    run = usual_run(tmp_path / "run")
+    known = read_now(run.path).deciding
+    lines = (run.path / JOURNAL).read_bytes()
+    with (run.path / JOURNAL).open("wb") as file:
+        file.seek(1 << 31)
+        file.write(b"\n" + lines)
+    assert known is not None and known.best is not None and len(known.changes) == 3
+    assert read_now(run.path).deciding == known
