@@ -232,7 +232,7 @@ def answer(args: argparse.Namespace) -> int:
         try:
             report.plot(plotted, args.plot)
         except ImportError:
-            raise UsageProblem('--plot needs plotly; run: pip install "copus[report]"') from None
+            raise UsageProblem('--plot needs plotly; run: pip install -e ".[report]"') from None
         except OSError as error:
             raise UsageProblem(f"--plot {args.plot}: {error}") from error
     if len(plans) < len(wanted):

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
         plotly_code()
     except ImportError as error:
-        return _say(f'{error.name} is missing; run: pip install "copus[report]"', 5)
+        return _say(f'{error.name} is missing; run: pip install -e ".[report]"', 5)
     try:
         book = Book(args.runs)
     except ValueError as error:

@@ -176,7 +176,7 @@ def answer(args: argparse.Namespace) -> int:
         try:
             report.draw(result, args.figure)
         except ImportError:
-            raise UsageProblem('--figure needs matplotlib; pip install "copus[bench]"') from None
+            raise UsageProblem('--figure needs matplotlib; pip install -e ".[bench]"') from None
         except (OSError, ValueError) as error:
             raise UsageProblem(f"--figure {args.figure}: {error}") from error
     return 0

@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, OverflowError) as error:
             p.error(f"--port {args.port} of --address {args.address} cannot be had: {error}")
         except ImportError as error:
-            p.error(f'--serve needs {error.name}; run: pip install "copus[report]"')
+            p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
         return 0
     if args.json:
         show_lines(args.run, args.follow)

@@ -152,7 +152,7 @@ def _started(flag: str, extra: str, start: Callable[[], Sink]) -> list[Sink]:
     try:
         return [start()]
     except ImportError as error:
-        logger.warning('%s ignored: %s; run: pip install "copus[%s]"', flag, error, extra)
+        logger.warning('%s ignored: %s; run: pip install -e ".[%s]"', flag, error, extra)
     except Exception as error:
         logger.warning("%s ignored, it could not be started: %r", flag, error)
     return []

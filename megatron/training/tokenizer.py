@@ -332,7 +332,7 @@ def _package(module: str, package: str, kind: str) -> Any:
     except ImportError as error:
         raise UsageError(
             f"--tokenizer-type {kind} needs the package {package}, which is not installed; "
-            "run pip install copus[hf]"
+            'run: pip install -e ".[hf]"'
         ) from error
 
 

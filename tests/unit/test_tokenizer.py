@@ -84,7 +84,7 @@ def test_a_missing_package_names_its_extra(kind, package, tmp_path, monkeypatch)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     monkeypatch.setattr(sys, "meta_path", [_Refuse(package), *sys.meta_path])
-    with pytest.raises(UsageError, match=rf"{package}.*pip install copus\[hf\]"):
+    with pytest.raises(UsageError, match=rf"{package}.*pip install -e .\.\[hf\]"):
         build_tokenizer(
             tokenizer_type=kind,
             tokenizer_model=str(path),

@@ -389,4 +389,4 @@ def test_a_sink_that_cannot_start_costs_one_line(
     monkeypatch.setitem(sys.modules, "wandb", module)
     assert open_sinks(logging_flags(wandb_project="p"), tmp_path) == []
     assert len(caplog.records) == 1 and "--wandb-project" in caplog.text
-    assert ("copus[wandb]" if broken == "missing" else "no API key") in caplog.text
+    assert ('".[wandb]"' if broken == "missing" else "no API key") in caplog.text

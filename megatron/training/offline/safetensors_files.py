@@ -45,7 +45,7 @@ def _safe_open(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise UsageError(
-            'Hugging Face models need safetensors; run: pip install "copus[hf]"'
+            'Hugging Face models need safetensors; run: pip install -e ".[hf]"'
         ) from None
     try:
         return safe_open(path, framework="pt")
