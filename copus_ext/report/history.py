@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from copus_ext.report.signs import Signs
 from copus_ext.report.values import whole
 
 
@@ -118,6 +119,8 @@ class RunHistory:
     """To tell it from others."""
     config: dict[str, Any]
     """Resolved flags of the last launch."""
+    signs: Signs
+    """What it is about, as far as can be seen."""
     steps: list[Step] = field(default_factory=list)
     """In order; none twice."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -134,8 +137,6 @@ class RunHistory:
     """Iteration of the last committed checkpoint."""
     asked: list[str] = field(default_factory=list)
     """What `control/` asks of the run now, in words."""
-    touched_s: float | None = None
-    """Seconds since whoever holds the run's lock has touched it; None without a lock."""
 
     @property
     def tokens_per_sample(self) -> int | None:

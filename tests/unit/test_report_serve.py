@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +18,8 @@ import pytest
 
 from copus_ext.report import serve
 from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server
+from megatron.training.control import LOCK_FILE, PAUSE_FILE
+from megatron.training.metrics import METRICS_FILE
 from tests.helpers.written_runs import WrittenRun
 
 TOKEN = "a token of some length"
@@ -31,14 +36,23 @@ def run(tmp_path: Path) -> WrittenRun:
 @pytest.fixture(params=[None, TOKEN], ids=["open", "token"])
 def server(run: WrittenRun, request: pytest.FixtureRequest) -> Iterator[ReportServer]:
     """One that listens on this machine."""
-    made = make_server(run.path, address="127.0.0.1", port=0, token=request.param)
+    with served(run.path, request.param) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def served(run: Path, token: str | None) -> Iterator[ReportServer]:
+    """A server of a run, for as long as it is needed."""
+    made = make_server(run, address="127.0.0.1", port=0, token=token)
     made.source._not_before = 0.0
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
 
 
 def ask(
@@ -80,6 +94,30 @@ def test_a_reader_gets_the_page_and_what_was_written_since(
     status, more, data = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
     assert status == 200 and more["ETag"] != fields["ETag"]
     assert dict(json.loads(data)["runs"][0]["facts"])["Steps"] == "15"
+
+
+def facts_of(server: ReportServer) -> dict[str, str]:
+    """What the head of the page says now."""
+    server.source._not_before = 0.0
+    _, _, data = ask(server, "/data.json", **cookie_of(server))
+    return dict(json.loads(data)["runs"][0]["facts"])
+
+
+def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(3)
+    path = tmp_path / METRICS_FILE
+    path.write_text(re.sub(r'"t":[0-9.]+', '"t":1.0', path.read_text()))
+    (tmp_path / LOCK_FILE).parent.mkdir()
+    (tmp_path / LOCK_FILE).touch()
+    with served(tmp_path, None) as server:
+        assert facts_of(server)["State"].startswith("training") and "Asked" not in facts_of(server)
+        _, fields, _ = ask(server, "/data.json")
+        (tmp_path / PAUSE_FILE).touch()
+        assert "decide nothing" in facts_of(server)["Asked"]
+        os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
+        assert facts_of(server)["State"].startswith("lost: no sign of life")
+        assert ask(server, "/data.json", If_None_Match=fields["ETag"])[0] == 200
 
 
 def test_there_are_no_other_files(server: ReportServer) -> None:
