@@ -78,7 +78,7 @@ class Launch:
     last_t: float | None = None
     """Its last record, seconds since the epoch."""
     last_iteration: int = 0
-    """Its last step."""
+    """Its last step, whether a later launch did that again or not."""
 
 
 class Event(NamedTuple):
@@ -131,6 +131,10 @@ class RunHistory:
     """In order, each another than the one before."""
     events: list[Event] = field(default_factory=list)
     """In the order written."""
+    train_iterations: int | None = None
+    """Steps of the whole run, as estimated at the last one."""
+    undone_s: float = 0.0
+    """Seconds of steps that are no part of the run any more: a later launch did them again."""
     saves_s: list[float] = field(default_factory=list)
     """Seconds of each committed checkpoint."""
     saved: int | None = None

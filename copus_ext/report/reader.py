@@ -20,6 +20,7 @@ from megatron.training.metrics import METRICS_FILE, committed_history
 
 _REQUEST = Path("control") / "request.json"
 _LOSS = "lm loss"
+_MOST_NAME = 200
 _QUIET = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
 
 
@@ -95,7 +96,8 @@ class RunReader:
             if step is None:
                 return
             value: Any = step
-            self._last = {name: record.get(name) for name in ("kind", "launch", "t")}
+            names = ("kind", "launch", "t", "train_iterations")
+            self._last = {name: record.get(name) for name in names}
         elif kind == "eval":
             value = _evaluation(record)
             self._events.append({name: record.get(name) for name in ("kind", "launch", "t")})
@@ -111,8 +113,12 @@ class RunReader:
         """What is known by now."""
         config = self._known_config()
         found = RunHistory(path=self.run, name=self.name, config=config, signs=self._signs())
-        for record in committed_history(self._records):
+        committed = committed_history(self._records)
+        for record in committed:
             _add(found, record["kind"] if isinstance(record.get("kind"), str) else "", record)
+        _follow(found.launches, self._records)
+        found.undone_s = _seconds_of(self._records) - _seconds_of(committed)
+        found.train_iterations = whole(self._last.get("train_iterations"))
         if not any(record.get("kind") == "layout" for record in self._records):
             found.layouts = _layouts_of(found, self.decisions.layouts) or found.layouts
         if not config:
@@ -129,13 +135,26 @@ def _add(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
         run.evaluations.append(value)
     else:
         _add_event(run, kind, value)
-    if run.launches:
-        launch = run.launches[-1]
-        is_event = isinstance(value, dict)
-        t = number(value.get("t")) if is_event else value.t
+
+
+def _follow(launches: list[Launch], records: list[dict[str, Any]]) -> None:
+    """How far each launch came, by all that it wrote: also what a later one did again."""
+    by_name = {launch.name: launch for launch in launches}
+    for record in records:
+        launch, value = by_name.get(text(record.get("launch"), _MOST_NAME)), record["value"]
+        if launch is None:
+            continue
+        t = number(value.get("t")) if isinstance(value, dict) else value.t
         launch.last_t = launch.last_t if t is None else t
         if isinstance(value, Step):
             launch.last_iteration = value.iteration
+
+
+def _seconds_of(records: list[dict[str, Any]]) -> float:
+    """Of all steps among them."""
+    steps = (r["value"] for r in records if isinstance(r["value"], Step))
+    # Of fractions of milliseconds no sum is short of its parts.
+    return sum(round(1e6 * (step.seconds or 0.0)) for step in steps) / 1_000_000
 
 
 def _add_event(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
@@ -191,7 +210,7 @@ def _loss(record: dict[str, Any]) -> float | None:
 def _launch(record: dict[str, Any]) -> Launch:
     iteration = whole(record.get("iteration")) or 0
     return Launch(
-        name=text(record.get("launch"), 200),
+        name=text(record.get("launch"), _MOST_NAME),
         t=number(record.get("t")),
         iteration=iteration,
         samples=whole(record.get("consumed_samples")) or 0,

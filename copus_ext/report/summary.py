@@ -53,7 +53,7 @@ def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
     c = run.config
     lines = [
         ["State", state(run)],
-        ["Steps", _share(last.iteration, c.get("train_iters")) if last else ""],
+        ["Steps", _share(last.iteration, run.train_iterations) if last else ""],
         ["Samples", _share(last.samples, c.get("train_samples")) if last else ""],
         ["Tokens", amount(_tokens(run))],
         ["Loss", _losses(run)],
@@ -91,6 +91,7 @@ def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
     """Where the time went, as far as the record says."""
     parts = [
         ("steps", sum(step.seconds or 0.0 for step in run.steps)),
+        ("steps that a restart did again", run.undone_s),
         ("changes of layout", sum(s.pause_s or 0.0 for s in decisions.switches)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
         ("between launches", sum(_gaps(run.launches))),
