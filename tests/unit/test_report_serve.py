@@ -13,14 +13,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from copus_ext.report import serve
-from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server
+from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server, read_token
 from megatron.training.control import LOCK_FILE, PAUSE_FILE
 from megatron.training.metrics import METRICS_FILE
 from tests.helpers.written_runs import WrittenRun
+from tools import status as tool
 
 TOKEN = "a token of some length"
 Answer = tuple[int, dict[str, str], bytes]
@@ -167,8 +169,9 @@ def test_without_the_token_there_is_nothing(server: ReportServer) -> None:
 def test_other_addresses_need_a_token(run: WrittenRun, address: str) -> None:
     with pytest.raises(ValueError, match="--token"):
         make_server(run.path, address=address, port=0, token=None)
-    with pytest.raises(ValueError, match="--token"):
-        make_server(run.path, address=address, port=0, token="short")
+    for token in ("", "short"):
+        with pytest.raises(ValueError, match="--token"):
+            make_server(run.path, address=address, port=0, token=token)
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -184,14 +187,43 @@ def test_which_names_are_of_this_machine() -> None:
     assert not is_own_host(None, local_only=False)
 
 
-def test_the_command_serves_until_it_is_interrupted(run: WrittenRun) -> None:
+def test_the_command_serves_with_a_token_of_its_own_until_it_is_interrupted(
+    run: WrittenRun,
+) -> None:
     command = [sys.executable, "tools/status.py", str(run.path), "--serve", "--port", "0"]
+    command.append("--token")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert p.stdout is not None and p.stderr is not None
-        line = p.stdout.readline()
-        port = int(line.split(":")[2].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/data.json")
-        assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
+        link = urlsplit(p.stdout.readline().split()[0])
+        connection = http.client.HTTPConnection("127.0.0.1", link.port or 0, timeout=60)
+        fields: dict[str, str] = {}
+        for path, status in (("/data.json", 403), (f"/?{link.query}", 200), ("/data.json", 200)):
+            connection.request("GET", path, headers=fields)
+            answer = connection.getresponse()
+            assert (answer.status, path) == (status, path)
+            body = answer.read()
+            fields = {"Cookie": answer.getheader("Set-Cookie", "").split(";")[0]}
+        assert json.loads(body)["runs"][0]["name"] == "run"
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 0 and p.stderr.read() == ""
+
+
+def test_a_token_file_is_for_its_owner_alone(
+    run: WrittenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\nmore\n")
+    file.chmod(0o600)
+    assert read_token(file) == TOKEN
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_token(file)
+    flags = [str(run.path), "--serve", "--token-file"]
+    assert tool.main([*flags, str(tmp_path / "none")]) == 5
+    assert "--token-file" in capsys.readouterr().err
+    file.write_text("short")
+    file.chmod(0o600)
+    for more in ([], ["--token"]):
+        with pytest.raises(SystemExit) as error:
+            tool.main([*flags, str(file), *more])
+        assert error.value.code == 2 and "--token-file" in capsys.readouterr().err
