@@ -3,7 +3,7 @@
 
 python tools/status.py runs/quickstart --follow
 
-Exit codes: 0 shown; 2 wrong usage; 5 there is no run in the directory.
+Exit codes: 0 shown; 2 wrong usage; 5 there is no run in the directory, or a file cannot be read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--serve", action="store_true", help="show a page that goes on updating")
     p.add_argument("--address", default="127.0.0.1", help="of --serve (default: %(default)s)")
     p.add_argument("--port", type=int, default=8642, help="of --serve (default: %(default)s)")
-    p.add_argument("--token", help="of --serve: asked for; needed for other addresses than this")
+    token = p.add_mutually_exclusive_group()
+    token.add_argument(
+        "--token",
+        action="store_true",
+        help="of --serve: make a token and show the link with it; without it nothing is answered. "
+        "Other addresses than this need one",
+    )
+    token.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="the same with the first line of FILE"
+    )
     return p
 
 
@@ -82,21 +91,37 @@ def main(argv: list[str] | None = None) -> int:
         print(f"status.py: error: {problem}", file=sys.stderr)
         return 5
     if args.serve:
-        try:
-            from copus_ext.report.serve import serve
-
-            serve(args.run, address=args.address, port=args.port, token=args.token)
-        except ValueError as error:
-            p.error(str(error))
-        except (OSError, OverflowError) as error:
-            p.error(f"--port {args.port} of --address {args.address} cannot be had: {error}")
-        except ImportError as error:
-            p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
-        return 0
+        return show_page(p, args)
     if args.json:
         show_lines(args.run, args.follow)
     else:
         show_screen(args.run, args.follow)
+    return 0
+
+
+def show_page(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    """Serves the page until Ctrl-C."""
+    try:
+        from copus_ext.report.serve import read_token, serve
+    except ImportError as error:
+        p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
+    try:
+        token = None if args.token_file is None else read_token(args.token_file)
+    except ValueError as error:
+        p.error(str(error))
+    except OSError as error:
+        line = f"--token-file {args.token_file} cannot be read: {error.strerror or error}"
+        print(f"status.py: error: {line}", file=sys.stderr)
+        return 5
+    where = {"address": args.address, "port": args.port}
+    try:
+        serve(args.run, **where, token=token, makes_token=args.token)
+    except ValueError as error:
+        p.error(str(error))
+    except ImportError as error:
+        p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
+    except (OSError, OverflowError) as error:
+        p.error(f"--port {args.port} of --address {args.address} cannot be had: {error}")
     return 0
 
 

@@ -17,6 +17,7 @@ from copus_ext.report.values import text, whole, written
 from copus_ext.tail import Tail, last_lines, placed_lines
 from megatron.training.metrics import METRICS_FILE, committed_history, decode
 
+CONFIG_FILE = "config.json"
 _MOST_BYTES = 1 << 26
 """Looked through for what is rare: tens of thousands of steps."""
 _STEP_BYTES = 1 << 20
@@ -109,7 +110,7 @@ def _size(path: Path) -> int:
 
 def _config(run: Path, start: Mapping[str, Any] | None) -> dict[str, Any]:
     known = None if start is None else start.get("config")
-    return known if isinstance(known, dict) else small_json(run / "config.json")
+    return known if isinstance(known, dict) else small_json(run / CONFIG_FILE)
 
 
 def read_journal_end(run: Path) -> Decisions:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from copus_ext.report.signs import Signs
 from copus_ext.report.values import whole
 
 
@@ -77,7 +78,7 @@ class Launch:
     last_t: float | None = None
     """Its last record, seconds since the epoch."""
     last_iteration: int = 0
-    """Its last step."""
+    """Its last step, whether a later launch did that again or not."""
 
 
 class Event(NamedTuple):
@@ -118,6 +119,8 @@ class RunHistory:
     """To tell it from others."""
     config: dict[str, Any]
     """Resolved flags of the last launch."""
+    signs: Signs
+    """What it is about, as far as can be seen."""
     steps: list[Step] = field(default_factory=list)
     """In order; none twice."""
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -128,14 +131,16 @@ class RunHistory:
     """In order, each another than the one before."""
     events: list[Event] = field(default_factory=list)
     """In the order written."""
+    train_iterations: int | None = None
+    """Steps of the whole run, as estimated at the last one."""
+    undone_s: float = 0.0
+    """Seconds of steps that are no part of the run any more: a later launch did them again."""
     saves_s: list[float] = field(default_factory=list)
     """Seconds of each committed checkpoint."""
     saved: int | None = None
     """Iteration of the last committed checkpoint."""
     asked: list[str] = field(default_factory=list)
     """What `control/` asks of the run now, in words."""
-    touched_s: float | None = None
-    """Seconds since whoever holds the run's lock has touched it; None without a lock."""
 
     @property
     def tokens_per_sample(self) -> int | None:

@@ -3,23 +3,24 @@ done again the newer launch counts."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
 
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.report.decisions import Decisions
+from copus_ext.report.ends import CONFIG_FILE, Record
 from copus_ext.report.history import Evaluation, Event, Launch, LayoutAt, RunHistory, Step
 from copus_ext.report.lines import Lines, small_json
 from copus_ext.report.pairing import add, slim
+from copus_ext.report.signs import Signs, read_signs
 from copus_ext.report.values import number, table, text, whole
-from megatron.training.control import LOCK_FILE, PAUSE_FILE, STOP_FILE
+from megatron.training.control import PAUSE_FILE, STOP_FILE
 from megatron.training.metrics import METRICS_FILE, committed_history
 
-CONFIG_FILE = "config.json"
 _REQUEST = Path("control") / "request.json"
 _LOSS = "lm loss"
+_MOST_NAME = 200
 _QUIET = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
 
 
@@ -40,12 +41,15 @@ class RunReader:
         self.decisions = Decisions()
         """What the journal tells."""
         self._num_lines = 0
+        self._events: list[dict[str, Any]] = []
+        self._last: dict[str, Any] = {}
         self._config: dict[str, Any] = {}
+        self._stands: tuple[str, ...] = ()
         self.generation = 0
         """Grows when the files of the run have become others."""
 
     def refresh(self) -> bool:
-        """Takes in what was written since; whether it was anything.
+        """Takes in what was written since; whether it was anything, or the run stands otherwise.
 
         Raises:
             OSError: a file of the run cannot be read.
@@ -55,6 +59,7 @@ class RunReader:
             before = -1
             self.generation += 1
             self._records, self.decisions, self._num_lines = [], Decisions(), 0
+            self._events, self._last = [], {}
             self.journal = Lines(self.journal.path)
             self._metrics = Lines(self._metrics.path)
         for _, record in self._metrics.new():
@@ -62,7 +67,22 @@ class RunReader:
         for place, record in self.journal.new():
             add(self.decisions, place, slim(record))
             self._num_lines += 1
-        return before != len(self._records) + self._num_lines
+        signs, stood = self._signs(), self._stands
+        # That a run has fallen silent is seen when nothing comes.
+        self._stands = (signs.state, signs.why, *_asked(self.run))
+        return before != len(self._records) + self._num_lines or stood != self._stands
+
+    def _signs(self) -> Signs:
+        record = Record(
+            steps=(self._last,) if self._last else (),
+            events=tuple(self._events),
+            is_whole=True,
+            config=self._known_config(),
+        )
+        return read_signs(self.run, record, self.decisions, t=time.time())
+
+    def _known_config(self) -> dict[str, Any]:
+        return self._config or small_json(self.run / CONFIG_FILE)
 
     @property
     def is_empty(self) -> bool:
@@ -76,10 +96,14 @@ class RunReader:
             if step is None:
                 return
             value: Any = step
+            names = ("kind", "launch", "t", "train_iterations")
+            self._last = {name: record.get(name) for name in names}
         elif kind == "eval":
             value = _evaluation(record)
+            self._events.append({name: record.get(name) for name in ("kind", "launch", "t")})
         else:
             value = {k: v for k, v in record.items() if k != "config"}
+            self._events.append(value)
         if kind == "run.start" and table(record.get("config")):
             self._config = table(record.get("config"))
         names = ("kind", "launch", "iteration", "split")
@@ -87,17 +111,19 @@ class RunReader:
 
     def history(self) -> RunHistory:
         """What is known by now."""
-        config = self._config or small_json(self.run / CONFIG_FILE)
-        found = RunHistory(path=self.run, name=self.name, config=config)
-        for record in committed_history(self._records):
+        config = self._known_config()
+        found = RunHistory(path=self.run, name=self.name, config=config, signs=self._signs())
+        committed = committed_history(self._records)
+        for record in committed:
             _add(found, record["kind"] if isinstance(record.get("kind"), str) else "", record)
+        _follow(found.launches, self._records)
+        found.undone_s = _seconds_of(self._records) - _seconds_of(committed)
+        found.train_iterations = whole(self._last.get("train_iterations"))
         if not any(record.get("kind") == "layout" for record in self._records):
             found.layouts = _layouts_of(found, self.decisions.layouts) or found.layouts
         if not config:
             found.config = self.decisions.flags
         found.asked = _asked(self.run)
-        with contextlib.suppress(OSError):
-            found.touched_s = time.time() - (self.run / LOCK_FILE).stat().st_mtime
         return found
 
 
@@ -109,13 +135,26 @@ def _add(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
         run.evaluations.append(value)
     else:
         _add_event(run, kind, value)
-    if run.launches:
-        launch = run.launches[-1]
-        is_event = isinstance(value, dict)
-        t = number(value.get("t")) if is_event else value.t
+
+
+def _follow(launches: list[Launch], records: list[dict[str, Any]]) -> None:
+    """How far each launch came, by all that it wrote: also what a later one did again."""
+    by_name = {launch.name: launch for launch in launches}
+    for record in records:
+        launch, value = by_name.get(text(record.get("launch"), _MOST_NAME)), record["value"]
+        if launch is None:
+            continue
+        t = number(value.get("t")) if isinstance(value, dict) else value.t
         launch.last_t = launch.last_t if t is None else t
         if isinstance(value, Step):
             launch.last_iteration = value.iteration
+
+
+def _seconds_of(records: list[dict[str, Any]]) -> float:
+    """Of all steps among them."""
+    steps = (r["value"] for r in records if isinstance(r["value"], Step))
+    # Of fractions of milliseconds no sum is short of its parts.
+    return sum(round(1e6 * (step.seconds or 0.0)) for step in steps) / 1_000_000
 
 
 def _add_event(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
@@ -171,7 +210,7 @@ def _loss(record: dict[str, Any]) -> float | None:
 def _launch(record: dict[str, Any]) -> Launch:
     iteration = whole(record.get("iteration")) or 0
     return Launch(
-        name=text(record.get("launch"), 200),
+        name=text(record.get("launch"), _MOST_NAME),
         t=number(record.get("t")),
         iteration=iteration,
         samples=whole(record.get("consumed_samples")) or 0,

@@ -17,6 +17,7 @@ import hmac
 import html
 import ipaddress
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -37,6 +38,7 @@ POLL_S = 5.0
 """The page looks so often."""
 LEAST_TOKEN = 12
 """Characters of a token."""
+_TOKEN_BYTES, _MOST_TOKEN = 18, 1000
 _REST = 9.0
 """After reading for a second the files are left alone for so many: a tenth of one core at most."""
 _IDLE_S = 15.0
@@ -46,7 +48,9 @@ _LANDING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>
 """
 
 
-def serve(run: Path, *, address: str, port: int, token: str | None) -> None:
+def serve(
+    run: Path, *, address: str, port: int, token: str | None = None, makes_token: bool = False
+) -> None:
     """Serves the report of a run until Ctrl-C.
 
     Args:
@@ -54,15 +58,17 @@ def serve(run: Path, *, address: str, port: int, token: str | None) -> None:
         address: to listen on; other than this machine's own only with a token.
         port: TCP port; 0 takes a free one.
         token: what a reader must know; None asks for nothing.
+        makes_token: make one instead, and show the link with it.
 
     Raises:
         ValueError: an address that needs a token and has none, a short token, or no such run.
         OSError: the address and port cannot be had.
     """
-    server = make_server(run, address=address, port=port, token=token)
+    made = secrets.token_urlsafe(_TOKEN_BYTES) if makes_token else None
+    server = make_server(run, address=address, port=port, token=made or token)
     host, number = server.server_address[:2]
     shown = f"[{host!s}]" if ":" in str(host) else host
-    way = "?token=..." if token else ""
+    way = f"?token={made or '...'}" if server.token else ""
     print(f"http://{shown}:{number}/{way} follows {run}; Ctrl-C ends it", flush=True)
     try:
         server.serve_forever()
@@ -70,6 +76,20 @@ def serve(run: Path, *, address: str, port: int, token: str | None) -> None:
         print()
     finally:
         server.server_close()
+
+
+def read_token(path: Path) -> str:
+    """The token in the first line of a file; not in a command line, which others can see.
+
+    Raises:
+        ValueError: others may read it.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise ValueError(f"--token-file {path} can be read by others; run: chmod 600 {path}")
+        line = file.readline(_MOST_TOKEN)
+    return line.decode(errors="replace").strip()
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -150,14 +170,15 @@ class Source:
 
 def make_server(run: Path, *, address: str, port: int, token: str | None) -> ReportServer:
     """A server that listens and does not answer yet; arguments and errors as of `serve`."""
-    token = token or None
     if token is None and not is_local(address):
         raise ValueError(
-            f"address {address or 'of all networks'} can be reached from other machines; give "
-            "--token, or listen on 127.0.0.1 and come through ssh -L"
+            f"--address {address or 'of all networks'} can be reached from other machines; give "
+            "--token or --token-file too, or listen on 127.0.0.1 and come through ssh -L"
         )
     if token is not None and len(token) < LEAST_TOKEN:
-        raise ValueError(f"--token is short; give at least {LEAST_TOKEN} characters")
+        raise ValueError(
+            f"the token of --token-file is short; it must have at least {LEAST_TOKEN} characters"
+        )
     _plotly()  # if it is missing, that is said now
     return ReportServer((address, port), Source(run), token)
 

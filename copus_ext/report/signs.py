@@ -79,7 +79,8 @@ def read_signs(run: Path, record: Record, decisions: Decisions, *, t: float) -> 
         state: State = "done" if why == "done" else "stopped"
         return Signs(state=state, why="" if state == "done" else why, silent_s=silent_s)
     if not record.events and not record.steps and locked is None:
-        return Signs(state="empty", why="nothing is recorded yet", silent_s=silent_s)
+        why = "only its journal is left" if decisions.decided else "nothing is recorded yet"
+        return Signs(state="empty", why=why, silent_s=silent_s)
     faults = [text(e.get("line"), LINE) for e in since if _is_fatal(e)]
     if locked is None and (run / LOCK_FILE).parent.is_dir():
         why = faults[-1] if faults else "it ended without a last record; its output says why"

@@ -16,7 +16,6 @@ from copus_ext.report.history import Launch, RunHistory
 from copus_ext.report.thin import running_mean
 from copus_ext.report.values import text
 from copus_ext.report.words import headline, percent, result, seconds, step_from, switched
-from megatron.training.lock import STALE_S
 
 Run = tuple[RunHistory, Decisions]
 
@@ -39,22 +38,13 @@ def amount(value: float | None) -> str:
     return f"{value:,.6g}"
 
 
-def state(run: RunHistory, decisions: Decisions) -> str:
-    """Whether it runs, and how it ended."""
-    if not run.launches:
-        known = "only its journal is left" if decisions.decided else "nothing is recorded yet"
-        return "no start is recorded" if run.steps else known
-    last = run.launches[-1]
-    if last.why == "done":
-        return "done"
-    if last.why:
-        return f"stopped: {last.why}"
-    seen = f"last record {date(last.last_t)} UTC"
-    if run.touched_s is None:
-        return f"killed: no end is recorded; {seen}"
-    if run.touched_s < STALE_S:
-        return f"running; {seen}"
-    return f"killed, or cut off: its lock was last touched {seconds(run.touched_s)} ago; {seen}"
+def state(run: RunHistory) -> str:
+    """What it is about, or how it ended, as the status screen says it."""
+    signs = run.signs
+    words = f"{signs.state}: {signs.why}" if signs.why else signs.state
+    if run.last is None or signs.state in ("done", "stopped"):
+        return words
+    return f"{words}; last record {date(run.last)} UTC"
 
 
 def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
@@ -62,8 +52,8 @@ def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
     last = run.steps[-1] if run.steps else None
     c = run.config
     lines = [
-        ["State", state(run, decisions)],
-        ["Steps", _share(last.iteration, c.get("train_iters")) if last else ""],
+        ["State", state(run)],
+        ["Steps", _share(last.iteration, run.train_iterations) if last else ""],
         ["Samples", _share(last.samples, c.get("train_samples")) if last else ""],
         ["Tokens", amount(_tokens(run))],
         ["Loss", _losses(run)],
@@ -101,6 +91,7 @@ def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
     """Where the time went, as far as the record says."""
     parts = [
         ("steps", sum(step.seconds or 0.0 for step in run.steps)),
+        ("steps that a restart did again", run.undone_s),
         ("changes of layout", sum(s.pause_s or 0.0 for s in decisions.switches)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
         ("between launches", sum(_gaps(run.launches))),
@@ -245,7 +236,7 @@ def _line(
     loss, evaluated = final_loss(run), _evaluated(run)
     return [
         run.name,
-        state(run, decisions),
+        run.signs.state,
         f"{last.iteration:,}" if last else "0",
         amount(_tokens(run)),
         seconds(_between(run.begin, run.last)),

@@ -42,6 +42,10 @@ def traces(payload: dict[str, Any], figure: str) -> dict[str, dict[str, Any]]:
     return {trace["name"]: trace for trace in found["data"]}
 
 
+def facts_of(about: dict[str, Any]) -> dict[str, str]:
+    return dict(about["facts"])
+
+
 def lines_of(path: Path, kind: str) -> list[dict[str, Any]]:
     records = map(json.loads, path.read_text().splitlines())
     return [record for record in records if record["kind"] == kind]
@@ -156,7 +160,44 @@ def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None
     assert len(undone) == 1 and "undone" in undone[0]
     assert [item["iteration"] for item in shown["landscapes"][0]["items"]] == [20]
     facts = dict(shown["runs"][0]["facts"])
-    assert "killed" in facts["State"] and facts["Launches"] == "2"
+    assert facts["Launches"] == "2"
+
+
+def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path, launch="job.0.0")
+    run.step(90)
+    run.relaunch("job.0.1", iteration=50, samples=400)
+    run.step(10)
+    run.end()
+    path = tmp_path / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for i, record in enumerate(records):  # a second each, and ten minutes between the launches
+        record["t"] = 1e9 + i + (600 if record["launch"] == "job.0.1" else 0)
+    path.write_text("".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records))
+    about = payload_of(tmp_path)["runs"][0]
+    names = ["job.0.0", "job.0.1"]
+    assert [(x[0], x[2], x[3]) for x in about["launches"]] == list(
+        zip(names, ["0", "50"], ["90", "60"])
+    )
+    spent = dict(
+        reversed(part.split(" s ", 1))
+        for part in facts_of(about)["Of this"].split("; ")
+        if " s " in part
+    )
+    seconds = {r["iteration"]: r["elapsed_per_iteration_ms"] / 1000 for r in lines_of(path, "step")}
+    assert float(spent["steps that a restart did again"]) == pytest.approx(
+        sum(seconds[i] for i in range(51, 91)), rel=0.01
+    )
+    assert "10.0 min between launches" in facts_of(about)["Of this"]
+
+
+def test_steps_are_counted_against_what_the_run_expects_by_now(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path, train_iters=900)
+    run.step(30)
+    run.end()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"train_iterations":1000', '"train_iterations":30'))
+    assert facts_of(payload_of(tmp_path)["runs"][0])["Steps"] == "30 of 30 (100.0 %)"
 
 
 def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from copus_ext.report import serve
-from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server
+from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server, read_token
+from megatron.training.control import LOCK_FILE, PAUSE_FILE
+from megatron.training.metrics import METRICS_FILE
 from tests.helpers.written_runs import WrittenRun
+from tools import status as tool
 
 TOKEN = "a token of some length"
 Answer = tuple[int, dict[str, str], bytes]
@@ -31,14 +38,23 @@ def run(tmp_path: Path) -> WrittenRun:
 @pytest.fixture(params=[None, TOKEN], ids=["open", "token"])
 def server(run: WrittenRun, request: pytest.FixtureRequest) -> Iterator[ReportServer]:
     """One that listens on this machine."""
-    made = make_server(run.path, address="127.0.0.1", port=0, token=request.param)
+    with served(run.path, request.param) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def served(run: Path, token: str | None) -> Iterator[ReportServer]:
+    """A server of a run, for as long as it is needed."""
+    made = make_server(run, address="127.0.0.1", port=0, token=token)
     made.source._not_before = 0.0
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
 
 
 def ask(
@@ -72,14 +88,41 @@ def test_a_reader_gets_the_page_and_what_was_written_since(
     assert "default-src 'none'" in fields["Content-Security-Policy"]
     status, fields, data = ask(server, "/data.json", **known)
     shown = json.loads(data)
-    assert dict(shown["runs"][0]["facts"])["Steps"] == "12" and shown["poll_s"] == serve.POLL_S
+    assert (
+        dict(shown["runs"][0]["facts"])["Steps"].startswith("12 of ")
+        and shown["poll_s"] == serve.POLL_S
+    )
     again, more, nothing = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
     assert again == 304 and nothing == b""
     run.step(3)
     server.source._not_before = 0.0
     status, more, data = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
     assert status == 200 and more["ETag"] != fields["ETag"]
-    assert dict(json.loads(data)["runs"][0]["facts"])["Steps"] == "15"
+    assert dict(json.loads(data)["runs"][0]["facts"])["Steps"].startswith("15 of ")
+
+
+def facts_of(server: ReportServer) -> dict[str, str]:
+    """What the head of the page says now."""
+    server.source._not_before = 0.0
+    _, _, data = ask(server, "/data.json", **cookie_of(server))
+    return dict(json.loads(data)["runs"][0]["facts"])
+
+
+def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(3)
+    path = tmp_path / METRICS_FILE
+    path.write_text(re.sub(r'"t":[0-9.]+', '"t":1.0', path.read_text()))
+    (tmp_path / LOCK_FILE).parent.mkdir()
+    (tmp_path / LOCK_FILE).touch()
+    with served(tmp_path, None) as server:
+        assert facts_of(server)["State"].startswith("training") and "Asked" not in facts_of(server)
+        _, fields, _ = ask(server, "/data.json")
+        (tmp_path / PAUSE_FILE).touch()
+        assert "decide nothing" in facts_of(server)["Asked"]
+        os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
+        assert facts_of(server)["State"].startswith("lost: no sign of life")
+        assert ask(server, "/data.json", If_None_Match=fields["ETag"])[0] == 200
 
 
 def test_there_are_no_other_files(server: ReportServer) -> None:
@@ -126,8 +169,9 @@ def test_without_the_token_there_is_nothing(server: ReportServer) -> None:
 def test_other_addresses_need_a_token(run: WrittenRun, address: str) -> None:
     with pytest.raises(ValueError, match="--token"):
         make_server(run.path, address=address, port=0, token=None)
-    with pytest.raises(ValueError, match="--token"):
-        make_server(run.path, address=address, port=0, token="short")
+    for token in ("", "short"):
+        with pytest.raises(ValueError, match="--token"):
+            make_server(run.path, address=address, port=0, token=token)
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -143,14 +187,43 @@ def test_which_names_are_of_this_machine() -> None:
     assert not is_own_host(None, local_only=False)
 
 
-def test_the_command_serves_until_it_is_interrupted(run: WrittenRun) -> None:
+def test_the_command_serves_with_a_token_of_its_own_until_it_is_interrupted(
+    run: WrittenRun,
+) -> None:
     command = [sys.executable, "tools/status.py", str(run.path), "--serve", "--port", "0"]
+    command.append("--token")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
         assert p.stdout is not None and p.stderr is not None
-        line = p.stdout.readline()
-        port = int(line.split(":")[2].split("/")[0])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        connection.request("GET", "/data.json")
-        assert json.loads(connection.getresponse().read())["runs"][0]["name"] == "run"
+        link = urlsplit(p.stdout.readline().split()[0])
+        connection = http.client.HTTPConnection("127.0.0.1", link.port or 0, timeout=60)
+        fields: dict[str, str] = {}
+        for path, status in (("/data.json", 403), (f"/?{link.query}", 200), ("/data.json", 200)):
+            connection.request("GET", path, headers=fields)
+            answer = connection.getresponse()
+            assert (answer.status, path) == (status, path)
+            body = answer.read()
+            fields = {"Cookie": answer.getheader("Set-Cookie", "").split(";")[0]}
+        assert json.loads(body)["runs"][0]["name"] == "run"
         p.send_signal(signal.SIGINT)
         assert p.wait(60) == 0 and p.stderr.read() == ""
+
+
+def test_a_token_file_is_for_its_owner_alone(
+    run: WrittenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\nmore\n")
+    file.chmod(0o600)
+    assert read_token(file) == TOKEN
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match="chmod 600"):
+        read_token(file)
+    flags = [str(run.path), "--serve", "--token-file"]
+    assert tool.main([*flags, str(tmp_path / "none")]) == 5
+    assert "--token-file" in capsys.readouterr().err
+    file.write_text("short")
+    file.chmod(0o600)
+    for more in ([], ["--token"]):
+        with pytest.raises(SystemExit) as error:
+            tool.main([*flags, str(file), *more])
+        assert error.value.code == 2 and "--token-file" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.report.now import Now, read_now
+from copus_ext.report.page import Book
 from copus_ext.report.screen import duration, screen
 from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
 from megatron.training.metrics import METRICS_FILE, encode, read_metrics
@@ -222,6 +223,10 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
     make(tmp_path)
     now = read_now(tmp_path)
     assert now.state == state and why in now.why
+    book = Book([tmp_path])
+    book.refresh()
+    told = dict(book.payload()["runs"][0]["facts"])["State"]
+    assert told.startswith(state) and why in told, "the report says the same"
     assert (now.left_s is not None) == (state not in ("done", "stopped", "failed", "lost"))
 
 
