@@ -77,13 +77,38 @@ def test_steps_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None
     assert loss["meta"]["x"]["hours"] == pytest.approx(hours, abs=1e-6)
     phi = traces(shown, "noise")["noise scale phi"]
     assert phi["y"] == [s["noise"]["phi_samples"] for s in steps]
-    assert [c[1:] for c in phi["customdata"]] == [
+    assert [c[1:3] for c in phi["customdata"]] == [
         [s["noise"]["low_samples"], s["noise"]["high_samples"]] for s in steps
     ]
     course = traces(shown, "course")
     assert course["learning rate"]["y"] == [s["learning_rate"] for s in steps]
     (evaluated,) = lines_of(run / "metrics.jsonl", "eval")
     assert traces(shown, "loss")["evaluation"]["y"] == [evaluated["losses"]["lm loss"]]
+
+
+def test_an_interval_without_an_upper_end_is_a_band_that_is_open_above(
+    run: Path, shown: dict[str, Any]
+) -> None:
+    (figure,) = [f for f in shown["figures"] if f["id"] == "noise"]
+    top = figure["layout"]["yaxis"]["autorangeoptions"]["clipmax"]
+    named = traces(shown, "noise")
+    band = named["95 % interval"]
+    ends: dict[int, list[float]] = {}
+    for iteration, y in zip(band["meta"]["x"]["steps"], band["y"], strict=True):
+        if iteration is not None:
+            ends.setdefault(iteration, []).append(y)
+    noise = {s["iteration"]: s["noise"] for s in lines_of(run / "metrics.jsonl", "step")}
+    known = [v for n in noise.values() for v in (n["phi_samples"], n["high_samples"]) if v]
+    assert top > max(known)
+    for iteration, about in noise.items():
+        low, high = about["low_samples"], about["high_samples"]
+        if not low and high is None:  # nothing is known
+            assert iteration not in ends
+            continue
+        assert min(ends[iteration]) == low
+        assert max(ends[iteration]) == high if high is not None else max(ends[iteration]) > top
+    words = {c[0]: c[3] for c in named["noise scale phi"]["customdata"]}
+    assert words[8].endswith("to unbounded") and words[20].endswith(" to 13")
 
 
 def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None:
