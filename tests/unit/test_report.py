@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.report.figures import most_points
+from copus_ext.report.landscape import chosen_decisions
 from copus_ext.report.lines import Lines
 from copus_ext.report.page import Book, names_of, render, script_json
+from copus_ext.report.reader import RunReader
 from copus_ext.report.thin import kept, running_mean, turns
 from megatron.training.metrics import read_metrics
 from tests.helpers.written_runs import WrittenRun, usual_run
@@ -162,6 +165,24 @@ def test_a_landscape_agrees_with_what_the_decision_saw(shown: dict[str, Any]) ->
                 assert item["speeds"][i][j] == speed
                 num_compared += 1
     assert num_compared > 20
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 1000])
+@pytest.mark.parametrize("num_runs", [1, 16])
+def test_a_page_has_so_many_landscapes_and_changes_come_first(
+    run: Path, every: int, num_runs: int
+) -> None:
+    reader = RunReader(run, name="x")
+    reader.refresh()
+    one = reader.decisions.decided[0]
+    kinds = ["batch" if i % every == 0 else "stay" for i in range(1000)]
+    decided = [dataclasses.replace(one, number=i, kind=kind) for i, kind in enumerate(kinds)]
+    most = 200 if num_runs == 1 else 20
+    assert chosen_decisions(decided[:most], num_runs) == decided[:most]
+    chosen = chosen_decisions(decided, num_runs)
+    assert len(chosen) == most and chosen[-1] is decided[-1]
+    changes = [d for d in decided if d.is_change]
+    assert [d for d in chosen if d.is_change][1 - most :] == changes[1 - most :]
 
 
 def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None:
