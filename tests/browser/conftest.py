@@ -26,12 +26,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return usual_run(tmp_path_factory.mktemp("runs") / "usual").path
 
 
-LONG_STEPS, LONG_EVERY = 100_000, 200
+LONG_STEPS, LONG_EVERY = 100_000, 20
 
 
 @pytest.fixture(scope="session")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 100,000 steps and 500 decisions."""
+    """A run of 100,000 steps and 5,000 decisions."""
     run = WrittenRun(tmp_path_factory.mktemp("runs") / "long")
     for _ in range(LONG_STEPS // LONG_EVERY):
         run.step(LONG_EVERY)
