@@ -22,6 +22,8 @@ _FEW = 30
 """Points up to which they are marked, not only joined."""
 _SPEED_STEPS = 20
 _MOST_TICKS = 6
+_FAR = 100.0
+"""Times the top of a picture."""
 _NO_PHASES = "new processes"
 
 Run = tuple[RunHistory, Decisions]
@@ -136,15 +138,19 @@ def _ticks(sizes: set[int | None]) -> list[int]:
 def noise_figure(runs: Sequence[Run]) -> Figure:
     """The measured noise scale with its interval, and the batch."""
     data: list[dict[str, Any]] = []
+    top = _top(runs)
     for color, (run, _) in enumerate(runs):
         measured = [s for s in run.steps if s.phi is not None or s.low is not None]
         phi, low = [s.phi for s in measured], [s.low for s in measured]
         high, batch = [s.high for s in measured], [s.batch for s in measured]
         chosen = kept([phi, low, high], most_points(len(runs)) // 2)
         line = _along(run, chosen, phi, color, of=measured)
-        line["customdata"] = [[measured[i].iteration, low[i], high[i]] for i in chosen]
+        line["customdata"] = [
+            [measured[i].iteration, low[i], high[i], _interval(low[i], high[i])] for i in chosen
+        ]
         data += [
-            _band(run, measured, chosen, color) | _named(run, runs, "95 % interval"),
+            _band(run, [measured[i] for i in chosen], color, top=top)
+            | _named(run, runs, "95 % interval"),
             line | _named(run, runs, "noise scale phi") | {"hovertemplate": _HOVER_PHI},
             _along(
                 run,
@@ -159,19 +165,38 @@ def noise_figure(runs: Sequence[Run]) -> Figure:
     return {
         "id": "noise",
         "title": "Gradient noise scale",
-        "caption": "phi as measured, smoothed, with its 95 % interval where both ends are known; "
-        "dotted the batch. What counts for a decision is phi times --copus-calibration.",
+        "caption": "phi as measured, smoothed, with its 95 % interval, open above where only the "
+        "lower end is known; dotted the batch. What counts for a decision is phi times "
+        "--copus-calibration.",
         "height": 420,
         "axis": True,
         "data": data,
-        "layout": {"yaxis": {"type": "log", "title": {"text": "samples"}}},
+        "layout": {
+            "yaxis": {
+                "type": "log",
+                "title": {"text": "samples"},
+                # What is open goes on beyond the edge.
+                "autorangeoptions": {"clipmax": top},
+            }
+        },
     }
 
 
-_HOVER_PHI = (
-    "step %{customdata[0]}: phi %{y:.4g}, interval "
-    "%{customdata[1]:.4g} to %{customdata[2]:.4g}<extra></extra>"
-)
+_HOVER_PHI = "step %{customdata[0]}: phi %{y:.4g}, interval %{customdata[3]}<extra></extra>"
+
+
+def _top(runs: Sequence[Run]) -> float:
+    """Upper edge of a picture in which all that is known of noise scales and batches has room."""
+    values = (v for run, _ in runs for s in run.steps for v in (s.phi, s.low, s.high, s.batch))
+    return 1.5 * max((v for v in values if v is not None), default=1.0)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    ends = [
+        "unknown" if low is None else f"{low:.4g}",
+        "unbounded" if high is None else f"{high:.4g}",
+    ]
+    return " to ".join(ends)
 
 
 def pauses_figure(runs: Sequence[Run]) -> Figure:
@@ -346,16 +371,16 @@ def _changes(run: RunHistory, decisions: Decisions, mean: Column, color: int) ->
     }
 
 
-def _band(run: RunHistory, steps: Sequence[Any], chosen: Sequence[int], color: int) -> dict:
-    """The interval as closed shapes, one for each stretch where both its ends are known."""
+def _band(run: RunHistory, steps: Sequence[Any], color: int, *, top: float) -> dict[str, Any]:
+    """The interval as closed shapes, one for each stretch where it is known; where it has no upper
+    end, far beyond the top of the picture."""
     stretches: list[list[Any]] = [[]]
-    for i in chosen:
-        step = steps[i]
-        if step.low is not None and step.high is not None:
+    for step in steps:
+        if step.low is not None and (step.high is not None or step.low > 0):
             stretches[-1].append(step)
         elif stretches[-1]:
             stretches.append([])
-    lows = [s.low for stretch in stretches for s in stretch if s.low and s.low > 0]
+    lows = [s.low for stretch in stretches for s in stretch if s.low > 0]
     # A logarithmic axis has no 0: an end that reaches it is drawn below all others.
     floor = min(lows, default=1.0) / 2
     trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "fill": "toself", "y": []}
@@ -364,7 +389,7 @@ def _band(run: RunHistory, steps: Sequence[Any], chosen: Sequence[int], color: i
         way = [*stretch, *reversed(stretch)]
         for name, values in _positions(run, way)["x"].items():
             columns[name] += [*values, None]
-        ups = [s.high for s in stretch]
+        ups = [_FAR * top if s.high is None else s.high for s in stretch]
         trace["y"] += [*ups, *(max(s.low, floor) for s in reversed(stretch)), None]
     meta = {"color": color, "band": True, "x": columns, "tokens": run.tokens_per_sample}
     return trace | {"line": {"width": 0}, "hoverinfo": "skip", "meta": meta}

@@ -71,8 +71,6 @@ class Launch:
     """Parallel layout at its start; empty if the record does not say."""
     loaded: str
     """Checkpoint it went on from; empty if none."""
-    host: str
-    """Machine of rank 0."""
     why: str = ""
     """How it ended, in the words of the record; empty if no end is recorded."""
     last_t: float | None = None
@@ -137,8 +135,6 @@ class RunHistory:
     """Seconds of steps that are no part of the run any more: a later launch did them again."""
     saves_s: list[float] = field(default_factory=list)
     """Seconds of each committed checkpoint."""
-    saved: int | None = None
-    """Iteration of the last committed checkpoint."""
     asked: list[str] = field(default_factory=list)
     """What `control/` asks of the run now, in words."""
 

@@ -13,29 +13,29 @@ from copus_ext.report.values import FOREIGN, number, rows, table, text, whole
 from copus_ext.report.words import told
 
 _MOST_LAYOUTS = 24
-_MOST_CELLS = 20_000
-"""Of all landscapes of a page together."""
-_LEAST = 20
-"""Landscapes that a page holds in any case."""
+_MOST, _LEAST = 200, 20
+"""Landscapes that a page holds, and of a run in any case."""
 
 
 def chosen_decisions(decided: list[Decided], num_runs: int = 1) -> list[Decided]:
-    """Those whose landscape a page holds: all, if they are few; else every change, and of the
-    others as many as there is room for, evenly, the last one among them.
+    """Those whose landscape a page holds: all, if they are few; else the changes, the newest where
+    there is no room for all, and of the others as many as there is room for, evenly, the last one
+    among them.
 
     Args:
         decided: of a run.
         num_runs: that share the page.
     """
     valid = [d for d in decided if not d.undone]
-    most = max(_MOST_CELLS // 100 // num_runs, _LEAST)
+    most = max(_MOST // num_runs, _LEAST)
     if len(valid) <= most:
         return valid
     last = len(valid) - 1
-    evenly = {round(i * last / (most - 1)) for i in range(most)}
     changes = [i for i, d in enumerate(valid) if d.is_change]
-    # More changes than room: the newest count.
-    picked = {*changes[-most:], *evenly} if len(changes) < most else {*changes[-most:], last}
+    picked = {*changes[1 - most :], last}
+    others = [i for i in range(last) if i not in picked]
+    room = min(most - len(picked), len(others))
+    picked |= {others[i * len(others) // room] for i in range(room)}
     return [valid[i] for i in sorted(picked)]
 
 

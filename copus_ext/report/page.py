@@ -24,6 +24,7 @@ from copus_ext.report.reader import RunReader
 VERSION = 1
 PLOTLY_SOURCE = "plotly.js"
 """Where a served page finds plotly."""
+_SCRIPTS = ("parts.js", "theme.js", "course.js", "landscape.js", "tables.js", "main.js")
 Run = tuple[RunHistory, Decisions]
 _Key = tuple[int, int, int]
 """Run, generation of its files, place in the journal."""
@@ -161,9 +162,15 @@ def _part(name: str) -> str:
     return (files("copus_ext.report") / "templates" / name).read_text(encoding="utf-8")
 
 
+@functools.cache
+def script() -> str:
+    """Our own script: parts of one scope, each in a file."""
+    return '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
+
+
 def policy(*, is_served: bool) -> str:
     """The page's Content-Security-Policy: no source but itself."""
-    scripts = [_hash(_part("report.js"))]
+    scripts = [_hash(script())]
     scripts.append("'self'" if is_served else _hash(plotly_code()))
     parts = {
         "default-src": "'none'",
@@ -198,7 +205,7 @@ def render(payload: dict[str, Any], *, is_served: bool = False) -> str:
         policy=policy(is_served=is_served),
         css=Markup(_part("report.css")),
         # Our own code and plotly's; the data is escaped for where it stands.
-        script=Markup(_part("report.js")),
+        script=Markup(script()),
         plotly="" if is_served else Markup(plotly_code()),
         plotly_source=PLOTLY_SOURCE if is_served else "",
         data=Markup(script_json(payload)),

@@ -164,7 +164,6 @@ def _add_event(run: RunHistory, kind: str, record: dict[str, Any]) -> None:
         _enter(run.layouts, record, text(record.get("layout"), 100), number(record.get("t")))
     elif kind == "checkpoint.commit":
         run.saves_s.append(number(record.get("seconds")) or 0.0)
-        run.saved = whole(record.get("iteration"))
     elif kind == "run.end" and run.launches:
         run.launches[-1].why = text(record.get("why"), 200) or "ended"
     if kind not in _QUIET:
@@ -216,7 +215,6 @@ def _launch(record: dict[str, Any]) -> Launch:
         samples=whole(record.get("consumed_samples")) or 0,
         layout=text(record.get("layout"), 100),
         loaded=text(record.get("loaded"), 300),
-        host=text(record.get("host"), 100),
         last_iteration=iteration,
     )
 

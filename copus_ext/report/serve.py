@@ -11,8 +11,8 @@ cookie once; the token itself is in no page and no log.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import gzip
 import hmac
 import html
 import ipaddress
@@ -30,18 +30,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from copus_ext.report.page import PLOTLY_SOURCE, Book, plotly_code, policy, render, script_json
+from copus_ext.report.page import PLOTLY_SOURCE, plotly_code, policy
+from copus_ext.report.source import Body, Source
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 5.0
-"""The page looks so often."""
 LEAST_TOKEN = 12
 """Characters of a token."""
 _TOKEN_BYTES, _MOST_TOKEN = 18, 1000
-_REST = 9.0
-"""After reading for a second the files are left alone for so many: a tenth of one core at most."""
-_IDLE_S = 15.0
+_ROOM_S = 1.0
+MOST_READERS = 32
+"""Connections at once. Beyond that, who has waited longest with its request makes room."""
+REQUEST_S, ANSWER_S = 15.0, 60.0
+"""A request has so long to come, and an answer to go."""
 _LANDING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>COPUS</title>
 <meta http-equiv="refresh" content="0;url=/"></head>
 <body><a href="/">To the report</a></body></html>
@@ -102,6 +103,7 @@ class ReportServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = MOST_READERS
 
     def __init__(self, at: tuple[str, int], source: Source, token: str | None) -> None:
         self.address_family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
@@ -109,7 +111,56 @@ class ReportServer(ThreadingHTTPServer):
         self.is_local = is_local(at[0])
         # Readers hold this and not the token, which a person may use elsewhere too.
         self.session = secrets.token_urlsafe(32)
+        self._places = threading.BoundedSemaphore(MOST_READERS)
+        self._guard = threading.Lock()
+        self._open: dict[socket.socket, tuple[bool, float]] = {}
         super().__init__(at, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection in a thread of its own."""
+        if not self._places.acquire(blocking=False):
+            with self._guard:
+                oldest = min(self._open, key=self._open.__getitem__, default=None)
+                self._cut_off(oldest)
+            if not self._places.acquire(timeout=_ROOM_S):
+                self.shutdown_request(request)
+                return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """The whole of that thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def expect(self, connection: socket.socket, *, is_answered: bool, within_s: float) -> None:
+        """Gives a connection so long for what comes next: a request, or the rest of its answer."""
+        with self._guard:
+            self._open[connection] = (is_answered, time.monotonic() + within_s)
+
+    def forget(self, connection: socket.socket) -> None:
+        """It is about to be closed."""
+        with self._guard:
+            self._open.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Ends connections that take too long; called twice a second."""
+        now = time.monotonic()
+        with self._guard:
+            for connection in [c for c, (_, until) in self._open.items() if until < now]:
+                self._cut_off(connection)
+
+    def _cut_off(self, connection: socket.socket | None) -> None:
+        """Wakes the thread that waits for it."""
+        if connection is not None:
+            del self._open[connection]
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that went away or fell silent is nothing to speak of."""
@@ -121,51 +172,6 @@ class ReportServer(ThreadingHTTPServer):
     def cookie(self) -> str:
         """Name of the cookie: all servers of one host share their cookies."""
         return f"copus_{self.server_address[1]}"
-
-
-class Source:
-    """The data of the page, read again when files have grown and it is time to.
-
-    Args:
-        run: directory of the run, or its journal.
-
-    Raises:
-        ValueError: no such run.
-    """
-
-    def __init__(self, run: Path) -> None:
-        self._book = Book([run])
-        self._lock = threading.Lock()
-        self._not_before = 0.0
-        self._payload: dict[str, Any] = {}
-        self._data = b""
-        self._number, self._begun = 0, secrets.token_hex(4)
-
-    def data(self) -> tuple[bytes, str]:
-        """The payload as JSON, and a tag that changes with it.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        with self._lock:
-            self._look()
-            return self._data, f'"{self._begun}.{self._number}"'
-
-    def page(self) -> bytes:
-        """The page with the data of now."""
-        with self._lock:
-            self._look()
-            return render(self._payload, is_served=True).encode()
-
-    def _look(self) -> None:
-        started = time.monotonic()
-        if self._data and started < self._not_before:
-            return
-        if self._book.refresh() or not self._data:
-            self._payload = self._book.payload(poll_s=POLL_S)
-            self._data = script_json(self._payload).encode()
-            self._number += 1
-        self._not_before = time.monotonic() + _REST * (time.monotonic() - started)
 
 
 def make_server(run: Path, *, address: str, port: int, token: str | None) -> ReportServer:
@@ -222,8 +228,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "copus", ""
-    timeout = _IDLE_S
+    timeout = ANSWER_S
     server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def handle_one_request(self) -> None:
+        """Waits for a request and answers it."""
+        self.server.expect(self.connection, is_answered=False, within_s=REQUEST_S)
+        super().handle_one_request()
+
+    def finish(self) -> None:
+        """After the last."""
+        self.server.forget(self.connection)
+        super().finish()
 
     def do_GET(self) -> None:
         """Sends a page or its data."""
@@ -234,6 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
+        self.server.expect(self.connection, is_answered=True, within_s=ANSWER_S)
         if not is_own_host(self.headers.get("Host"), local_only=self.server.is_local):
             self._say(HTTPStatus.MISDIRECTED_REQUEST, "This server has another name.")
             return
@@ -283,29 +300,30 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.FORBIDDEN, "Open this page with ?token=... once.")
             return
         cookie = f"{self.server.cookie}={self.server.session}; Path=/; HttpOnly; SameSite=Strict"
-        self._send(_LANDING.encode(), "text/html; charset=utf-8", {"Set-Cookie": cookie})
+        self._send(Body(_LANDING.encode()), "text/html; charset=utf-8", {"Set-Cookie": cookie})
 
     def _say(self, status: HTTPStatus, line: str) -> None:
         text = f"<!doctype html><title>COPUS</title><p>{html.escape(line)}</p>\n"
         # What is still on its way in would be taken for the next request.
         more = {"Connection": "close"}
-        self._send(text.encode(), "text/html; charset=utf-8", more, status=status)
+        self._send(Body(text.encode()), "text/html; charset=utf-8", more, status=status)
 
     def _send(
         self,
-        body: bytes,
+        body: Body,
         kind: str,
         more: dict[str, str] | None = None,
         *,
         status: HTTPStatus = HTTPStatus.OK,
     ) -> None:
         fields = {"Content-Type": kind, **(more or {})}
-        if "gzip" in self.headers.get("Accept-Encoding", "") and len(body) > 1000:
-            body = _zipped_plotly() if body is _plotly() else gzip.compress(body, 4)
+        data = body.plain
+        if "gzip" in self.headers.get("Accept-Encoding", "") and len(data) > 1000:
+            data = body.zipped
             fields["Content-Encoding"] = "gzip"
-        self._head(status, len(body), fields)
+        self._head(status, len(data), fields)
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(data)
 
     def _head(self, status: HTTPStatus, length: int, fields: dict[str, str]) -> None:
         self.send_response(status)
@@ -338,13 +356,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @functools.cache
-def _plotly() -> bytes:
-    return plotly_code().encode()
-
-
-@functools.cache
-def _zipped_plotly() -> bytes:
-    return gzip.compress(_plotly(), 6)
+def _plotly() -> Body:
+    return Body(plotly_code().encode(), level=6)
 
 
 def _same(given: str, wanted: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.browser import Browser, browser, missing
-from tests.helpers.written_runs import WrittenRun, usual_run
+from tests.helpers.written_runs import usual_run
 
 
 @pytest.fixture(scope="session")
@@ -26,15 +26,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return usual_run(tmp_path_factory.mktemp("runs") / "usual").path
 
 
-LONG_STEPS, LONG_EVERY = 100_000, 200
+LONG_STEPS, LONG_EVERY = 100_000, 20
 
 
 @pytest.fixture(scope="session")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 100,000 steps and 500 decisions."""
-    run = WrittenRun(tmp_path_factory.mktemp("runs") / "long")
-    for _ in range(LONG_STEPS // LONG_EVERY):
-        run.step(LONG_EVERY)
-        run.decide()
-    run.end()
-    return run.path
+    """A run of 100,000 steps and 5,000 decisions."""
+    path = tmp_path_factory.mktemp("runs") / "long"
+    return usual_run(path, steps=LONG_STEPS, every=LONG_EVERY).path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.report import serve
+from copus_ext.report import serve, source
 from tests.browser.browser import Browser
 from tests.helpers.written_runs import WrittenRun
 
@@ -25,7 +25,7 @@ def followed(tmp_path: Path) -> WrittenRun:
 
 @pytest.fixture
 def server(followed: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.ReportServer]:
-    monkeypatch.setattr(serve, "POLL_S", 0.2)
+    monkeypatch.setattr(source, "POLL_S", 0.2)
     made = serve.make_server(followed.path, address="127.0.0.1", port=0, token=TOKEN)
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

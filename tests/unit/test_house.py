@@ -74,6 +74,12 @@ def test_a_source_file_keeps_the_rules(path: Path) -> None:
         assert not isinstance(node, ast.Global), f"line {node.lineno}"
 
 
+def test_what_pages_are_made_of_is_split_too() -> None:
+    pages = [file for package in PACKAGES for file in package.rglob("templates/*")]
+    lines = {name(file): len(file.read_text().splitlines()) for file in pages}
+    assert lines and max(lines.values()) <= MAX_FILE_LINES, lines
+
+
 @pytest.mark.parametrize("path", ALL_SOURCES, ids=name)
 def test_nothing_is_left_for_later(path: Path) -> None:
     later = ("TO" + "DO", "FIX" + "ME", "XX" + "X")

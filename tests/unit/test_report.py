@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.report.figures import most_points
+from copus_ext.report.landscape import chosen_decisions
 from copus_ext.report.lines import Lines
 from copus_ext.report.page import Book, names_of, render, script_json
+from copus_ext.report.reader import RunReader
 from copus_ext.report.thin import kept, running_mean, turns
 from megatron.training.metrics import read_metrics
 from tests.helpers.written_runs import WrittenRun, usual_run
@@ -77,13 +80,38 @@ def test_steps_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None
     assert loss["meta"]["x"]["hours"] == pytest.approx(hours, abs=1e-6)
     phi = traces(shown, "noise")["noise scale phi"]
     assert phi["y"] == [s["noise"]["phi_samples"] for s in steps]
-    assert [c[1:] for c in phi["customdata"]] == [
+    assert [c[1:3] for c in phi["customdata"]] == [
         [s["noise"]["low_samples"], s["noise"]["high_samples"]] for s in steps
     ]
     course = traces(shown, "course")
     assert course["learning rate"]["y"] == [s["learning_rate"] for s in steps]
     (evaluated,) = lines_of(run / "metrics.jsonl", "eval")
     assert traces(shown, "loss")["evaluation"]["y"] == [evaluated["losses"]["lm loss"]]
+
+
+def test_an_interval_without_an_upper_end_is_a_band_that_is_open_above(
+    run: Path, shown: dict[str, Any]
+) -> None:
+    (figure,) = [f for f in shown["figures"] if f["id"] == "noise"]
+    top = figure["layout"]["yaxis"]["autorangeoptions"]["clipmax"]
+    named = traces(shown, "noise")
+    band = named["95 % interval"]
+    ends: dict[int, list[float]] = {}
+    for iteration, y in zip(band["meta"]["x"]["steps"], band["y"], strict=True):
+        if iteration is not None:
+            ends.setdefault(iteration, []).append(y)
+    noise = {s["iteration"]: s["noise"] for s in lines_of(run / "metrics.jsonl", "step")}
+    known = [v for n in noise.values() for v in (n["phi_samples"], n["high_samples"]) if v]
+    assert top > max(known)
+    for iteration, about in noise.items():
+        low, high = about["low_samples"], about["high_samples"]
+        if not low and high is None:  # nothing is known
+            assert iteration not in ends
+            continue
+        assert min(ends[iteration]) == low
+        assert max(ends[iteration]) == high if high is not None else max(ends[iteration]) > top
+    words = {c[0]: c[3] for c in named["noise scale phi"]["customdata"]}
+    assert words[8].endswith("to unbounded") and words[20].endswith(" to 13")
 
 
 def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> None:
@@ -137,6 +165,24 @@ def test_a_landscape_agrees_with_what_the_decision_saw(shown: dict[str, Any]) ->
                 assert item["speeds"][i][j] == speed
                 num_compared += 1
     assert num_compared > 20
+
+
+@pytest.mark.parametrize("every", [1, 3, 7, 1000])
+@pytest.mark.parametrize("num_runs", [1, 16])
+def test_a_page_has_so_many_landscapes_and_changes_come_first(
+    run: Path, every: int, num_runs: int
+) -> None:
+    reader = RunReader(run, name="x")
+    reader.refresh()
+    one = reader.decisions.decided[0]
+    kinds = ["batch" if i % every == 0 else "stay" for i in range(1000)]
+    decided = [dataclasses.replace(one, number=i, kind=kind) for i, kind in enumerate(kinds)]
+    most = 200 if num_runs == 1 else 20
+    assert chosen_decisions(decided[:most], num_runs) == decided[:most]
+    chosen = chosen_decisions(decided, num_runs)
+    assert len(chosen) == most and chosen[-1] is decided[-1]
+    changes = [d for d in decided if d.is_change]
+    assert [d for d in chosen if d.is_change][1 - most :] == changes[1 - most :]
 
 
 def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from copus_ext.report import serve
+from copus_ext.report import page, serve, source
 from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server, read_token
 from megatron.training.control import LOCK_FILE, PAUSE_FILE
 from megatron.training.metrics import METRICS_FILE
@@ -90,7 +91,7 @@ def test_a_reader_gets_the_page_and_what_was_written_since(
     shown = json.loads(data)
     assert (
         dict(shown["runs"][0]["facts"])["Steps"].startswith("12 of ")
-        and shown["poll_s"] == serve.POLL_S
+        and shown["poll_s"] == source.POLL_S
     )
     again, more, nothing = ask(server, "/data.json", If_None_Match=fields["ETag"], **known)
     assert again == 304 and nothing == b""
@@ -163,6 +164,55 @@ def test_without_the_token_there_is_nothing(server: ReportServer) -> None:
     status, fields, body = ask(server, f"/?token={TOKEN.replace(' ', '+')}")
     assert status == 200 and TOKEN.encode() not in body and TOKEN not in str(fields)
     assert "HttpOnly" in fields["Set-Cookie"] and "SameSite=Strict" in fields["Set-Cookie"]
+
+
+def test_a_page_is_made_once_for_all_its_readers(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    monkeypatch.setattr(source, "render", lambda *a, **k: made.append(1) or page.render(*a, **k))
+    with served(run.path, None) as server:
+        bodies = {ask(server, "/", Accept_Encoding="gzip")[2] for _ in range(3)}
+        assert len(bodies) == 1 and len(made) == 1
+        run.step(3)
+        server.source._not_before = 0.0
+        for _ in range(3):
+            assert b'"15 of 1,000 (1.5 %)"' in ask(server, "/")[2]
+        assert len(made) == 2
+
+
+def test_who_only_holds_connections_does_not_keep_others_out(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "MOST_READERS", 4)
+    with served(run.path, None) as server, contextlib.ExitStack() as stack:
+        at = ("127.0.0.1", server.server_address[1])
+        for _ in range(3 * serve.MOST_READERS):
+            idle = stack.enter_context(socket.create_connection(at, timeout=20))
+            idle.sendall(b"GET / HT")
+        assert ask(server, "/data.json")[0] == 200
+        handlers = [t for t in threading.enumerate() if "process_request" in t.name]
+        assert len(handlers) <= serve.MOST_READERS
+
+
+def test_a_request_that_comes_drop_by_drop_is_cut_off(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "REQUEST_S", 0.3)
+    with served(run.path, None) as server:
+        at = ("127.0.0.1", server.server_address[1])
+        with socket.create_connection(at, timeout=0.05) as slow:
+            for _ in range(400):  # 20 s and more
+                try:
+                    slow.sendall(b"G")
+                    if slow.recv(1) == b"":
+                        break
+                except TimeoutError:
+                    continue
+                except OSError:
+                    break
+            else:
+                pytest.fail("nobody has cut it off")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "", "::", "192.0.2.1", "some.host", "127.0.0.1.x"])
