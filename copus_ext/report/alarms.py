@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.launch.budget import Limits
 from copus_ext.report.deciding import Deciding
-from copus_ext.report.ends import Record, seconds, text, whole
+from copus_ext.report.ends import Decided, Record, seconds, text, whole
 from copus_ext.report.signs import Signs
 
 SLOW_STEPS = 10
@@ -61,8 +62,8 @@ def seen(
     step_s: float | None,
     age_s: float | None,
     deciding: Deciding | None,
+    decided: Decided,
     crashes: Sequence[float],
-    moves: Sequence[float],
     t: float,
 ) -> list[Alarm]:
     """What is so now.
@@ -72,21 +73,20 @@ def seen(
         step_s: median step.
         age_s: of the last step, seconds.
         deciding: the controller.
+        decided: the end of its journal.
         crashes: when launches began that followed a crash.
-        moves: when the layout changed.
         t: now, seconds since the epoch.
     """
     lines: dict[str, str] = {}
     is_late = step_s is not None and age_s is not None and age_s > max(SLOW_STEPS * step_s, 10.0)
     if signs.state == "training" and is_late and step_s is not None and age_s is not None:
         lines["no step"] = f"no step for {age_s:.0f} s, {age_s / step_s:.0f} times the median"
-    changes = deciding.changes if deciding is not None else ()
-    graded = [c.speed_over_predicted for c in changes if c.speed_over_predicted is not None]
+    graded = _graded(deciding, decided)
     if graded and abs(graded[-1] - 1) > FAR_OFF:
         off = f"{100 * (graded[-1] - 1):+.0f} %"
         lines["prediction"] = f"the last change runs {off} off the predicted throughput"
     if signs.is_alive:
-        lately = sum(t - then < _HOUR_S for then in moves)
+        lately = sum(t - then < _HOUR_S for then in _moves(decided))
         if lately > MANY_MOVES:
             lines["many changes"] = f"the layout changed {lately} times within an hour"
         limits = Limits()
@@ -97,3 +97,24 @@ def seen(
                 f"{limits.per_hour} and {limits.per_run} unless told otherwise"
             )
     return [Alarm(name=n, line=text, iteration=None, age_s=None) for n, text in lines.items()]
+
+
+def _graded(deciding: Deciding | None, decided: Decided) -> list[float]:
+    """Throughput over the predicted one after the last changes, where enough steps have shown
+    it."""
+    steps = {whole(e.get("decision")): whole(e.get("steps")) for e in decided.of("outcome")}
+    return [
+        change.speed_over_predicted
+        for change in (deciding.changes if deciding is not None else ())
+        if change.speed_over_predicted is not None
+        and (steps.get(change.number) or 0) >= WINDOW_STEPS
+    ]
+
+
+def _moves(decided: Decided) -> list[float]:
+    """When the layout changed."""
+    return [
+        seconds(event)
+        for event in decided.of("switch")
+        if isinstance(outcome := event.get("outcome"), dict) and outcome.get("kind") == "moved"
+    ]

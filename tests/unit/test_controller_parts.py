@@ -17,6 +17,7 @@ from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import Journal, read_journal
 from copus_ext.link import Link
+from copus_ext.perf.cluster_spec import GPUS, preset
 from copus_ext.planner.configuration import Configuration
 from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
 from copus_ext.table import Table
@@ -177,6 +178,16 @@ def test_a_cluster_that_is_not_the_run_is_refused() -> None:
         Table(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
     with pytest.raises(UsageError, match="--copus-profile"):
         Table(config(), flags(copus_profile="/no/such/file"), gpu=None)
+
+
+def test_the_peak_of_a_rank_is_that_of_the_machine_named_or_found(tmp_path: Path) -> None:
+    assert Table(config(), flags(), gpu=None).peak_flops is None
+    found = Table(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
+    assert found == GPUS["H100-80GB"].peak("fp32")
+    own = replace(preset("cpu:2"), gpu=replace(GPUS["CPU-rank"], fp32_peak_flops=7e9))
+    (tmp_path / "own.json").write_text(json.dumps(own.to_json()))
+    named = flags(copus_cluster=str(tmp_path / "own.json"))
+    assert Table(config(), named, gpu=None).peak_flops == 7e9
 
 
 def fill(history: History, number: int, *, batch: int, loss: float, seconds: float = 0.1) -> None:
