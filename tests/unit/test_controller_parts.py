@@ -15,7 +15,7 @@ from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
 from copus_ext.goodput.summary import decision_line, summary
-from copus_ext.journal import Journal, read_journal
+from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
 from copus_ext.perf.cluster_spec import GPUS, preset
 from copus_ext.planner.configuration import Configuration
@@ -24,6 +24,7 @@ from copus_ext.table import Table
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.errors import UsageError
 from tests.helpers.jobs import TINY
+from tests.helpers.recorded import record_decisions
 from tests.unit.test_decide import noise, situation
 
 
@@ -276,6 +277,20 @@ def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         journal.append("decision", gain=math.inf)
     assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+
+
+def test_numbers_for_the_sinks_are_worth_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **named: Any) -> dict[str, float]:
+        raise OverflowError("math range error")
+
+    for name in ("decision_scalars", "outcome_scalars"):
+        monkeypatch.setattr(f"copus_ext.ledger.{name}", broken)
+    ledger = record_decisions(tmp_path)
+    kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
+    assert kinds == ["start", "decision", "outcome", "decision"]
+    assert ledger.take_scalars() == {} and "math range error" in caplog.text
 
 
 def test_words_for_the_log() -> None:

@@ -141,7 +141,10 @@ def written(tmp_path: Path) -> set[str]:
     """Every metric that a run with the controller writes."""
     path = tmp_path / "copus.prom"
     scalars = record_decisions(tmp_path).take_scalars()
-    assert scalars.keys() >= outcome_scalars({"speed_over_predicted": 1.0, "steps": WINDOW_STEPS}, changes=1).keys()
+    assert (
+        scalars.keys()
+        >= outcome_scalars({"speed_over_predicted": 1.0, "steps": WINDOW_STEPS}, changes=1).keys()
+    )
     with Tracker(tmp_path, launch="b.0.0", sinks=[sink := sink_of(path)]) as tracker:
         record_run(tmp_path / "other", 10, sinks=(sink,), ended=False)
         tracker.event("layout", 10, 160, layout=LAYOUT)
