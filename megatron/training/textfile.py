@@ -80,12 +80,15 @@ class PrometheusSink:
             self._take_step(record)
             return
         self._take_fields(record, kind)
-        if kind in _COUNTED:
+        layout: dict[Labels, float] = {(("layout", str(record.get("layout"))),): 1.0}
+        # A change that was taken back ends in the layout that was there.
+        is_back = kind == "layout" and self._values.get(metric_name("layout")) == layout
+        if kind in _COUNTED and not is_back:
             self._count("events_total", 1, kind=kind)
         if kind == "alert":
             self._count("alerts_total", 1, alert=str(record.get("alert")))
         if kind in ("run.start", "layout"):
-            self._values[metric_name("layout")] = {(("layout", str(record.get("layout"))),): 1.0}
+            self._values[metric_name("layout")] = layout
         if kind == "run.start":
             self._take_start(record)
         if kind in ("run.start", "run.end"):

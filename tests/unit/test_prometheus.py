@@ -91,11 +91,14 @@ def test_what_a_step_does_not_have_is_gone_and_decisions_stay(tmp_path: Path) ->
             "step", 1, 16, grad_norm=1.0, extra={"noise-scale/x": 2.0, "copus/goodput": 3}
         )
         tracker.event("step", 2, 32, extra={"odd": "text", "nan": float("nan")})
-        tracker.event("layout", 2, 32, layout="tp2.pp1.dp1")
+        # The second: back after a change that did not come about.
+        for layout in ("tp2.pp1.dp1", "tp2.pp1.dp1"):
+            tracker.event("layout", 2, 32, layout=layout)
         tracker.event("run.end", 2, 32, why="done")
     now = values(path)
     assert "copus_grad_norm" not in now and "copus_noise_scale_x" not in now
     assert now["copus_goodput"] == {(): 3.0} and now["copus_layout"] == {("tp2.pp1.dp1",): 1.0}
+    assert now["copus_events_total"][("layout",)] == 1.0
     assert "copus_odd" not in now and "copus_nan" in now
 
 
@@ -163,6 +166,9 @@ def test_dashboard_and_rules_use_what_is_written(tmp_path: Path) -> None:
     asked = {name for expr in used for name in re.findall(r"copus_\w+", expr)}
     assert len(asked) > 25 and asked <= names, asked - names
     cases = yaml.safe_load(CASES.read_text())
+    tried = {case["expr"] for t in cases["tests"] for case in t.get("promql_expr_test", ())}
+    marks = {a["expr"].replace(',run=~"$run"', "") for a in dashboard["annotations"]["list"]}
+    assert marks == tried
     series = {s["series"].partition("{")[0] for t in cases["tests"] for s in t["input_series"]}
     assert series <= names
 
