@@ -168,6 +168,7 @@ class Controller(Callback):
             layout=self.layout,
             note=note,
             link_bytes_per_s=self.link and self.link.bytes_per_s,
+            peak_flops=self.outlook.table.peak_flops,
             sizes=self.ledger.history.record["sizes"],
         )
 

@@ -4,6 +4,7 @@ rank keeps the same record; rank 0 alone has a journal."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,13 @@ class Ledger:
         taken, self._scalars = self._scalars, {}
         return taken
 
+    def _tell(self, scalars: Callable[[], dict[str, float]]) -> None:
+        """Takes numbers for the sinks in; the run and its decisions do not depend on them."""
+        try:
+            self._scalars |= scalars()
+        except Exception as error:
+            logger.warning("a number of the controller is left out: %r", error)
+
     def decided(
         self,
         situation: Situation,
@@ -104,7 +112,7 @@ class Ledger:
             situation=situation.to_json(),
             decision=decision.to_json(),
         )
-        self._scalars |= decision_scalars(situation, decision, number=number)
+        self._tell(lambda: decision_scalars(situation, decision, number=number))
 
     def grade(self, *, now: bool = False) -> None:
         """Writes what came of a change, once enough steps have followed it.
@@ -119,7 +127,7 @@ class Ledger:
             self.history.record["spikes_in_a_row"] = 0
         self.note("outcome", **outcome)
         changes = self.history.record["num_changes"]
-        self._scalars |= outcome_scalars(outcome, changes=changes)
+        self._tell(lambda: outcome_scalars(outcome, changes=changes))
 
     def end(self, iteration: int, *, mode: str) -> None:
         """Sums up; on rank 0."""

@@ -66,7 +66,7 @@ class Table:
         fixed_micro_batch: bool = False,
         link: Link | None = None,
     ) -> None:
-        self.config, self.flags = config, flags
+        self.config, self.flags, self._gpu = config, flags, gpu
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
         self.profiled: list[Timing] = []
@@ -86,6 +86,17 @@ class Table:
             if flags.copus_cluster is not None:
                 raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
             self.note = f"throughputs are not predicted: {error}"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Arithmetic per second that a rank is built for; None if unknown, or of CPU ranks that no
+        flag describes."""
+        is_known = self._gpu is not None or self.flags.copus_cluster is not None
+        if self.planner is None or not is_known:
+            return None
+        precision = self.config.precision
+        half = precision.bf16 or precision.fp16
+        return self.planner.cluster.gpu.peak("bf16" if half else "fp32")
 
     def rows(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from copus_ext.goodput.decide import best_other
+from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.goodput.objectives import useful_samples_per_s
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
 
@@ -98,16 +99,18 @@ def decision_scalars(s: Situation, decision: Decision, *, number: int) -> dict[s
 
 
 def outcome_scalars(outcome: dict[str, Any], *, changes: int) -> dict[str, float]:
-    """The numbers of a change that was graded, by tag.
+    """The numbers of a change that was graded, by tag; how far off the prediction was only where
+    enough steps have shown it, as somebody is alarmed by it.
 
     Args:
         outcome: what came of it.
         changes: graded and ungraded ones so far.
     """
+    is_sure = (outcome.get("steps") or 0) >= WINDOW_STEPS
     named = {
         "copus/changes": float(changes),
         "copus/predicted-samples-per-s": outcome.get("predicted_samples_per_s"),
         "copus/samples-per-s": outcome.get("samples_per_s"),
-        "copus/speed-over-predicted": outcome.get("speed_over_predicted"),
+        "copus/speed-over-predicted": outcome.get("speed_over_predicted") if is_sure else None,
     }
     return {tag: value for tag, value in named.items() if value is not None}

@@ -94,6 +94,9 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         kernels=groups,
         parallel=groups,
         recompute=groups,
+        precision=SimpleNamespace(
+            bf16=getattr(args, "bf16", False), fp16=getattr(args, "fp16", False)
+        ),
         runtime=SimpleNamespace(device="cuda" if torch.cuda.is_available() else "cpu"),
         flat=lambda: dict(flat),
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.launch.budget import Limits
-from copus_ext.report.deciding import Deciding
+from copus_ext.report.decisions import MOVED, Decisions
 from copus_ext.report.ends import Record, seconds
 from copus_ext.report.signs import Signs
 from copus_ext.report.values import LINE, text, whole
@@ -61,9 +62,8 @@ def seen(
     signs: Signs,
     step_s: float | None,
     age_s: float | None,
-    deciding: Deciding | None,
+    decisions: Decisions,
     crashes: Sequence[float],
-    moves: Sequence[float],
     t: float,
 ) -> list[Alarm]:
     """What is so now.
@@ -72,22 +72,20 @@ def seen(
         signs: of life.
         step_s: median step.
         age_s: of the last step, seconds.
-        deciding: the controller.
+        decisions: the end of the controller's journal.
         crashes: when launches began that followed a crash.
-        moves: when the layout changed.
         t: now, seconds since the epoch.
     """
     lines: dict[str, str] = {}
     is_late = step_s is not None and age_s is not None and age_s > max(SLOW_STEPS * step_s, 10.0)
     if signs.state == "training" and is_late and step_s is not None and age_s is not None:
         lines["no step"] = f"no step for {age_s:.0f} s, {age_s / step_s:.0f} times the median"
-    changes = deciding.changes if deciding is not None else ()
-    graded = [c.speed_over_predicted for c in changes if c.speed_over_predicted is not None]
+    graded = _graded(decisions)
     if graded and abs(graded[-1] - 1) > FAR_OFF:
         off = f"{100 * (graded[-1] - 1):+.0f} %"
         lines["prediction"] = f"the last change runs {off} off the predicted throughput"
     if signs.is_alive:
-        lately = sum(t - then < _HOUR_S for then in moves)
+        lately = sum(t - then < _HOUR_S for then in _moves(decisions))
         if lately > MANY_MOVES:
             lines["many changes"] = f"the layout changed {lately} times within an hour"
         limits = Limits()
@@ -98,3 +96,14 @@ def seen(
                 f"{limits.per_hour} and {limits.per_run} unless told otherwise"
             )
     return [Alarm(name=n, line=text, iteration=None, age_s=None) for n, text in lines.items()]
+
+
+def _graded(decisions: Decisions) -> list[float]:
+    """Throughput over the predicted one after changes, where enough steps have shown it."""
+    known = (d.outcome for d in decisions.made if d.outcome is not None)
+    return [o.ratio for o in known if o.ratio is not None and (o.steps or 0) >= WINDOW_STEPS]
+
+
+def _moves(decisions: Decisions) -> list[float]:
+    """When the layout changed."""
+    return [s.t for s in decisions.switches if s.kind == MOVED and s.t]

@@ -171,6 +171,8 @@ class Decisions:
     """`act` or `observe`; empty if no start is there."""
     flags: dict[str, Any] = field(default_factory=dict)
     """Of the last launch, as the controller wrote them."""
+    peak_flops: float | None = None
+    """Of a rank of the last launch, FLOP/s, as the controller found it."""
     failure: str = ""
     """Why the controller of the last launch decides no more; empty if it does."""
     decided: list[Decided] = field(default_factory=list)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from copus_ext.perf.cluster_spec import ClusterSpec, preset
+from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.model_spec import SpecError
 from copus_ext.report import alarms
 from copus_ext.report.alarms import Alarm
@@ -20,6 +20,10 @@ from copus_ext.report.signs import State, is_paused, latest_checkpoint, read_sig
 from copus_ext.report.values import measured, number, table, text, whole
 from megatron.training.flops import training_flops_per_sample
 from megatron.training.layout import Layout
+
+_SIZES = "global_batch_size", "micro_batch_size"
+_MOST_FLOPS = 1e21
+"""A peak above is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class Now:
     tflops_per_gpu: float | None
     """Model arithmetic of a rank, TFLOP/s."""
     mfu: float | None
-    """That over the peak of the machine that `--copus-cluster` names."""
+    """That over the peak of the rank, where it is known."""
     batch: int | None
     """Samples of the last step."""
     micro_batch: int | None
@@ -132,11 +136,11 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
     t = time.time() if t is None else t
     record, decisions = read_record(run), read_journal_end(run)
     signs = read_signs(run, record, decisions, t=t)
-    last, layout = record.last, _layout(record, decisions)
+    last, changes = record.last, _changes(record, decisions)
+    layout = changes[-1][1] if changes else _decided_in(decisions) or _of_flags(record.config)
     batch, micro = whole(last.get("global_batch_size")), whole(last.get("micro_batch_size"))
-    pace = _pace(record, layout, batch, micro)
-    present = (layout, micro, batch)
-    deciding = None if decisions.is_empty else deciding_of(run, decisions, present=present)
+    pace = _pace(record, decisions, since=changes[-1][0] if changes else 0.0, layout=layout)
+    deciding = _deciding(run, record, decisions, present=(layout, micro, batch))
     saved = _saved(run, record, t)
     launches, crashes = _launches(record)
     evals = [e for e in record.of("eval") if e.get("split", "valid") == "valid"]
@@ -171,9 +175,8 @@ def read_now(run: Path, *, t: float | None = None) -> Now:
                 signs=signs,
                 step_s=pace["step_s"],
                 age_s=t - seconds(last) if last else None,
-                deciding=deciding,
+                decisions=decisions,
                 crashes=crashes,
-                moves=[s.t for s in decisions.switches if s.kind == MOVED and s.t],
                 t=t,
             )
         ),
@@ -196,12 +199,43 @@ def _noise(record: Record) -> Noise | None:
     return Noise(status=text(known.get("status")), **ends)
 
 
-def _layout(record: Record, decisions: Decisions) -> str:
-    """That of the last launch, or to which it has changed since."""
+def _changes(record: Record, decisions: Decisions) -> list[tuple[float, str]]:
+    """The layouts of the last launch and when it entered them, as far as is read."""
     known = [e for e in record.since_start if e.get("kind") in ("run.start", "layout")]
     found = [(seconds(event), text(event.get("layout"))) for event in known]
     found += [(s.t or 0.0, s.to) for s in decisions.switches if s.kind == MOVED]
-    return max(found)[1] if found else ""
+    return sorted(found)
+
+
+def _decided_in(decisions: Decisions) -> str:
+    """The layout at the last decision; empty if unknown."""
+    standing = decisions.standing
+    return standing[-1].now.layout if standing else ""
+
+
+def _of_flags(config: Mapping[str, Any]) -> str:
+    """The layout that a launch began with; empty if unknown."""
+    names = ("tensor", "pipeline", "virtual_pipeline")
+    sizes = [whole(config.get(f"{name}_model_parallel_size")) for name in names]
+    tp, pp, vpp, dp = *sizes, whole(config.get("data_parallel_size"))
+    try:
+        return str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0))
+    except ValueError:
+        return ""
+
+
+def _deciding(
+    run: Path, record: Record, decisions: Decisions, *, present: tuple[str, int | None, int | None]
+) -> Deciding | None:
+    """What the controller makes of it; mode and policy as the launch's flags say, where its start
+    is not among what is read of the journal."""
+    if decisions.is_empty:
+        return None
+    known, config = deciding_of(run, decisions, present=present), record.config
+    if decisions.mode:
+        return known
+    mode, policy = (text(config.get(f"copus_{name}")) for name in ("mode", "policy"))
+    return replace(known, mode=mode or known.mode, policy=policy or known.policy)
 
 
 def _position(record: Record, is_alive: bool, pace: float | None) -> dict[str, Any]:
@@ -221,11 +255,19 @@ def _position(record: Record, is_alive: bool, pace: float | None) -> dict[str, A
     }
 
 
-def _pace(record: Record, layout: str, batch: int | None, micro: int | None) -> dict[str, Any]:
-    """Of the last steps of one configuration; `wall_samples_per_s` counts what is between them."""
+def _pace(record: Record, decisions: Decisions, *, since: float, layout: str) -> dict[str, Any]:
+    """Of the last steps of one configuration; `wall_samples_per_s` counts what is between them.
+
+    Args:
+        record: of the run.
+        decisions: the end of its journal.
+        since: when the layout was entered, seconds since the epoch.
+        layout: the present one.
+    """
     names = "step_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu", "wall_samples_per_s"
     found: dict[str, Any] = dict.fromkeys(names)
-    steps = _alike(record.steps, batch, micro)
+    steps = _alike(record.steps, since)
+    batch = whole(record.last.get("global_batch_size"))
     times = [number(step.get("elapsed_per_iteration_ms")) for step in steps]
     step_s = statistics.median([ms / 1000 for ms in times if ms is not None and ms > 0] or [0.0])
     if not batch or step_s <= 0:
@@ -243,16 +285,18 @@ def _pace(record: Record, layout: str, batch: int | None, micro: int | None) -> 
     flops = _flops_of_a_rank(record, layout, batch / step_s)
     if flops is not None:
         found["tflops_per_gpu"] = flops / 1e12
-        peak = _peak_flops(record.config)
+        peak = _peak_flops(record.config, decisions)
         found["mfu"] = None if peak is None else flops / peak
     return found
 
 
-def _alike(steps: Sequence[dict[str, Any]], *sizes: int | None) -> list[dict[str, Any]]:
-    """The last steps that were taken alike."""
-    found = []
+def _alike(steps: Sequence[dict[str, Any]], since: float) -> list[dict[str, Any]]:
+    """The last steps that were taken alike, under a layout that was entered at some time; until
+    there is one, those before."""
+    found: list[dict[str, Any]] = []
     for step in reversed(steps):
-        if (step.get("global_batch_size"), step.get("micro_batch_size")) != sizes:
+        is_other = any(step.get(name) != steps[-1].get(name) for name in _SIZES)
+        if is_other or seconds(step) < since <= seconds(steps[-1]):
             break
         found.append(step)
     return found[::-1]
@@ -274,15 +318,16 @@ def _flops_of_a_rank(record: Record, layout: str, samples_per_s: float) -> float
     return training_flops_per_sample(**known, gated_mlp=gated) * samples_per_s / ranks
 
 
-def _peak_flops(config: dict[str, Any]) -> float | None:
-    """Of a rank; None where the flags name no machine."""
-    cluster = config.get("copus_cluster")
-    if not isinstance(cluster, str):
-        return None
+def _peak_flops(config: dict[str, Any], decisions: Decisions) -> float | None:
+    """Of a rank, as the controller noted it, or of the machine that the flags name. No other file
+    is opened for it: the path would be one of the machine that trains."""
+    known = decisions.peak_flops
+    if known is not None and 0 < known < _MOST_FLOPS:
+        return known
+    kind = text(config.get("copus_cluster")).partition(":")[0]
     try:
-        is_file = cluster.endswith(".json")
-        gpu = (ClusterSpec.load(Path(cluster)) if is_file else preset(cluster)).gpu
-    except (SpecError, OSError):
+        gpu = preset(f"{kind}:1").gpu
+    except SpecError:
         return None
     half = config.get("bf16") is True or config.get("fp16") is True
     return gpu.peak("bf16" if half else "fp32")

@@ -60,6 +60,7 @@ def _start(found: Decisions, record: dict[str, Any]) -> None:
     """A launch: what was decided beyond where it starts is no part of the run any more."""
     found.mode = text(record.get("mode"), 20)
     found.flags = table(record.get("flags"))
+    found.peak_flops = number(record.get("peak_flops"))
     found.failure, found.begun_t = "", None
     iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
     if layout:

@@ -75,6 +75,8 @@ def _rows(now: Now) -> Iterator[tuple[str, RenderableType]]:
 
 
 def _launches(now: Now) -> str:
+    if now.launches_at_least and not now.launches:
+        return f"{now.launch}, restarts unknown: it began long ago"
     least = "at least " if now.launches_at_least else ""
     crashes = "1 crash" if now.crashes == 1 else f"{now.crashes} crashes"
     restarts = max(now.launches - 1, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron.training.agree import from_rank_zero
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
+from megatron.training.checkpoint_files import little_room
 from megatron.training.config import Config
 from megatron.training.data import build_datasets, prefixes_of
 from megatron.training.data_identity import changes, identity_of
@@ -215,6 +217,7 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
     config, context, tracker = job.config, job.context, job.tracker
     if config.checkpoint.save is None:
         return None
+    root = Path(config.checkpoint.save)
 
     def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
         where = {"consumed_samples": context.state.consumed_samples, **fields}
@@ -224,6 +227,10 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
                 f"saved iteration {iteration} to {config.checkpoint.save} "
                 f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
             )
+            sizes = {"stored": fields["bytes"], "free": fields["free_bytes"]}
+            if line := little_room(root, **sizes):
+                tracker.event("alert", iteration=iteration, **where, alert="little room", line=line)
+                log_rank_zero(f"ALERT: {line}")
             context.checkpoint_iteration = iteration
             context.checkpoint_samples = fields["consumed_samples"]
             job.callbacks.fire("on_checkpoint_saved", context)

@@ -363,6 +363,7 @@ class Checkpointer:
             "consumed_samples": pending.consumed_samples,
             "seconds": time.monotonic() - pending.started,
             "bytes": sum(size for _, part in gathered for size, _ in part.values()),
+            "free_bytes": files.free_bytes(self.root),
         }
         self.on_event("commit", iteration, fields)
         return None

@@ -23,6 +23,8 @@ from pathlib import Path
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
+LEAST_ROOM = 3
+"""Checkpoints that the disk should still take."""
 _UNFINISHED = ".unfinished"
 _CHUNK_BYTES = 1 << 22
 _TRACKER_BYTES = 1 << 10
@@ -244,6 +246,30 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
 def stored_bytes(folder: Path) -> int:
     """Total size of a checkpoint's files."""
     return sum(p.stat().st_size for p in folder.iterdir() if p.is_file())
+
+
+def free_bytes(root: Path) -> int | None:
+    """Bytes that the file system of `root` has left; None if it does not say."""
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return None
+
+
+def little_room(root: Path, *, stored: int, free: int | None) -> str | None:
+    """A line for the user where few more checkpoints have room, else None.
+
+    Args:
+        root: directory of the checkpoints.
+        stored: bytes of one.
+        free: what `free_bytes` said.
+    """
+    if free is None or free >= LEAST_ROOM * stored:
+        return None
+    return (
+        f"{free / 1e6:.0f} MB are free in --save {root}, and a checkpoint takes "
+        f"{stored / 1e6:.0f} MB; make room, or keep fewer with --save-retain-interval"
+    )
 
 
 def remove(root: Path, iteration: int) -> None:

@@ -10,11 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.training.tracker import SELDOM
+
 _UNNAMED = ("v", "kind", "launch", "m", "pid")
 _COUNTED = ("alert", "fault", "signal", "layout", "eval", "checkpoint.commit", "checkpoint.failed")
 _CONFIG = ("log_interval", "save_interval", "train_samples", "seq_length")
-_SELDOM = "copus/"
-"""Tags that come with decisions and hold until the next; others hold for a step."""
+_SELDOM = {
+    "copus/decisions": ("copus/goodput", "copus/target-", "copus/next-"),
+    "copus/changes": ("copus/samples-", "copus/predicted-", "copus/speed-"),
+}
+"""Tags of the controller hold until the next decision or outcome: what then comes takes the place
+of all that came before, by how they begin. Tags of others hold for a step."""
 _STEPS = 50
 _OTHER = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -74,12 +80,15 @@ class PrometheusSink:
             self._take_step(record)
             return
         self._take_fields(record, kind)
-        if kind in _COUNTED:
+        layout: dict[Labels, float] = {(("layout", str(record.get("layout"))),): 1.0}
+        # A change that was taken back ends in the layout that was there.
+        is_back = kind == "layout" and self._values.get(metric_name("layout")) == layout
+        if kind in _COUNTED and not is_back:
             self._count("events_total", 1, kind=kind)
         if kind == "alert":
             self._count("alerts_total", 1, alert=str(record.get("alert")))
         if kind in ("run.start", "layout"):
-            self._values[metric_name("layout")] = {(("layout", str(record.get("layout"))),): 1.0}
+            self._values[metric_name("layout")] = layout
         if kind == "run.start":
             self._take_start(record)
         if kind in ("run.start", "run.end"):
@@ -113,9 +122,14 @@ class PrometheusSink:
     def _take_step(self, record: Mapping[str, Any]) -> None:
         before, self._of_step = self._of_step, set()
         self._of_step |= self._take_fields(record)
-        for tag, value in (record.get("extra") or {}).items():
+        extra = record.get("extra") or {}
+        for tag in _SELDOM.keys() & extra.keys():
+            starts = tuple(map(metric_name, _SELDOM[tag]))
+            for name in [name for name in self._values if name.startswith(starts)]:
+                self._values.pop(name)
+        for tag, value in extra.items():
             name = self._set(tag, value)
-            if not tag.startswith(_SELDOM):
+            if not tag.startswith(SELDOM):
                 self._of_step.add(name)
         for name in before - self._of_step:
             self._values.pop(name, None)

@@ -20,6 +20,9 @@ RECORD_VERSION = 1
 DURABLE_KINDS = frozenset({"run.start", "checkpoint.commit", "checkpoint.failed", "run.end"})
 """Kinds that are on the disk, not only in the page cache, when `event` returns."""
 
+SELDOM = "copus/"
+"""Beginning of the tags that do not come with each step: they reach every sink, whatever its
+interval."""
 _RESERVED = ("v", "kind", "launch", "t", "m", "iteration", "consumed_samples")
 _MAX_SINK_ERRORS = 3
 
@@ -163,7 +166,8 @@ class Tracker(NullTracker):
     def step(
         self, report: StepReport, *, extra: Mapping[str, float] | None = None, **fields: Any
     ) -> None:
-        """Records one step, and gives its scalars to the sinks whose interval has come.
+        """Records one step, and gives its scalars to the sinks whose interval has come; those whose
+        tag begins with `SELDOM` wait until then, or for the end.
 
         Args:
             report: the numbers of this step.
@@ -184,6 +188,8 @@ class Tracker(NullTracker):
             **known,
             **fields,
         )
+        for sink in self._sinks:
+            sink.hold(extra or {}, report.iteration, report.consumed_samples)
         due = [sink for sink in self._sinks if report.iteration % sink.interval == 0]
         if due:
             timers = timer_scalars(report) if self._timers_to_sinks else {}
@@ -243,13 +249,22 @@ class _GuardedSink:
         self._sink = sink
         self._take = sink.record if isinstance(sink, RecordSink) else None
         self._num_errors = 0
+        self._held: dict[str, float] = {}
+        self._held_at = 0, 0
+
+    def hold(self, values: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        """Keeps what would be lost if the sink is not due."""
+        if seldom := {tag: value for tag, value in values.items() if tag.startswith(SELDOM)}:
+            self._held |= seldom
+            self._held_at = iteration, consumed_samples
 
     def scalars(
         self, values: Mapping[str, float], *, iteration: int, consumed_samples: int
     ) -> None:
+        held, self._held = self._held, {}
         self._try(
             lambda: self._sink.scalars(
-                values, iteration=iteration, consumed_samples=consumed_samples
+                {**held, **values}, iteration=iteration, consumed_samples=consumed_samples
             )
         )
 
@@ -273,6 +288,8 @@ class _GuardedSink:
                 )
 
     def close(self) -> None:
+        if self._held:
+            self.scalars({}, iteration=self._held_at[0], consumed_samples=self._held_at[1])
         try:
             self._sink.close()
         except Exception as error:

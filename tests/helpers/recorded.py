@@ -121,7 +121,8 @@ def record_run(
             step(tracker, i)
             if i % 10 == 0:
                 tracker.event("checkpoint.begin", i, BATCH * i)
-                tracker.event("checkpoint.commit", i, BATCH * i, seconds=0.5, bytes=1000)
+                sizes = {"bytes": 1000, "free_bytes": 9000}
+                tracker.event("checkpoint.commit", i, BATCH * i, seconds=0.5, **sizes)
         if ended:
             done = start + steps
             tracker.event("run.end", done, BATCH * done, why="done")

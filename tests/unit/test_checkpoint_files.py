@@ -137,6 +137,15 @@ def test_retiring_keeps_newest_the_one_before_and_multiples(tmp_path: Path) -> N
     assert files.complete_iterations(tmp_path) == [20, 30, 35]
 
 
+def test_a_disk_that_takes_few_more_is_told(tmp_path: Path) -> None:
+    free = files.free_bytes(tmp_path)
+    assert free is not None and free > 0 and files.free_bytes(tmp_path / "none") is None
+    assert files.little_room(tmp_path, stored=10, free=30) is None
+    assert files.little_room(tmp_path, stored=10, free=None) is None
+    line = files.little_room(tmp_path, stored=10**9, free=2 * 10**9)
+    assert line is not None and f"--save {tmp_path}" in line and "2000 MB" in line
+
+
 def test_without_a_retain_interval_nothing_complete_goes(tmp_path: Path) -> None:
     for iteration in (1, 2, 3):
         make(tmp_path, iteration)

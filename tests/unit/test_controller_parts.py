@@ -15,14 +15,16 @@ from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
 from copus_ext.goodput.summary import decision_line, summary
-from copus_ext.journal import Journal, read_journal
+from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
+from copus_ext.perf.cluster_spec import GPUS, preset
 from copus_ext.planner.configuration import Configuration
 from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
 from copus_ext.table import Table
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.errors import UsageError
 from tests.helpers.jobs import TINY
+from tests.helpers.recorded import record_decisions
 from tests.unit.test_decide import noise, situation
 
 
@@ -179,6 +181,16 @@ def test_a_cluster_that_is_not_the_run_is_refused() -> None:
         Table(config(), flags(copus_profile="/no/such/file"), gpu=None)
 
 
+def test_the_peak_of_a_rank_is_that_of_the_machine_named_or_found(tmp_path: Path) -> None:
+    assert Table(config(), flags(), gpu=None).peak_flops is None
+    found = Table(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
+    assert found == GPUS["H100-80GB"].peak("fp32")
+    own = replace(preset("cpu:2"), gpu=replace(GPUS["CPU-rank"], fp32_peak_flops=7e9))
+    (tmp_path / "own.json").write_text(json.dumps(own.to_json()))
+    named = flags(copus_cluster=str(tmp_path / "own.json"))
+    assert Table(config(), named, gpu=None).peak_flops == 7e9
+
+
 def fill(history: History, number: int, *, batch: int, loss: float, seconds: float = 0.1) -> None:
     steps = history.record["steps"]
     at = steps[-1][0] if steps else 0
@@ -265,6 +277,20 @@ def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         journal.append("decision", gain=math.inf)
     assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+
+
+def test_numbers_for_the_sinks_are_worth_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **named: Any) -> dict[str, float]:
+        raise OverflowError("math range error")
+
+    for name in ("decision_scalars", "outcome_scalars"):
+        monkeypatch.setattr(f"copus_ext.ledger.{name}", broken)
+    ledger = record_decisions(tmp_path)
+    kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
+    assert kinds == ["start", "decision", "outcome", "decision"]
+    assert ledger.take_scalars() == {} and "math range error" in caplog.text
 
 
 def test_words_for_the_log() -> None:

@@ -6,19 +6,30 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from copus_ext.goodput.summary import outcome_scalars
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.history import WINDOW_STEPS
+from copus_ext.goodput.summary import decision_scalars, outcome_scalars
 from megatron.training.config import LoggingConfig
 from megatron.training.metrics import read_metrics
 from megatron.training.sinks import open_sinks
 from megatron.training.textfile import PrometheusSink, metric_name
 from megatron.training.tracker import Tracker
-from tests.helpers.recorded import BATCH, LAYOUT, record_decisions, record_run, step
+from tests.helpers.recorded import (
+    BATCH,
+    LAYOUT,
+    noise,
+    record_decisions,
+    record_run,
+    situation,
+    step,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD, RULES = (ROOT / "docs" / "grafana" / name for name in ("copus.json", "alerts.yml"))
@@ -80,12 +91,33 @@ def test_what_a_step_does_not_have_is_gone_and_decisions_stay(tmp_path: Path) ->
             "step", 1, 16, grad_norm=1.0, extra={"noise-scale/x": 2.0, "copus/goodput": 3}
         )
         tracker.event("step", 2, 32, extra={"odd": "text", "nan": float("nan")})
-        tracker.event("layout", 2, 32, layout="tp2.pp1.dp1")
+        # The second: back after a change that did not come about.
+        for layout in ("tp2.pp1.dp1", "tp2.pp1.dp1"):
+            tracker.event("layout", 2, 32, layout=layout)
         tracker.event("run.end", 2, 32, why="done")
     now = values(path)
     assert "copus_grad_norm" not in now and "copus_noise_scale_x" not in now
     assert now["copus_goodput"] == {(): 3.0} and now["copus_layout"] == {("tp2.pp1.dp1",): 1.0}
+    assert now["copus_events_total"][("layout",)] == 1.0
     assert "copus_odd" not in now and "copus_nan" in now
+
+
+def test_a_decision_or_an_outcome_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    path, heard = tmp_path / "copus.prom", situation(5, 8)
+    deaf = replace(heard, noise=replace(noise(), phi_samples=None))
+    graded = {"samples_per_s": 9.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.9}
+    first, then = (decision_scalars(s, decide(s), number=i) for i, s in enumerate((heard, deaf)))
+    long, short = (outcome_scalars({**graded, "steps": n}, changes=n) for n in (WINDOW_STEPS, 49))
+    assert len(first) == 7 and first.keys() > then.keys() and len(long) == 4
+    assert long.keys() - short.keys() == {"copus/speed-over-predicted"}
+    names = {metric_name(tag) for tag in first | long}
+    seen = []
+    with Tracker(tmp_path, launch="a.0.0", sinks=[sink_of(path)]) as tracker:
+        for i, extra in enumerate((first | long, {}, then, short), 1):
+            step(tracker, i, extra=extra)
+            seen.append({n: v[()] for n, v in values(path).items() if n in names})
+    expected = (first | long, first | long, then | long, then | short)
+    assert seen == [{metric_name(t): v for t, v in tags.items()} for tags in expected]
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:
@@ -112,7 +144,10 @@ def written(tmp_path: Path) -> set[str]:
     """Every metric that a run with the controller writes."""
     path = tmp_path / "copus.prom"
     scalars = record_decisions(tmp_path).take_scalars()
-    assert scalars.keys() >= outcome_scalars({"speed_over_predicted": 1.0}, changes=1).keys()
+    assert (
+        scalars.keys()
+        >= outcome_scalars({"speed_over_predicted": 1.0, "steps": WINDOW_STEPS}, changes=1).keys()
+    )
     with Tracker(tmp_path, launch="b.0.0", sinks=[sink := sink_of(path)]) as tracker:
         record_run(tmp_path / "other", 10, sinks=(sink,), ended=False)
         tracker.event("layout", 10, 160, layout=LAYOUT)
@@ -131,6 +166,9 @@ def test_dashboard_and_rules_use_what_is_written(tmp_path: Path) -> None:
     asked = {name for expr in used for name in re.findall(r"copus_\w+", expr)}
     assert len(asked) > 25 and asked <= names, asked - names
     cases = yaml.safe_load(CASES.read_text())
+    tried = {case["expr"] for t in cases["tests"] for case in t.get("promql_expr_test", ())}
+    marks = {a["expr"].replace(',run=~"$run"', "") for a in dashboard["annotations"]["list"]}
+    assert marks == tried
     series = {s["series"].partition("{")[0] for t in cases["tests"] for s in t["input_series"]}
     assert series <= names
 

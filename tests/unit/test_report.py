@@ -225,11 +225,8 @@ def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_pat
     assert [(x[0], x[2], x[3]) for x in about["launches"]] == list(
         zip(names, ["0", "50"], ["90", "60"])
     )
-    spent = dict(
-        reversed(part.split(" s ", 1))
-        for part in facts_of(about)["Of this"].split("; ")
-        if " s " in part
-    )
+    parts = [part.partition(" s ") for part in facts_of(about)["Of this"].split("; ")]
+    spent = {what: time for time, _, what in parts}
     seconds = {r["iteration"]: r["elapsed_per_iteration_ms"] / 1000 for r in lines_of(path, "step")}
     assert float(spent["steps that a restart did again"]) == pytest.approx(
         sum(seconds[i] for i in range(51, 91)), rel=0.01

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.report.now import Now, read_now
 from copus_ext.report.page import Book
@@ -265,6 +266,81 @@ def test_a_large_record_is_read_from_its_end(tmp_path: Path) -> None:
         file.write(b"\n" + (tmp_path / "small" / METRICS_FILE).read_bytes())
     now = read_now(tmp_path)
     assert now.iteration == 20 and now.launches_at_least and "at least" in shown(now)
+
+
+def pushed_back(path: Path, kind: str) -> None:
+    """Puts more between the first lines of a kind and what follows them than is read."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = max(i for i, line in enumerate(lines) if f'"{kind}"'.encode() in line[:40]) + 1
+    with path.open("wb") as file:
+        file.writelines(lines[:at])
+        file.seek(1 << 27, os.SEEK_CUR)
+        file.writelines([b"\n", *lines[at:]])
+
+
+def test_a_launch_that_began_long_ago_keeps_layout_speed_and_mode(tmp_path: Path) -> None:
+    record_run(tmp_path, 3, ended=False)
+    ledger = record_decisions(tmp_path)
+    before = read_now(tmp_path)
+    flags = {**CONFIG, "copus_mode": "observe", "copus_policy": "cbs", "data_parallel_size": 2}
+    flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(flags))
+    pushed_back(tmp_path / METRICS_FILE, "run.start")
+    pushed_back(tmp_path / NAME, "start")
+    now = read_now(tmp_path)
+    assert now.layout == LAYOUT and now.tflops_per_gpu == before.tflops_per_gpu is not None
+    assert now.deciding is not None and now.deciding.policy == "cbs"
+    assert "observes only" in shown(now) and "restarts unknown" in shown(now)
+    (tmp_path / NAME).unlink()
+    assert read_now(tmp_path).layout == LAYOUT
+    ledger.note("switch", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
+    assert read_now(tmp_path).layout == "tp2.pp1.dp1"
+
+
+def test_steps_before_a_change_of_layout_say_nothing_of_those_after_it(tmp_path: Path) -> None:
+    record_run(tmp_path, 40, ended=False)
+    with Tracker(tmp_path, launch="job.0.0") as tracker:
+        tracker.event("layout", 40, 640, layout="tp2.pp1.dp1")
+        for i in range(41, 44):
+            step(tracker, i, elapsed_per_iteration_ms=100.0)
+    now = read_now(tmp_path)
+    assert now.step_s == 0.1 and now.samples_per_s == 160.0 and now.layout == "tp2.pp1.dp1"
+
+
+def test_a_machine_is_told_by_its_preset_or_by_the_controller(tmp_path: Path) -> None:
+    for name in ("foreign.json", "pipe.json"):
+        run = tmp_path / name.partition(".")[0]
+        os.mkfifo(tmp_path / name) if name[0] == "p" else (tmp_path / name).write_bytes(b"\xff")
+        record_run(run, copus_cluster=str(tmp_path / name))
+        assert read_now(run).mfu is None
+        ledger = record_decisions(run)
+        speed = read_now(run).tflops_per_gpu
+        for odd in (0, "x", math.nan, 10**400):
+            ledger.write("start", mode="act", peak_flops=odd if odd == odd else None)
+            assert read_now(run).mfu is None
+        ledger.write("start", mode="act", peak_flops=1e12)
+        assert speed is not None and read_now(run).mfu == pytest.approx(speed)
+    record_run(tmp_path / "named", copus_cluster="a100-80g:8", bf16=True)
+    now = read_now(tmp_path / "named")
+    assert now.tflops_per_gpu is not None and now.mfu == pytest.approx(now.tflops_per_gpu / 312)
+    assert "MFU" in shown(now)
+
+
+def test_few_steps_and_changes_that_did_not_come_about_alarm_nobody(tmp_path: Path) -> None:
+    record_run(tmp_path, ended=False)
+    ledger = record_decisions(tmp_path)
+    lock(tmp_path)
+    for number in range(3, 8):
+        outcome = {"kind": "rolled_back", "reason": "no room"}
+        ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+    grown = {"iteration": 20, "to_batch": 16, "from_batch": 8, "samples_per_s": 5.0}
+    grown["predicted_samples_per_s"] = 10.0
+    ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)
+    now = read_now(tmp_path)
+    assert now.deciding is not None and now.deciding.changes[-1].speed_over_predicted == 0.5
+    assert not now.alarms
+    ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS)
+    assert [a.name for a in read_now(tmp_path).alarms] == ["prediction"]
 
 
 def test_a_loss_that_is_no_number_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

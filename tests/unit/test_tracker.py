@@ -313,6 +313,26 @@ def test_sinks_get_megatrons_tags_at_their_interval(tmp_path: Path) -> None:
     assert read_metrics(tmp_path)[-1]["split"] == "valid"
 
 
+def test_what_comes_seldom_waits_for_a_sink_that_is_not_due(tmp_path: Path) -> None:
+    sinks = ListSink(interval=4), ListSink()
+    decided = {2: {"copus/decisions": 1.0, "copus/next-gain": 0.5}, 3: {"copus/decisions": 2.0}}
+    decided |= {6: {"copus/changes": 1.0}, 9: {"copus/changes": 2.0}}
+    with Tracker(tmp_path, launch="a.0.0", sinks=sinks) as tracker:
+        for i in range(1, 10):
+            tracker.step(report(i), extra={"noise-scale/x": float(i), **decided.get(i, {})})
+    of_decisions = [
+        [(i, n, {t: v for t, v in values.items() if "copus/" in t}) for i, n, values in sink.seen]
+        for sink in sinks
+    ]
+    assert of_decisions[0] == [
+        (4, 64, decided[2] | decided[3]),
+        (8, 128, decided[6]),
+        (9, 144, decided[9]),
+    ]
+    assert of_decisions[1] == [(i, 16 * i, decided.get(i, {})) for i in range(1, 10)]
+    assert [values.get("noise-scale/x") for _, _, values in sinks[0].seen] == [4.0, 8.0, None]
+
+
 def test_absent_numbers_have_no_tag() -> None:
     tags = step_scalars(report(grad_norm=None))
     assert not {"grad-norm", "num-zeros", "params-norm", "skipped-train-samples"} & tags.keys()
