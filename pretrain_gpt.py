@@ -60,8 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         callbacks = controllers(args)
         outcome = pretrain(config, callbacks, ending.tell)
-        codes = [callback.exit_code for callback in callbacks]
-        return max([ending.exit_code(outcome), *codes])
+        if config.logging.profile and os.environ.get("RANK", "0") == "0":
+            from copus_ext.report.timeline import leave_course
+
+            leave_course(outcome.run_dir)
+        return max([ending.exit_code(outcome), *(c.exit_code for c in callbacks)])
     except (UsageError, TrainingFailure) as error:
         leave_error(error, is_told=True)
         return _fail(error, error.exit_code)

@@ -178,10 +178,11 @@ class Change:
         """
         topic, started = label + name, time.perf_counter()
         try:
-            result = self._part(name, topic, alone)
-            if together is not None:
-                own = result
-                result = self._part(name, topic + TOGETHER, lambda: together(own))
+            with self.job.trace.span(f"layout: {topic}"):
+                result = self._part(name, topic, alone)
+                if together is not None:
+                    own = result
+                    result = self._part(name, topic + TOGETHER, lambda: together(own))
             return result
         finally:
             self.outcome.phases[topic] = time.perf_counter() - started

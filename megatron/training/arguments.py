@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from megatron.training.config import GROUPS, Config, ModelConfig
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
+from megatron.training.config.logging import profile_problems
 from megatron.training.derive import derive
 from megatron.training.errors import UsageError
 from megatron.training.known_flags import FAMILIES, KnownFlag, known_flags
@@ -187,6 +188,8 @@ def resolve(
         draft.require(draft[name] is not None, f"{flag} is required; give it")
     draft.stop_if_problems()
     derive(draft, environment)
+    for problem in profile_problems(draft.values):
+        draft.problem(problem)
     draft.stop_if_problems()
     draft.values["ignored_flags"] = args.ignored_flags
     if args.ignored_flags:

@@ -27,6 +27,8 @@ HEARTBEATS = Path("control") / "heartbeat"
 """A file for each rank, written while it makes progress."""
 STACKS = Path("stacks")
 """Where a rank that makes no progress writes its stacks: `<launch>.<rank>.txt`."""
+TRACES = Path("traces")
+"""Where `--profile` writes: `<launch>.rank<r>.steps<first>-<last>.json.gz`."""
 TIME_LIMIT = "time limit"
 """Text of a stop file that was written because the allocation is about to end."""
 SIGNALLED = "signal"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from megatron.training.reader import BatchReader
 from megatron.training.settings import StepInfo, StepSettings, learning_rate, set_rates
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
+from megatron.training.step_trace import Trace
 from megatron.training.tracker import NullTracker
 from megatron.training.watchdog import Watchdog
 
@@ -38,6 +40,8 @@ class Outside:
     """Sees what is asked of the run by files."""
     watchdog: Watchdog = field(default_factory=Watchdog)
     """Told of all progress."""
+    trace: Trace = field(default_factory=Trace)
+    """Told of all phases."""
     local_stop: Callable[[int], StopReason | None] = lambda iteration: None
     """Why this rank alone would leave after the given iteration."""
 
@@ -95,7 +99,8 @@ class Job:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""
         for name, value in values.items():
             setattr(self.context, name, value)
-        return self.callbacks.fire(event, self.context)
+        with self.trace.span(event):
+            return self.callbacks.fire(event, self.context)
 
     @property
     def tracker(self) -> NullTracker:
@@ -106,6 +111,17 @@ class Job:
     def watchdog(self) -> Watchdog:
         """Told of all progress."""
         return self.outside.watchdog
+
+    @property
+    def trace(self) -> Trace:
+        """Told of all phases."""
+        return self.outside.trace
+
+    @contextlib.contextmanager
+    def phase(self, doing: str, *, patient: bool = False) -> Iterator[None]:
+        """Does something else than training; watchdog and trace are told. See `Watchdog.phase`."""
+        with self.watchdog.phase(doing, patient=patient), self.trace.span(doing):
+            yield
 
     @property
     def save_is_due(self) -> bool:
@@ -129,7 +145,7 @@ class Job:
         """
         is_well = True
         if self.checkpointer is not None:
-            with self.watchdog.phase("saving", patient=True):
+            with self.phase("saving", patient=True):
                 is_well = self.checkpointer.save(
                     self.model, self.optimizer, self.scheduler, self.state, must=must
                 )
@@ -154,7 +170,7 @@ class Job:
             TrainingFailure: on every rank, when it failed.
         """
         if self.checkpointer is not None:
-            with self.watchdog.phase("saving", patient=True):
+            with self.phase("saving", patient=True):
                 self.checkpointer.finish(must=True)
 
     def move(self, move: Callable[[Job], str | None]) -> StopReason | None:
@@ -163,7 +179,7 @@ class Job:
         Returns:
             Why the run must be left instead, or None.
         """
-        with self.watchdog.phase("changing the layout", patient=True):
+        with self.phase("changing the layout", patient=True):
             why = move(self)
         self.watchdog.forget_pace()
         return None if why is None else StopReason(kind="relayout", text=why)

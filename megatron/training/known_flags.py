@@ -79,8 +79,8 @@ def _plain(value: str) -> str:
 _HARMLESS: dict[int | str, str] = {
     0: """
        --use-mcore-models --enable-experimental --no-one-logger --one-logger-async --log-straggler
-       --disable-straggler-on-startup --log-energy --log-progress --profile --use-pytorch-profiler
-       --record-memory-history --no-log-loss-scale-to-tensorboard --no-barrier-with-level-1-timing
+       --disable-straggler-on-startup --log-energy --log-progress --record-memory-history
+       --no-log-loss-scale-to-tensorboard --no-barrier-with-level-1-timing
        --run-workload-inspector-server --use-cpu-initialization --use-persistent-ckpt-worker
        --ckpt-fully-parallel-save --ckpt-fully-parallel-load --use-dist-ckpt
        --ckpt-assume-constant-structure --auto-detect-ckpt-format
@@ -110,7 +110,7 @@ _HARMLESS: dict[int | str, str] = {
        --local-rank --timing-log-level --timing-log-option --rerun-mode --error-injection-rate
        --error-injection-type --result-rejected-tracker-filename --one-logger-project
        --one-logger-run-name --app-tag-run-name --app-tag-run-version --straggler-ctrlr-port
-       --straggler-minmax-count --profile-step-start --profile-step-end --memory-snapshot-path
+       --straggler-minmax-count --memory-snapshot-path
        --check-weight-hash-across-dp-replicas-interval --config-logger-dir --train-sync-interval
        --num-dataset-builder-threads --mid-level-dataset-surplus --object-storage-cache-path
        --distributed-timeout-seconds-after-init --ddp-num-buckets --dist-ckpt-format
@@ -133,7 +133,7 @@ _HARMLESS: dict[int | str, str] = {
     """,
     "*": "--high-priority-stream-groups",
     "+": """
-       --moe-router-load-balancing-type --moe-aux-loss-coeff --profile-ranks --cp-comm-type
+       --moe-router-load-balancing-type --moe-aux-loss-coeff --cp-comm-type
        --cuda-graph-scope
     """,
 }

@@ -26,6 +26,7 @@ def train(job: Job) -> StopReason | None:
             state.pass_over(batch)
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
+        job.trace.step(state.iteration)
         job.fire("on_train_step_start", **sizes)
         info, shared = train_step(job)
         request = job.fire(
@@ -69,7 +70,7 @@ def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> S
     """Evaluates and reports, if there is data; why it was broken off, or None."""
     if (reader := {"valid": job.valid_data, "test": job.test_data}[split]) is None:
         return None
-    with job.watchdog.phase("evaluating"):
+    with job.phase("evaluating"):
         result = evaluate(job, reader, split=split)
     if isinstance(result, StopReason):
         return result

@@ -39,6 +39,7 @@ from megatron.training.signals import (
     stop_reason,
 )
 from megatron.training.state import TrainState
+from megatron.training.step_trace import Trace, open_trace
 from megatron.training.tokenizer import build_tokenizer
 from megatron.training.tracker import NullTracker
 from megatron.training.watchdog import Limits, Watchdog
@@ -118,9 +119,14 @@ def _run(
                 _imports_at_rest(),
                 open_run(config, run, stored, state, callbacks.settings()) as tracker,
                 _watch(run, limits, state, tracker) as watchdog,
+                _trace(config, run, device, watchdog) as trace,
             ):
                 outside = Outside(
-                    tracker=tracker, control=control, watchdog=watchdog, local_stop=local_stop
+                    tracker=tracker,
+                    control=control,
+                    watchdog=watchdog,
+                    trace=trace,
+                    local_stop=local_stop,
                 )
                 build = functools.partial(
                     build_job, config, stored, state, tokenizer, device, callbacks, outside
@@ -214,6 +220,18 @@ def _watch(run: RunDirectory, limits: Limits, state: TrainState, tracker: NullTr
     )
     watchdog.iteration = state.iteration
     return watchdog
+
+
+def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog) -> Trace:
+    return open_trace(
+        config.logging,
+        run.path,
+        launch=run.launch,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        is_cuda=device.is_cuda,
+        busy=functools.partial(watchdog.phase, "writing a trace", patient=True),
+    )
 
 
 @contextlib.contextmanager

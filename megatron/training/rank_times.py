@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron.training.step_trace import Trace
+
 WINDOW = 100
 """Steps whose mean is looked at."""
 LIMIT = 1.5
@@ -27,10 +29,16 @@ class StepClock:
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
         self._marks: list[Any] = []
+        self._trace = Trace()
 
-    def start(self) -> None:
-        """The step begins."""
+    def start(self, trace: Trace) -> None:
+        """The step begins.
+
+        Args:
+            trace: told of the reduction that ends the rank's own part.
+        """
         self._marks = [self._mark()]
+        self._trace = trace
 
     def stopped_by(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
         """The function that reduces gradients, which ends the rank's own part."""
@@ -39,7 +47,8 @@ class StepClock:
         def run(*args: Any, **kwargs: Any) -> Any:
             if len(self._marks) == 1:
                 self._marks.append(self._mark())
-            return reduce(*args, **kwargs)
+            with self._trace.span("reduce"):
+                return reduce(*args, **kwargs)
 
         return run
 

@@ -75,9 +75,10 @@ def forward_step(job: Job, batches: Iterator[Batch] | None, chunk: Any) -> tuple
         The chunk's output and the function that turns it into a loss.
     """
     job.watchdog.beat()
-    batch = {} if batches is None else next(batches)
-    device = job.device.torch_device
-    batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+    with job.trace.span("data"):
+        batch = {} if batches is None else next(batches)
+        device = job.device.torch_device
+        batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
     return output, functools.partial(language_model_loss, batch.get("loss_mask"))
 
@@ -108,15 +109,16 @@ def run_schedule(
         batches if chunk.pre_process or chunk.post_process else None
         for chunk in job.model.unwrapped
     ]
-    reports = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, job),
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=job.model.chunks,
-        num_microbatches=num_microbatches,
-        seq_length=job.config.batch.seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=forward_only,
-    )
+    with job.trace.span("forward" if forward_only else "forward and backward"):
+        reports = get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, job),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=job.model.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=job.config.batch.seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
     return torch.stack([report["lm loss"] for report in reports]) if reports else None
 
 
@@ -141,7 +143,8 @@ def share_numbers(
     if elapsed_s is not None:
         own[4], own[5] = elapsed_s, job.model.clock.own_s()
     gathered = torch.empty(dist.get_world_size() * 6, dtype=torch.float64, device=own.device)
-    dist.all_gather_into_tensor(gathered, own)
+    with job.trace.span("numbers of all ranks"):
+        dist.all_gather_into_tensor(gathered, own)
     rows = gathered.view(-1, 6)
     if elapsed_s is not None:
         job.rank_times.add(rows[:, 5])
@@ -163,30 +166,21 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         The step, and what the ranks agree to do after it.
     """
     started = time.monotonic()
-    job.model.clock.start()
+    job.model.clock.start(job.trace)
     config, state = job.config, job.state
     mbs, dp = job.micro_batch_size, config.layout.dp
     global_batch_size = job.global_batch_size
     num_microbatches = global_batch_size // (mbs * dp)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
-    batches = (
-        job.train_data.read(
-            consumed_samples=state.consumed_samples,
-            global_batch_size=global_batch_size,
-            micro_batch_size=mbs,
-            dp_rank=job.groups.dp.rank(),
-            dp_size=dp,
-        )
-        if job.needs_data
-        else None
-    )
+    batches = _own_batches(job)
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     losses = run_schedule(job, batches, num_microbatches, micro_batch_size=mbs, forward_only=False)
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
     _empty_cache(job, level=1)
-    result = optimizer_step(job.optimizer)
+    with job.trace.span("optimizer"):
+        result = optimizer_step(job.optimizer)
     _empty_cache(job, level=2)
     if result.updated:
         job.scheduler.step(increment=global_batch_size)
@@ -221,6 +215,19 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     if interval and state.iteration % interval == 0:
         gc.collect()
     return info, shared
+
+
+def _own_batches(job: Job) -> Iterator[Batch] | None:
+    """This replica's micro-batches of the next step; None on a middle stage."""
+    if not job.needs_data:
+        return None
+    return job.train_data.read(
+        consumed_samples=job.state.consumed_samples,
+        global_batch_size=job.global_batch_size,
+        micro_batch_size=job.micro_batch_size,
+        dp_rank=job.groups.dp.rank(),
+        dp_size=job.config.layout.dp,
+    )
 
 
 def _wait_for_kernels(job: Job) -> None:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import run_ranks
-from tools import replay
+from tools import replay, trace
 
 WORKER = Path(__file__).with_name("worker_controller_layouts.py")
 pytestmark = pytest.mark.timeout(320)
@@ -110,3 +111,29 @@ def test_decisions_are_numbered(results: dict[str, Any]) -> None:
         done = [r["number"] for r in of_kind(results[name], "switch")]
         assert asked == done
         assert all(a < b for a, b in itertools.pairwise(asked))
+
+
+def test_the_phases_are_in_the_trace_of_each_rank_and_the_decision_beside_them(
+    folder: Path, results: dict[str, Any], tmp_path: Path
+) -> None:
+    run = folder / "moved"
+    (switch,) = of_kind(results["moved"], "switch")
+    for rank in (0, 1):
+        (path,) = (run / "traces").glob(f"*.rank{rank}.steps7-10.json.gz")
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        named = {e["name"] for e in events if e.get("cat") == "user_annotation"}
+        assert {"data", "forward and backward", "reduce", "optimizer", "saving"} <= named
+        assert {f"layout: {phase}" for phase in switch["outcome"]["phases"]} <= named
+    assert trace.main([str(run), "-o", str(tmp_path / "whole.json")]) == 0
+    events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
+    spans = [e for e in events if e["name"] == f"{switch['start']} to {switch['to']}"]
+    moves = [e for e in events if e["name"] == "changing the layout"]
+    (span,), (decision, *_) = spans, [e for e in events if "obeyed" in e.get("args", ())]
+    assert decision["args"]["decision"] == switch["number"] and decision["args"]["reason"]
+    # The journal has milliseconds, and writes them when all is done.
+    slack_us = 100e3
+    assert len(moves) == 2 and len({e["pid"] for e in moves}) == 2
+    for move in moves:
+        assert decision["ts"] < move["ts"] + slack_us
+        assert abs(span["ts"] - move["ts"]) < slack_us + 0.5 * move["dur"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from copus_ext.journal import NAME, read_journal
 from megatron.training.metrics import read_metrics
-from tests.distributed.worker_controller_layouts import BASE, write_profile
+from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT
 
@@ -31,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = [*TINY.split(), *BASE, *COPUS.split()]
     flags += ["--copus-profile", str(folder / "profile.jsonl")]
     flags += ["--save", str(folder / "saved"), "--run-dir", str(folder / "run")]
-    flags += ["--save-interval", "1"]
+    flags += ["--save-interval", "1", *TRACED]
     done = subprocess.run(
         ["bash", "scripts/local_cpu.sh", "-n", "2", *flags],
         cwd=ROOT,
@@ -76,3 +77,15 @@ def test_no_sample_is_lost_and_the_losses_are_those_of_a_run_without_it(
     assert [s["consumed_samples"] for s in moved] == [s["consumed_samples"] for s in plain]
     assert losses_of(run / "run") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
     assert [s["learning_rate"] for s in moved] == [s["learning_rate"] for s in plain]
+
+
+def test_each_launch_traces_its_steps_and_the_last_all_decisions(run: Path) -> None:
+    traces = run / "run" / "traces"
+    names = sorted(path.name.split(".", 3)[-1] for path in traces.iterdir())
+    assert [n for n in names if "rank" in n] == [
+        "rank0.steps7-8.json.gz",
+        "rank0.steps9-10.json.gz",
+    ]
+    events = json.loads((traces / "decisions.json").read_text())["traceEvents"]
+    numbers = [e["args"]["decision"] for e in events if "obeyed" in e.get("args", ())]
+    assert numbers == [d["number"] for d in journal(run, "decision")]

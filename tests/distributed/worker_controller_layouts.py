@@ -14,6 +14,8 @@ from tests.helpers.jobs import TINY, join, run, steps_of
 
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "8", "--weight-decay", "0.1"]
 BASE += ["--adam-beta2", "0.9", "--train-samples", "640", "--use-distributed-optimizer"]
+TRACED = ["--profile", "--profile-step-start", "6", "--profile-step-end", "10"]
+"""Around the first decision."""
 
 
 def write_profile(path: Path, world_size: int) -> None:
@@ -116,7 +118,7 @@ def main(output: Path) -> None:
         "copus_max_micro_batch_size": 1,
     }
     save = ["--save", str(output / "saved"), "--save-interval", "10"]
-    record("moved", save, Noting(**flags))
+    record("moved", [*save, *TRACED, "--profile-ranks", "0", "1"], Noting(**flags))
     record("plain", [])
     record("observed", [], Noting(**flags, copus_mode="observe"))
     record("rolled back", [], Failing(**flags))

@@ -179,7 +179,8 @@ def test_llama3_example() -> None:
     assert not config.precision.accumulate_allreduce_grads_in_fp32
     assert config.parallel.sequence_parallel
     assert config.recompute.recompute_granularity == "full"
-    assert "--profile" in config.runtime.ignored_flags
+    assert config.logging.profile and config.logging.profile_step_start == 4
+    assert "--rerun-mode" in config.runtime.ignored_flags
     assert "--context-parallel-size" not in config.runtime.ignored_flags
 
 

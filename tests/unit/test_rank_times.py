@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.training.rank_times import WINDOW, RankTimes, StepClock, slow_ranks
+from megatron.training.step_trace import Trace
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,9 @@ def test_the_clock_stops_at_the_first_reduce() -> None:
     clock = StepClock(is_cuda=False)
     reduce = clock.stopped_by(lambda value: value + 1)
     assert clock.own_s() == 0.0
-    clock.start()
+    clock.start(Trace())
     assert reduce(1) == 2
     first = clock.own_s()
     assert reduce(2) == 3 and clock.own_s() == first > 0
-    clock.start()
+    clock.start(Trace())
     assert clock.own_s() == 0.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.training.config.fields import option
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """The log line, TensorBoard, Weights & Biases, and Prometheus."""
+    """The log line, TensorBoard, Weights & Biases, Prometheus, and traces."""
 
     log_interval: int = option(100)
     """Iterations between two log lines."""
@@ -43,5 +44,35 @@ class LoggingConfig:
     """Folder for Weights & Biases files."""
     prometheus_textfile: str | None = option(None)
     """Text file for Prometheus's node_exporter, rewritten at the log interval."""
+    profile: bool = option(False)
+    """Write Chrome traces of some steps, by torch's profiler, and of the controller's decisions
+    into traces/ of the run directory."""
+    profile_step_start: int = option(10)
+    """Steps done before the first one that --profile traces."""
+    profile_step_end: int = option(12)
+    """Steps done after the last one that --profile traces."""
+    profile_ranks: tuple[int, ...] = option((0,), nargs="+")
+    """Ranks that --profile traces."""
+    use_pytorch_profiler: bool = option(False)
+    """Taken for granted: --profile has no other profiler."""
     logging_level: int | None = option(None)
     """Python logging level, such as 10 for debug and 30 for warnings. Default: 20."""
+
+
+def profile_problems(flags: dict[str, Any]) -> list[str]:
+    """Why `--profile` cannot trace what it is asked to, a line each.
+
+    Args:
+        flags: values by field name.
+    """
+    if not flags["profile"]:
+        return []
+    start, end = flags["profile_step_start"], flags["profile_step_end"]
+    problems = []
+    if start < 0:
+        problems.append(f"--profile-step-start {start} must be at least 0")
+    if end <= start:
+        problems.append(f"--profile-step-end {end} must be above --profile-step-start {start}")
+    if min(flags["profile_ranks"]) < 0:
+        problems.append("--profile-ranks must be at least 0")
+    return problems

@@ -1,0 +1,191 @@
+"""Traces of steps by torch's profiler, and of decisions on the same clock."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.report.timeline import leave_course
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.config import LoggingConfig
+from megatron.training.errors import UsageError
+from megatron.training.rank_times import StepClock
+from megatron.training.step_trace import Trace, open_trace
+from tests.helpers.jobs import TINY
+from tests.helpers.written_runs import WrittenRun, usual_run
+from tools import trace as trace_tool
+
+
+def opened(run: Path, *, rank: int = 0, **flags: Any) -> Trace:
+    logging_config = LoggingConfig(profile=True, **flags)
+    about = {"world_size": 2, "is_cuda": False}
+    return open_trace(logging_config, run, launch="a.0.0", rank=rank, **about)
+
+
+def ran(trace: Trace, steps: range) -> None:
+    """Steps as the loop takes them."""
+    with trace:
+        for done in steps:
+            trace.step(done)
+            with trace.span(f"of step {done + 1}"), trace.span("inner"):
+                time.sleep(1e-4)
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_the_steps_of_the_flags_are_traced_and_no_other(tmp_path: Path) -> None:
+    ran(opened(tmp_path, profile_step_start=2, profile_step_end=4), range(6))
+    (path,) = (tmp_path / "traces").iterdir()
+    assert path.name == "a.0.0.rank0.steps3-4.json.gz"
+    named = {e["name"]: e for e in events_of(path) if e.get("cat") == "user_annotation"}
+    assert {n for n in named if n.startswith("of step")} == {"of step 3", "of step 4"}
+    outer, inner = named["of step 4"], named["inner"]
+    assert outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        (range(0, 1), None),
+        (range(0, 3), "steps3-3"),
+        (range(3, 9), "steps4-4"),
+        (range(4, 9), None),
+        (range(0, 9, 3), "steps4-4"),
+    ],
+    ids=str,
+)
+def test_a_launch_that_has_some_of_them_traces_those(
+    steps: range, name: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran(opened(tmp_path, profile_step_start=2, profile_step_end=4), steps)
+    names = [path.name for path in tmp_path.glob("traces/*")]
+    assert names == ([] if name is None else [f"a.0.0.rank0.{name}.json.gz"])
+    assert ("--profile-step-start 2" in caplog.text) == (name is None)
+
+
+def test_without_the_flag_and_on_other_ranks_nothing_is_made(tmp_path: Path) -> None:
+    config, about = LoggingConfig(), {"world_size": 2, "is_cuda": False}
+    none = open_trace(config, tmp_path, launch="a.0.0", rank=0, **about)
+    for trace in (none, opened(tmp_path, rank=1)):
+        ran(trace, range(20))
+        assert trace.span("a") is trace.span("b")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rank_that_a_smaller_launch_lacks_costs_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tmp_path, profile_ranks=(0, 5))
+    assert "--profile-ranks 5" in caplog.text
+
+
+def test_a_run_that_fails_leaves_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(MemoryError), opened(tmp_path, profile_step_start=0) as trace:
+        trace.step(0)
+        raise MemoryError
+    assert not list(tmp_path.iterdir()) and "lost" in caplog.text
+
+
+def test_what_cannot_be_written_costs_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    ran(opened(tmp_path, profile_step_start=0, profile_step_end=1), range(3))
+    assert "--profile" in caplog.text and len(caplog.records) == 1
+    assert trace_tool.main([str(usual_run(tmp_path).path)]) == 5
+
+
+def test_the_reduction_of_gradients_is_a_phase(tmp_path: Path) -> None:
+    trace = opened(tmp_path, profile_step_start=0, profile_step_end=1)
+    clock = StepClock(is_cuda=False)
+    with trace:
+        trace.step(0)
+        clock.start(trace)
+        assert clock.stopped_by(lambda value: value + 1)(1) == 2
+    (path,) = (tmp_path / "traces").iterdir()
+    assert "reduce" in {event["name"] for event in events_of(path)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--profile-step-start 5 --profile-step-end 5", "--profile-step-end 5 must be above"),
+        ("--profile-step-start -1", "--profile-step-start -1 must be at least 0"),
+        ("--profile-ranks 0 -1", "--profile-ranks must be at least 0"),
+    ],
+)
+def test_flags_that_trace_nothing_are_refused(flags: str, words: str) -> None:
+    given = [*TINY.split(), "--train-iters", "9", *flags.split()]
+    assert resolve(parse_args(given), 2).logging.profile is False
+    with pytest.raises(UsageError, match=words):
+        resolve(parse_args([*given, "--profile", "--use-pytorch-profiler"]), 2)
+
+
+def course_of(run: Path) -> list[dict[str, Any]]:
+    assert trace_tool.main([str(run)]) == 0
+    return json.loads((run / "traces" / "decisions.json").read_text())["traceEvents"]
+
+
+def test_decisions_and_changes_are_events_with_their_reason(tmp_path: Path) -> None:
+    run = usual_run(tmp_path / "run").path
+    events = course_of(run)
+    records = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    decided = [r for r in records if r["kind"] == "decision"]
+    shown = [e for e in events if "obeyed" in e.get("args", ())]
+    assert [e["args"]["reason"] for e in shown] == [r["decision"]["reason"] for r in decided]
+    assert [e["args"]["step"] for e in shown] == [r["iteration"] for r in decided]
+    (switch,) = [r for r in records if r["kind"] == "switch"]
+    (whole,) = [e for e in events if e["name"] == f"{switch['start']} to {switch['to']}"]
+    assert whole["dur"] == 1e6 * switch["outcome"]["pause_s"]
+    phases = [e for e in events if e["name"] in switch["outcome"]["phases"]]
+    assert [e["dur"] for e in phases] == [125e3, 250e3, 62.5e3, 1.4375e6]
+    assert phases[0]["ts"] == whole["ts"]
+    assert phases[-1]["ts"] + phases[-1]["dur"] == whole["ts"] + whole["dur"]
+
+
+def test_both_are_on_one_clock(tmp_path: Path) -> None:
+    before = time.time()
+    run = WrittenRun(tmp_path)
+    ran(opened(tmp_path, profile_step_start=0, profile_step_end=1), range(3))
+    ran(opened(tmp_path, profile_step_start=1, profile_step_end=2), range(3))
+    run.step(20)
+    run.decide()
+    assert trace_tool.main([str(tmp_path), "-o", str(tmp_path / "whole.json.gz")]) == 0
+    with gzip.open(tmp_path / "whole.json.gz") as file:
+        trace = json.load(file)
+    base_s = trace["baseTimeNanoseconds"] / 1e9
+    events = trace["traceEvents"]
+    times = {e["name"]: base_s + e["ts"] / 1e6 for e in events if "ts" in e}
+    (decision,) = [base_s + e["ts"] / 1e6 for e in events if "obeyed" in e.get("args", ())]
+    assert before - 0.01 < times["of step 1"] < times["of step 2"] < decision + 0.01
+    assert decision < time.time() + 0.01
+    # The two traces are of one process, and would be one there.
+    assert len({e["pid"] for e in events if e["name"].startswith("of step")}) == 2
+
+
+def test_a_run_that_was_killed_has_its_decisions(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(20)
+    run.decide(reason="\ud800 </script>")
+    with run.journal.path.open("a") as file:
+        file.write('{"kind": "decision", "num')
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    (traces / "a.0.0.rank0.steps1-2.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
+    assert [e for e in course_of(tmp_path) if "</script>" in e.get("args", {}).get("reason", "")]
+    assert trace_tool.main([str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
+    assert len(json.loads((tmp_path / "all.json").read_text())["traceEvents"]) > 8
+
+
+def test_where_no_run_is_the_exit_code_says_so(tmp_path: Path) -> None:
+    assert trace_tool.main([str(tmp_path)]) == trace_tool.main([str(tmp_path / "none")]) == 5
+    leave_course(tmp_path)
+    assert not list(tmp_path.iterdir())

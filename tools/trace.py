@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Writes a run's decisions and changes of layout as a Chrome trace, for https://ui.perfetto.dev.
+
+python tools/trace.py runs/quickstart                    # runs/quickstart/traces/decisions.json
+python tools/trace.py runs/quickstart -o whole.json.gz   # one file with the steps of --profile
+
+A run under --profile writes the first at its end by itself; this does it for one that goes on, was
+killed or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no run, or a file cannot
+be read or written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copus_ext.report.timeline import FILE, course, traces_of, with_steps, write_trace
+from megatron.training.control import TRACES
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="trace.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    p.add_argument("run", metavar="RUN", type=Path, help="directory of the run (--run-dir)")
+    p.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write one FILE (.json or .json.gz) with these and the steps that --profile traced",
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the trace; returns the exit code."""
+    args = parser().parse_args(argv)
+    if not args.run.is_dir():
+        return _say(f"{args.run} is no directory; give the --run-dir (or --save) of the run", 5)
+    try:
+        trace = course(args.run)
+    except OSError as error:
+        return _say(f"the run cannot be read: {error}", 5)
+    if trace is None:
+        return _say(f"{args.run} holds no record of a run", 5)
+    output, paths = args.output or args.run / TRACES / FILE, traces_of(args.run)
+    if args.output is not None:
+        trace, problems = with_steps(trace, paths)
+        for line in problems:
+            print(f"trace.py: note: {line}", file=sys.stderr)
+    try:
+        write_trace(output, trace)
+    except OSError as error:
+        return _say(f"{output} cannot be written: {error}; name another file with -o", 5)
+    print(f"{output}: {len(trace['traceEvents'])} events")
+    return 0
+
+
+def _say(line: str, code: int) -> int:
+    print(f"trace.py: error: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
