@@ -132,7 +132,7 @@ def test_the_phases_are_in_the_trace_of_each_rank_and_the_decision_beside_them(
     (span,), (decision, *_) = spans, [e for e in events if "obeyed" in e.get("args", ())]
     assert decision["args"]["decision"] == switch["number"] and decision["args"]["reason"]
     # The journal has milliseconds, and writes them when all is done.
-    slack_us = 100e3
+    slack_us = 1e6
     assert len(moves) == 2 and len({e["pid"] for e in moves}) == 2
     for move in moves:
         assert decision["ts"] < move["ts"] + slack_us
