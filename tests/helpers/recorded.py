@@ -121,7 +121,7 @@ def record_run(
             step(tracker, i)
             if i % 10 == 0:
                 tracker.event("checkpoint.begin", i, BATCH * i)
-                sizes = {"bytes": 1000, "free_bytes": 9000}
+                sizes: dict[str, Any] = {"bytes": 1000, "free_bytes": 9000}
                 tracker.event("checkpoint.commit", i, BATCH * i, seconds=0.5, **sizes)
         if ended:
             done = start + steps

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import random as core_random
 
 from megatron.training.device import use_device
@@ -18,7 +24,26 @@ PATCHED = [
     (torch.cuda.random, "get_rng_state"),
     (core_random, "_get_cuda_rng_state"),
     (core_random, "_set_cuda_rng_state"),
+    (dist.ProcessGroupGloo, "__init__"),
 ]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Any]:
+    with use_device("cpu"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/join", rank=0, world_size=1)
+        try:
+            yield dist.new_group([0], timeout=timedelta(seconds=77))
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_gloo_group_runs_one_collective_at_a_time(world: Any) -> None:
+    options = world._get_backend(torch.device("cpu")).options
+    assert options._threads == 1 and options._timeout == timedelta(seconds=77)
+    ones = torch.ones(3)
+    works: list[Any] = [dist.all_reduce(ones, group=world, async_op=True) for _ in range(4)]
+    assert all(work.wait() for work in works) and ones.tolist() == [1.0] * 3
 
 
 def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:
