@@ -17,6 +17,7 @@ import hmac
 import html
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import socket
@@ -250,7 +251,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        self.server.expect(self.connection, is_answered=True, within_s=ANSWER_S)
+        # To make a page of a long run may take its time; to take it may not.
+        self.server.expect(self.connection, is_answered=True, within_s=math.inf)
         if not is_own_host(self.headers.get("Host"), local_only=self.server.is_local):
             self._say(HTTPStatus.MISDIRECTED_REQUEST, "This server has another name.")
             return
@@ -326,6 +328,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _head(self, status: HTTPStatus, length: int, fields: dict[str, str]) -> None:
+        self.server.expect(self.connection, is_answered=True, within_s=ANSWER_S)
         self.send_response(status)
         usual = {
             "Cache-Control": "no-store",

@@ -34,6 +34,7 @@ _PHASES: dict[str, State] = {
     "training": "training",
     "evaluating": "evaluating",
     "saving": "saving",
+    "writing a trace": "saving",
     "changing the layout": "changing layout",
 }
 _HEARTBEAT_BYTES = 4096

@@ -218,8 +218,10 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
     if config.checkpoint.save is None:
         return None
     root = Path(config.checkpoint.save)
+    had_room = True
 
     def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
+        nonlocal had_room
         where = {"consumed_samples": context.state.consumed_samples, **fields}
         tracker.event(f"checkpoint.{kind}", iteration=iteration, **where)
         if kind == "commit":
@@ -228,9 +230,11 @@ def _open_checkpointer(job: Job) -> Checkpointer | None:
                 f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
             )
             sizes = {"stored": fields["bytes"], "free": fields["free_bytes"]}
-            if line := little_room(root, **sizes):
+            line = little_room(root, **sizes)
+            if line is not None and had_room:
                 tracker.event("alert", iteration=iteration, **where, alert="little room", line=line)
                 log_rank_zero(f"ALERT: {line}")
+            had_room = line is None
             context.checkpoint_iteration = iteration
             context.checkpoint_samples = fields["consumed_samples"]
             job.callbacks.fire("on_checkpoint_saved", context)

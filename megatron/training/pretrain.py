@@ -231,6 +231,7 @@ def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog
         world_size=dist.get_world_size(),
         is_cuda=device.is_cuda,
         busy=functools.partial(watchdog.phase, "writing a trace", patient=True),
+        meet=dist.barrier,
     )
 
 

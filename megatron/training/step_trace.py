@@ -36,7 +36,32 @@ class Trace:
         """No step follows."""
 
 
-class StepTrace(Trace):
+class Bystander(Trace):
+    """Waits for the ranks that write their traces, which may take long.
+
+    Args:
+        end: steps done after which they write.
+        busy: entered meanwhile.
+        meet: returns when all ranks have called it.
+    """
+
+    def __init__(self, *, end: int, busy: Callable[[], Span], meet: Callable[[], object]) -> None:
+        self._end, self._busy, self._meet = end, busy, meet
+        self._has_met = False
+
+    def step(self, done: int) -> None:
+        """Waits, once."""
+        if done >= self._end and not self._has_met:
+            self._has_met = True
+            with self._busy():
+                self.write()
+                self._meet()
+
+    def write(self) -> None:
+        """Does its own part of what all wait for."""
+
+
+class StepTrace(Bystander):
     """Traces the steps from one to another on this rank, after one step to warm the profiler up.
 
     Never fails: a profiler or a disk that does costs a line, and the trace.
@@ -47,7 +72,8 @@ class StepTrace(Trace):
         start: steps done before the first one that is traced.
         end: steps done after the last one.
         is_cuda: trace the GPU's kernels, too.
-        busy: entered while the trace is written, which may take long.
+        busy: entered while traces are written, which may take long.
+        meet: returns when all ranks have called it.
     """
 
     def __init__(
@@ -59,10 +85,11 @@ class StepTrace(Trace):
         end: int,
         is_cuda: bool,
         busy: Callable[[], Span] = contextlib.nullcontext,
+        meet: Callable[[], object] = lambda: None,
     ) -> None:
+        super().__init__(end=end, busy=busy, meet=meet)
         self._folder = folder
-        self._name, self._start, self._end = name, start, end
-        self._is_cuda, self._busy = is_cuda, busy
+        self._name, self._start, self._is_cuda = name, start, is_cuda
         self._profiler: Any = None
         self._named: Callable[[str], Span] = lambda name: _NOTHING
         self._first = self._done = 0
@@ -75,8 +102,9 @@ class StepTrace(Trace):
     def step(self, done: int) -> None:
         """Opens the trace, goes on with it, or writes it."""
         self._done = done
+        super().step(done)
         if self._profiler is not None:
-            self._try(self._go_on)
+            self._try(self._profiler.step)
         elif not self._was_open and self._start - 1 <= done < self._end:
             self._was_open = True
             self._try(self._open)
@@ -86,7 +114,8 @@ class StepTrace(Trace):
         the launcher waits to hear of it, and a broken GPU would not answer."""
         if self._profiler is not None and failure is None:
             self._done += 1
-            self._try(self._close)
+            with self._busy():
+                self._try(self._close)
         elif self._profiler is not None:
             logger.warning("--profile: the run failed in the steps traced; the trace is lost")
         elif not self._was_open and failure is None:
@@ -111,39 +140,40 @@ class StepTrace(Trace):
         profiler.start()
         self._profiler, self._named = profiler, record_function
 
-    def _go_on(self) -> None:
-        assert self._profiler is not None
-        if self._done >= self._end:
-            self._close()
-        else:
-            self._profiler.step()
+    def write(self) -> None:
+        """Writes the trace, if there is one."""
+        if self._profiler is not None:
+            self._try(self._close)
 
     def _close(self) -> None:
         profiler, self._profiler = self._profiler, None
         assert profiler is not None
         # Steps after the last one may have been passed over.
         last = min(self._done, self._end)
-        with self._busy():
-            profiler.stop()
-            if last < self._first:
-                return
-            self._folder.mkdir(parents=True, exist_ok=True)
-            stem = f"{self._name}.steps{self._first}-{last}.json"
-            path = self._folder / f"{stem}.gz"
-            unfinished = self._folder / f"{stem}.unfinished.gz"  # torch zips what ends so
-            try:
-                profiler.export_chrome_trace(str(unfinished))
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        profiler.stop()
+        if last < self._first:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stem = f"{self._name}.steps{self._first}-{last}.json"
+        path = self._folder / f"{stem}.gz"
+        unfinished = self._folder / f"{stem}.unfinished.gz"  # torch zips what ends so
+        try:
+            profiler.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         logger.info("traced steps %d to %d: %s", self._first, last, path)
 
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:
-            self._profiler = None
             logger.warning("--profile: the trace is lost: %r", error)
+            profiler, self._profiler = self._profiler, None
+            if profiler is not None:
+                # Left on it would cost every step that follows.
+                with contextlib.suppress(Exception):
+                    profiler.stop()
 
 
 def open_trace(
@@ -155,6 +185,7 @@ def open_trace(
     world_size: int,
     is_cuda: bool,
     busy: Callable[[], Span] = contextlib.nullcontext,
+    meet: Callable[[], object] = lambda: None,
 ) -> Trace:
     """What the flags ask for on a rank.
 
@@ -166,6 +197,7 @@ def open_trace(
         world_size: number of ranks.
         is_cuda: whether it computes on a GPU.
         busy: see `StepTrace`.
+        meet: see `StepTrace`.
     """
     if not flags.profile:
         return Trace()
@@ -175,7 +207,7 @@ def open_trace(
         told = " ".join(map(str, beyond))
         logger.warning("--profile-ranks %s: there are %d ranks, from 0 on", told, world_size)
     if rank not in flags.profile_ranks:
-        return Trace()
+        return Bystander(end=flags.profile_step_end, busy=busy, meet=meet)
     return StepTrace(
         run_dir / TRACES,
         name=f"{launch}.rank{rank}",
@@ -183,4 +215,5 @@ def open_trace(
         end=flags.profile_step_end,
         is_cuda=is_cuda,
         busy=busy,
+        meet=meet,
     )

@@ -10,17 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.training.tracker import SELDOM
+from megatron.training.tracker import REPLACED_WITH, SELDOM
 
 _UNNAMED = ("v", "kind", "launch", "m", "pid")
 _COUNTED = ("alert", "fault", "signal", "layout", "eval", "checkpoint.commit", "checkpoint.failed")
 _CONFIG = ("log_interval", "save_interval", "train_samples", "seq_length")
-_SELDOM = {
-    "copus/decisions": ("copus/goodput", "copus/target-", "copus/next-"),
-    "copus/changes": ("copus/samples-", "copus/predicted-", "copus/speed-"),
-}
-"""Tags of the controller hold until the next decision or outcome: what then comes takes the place
-of all that came before, by how they begin. Tags of others hold for a step."""
 _STEPS = 50
 _OTHER = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -123,8 +117,8 @@ class PrometheusSink:
         before, self._of_step = self._of_step, set()
         self._of_step |= self._take_fields(record)
         extra = record.get("extra") or {}
-        for tag in _SELDOM.keys() & extra.keys():
-            starts = tuple(map(metric_name, _SELDOM[tag]))
+        for tag in REPLACED_WITH.keys() & extra.keys():
+            starts = tuple(map(metric_name, REPLACED_WITH[tag]))
             for name in [name for name in self._values if name.startswith(starts)]:
                 self._values.pop(name)
         for tag, value in extra.items():

@@ -23,6 +23,12 @@ DURABLE_KINDS = frozenset({"run.start", "checkpoint.commit", "checkpoint.failed"
 SELDOM = "copus/"
 """Beginning of the tags that do not come with each step: they reach every sink, whatever its
 interval."""
+REPLACED_WITH = {
+    "copus/decisions": ("copus/goodput", "copus/target-", "copus/next-"),
+    "copus/changes": ("copus/samples-", "copus/predicted-", "copus/speed-"),
+}
+"""Tags of the controller hold until the next decision or outcome: with the tag on the left come
+those that begin as on the right, and take the place of all such that came before."""
 _RESERVED = ("v", "kind", "launch", "t", "m", "iteration", "consumed_samples")
 _MAX_SINK_ERRORS = 3
 
@@ -254,8 +260,13 @@ class _GuardedSink:
 
     def hold(self, values: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         """Keeps what would be lost if the sink is not due."""
-        if seldom := {tag: value for tag, value in values.items() if tag.startswith(SELDOM)}:
-            self._held |= seldom
+        seldom = {tag: value for tag, value in values.items() if str(tag).startswith(SELDOM)}
+        if seldom:
+            old = tuple(
+                start for tag in REPLACED_WITH.keys() & seldom for start in REPLACED_WITH[tag]
+            )
+            kept = {tag: value for tag, value in self._held.items() if not tag.startswith(old)}
+            self._held = kept | seldom
             self._held_at = iteration, consumed_samples
 
     def scalars(

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -213,6 +215,21 @@ def test_a_request_that_comes_drop_by_drop_is_cut_off(
                     break
             else:
                 pytest.fail("nobody has cut it off")
+
+
+def test_a_page_that_takes_long_to_make_is_waited_for(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "ANSWER_S", 0.3)
+    with served(run.path, None) as server:
+        make = server.source.page
+
+        def slowly() -> Any:
+            time.sleep(1.5)  # three looks at what takes too long
+            return make()
+
+        monkeypatch.setattr(server.source, "page", slowly)
+        assert ask(server, "/")[0] == 200
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "", "::", "192.0.2.1", "some.host", "127.0.0.1.x"])

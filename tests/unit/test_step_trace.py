@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from copus_ext.report.timeline import leave_course
 from megatron.training.arguments import parse_args, resolve
@@ -19,6 +22,16 @@ from megatron.training.step_trace import Trace, open_trace
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 from tools import trace as trace_tool
+
+
+class Broken:
+    """A profiler that cannot go on."""
+
+    def __init__(self, profiler: Any) -> None:
+        self.stop = profiler.stop
+
+    def step(self) -> None:
+        raise RuntimeError("no room")
 
 
 def opened(run: Path, *, rank: int = 0, **flags: Any) -> Trace:
@@ -69,6 +82,48 @@ def test_a_launch_that_has_some_of_them_traces_those(
     names = [path.name for path in tmp_path.glob("traces/*")]
     assert names == ([] if name is None else [f"a.0.0.rank0.{name}.json.gz"])
     assert ("--profile-step-start 2" in caplog.text) == (name is None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_wait_once_for_those_that_write(rank: int, tmp_path: Path) -> None:
+    told: list[str] = []
+
+    @contextlib.contextmanager
+    def busy() -> Iterator[None]:
+        told.append("busy")
+        yield
+        told.append("free")
+
+    trace = open_trace(
+        LoggingConfig(profile=True, profile_step_start=2, profile_step_end=4),
+        tmp_path,
+        launch="a.0.0",
+        rank=rank,
+        world_size=2,
+        is_cuda=False,
+        busy=busy,
+        meet=lambda: told.append(f"{len(list(tmp_path.glob('traces/*')))} written"),
+    )
+    with trace:
+        for done in range(4):
+            trace.step(done)
+        assert not told
+        for done in range(4, 7):
+            trace.step(done)
+    assert told == ["busy", f"{1 - rank} written", "free"]
+
+
+def test_a_trace_that_is_lost_leaves_no_profiler_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace: Any = opened(tmp_path, profile_step_start=2, profile_step_end=6)
+    with trace:
+        for done in range(4):
+            trace.step(done)
+        monkeypatch.setattr(trace, "_profiler", Broken(trace._profiler))
+        trace.step(4)
+        assert not torch.autograd._profiler_enabled()
+        trace.step(5)
 
 
 def test_without_the_flag_and_on_other_ranks_nothing_is_made(tmp_path: Path) -> None:

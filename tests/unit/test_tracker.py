@@ -325,7 +325,7 @@ def test_what_comes_seldom_waits_for_a_sink_that_is_not_due(tmp_path: Path) -> N
         for sink in sinks
     ]
     assert of_decisions[0] == [
-        (4, 64, decided[2] | decided[3]),
+        (4, 64, decided[3]),
         (8, 128, decided[6]),
         (9, 144, decided[9]),
     ]
