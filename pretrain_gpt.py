@@ -7,11 +7,17 @@ my_text_document
 
 import argparse
 import dataclasses
+import logging
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.outcome import Outcome
+
+logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10
 
@@ -60,11 +66,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         callbacks = controllers(args)
         outcome = pretrain(config, callbacks, ending.tell)
+        code = max([ending.exit_code(outcome), *(c.exit_code for c in callbacks)])
         if config.logging.profile and os.environ.get("RANK", "0") == "0":
-            from copus_ext.report.timeline import leave_course
-
-            leave_course(outcome.run_dir)
-        return max([ending.exit_code(outcome), *(c.exit_code for c in callbacks)])
+            leave_course(outcome, code)
+        return code
     except (UsageError, TrainingFailure) as error:
         leave_error(error, is_told=True)
         return _fail(error, error.exit_code)
@@ -83,6 +88,22 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     from copus_ext.controller import Controller
 
     return [Controller(flags)]
+
+
+def leave_course(outcome: "Outcome", code: int) -> None:
+    """Leaves the course of a run that is done beside its traces of steps. Not of one that goes on
+    elsewhere, or was told to stop: it reads the whole record, and such a process has no time."""
+    from copus_ext.reconfigure.ending import kind_of
+
+    is_urgent = outcome.reason is not None and outcome.reason.is_urgent
+    if code != 0 or is_urgent or kind_of(outcome) != "done":
+        return
+    try:
+        from copus_ext.report import timeline
+    except Exception as error:  # the run is done all the same
+        logger.warning("--profile: no trace of decisions, tools/trace.py makes it: %r", error)
+        return
+    timeline.leave_course(outcome.run_dir)
 
 
 def _fail(error: Exception, code: int) -> int:

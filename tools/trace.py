@@ -5,8 +5,8 @@ python tools/trace.py runs/quickstart                    # runs/quickstart/trace
 python tools/trace.py runs/quickstart -o whole.json.gz   # one file with the steps of --profile
 
 A run under --profile writes the first at its end by itself; this does it for one that goes on, was
-killed or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no run, or a file cannot
-be read or written.
+stopped or killed, or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no run, or a
+file cannot be read or written.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.report.timeline import FILE, course, traces_of, with_steps, write_trace
-from megatron.training.control import TRACES
+from copus_ext.report.timeline import FILE, course, folder_of, traces_of, with_steps, write_trace
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     if not args.run.is_dir():
         return _say(f"{args.run} is no directory; give the --run-dir (or --save) of the run", 5)
     try:
-        trace = course(args.run)
+        trace, paths = course(args.run), traces_of(args.run)
+        output = args.output or folder_of(args.run) / FILE
     except OSError as error:
         return _say(f"the run cannot be read: {error}", 5)
     if trace is None:
         return _say(f"{args.run} holds no record of a run", 5)
-    output, paths = args.output or args.run / TRACES / FILE, traces_of(args.run)
     if args.output is not None:
         trace, problems = with_steps(trace, paths)
         for line in problems:

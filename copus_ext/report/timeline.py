@@ -4,10 +4,14 @@ the clock of torch's profiler, so that the steps it traced can be laid beside th
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import logging
+import math
+import os
 import re
+import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +20,9 @@ from typing import Any
 from copus_ext.report.decisions import MOVED, Decided, Decisions, Switch
 from copus_ext.report.history import RunHistory
 from copus_ext.report.reader import RunReader
-from copus_ext.report.values import whole
+from copus_ext.report.values import FOREIGN, number, rows, table, text, whole
 from copus_ext.report.words import headline, percent, result, switched
+from copus_ext.tail import open_plain
 from megatron.training.control import TRACES
 
 logger = logging.getLogger(__name__)
@@ -32,7 +37,7 @@ _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations
 _END_OF_TIME_S = 1e11
 _MOST_HEAD = 1 << 24
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
-_DAMAGED = (OSError, EOFError, zlib.error, ValueError, RecursionError)
+_DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error, RecursionError)
 """What reading a trace may raise."""
 
 
@@ -153,16 +158,31 @@ def _add_switch(events: Events, s: Switch) -> None:
 
 def traces_of(run: Path) -> list[Path]:
     """The finished traces of steps of a run, in the order of their names, which is that of time as
-    far as launches are named by it."""
-    found = (path for path in (run / TRACES).glob("*.steps*.json.gz") if path.is_file())
-    return sorted(found)
+    far as launches are named by it. They need not be plain files.
+
+    Raises:
+        OSError: their folder is a link.
+    """
+    return sorted(folder_of(run).glob("*.steps*.json.gz"))
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run has its traces; it need not be there yet.
+
+    Raises:
+        OSError: it is a link, which may lead out of the run.
+    """
+    folder = run / TRACES
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+    return folder
 
 
 def base_of(path: Path) -> int | None:
     """Where the clock of a trace of steps begins, nanoseconds since the epoch; None if it cannot be
     read, or does not say."""
     try:
-        with gzip.open(path) as file:
+        with open_plain(path) as zipped, gzip.open(zipped) as file:
             found = _BASE.search(file.read(_MOST_HEAD))
     except _DAMAGED:
         return None
@@ -183,56 +203,77 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
     taken: set[int] = {_PROCESS}
     for place, path in enumerate(paths):
         try:
-            with gzip.open(path) as file:
-                steps = json.load(file)
-            if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
-                raise ValueError("it is no trace")
+            steps = _steps(path)
+            base_ns = whole(steps.get("baseTimeNanoseconds")) or 0
+            about = {"shift_us": (base_ns - trace["baseTimeNanoseconds"]) / 1000, "taken": taken}
+            name = path.name.removesuffix(".json.gz")
+            found = rows(steps["traceEvents"])
+            events += list(_moved(found, name=name, step=len(paths), place=place, **about))
         except _DAMAGED as error:
-            problems.append(f"{path} is left out: {error}")
-            continue
-        base_ns = whole(steps.get("baseTimeNanoseconds")) or 0
-        file_events = [event for event in steps["traceEvents"] if isinstance(event, dict)]
-        about = {"shift_us": (base_ns - trace["baseTimeNanoseconds"]) / 1000, "taken": taken}
-        name = path.name.removesuffix(".json.gz")
-        events.extend(_moved(file_events, name=name, step=len(paths), place=place, **about))
+            problems.append(text(f"{path} is left out: {error}"))
     return {**trace, "traceEvents": events}, problems
+
+
+def _steps(path: Path) -> dict[str, Any]:
+    """What is in a trace of steps that anybody may have put there; all its numbers are finite."""
+    with open_plain(path) as zipped, gzip.open(zipped) as file:
+        steps = json.load(file, parse_constant=_finite, parse_float=_finite)
+    if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
+        raise ValueError("it is no trace")
+    return steps
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is in it")
+    return value
 
 
 def _moved(
     events: list[Event], *, name: str, step: int, place: int, shift_us: float, taken: set[int]
 ) -> Iterator[Event]:
     """The events of a file as they can stand beside those of others: on the common clock, under
-    numbers of processes and arrows that no other file has."""
+    numbers of processes and arrows that no other file has. Those with a time that is none are left
+    out."""
     own: dict[int, int] = {}
     for event in events:
         moved = dict(event)
-        if isinstance(moved.get("ts"), (int, float)):
-            moved["ts"] = moved["ts"] + shift_us
-        pid = moved.get("pid")
-        if isinstance(pid, int):
+        if "ts" in moved:
+            ts = number(moved["ts"])
+            if ts is None:
+                continue
+            moved["ts"] = ts + shift_us
+        pid = whole(moved.get("pid"))
+        if pid is not None:
             if pid not in own:
                 own[pid] = pid if pid not in taken else max(taken) + 1
                 taken.add(own[pid])
             moved["pid"] = own[pid]
-        if isinstance(moved.get("id"), int):
-            moved["id"] = moved["id"] * step + place
+        arrow = whole(moved.get("id"))
+        if arrow is not None:
+            moved["id"] = arrow * step + place
         if moved.get("ph") == "M" and moved.get("name") == "process_name":
-            was = (moved.get("args") or {}).get("name", "")
+            was = text(table(moved.get("args")).get("name"))
             moved["args"] = {"name": f"{name} {was}"}
         yield moved
 
 
 def write_trace(path: Path, trace: dict[str, Any]) -> None:
-    """Writes a trace, whole or not at all; zipped if the name ends with `.gz`.
+    """Writes a trace, whole or not at all; zipped if the name ends with `.gz`. A link or a pipe in
+    its place is replaced, and nothing is written through one.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"unfinished.{path.name}")
     data = json.dumps(trace, allow_nan=False).encode()
+    # A name that nobody can have laid something under; the mode is the user's umask.
+    unfinished = path.with_name(f"unfinished.{secrets.token_hex(8)}.{path.name}")
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        unfinished.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(data, 6) if path.suffix == ".gz" else data)
         unfinished.replace(path)
     finally:
         with contextlib.suppress(OSError):
@@ -245,6 +286,6 @@ def leave_course(run: Path) -> None:
     try:
         trace = course(run)
         if trace is not None:
-            write_trace(run / TRACES / FILE, trace)
+            write_trace(folder_of(run) / FILE, trace)
     except Exception as error:
         logger.warning("--profile: %s cannot be written: %r", run / TRACES / FILE, error)

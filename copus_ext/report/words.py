@@ -135,7 +135,9 @@ def _noise(s: Situation) -> str:
     if noise == 0:
         return "Of the noise scale not even a lower end above 0 was known."
     if s.noise.status == "lower_bound_only":
-        return f"Of the noise scale, times c = {c:g}, only a lower end was known: {noise:.3g} samples."
+        return (
+            f"Of the noise scale, times c = {c:g}, only a lower end was known: {noise:.3g} samples."
+        )
     low, high = s.noise.low_samples, s.noise.high_samples
     interval = ""
     if low is not None and high is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from copus_ext.report.page import Book, script_json
 from copus_ext.tail import Tail, last_lines
 from megatron.training.metrics import METRICS_FILE
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
-from tools import report, status
+from tools import report, status, trace
 
 
 def link(path: Path) -> None:
@@ -53,8 +54,9 @@ def test_the_commands_name_what_is_no_plain_file(
     make(run / name)
     assert status.main([str(run)]) == 5
     assert report.main([str(run), "-o", str(tmp_path / "x.html")]) == 5
+    assert trace.main([str(run)]) == 5
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and all(name in line for line in said), said
+    assert len(said) == 3 and all(name in line for line in said), said
 
 
 def test_a_journal_that_the_user_names_may_be_a_link(tmp_path: Path) -> None:
@@ -96,6 +98,42 @@ def test_a_decision_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> No
     for one in changed[::4]:
         path.write_text(kept + json.dumps(one) + "\n")
         read_now(tmp_path)
+
+
+def steps_with(run: Path, data: str) -> list[dict[str, Any]]:
+    """The events of a run beside a trace of steps that holds this."""
+    folder, whole = run / "traces", run / "whole.json"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.0.0.rank0.steps1-2.json.gz").write_bytes(gzip.compress(data.encode()))
+    assert trace.main([str(run), "-o", str(whole)]) == 0
+    return json.loads(whole.read_text(), parse_constant=pytest.fail)["traceEvents"]
+
+
+def test_a_trace_of_steps_with_anything_in_it_is_shown(tmp_path: Path) -> None:
+    usual_run(tmp_path, steps=20)
+    event = {"ph": "M", "name": "process_name", "args": {"name": "x"}, "pid": 1, "ts": 1, "id": 2}
+    steps = {"baseTimeNanoseconds": 1, "traceEvents": [event]}
+    assert steps_with(tmp_path, json.dumps(steps))[-1]["args"]["name"].endswith("steps1-2 x")
+    nines = 10**4299 * 9
+    for odd in [*ODD, math.inf, [1], -nines, nines]:
+        for changed in others(steps, odd):
+            steps_with(tmp_path, json.dumps(changed))
+    steps_with(tmp_path, json.dumps(steps).replace('"ts": 1', '"ts": 1e999'))
+    for depth in range(10, 1200, 70):
+        deep = "[" * depth + "]" * depth
+        steps_with(tmp_path, json.dumps(steps).replace('"ts": 1', f'"x": {deep}'))
+
+
+@pytest.mark.parametrize("make", [link, os.mkfifo, Path.mkdir], ids=["link", "pipe", "folder"])
+def test_a_trace_of_steps_that_is_no_plain_file_is_left_out(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    usual_run(run, steps=20)
+    (run / "traces").mkdir()
+    make(run / "traces" / "a.0.0.rank0.steps1-2.json.gz")
+    assert trace.main([str(run), "-o", str(tmp_path / "whole.json")]) == 0
+    assert "steps1-2.json.gz is left out" in capsys.readouterr().err
 
 
 def test_a_time_of_a_step_that_is_beyond_all_bounds_is_passed_over(tmp_path: Path) -> None:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import pretrain_gpt
 from copus_ext.report.timeline import leave_course
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.config import LoggingConfig
-from megatron.training.errors import UsageError
+from megatron.training.errors import Relaunch, UsageError
+from megatron.training.layout import Layout
+from megatron.training.outcome import Outcome
 from megatron.training.rank_times import StepClock
+from megatron.training.signals import StopReason
+from megatron.training.state import TrainState
 from megatron.training.step_trace import Trace, open_trace
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
@@ -244,3 +251,73 @@ def test_where_no_run_is_the_exit_code_says_so(tmp_path: Path) -> None:
     assert trace_tool.main([str(tmp_path)]) == trace_tool.main([str(tmp_path / "none")]) == 5
     leave_course(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+DECISIONS = Path("traces") / "decisions.json"
+
+
+def own_link(path: Path) -> None:
+    path.symlink_to(path.parents[2] / "foreign")
+
+
+@pytest.mark.parametrize("name", [DECISIONS.name, f"unfinished.{DECISIONS.name}"])
+@pytest.mark.parametrize("lay", [own_link, os.mkfifo], ids=["link", "pipe"])
+def test_what_lies_in_the_way_is_neither_followed_nor_waited_for(
+    lay: Callable[[Path], None], name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "foreign").write_text("kept")
+    run = usual_run(tmp_path / "run", steps=20).path
+    (run / "traces").mkdir()
+    lay(run / "traces" / name)
+    assert len(course_of(run)) > 8
+    leave_course(run)
+    assert (run / DECISIONS).is_file() and not (run / DECISIONS).is_symlink()
+    assert (tmp_path / "foreign").read_text() == "kept"
+
+
+def test_a_folder_of_traces_that_is_a_link_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = usual_run(tmp_path / "run", steps=20).path
+    (tmp_path / "foreign").mkdir()
+    (run / "traces").symlink_to(tmp_path / "foreign")
+    assert trace_tool.main([str(run)]) == 5
+    assert trace_tool.main([str(run), "-o", str(tmp_path / "x.json")]) == 5
+    assert capsys.readouterr().err.count("it is a link") == 2
+    leave_course(run)
+    assert "it is a link" in caplog.text and not list((tmp_path / "foreign").iterdir())
+
+
+URGENT = StopReason(kind="file")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "is_left"),
+    [
+        (0, None, True),
+        (0, StopReason(kind="interval"), True),
+        (0, URGENT, False),
+        (Relaunch.exit_code, URGENT, False),
+        (Relaunch.exit_code, None, False),
+    ],
+    ids=str,
+)
+def test_the_course_is_left_by_a_run_that_is_done(
+    code: int,
+    reason: StopReason | None,
+    is_left: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    usual_run(tmp_path, steps=20)
+    state = TrainState(iteration=20, consumed_samples=160)
+    about = {"layout": Layout(dp=4), "save": None, "reason": reason}
+    outcome = Outcome(state=state, run_dir=tmp_path, **about)
+    with monkeypatch.context() as broken:
+        broken.setitem(sys.modules, "copus_ext.report.timeline", None)
+        broken.delattr("copus_ext.report.timeline", raising=False)
+        pretrain_gpt.leave_course(outcome, code)
+    assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
+    pretrain_gpt.leave_course(outcome, code)
+    assert (tmp_path / DECISIONS).exists() == is_left
