@@ -42,8 +42,11 @@ def leave_error(error: BaseException, *, is_told: bool = False) -> None:
     name = "" if is_told else f"{type(error).__name__}: "
     lines = [] if is_told else traceback.format_exception(error)
     more = {"py_callstack": "".join(lines), "timestamp": str(int(now)), "time": now}
+    unfinished = f"{path}.{os.getpid()}"
     try:
-        with open(path, "w") as file:
+        # The launcher may look at any moment, and does not survive half a file.
+        with open(unfinished, "w") as file:
             json.dump({"message": {"message": f"{name}{error}", "extraInfo": more}}, file)
+        os.replace(unfinished, path)
     except OSError:  # the error itself matters more
         print(f"{path} cannot be written", file=sys.stderr)

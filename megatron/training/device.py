@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,8 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _with_one_worker(group: Any) -> Callable[..., None]:
-    """Makes a gloo group with one thread for its collectives instead of two.
+    """Makes a gloo group as torch does, on the interfaces of `GLOO_SOCKET_IFNAME` if it is set, but
+    with one thread for its collectives instead of two.
 
     Two at a time have spoilt the heap (docs/lab.md, "A heap spoilt under gloo"). With one they run
     in the order in which every rank asks for them, and still beside the computation.
@@ -107,7 +109,11 @@ def _with_one_worker(group: Any) -> Callable[..., None]:
     def make_with_one(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         options = group._Options()
         options._threads, options._timeout = 1, timeout
-        options._devices = [group.create_default_device()]
+        names = os.environ.get("GLOO_SOCKET_IFNAME")
+        if names:
+            options._devices = [group.create_device(interface=n) for n in names.split(",")]
+        else:
+            options._devices = [group.create_default_device()]
         make(self, store, rank, size, options)
 
     return make_with_one

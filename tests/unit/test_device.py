@@ -46,6 +46,18 @@ def test_a_gloo_group_runs_one_collective_at_a_time(world: Any) -> None:
     assert all(work.wait() for work in works) and ones.tolist() == [1.0] * 3
 
 
+def test_a_gloo_group_listens_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(names: str) -> Any:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", names)
+        return dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=9))
+
+    with use_device("cpu"):
+        assert len(make("lo").options._devices) == 1
+        assert len(make("lo,lo").options._devices) == 2
+        with pytest.raises(RuntimeError, match="nosuch0"):
+            make("nosuch0")
+
+
 def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:
     before = [getattr(owner, name) for owner, name in PATCHED]
     with use_device("cpu") as device:

@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from hypothesis import given
@@ -142,6 +142,19 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=5,
 )
+
+
+def test_an_error_is_left_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(value: object, file: IO[str]) -> None:
+        file.write('{"message": ')
+        raise OSError
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr("copus_ext.launch.rank_side.json.dump", half)
+    leave_error(ValueError("no room"))
+    assert not (tmp_path / "error.json").exists()
 
 
 @given(anything, st.text(max_size=8))
