@@ -150,6 +150,8 @@ class CutProblem:
     def price(self, cuts: Any) -> Priced:
         """Seconds and bytes of [n, chunks] layers of every chunk."""
         cuts = np.asarray(cuts, dtype=np.int64)
+        assert cuts.shape[1] == self.num_chunks
+        assert (cuts.sum(axis=1) == self.blocks.num_layers).all(), "a cut has all layers"
         first = np.concatenate(
             [
                 np.zeros((len(cuts), 1), dtype=np.int64),

@@ -313,8 +313,9 @@ def _balanced_cuts(problem: CutProblem) -> Any:
 def _ends_varied(problem: CutProblem) -> Any:
     """[n, chunks] cuts of all sizes of the first and the last chunk, as even as can be between."""
     chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.least_layers
-    most = 2 * -(-layers // chunks) + 1
-    cuts = []
+    most, cuts = 2 * -(-layers // chunks) + 1, []
+    if chunks < 3:
+        return np.zeros((0, chunks), dtype=np.int64)
     for first in range(int(least[0]), most):
         for last in range(int(least[-1]), most):
             rest, middle = layers - first - last, chunks - 2
@@ -357,6 +358,8 @@ def _made_to_fit(problem: CutProblem, starts: Any) -> Any:
             break
         cut, lacks = cuts[int(excess.argmin())], float(excess.min())
         cuts = _neighbours(problem, cut)
+        if not len(cuts):
+            break
     return cut
 
 

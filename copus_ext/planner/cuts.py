@@ -7,6 +7,7 @@ answer is surely the best.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,18 @@ class Cut:
 
     @property
     def layout(self) -> str:
-        """`--pipeline-model-parallel-layout`: E embedding, t layer, L head, | between chunks."""
-        texts = [f"t*{n}" if n > 1 else "t" * n for n in self.layers]
-        return "E" + "|".join(texts) + "L"
+        """`--pipeline-model-parallel-layout`: E embedding, t layer, L head, | between chunks,
+        (..)*n repeated."""
+        texts = []
+        for n, run in itertools.groupby(self.layers[:-1]):
+            times, one = len(list(run)), _letters(n) + "|"
+            texts.append(f"({one})*{times}" if times > 2 else one * times)
+        return "E" + "".join(texts) + _letters(self.layers[-1]) + "L"
+
+    def __str__(self) -> str:
+        """Short text such as `5,4x18,3`."""
+        runs = [(n, len(list(run))) for n, run in itertools.groupby(self.layers)]
+        return ",".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
 
     def to_flags(self) -> list[str]:
         """Megatron's flags of the pipeline: sizes of the first and last stage where they suffice,
@@ -85,6 +95,10 @@ class Cut:
             "proved": self.proved,
             "peak_bytes": list(self.peak_bytes),
         }
+
+
+def _letters(layers: int) -> str:
+    return f"t*{layers}" if layers > 1 else "t" * layers
 
 
 @dataclass(frozen=True, kw_only=True)

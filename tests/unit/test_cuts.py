@@ -21,6 +21,8 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cut_search import branch_and_bound, search
 from copus_ext.planner.cuts import Cut, NoCut, best_cut, price_cut, problem_of
+from copus_ext.planner.recut import lines, recuts
+from copus_ext.planner.search import Planner
 from copus_ext.planner.space import point_of, to_rows
 
 SOME = settings(max_examples=40, deadline=None)
@@ -274,7 +276,7 @@ def test_a_head_takes_layers_off_the_last_stage_and_may_stand_alone() -> None:
     assert isinstance(cut, Cut) and cut.layers[-1] < max(cut.layers)
     alone = best_cut(even_problem(12, 4, head=4.0, bare_ends=True))
     assert isinstance(alone, Cut) and alone.layers == (4, 4, 4, 0)
-    assert alone.to_flags()[-1] == "Et*4|t*4|t*4|L"
+    assert alone.to_flags()[-1] == "E(t*4|)*3L"
 
 
 def test_dear_layers_stand_with_fewer_others() -> None:
@@ -347,8 +349,10 @@ def test_flags_are_the_least_that_says_it() -> None:
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
 def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: Any) -> None:
     core = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
-    sizes = st.lists(st.integers(1, 12), min_size=pp * vpp, max_size=pp * vpp)
-    layers = tuple(data.draw(sizes))
+    few = st.sampled_from([1, 2, 11])
+    layers = data.draw(st.lists(few, min_size=pp * vpp, max_size=pp * vpp).map(tuple))
+    if len(layers) > 1 and data.draw(st.booleans()):
+        layers = (0, *layers[1:])
     cut = Cut(
         pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
     )
@@ -356,6 +360,33 @@ def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: A
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=None)
     counts = [[chunk.count(core.LayerType.decoder) for chunk in stage] for stage in read.layout]
     assert counts == cut.stages and read.virtual_pipeline_model_parallel_size == vpp
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", [8, 32, 128])
+@pytest.mark.parametrize("speed", [None, [1.0, 1.0, 0.7, 1.0]])
+def test_a_large_search_is_never_worse_than_even_stages(
+    vpp: int, micro_batches: int, speed: list[float] | None
+) -> None:
+    c = Configuration(
+        tp=8,
+        pp=4,
+        vpp=vpp,
+        dp=2,
+        micro_batch_size=1,
+        global_batch_size=2 * micro_batches,
+        sequence_parallel=True,
+    )
+    cluster = preset("h100-80g:64")
+    problem = problem_of(PRESETS["llama-3-70b"], cluster, c, limit_bytes=1e12, speed=speed)
+    cut, even = best_cut(problem), price_cut(problem, [20 // vpp] * 4 * vpp)
+    assert isinstance(cut, Cut)
+    assert cut.least_step_s <= cut.step_s <= even.step_s
+    if speed is not None:
+        totals = [sum(stage) for stage in cut.stages]
+        assert totals[2] == min(totals) and cut.step_s < 0.95 * even.step_s
+    if vpp == 1 and micro_batches > 8:
+        assert cut.proved
 
 
 def test_ninety_six_layers_over_sixteen_stages() -> None:
@@ -380,3 +411,26 @@ def test_layers_that_do_not_divide_are_cut() -> None:
     c = Configuration(tp=1, pp=4, dp=2, micro_batch_size=1, global_batch_size=16)
     cut = best_cut(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
     assert isinstance(cut, Cut) and sum(cut.layers) == 13 and cut.proved
+
+
+def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
+    planner = Planner(PRESETS["llama-3-70b"], preset("a100-80g:64"))
+    plan = planner.rank([64], top=8)[0]
+    found = recuts(planner, plan)
+    assert found and all(x.gain >= 0 and x.configuration.pp > 1 for x in found)
+    for x in found:
+        ranked = plan.ranked[x.rank - 1]
+        assert ranked.configuration == x.configuration
+        assert x.even_step_s == pytest.approx(ranked.prediction.step_s, rel=1e-9)
+        assert max(x.cut.peak_bytes) <= planner.safe_bytes
+        flags = x.flags
+        assert flags.count("--pipeline-model-parallel-size") == 1
+        assert ("--pipeline-model-parallel-layout" in flags) != x.cut.is_even or x.cut.vpp == 1
+        if x.cut.is_even:
+            assert sorted(flags) == sorted(x.configuration.to_flags())
+        elif x.cut.vpp > 1:
+            assert "--num-virtual-stages-per-pipeline-rank" not in flags
+    assert any(x.gain > 0.005 for x in found)
+    said = lines(found)
+    uneven = [x for x in found if not x.cut.is_even]
+    assert len(said) == len(uneven) + 1 and "ranked pipelines" in said[-1]
