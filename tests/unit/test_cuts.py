@@ -119,7 +119,8 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> CutProblem:
     layers = draw(st.integers(pp * vpp, most_layers))
     work = draw(st.lists(numbers, min_size=layers + 2, max_size=layers + 2))
     count = draw(st.integers(1, 12))
-    limit = draw(st.sampled_from([1e9, 60.0, 40.0, 25.0]))
+    # No sum of these bytes is a limit, so that rounding does not decide what fits.
+    limit = draw(st.sampled_from([1e9, 60.0, 40.0, 25.0])) + 0.0123
     share = draw(st.lists(st.sampled_from([0.7, 1.0, 1.3]), min_size=pp, max_size=pp))
     return CutProblem(
         pp=pp,
