@@ -128,7 +128,7 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
-    # Sent outputs are given up on a GPU; on a CPU rank `_buffers` covers the few of plain 1F1B.
+    # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
         "grads": 4.0 * held,
