@@ -78,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--explain", metavar="CONFIG", help="such as tp=2,pp=4,micro_batch=1")
     out.add_argument("--format", choices=("table", "json", "flags"), default="table")
     out.add_argument("--json", action="store_const", const="json", dest="format")
+    out.add_argument(
+        "--cuts", action="store_true", help="also the fastest uneven stages of what is shown"
+    )
     out.add_argument("--rejected", action="store_true", help="name every rejected configuration")
     out.add_argument("--output", type=Path, help="write the answer there")
     out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
@@ -100,6 +103,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem(f"--top {args.top} must be at least 1")
     if args.rejected and (args.format == "flags" or args.explain is not None):
         raise UsageProblem("--rejected goes with a table or --json of a search; drop one")
+    if args.cuts and (args.format == "flags" or args.explain is not None):
+        raise UsageProblem("--cuts goes with a table or --json of a search; drop one")
     constants = None
     if args.constants is not None:
         try:
@@ -205,6 +210,7 @@ def answer(args: argparse.Namespace) -> int:
         return explain(args, planner, wanted)
     plotted = ranked(args, planner, wanted)
     plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
+    recut = cuts_of(args, planner, plans)
     if args.format == "json":
         about = constants_of(args, planner)
         missing = f"no measured step times of its own behind constants {about['name']}"
@@ -215,6 +221,7 @@ def answer(args: argparse.Namespace) -> int:
             constants=about,
             warnings=[missing] if about["residual"] is None else [],
             elapsed_s=None if args.output else time.monotonic() - started,
+            recuts=recut,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
@@ -222,7 +229,7 @@ def answer(args: argparse.Namespace) -> int:
         _put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
-        report.table(plans, report.console_for(sys.stdout if args.output is None else text))
+        report.table(plans, report.console_for(sys.stdout if args.output is None else text), recut)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     failed = [plan for plan in plans if plan.status != "ok"]
@@ -262,6 +269,15 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
                 break
             bar.update(len(some))
     return plans
+
+
+def cuts_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
+    """The fastest cuts of every plan, if they were asked for."""
+    if not args.cuts:
+        return None
+    from copus_ext.planner.recut import recuts
+
+    return [recuts(planner, plan) for plan in plans]
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

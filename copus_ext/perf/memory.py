@@ -123,33 +123,45 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     state = np.where(rows.element_bytes == 4, 8.0, 12.0)
     owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
     layers = rows.num_layers / rows.pp
-    shared = np.where(rows.sequence_parallel, rows.tp, 1)
-    message = rows.element_bytes * rows.tokens * rows.hidden_size / shared
-    saved = layer_activation_bytes(rows)
-    share = rows.recomputed_share
-    kept = share * message + (1 - share) * saved
-    head = np.where(last, _head_bytes(rows), 0.0)
-    # What the backward pass of a layer adds, when the head is done and its bytes are free again; a
-    # layer recomputed whole stands there too, unless others of its chunk have just made room.
-    mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
-    again = np.where(share == 1, saved, _recomputed_core_bytes(rows, saved))
-    layer = rows.element_bytes * rows.tokens * mlp + again
+    message = message_bytes(rows)
+    kept, layer = layer_bytes(rows)
+    head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
-    # Sent outputs are given up on a GPU; on a CPU rank `_buffers` covers the few of plain 1F1B.
+    # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
         "grads": 4.0 * held,
         "optimizer": state * owned,
         "activations": activations,
         "logits": head,
-        "buffers": np.broadcast_to(_buffers(rows, message), held.shape)
+        "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
         + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
         "context": np.full(held.shape, float(context_bytes)),
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def message_bytes(rows: Rows) -> Any:
+    """Bytes of what one rank sends to the next stage, or receives, of one micro-batch."""
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    return rows.element_bytes * rows.tokens * rows.hidden_size / shared
+
+
+def layer_bytes(rows: Rows) -> tuple[Any, Any]:
+    """Bytes that a layer keeps of a micro-batch in flight, the mean over those that are recomputed
+    and those that are not; and what its backward pass adds.
+
+    The latter when the head is done and its bytes are free again; a layer recomputed whole stands
+    there too, unless others of its chunk have just made room.
+    """
+    saved, share = layer_activation_bytes(rows), rows.recomputed_share
+    kept = share * message_bytes(rows) + (1 - share) * saved
+    mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
+    again = np.where(share == 1, saved, _recomputed_core_bytes(rows, saved))
+    return kept, rows.element_bytes * rows.tokens * mlp + again
 
 
 def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
@@ -161,7 +173,7 @@ def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
     return np.where(selective, np.maximum(whole - saved, 0.0), 0.0)
 
 
-def _head_bytes(rows: Rows) -> Any:
+def head_bytes(rows: Rows) -> Any:
     """Logits and what becomes of them, and the final norm; in plain torch also the gradient of the
     output weights before it is added to the others."""
     columns = rows.padded_vocab_size / rows.tp
@@ -172,13 +184,13 @@ def _head_bytes(rows: Rows) -> Any:
     return width * rows.tokens * columns + norm + alone
 
 
-def _buffers(rows: Rows, message: Any) -> Any:
+def buffer_bytes(rows: Rows) -> Any:
     """Gathered inputs, score workspace and messages under way."""
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
     gathered = np.where(rows.sequence_parallel, whole, 0.0)
     scores = rows.element_bytes * rows.micro_batch_size * rows.num_attention_heads / rows.tp
     workspace = np.where(rows.fused_attention, 0.0, scores * rows.seq_length**2)
-    return gathered + workspace + np.where(rows.pp > 1, 4.0 * message, 0.0)
+    return gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
 
 
 def static_bytes(rows: Rows) -> Any:

@@ -20,6 +20,16 @@ def layer_parameters(rows: Rows) -> Any:
     return (matrices + split_biases) / tp + whole_biases + 2 * rows.norm_vectors * h
 
 
+def end_parameters(rows: Rows) -> tuple[Any, Any]:
+    """Parameters of the embedding, and of the final norm with the output layer, on one
+    tensor-parallel rank."""
+    word = rows.padded_vocab_size / rows.tp * rows.hidden_size
+    first = word + rows.learned_positions * rows.hidden_size
+    # A tied output layer of another stage is a copy; of the same stage it is the embedding itself.
+    output = np.where(np.logical_and(rows.tied, rows.pp == 1), 0.0, word)
+    return first, output + rows.norm_vectors * rows.hidden_size
+
+
 def all_stages(rows: Rows) -> Any:
     """[max pp, 1] numbers of the stages of the longest pipeline."""
     return np.arange(int(np.max(rows.pp)))[:, None]
@@ -40,9 +50,5 @@ def stage_parameters(rows: Rows, stage: Any = None) -> Any:
     inside = stage < pp
     last = stage == pp - 1
     layers = rows.num_layers / rows.pp * layer_parameters(rows)
-    word = rows.padded_vocab_size / rows.tp * rows.hidden_size
-    first = word + rows.learned_positions * rows.hidden_size
-    # A tied output layer of another stage is a copy; of the same stage it is the embedding itself.
-    output = np.where(np.logical_and(rows.tied, pp == 1), 0.0, word)
-    end = output + rows.norm_vectors * rows.hidden_size
+    first, end = end_parameters(rows)
     return np.where(inside, layers + np.where(stage == 0, first, 0.0) + np.where(last, end, 0.0), 0)

@@ -197,13 +197,27 @@ def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
 
 
 def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> tuple[Any, Any, Any]:
-    """Seconds behind the last backward pass, per stage: reduction, gathering, optimizer."""
-    held = stage_parameters(rows)[:pp]
+    """Seconds behind the last backward pass of every stage: [pp, n] each."""
+    return end_of_step_s(rows, c, stage_parameters(rows)[:pp], stages.backward)
+
+
+def end_of_step_s(rows: Rows, c: Constants, held: Any, backward: Any) -> tuple[Any, Any, Any]:
+    """Seconds behind the last backward pass, per stage.
+
+    Args:
+        rows: configurations.
+        c: constants.
+        held: [pp, n] parameters that a rank of every stage holds.
+        backward: [pp, n] seconds of the backward pass of one micro-batch.
+
+    Returns:
+        Reduction, gathering, optimizer: [pp, n] each.
+    """
     sharded = rows.use_distributed_optimizer
     once = comm.ring_s(rows, c, rows.gradient_bytes * held)
     reduce = np.where(sharded, once, 2.0 * once)
-    first = np.arange(pp)[:, None] == 0
-    hidden = np.where(rows.overlap_grad_reduce & first, _HIDDEN_SHARE * stages.backward, 0.0)
+    first = np.arange(len(held))[:, None] == 0
+    hidden = np.where(rows.overlap_grad_reduce & first, _HIDDEN_SHARE * backward, 0.0)
     bucket = np.minimum(held, np.maximum(40e6, 1e6 * rows.dp))
     exposed = comm.ring_s(rows, c, rows.gradient_bytes * bucket)
     least = np.where(sharded, exposed, 2.0 * exposed)

@@ -18,6 +18,7 @@ from copus_ext.perf.model_spec import ModelSpec
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
+from copus_ext.planner.recut import Recut, lines
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _SHOWN = 10
@@ -38,6 +39,7 @@ def to_json(
     constants: dict[str, Any],
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
+    recuts: Sequence[Sequence[Recut]] | None = None,
 ) -> dict[str, Any]:
     """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
     changes `SCHEMA`."""
@@ -70,6 +72,8 @@ def to_json(
             for plan in plans
         ],
     }
+    for record, found in zip(answer["plans"], recuts or []):
+        record["cuts"] = [x.to_json() for x in found]
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer
@@ -94,8 +98,10 @@ def cells(rank: int, answer: Ranked) -> list[str]:
     ]
 
 
-def table(plans: Sequence[Plan], console: Console) -> None:
-    """Prints all plans; every row is one line."""
+def table(
+    plans: Sequence[Plan], console: Console, recuts: Sequence[Sequence[Recut]] | None = None
+) -> None:
+    """Prints all plans, and the fastest cuts of each if there are any; every row is one line."""
     for number, plan in enumerate(plans):
         if number:
             console.print()
@@ -108,6 +114,8 @@ def table(plans: Sequence[Plan], console: Console) -> None:
             console.print(shown)
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
+        for line in lines(recuts[number]) if recuts is not None else []:
+            console.print(line, highlight=False, markup=False)
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,

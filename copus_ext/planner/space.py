@@ -101,6 +101,20 @@ class Points:
         )
 
 
+def point_of(configuration: Configuration) -> Points:
+    """One configuration as a point, judged by nobody."""
+    c = configuration
+    values = {name: getattr(c, name) for name in (*SIZES, "global_batch_size")}
+    return Points(
+        **{name: np.array([value]) for name, value in values.items()},
+        asked_batch_size=np.array([c.global_batch_size]),
+        recompute=np.array([RECOMPUTE.index(c.recompute)]),
+        recompute_num_layers=np.array([c.recompute_num_layers]),
+        use_distributed_optimizer=np.array([c.use_distributed_optimizer]),
+        code=np.array([LEGAL]),
+    )
+
+
 def joined(parts: Sequence[Points]) -> Points:
     """All points of several tables."""
     names = [f.name for f in fields(Points)]

@@ -67,6 +67,7 @@ SEVEN = "--model llama-2-7b --cluster h100-80g:8"
             ["--recompute block needs chunks of two layers"],
         ),
         (f"{SEVEN} --global-batch-size 8 --rejected --format flags", 2, ["--rejected"]),
+        (f"{SEVEN} --global-batch-size 8 --cuts --format flags", 2, ["--cuts goes with"]),
         (f"{SEVEN} --global-batch-size 3 --fix dp=8 --plot /tmp/none.html", 3, ["batch 3"]),
         (f"{SEVEN} --global-batch-size 0", 2, ["--global-batch-size 0"]),
         (f"{SEVEN} --global-batch-size 0:64:x2", 2, ["--global-batch-size 0:64:x2"]),
@@ -316,3 +317,24 @@ def test_a_reader_who_leaves_is_no_error() -> None:
         text=True,
     )
     assert done.returncode == 0 and not done.stderr
+
+
+def test_cuts_are_told_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "--model llama-3-70b --cluster a100-80g:64 --global-batch-size 64 --top 6"
+    schema = json.loads((ROOT / "docs" / "plan.schema.json").read_text())
+    code, out, _ = run(capsys, text + " --cuts --json")
+    record = json.loads(out)
+    jsonschema.validate(record, schema)
+    cuts = record["plans"][0]["cuts"]
+    assert code == 0 and cuts and all(sum(x["cut"]["layers"]) == 80 for x in cuts)
+    _, plain, _ = run(capsys, text + " --json")
+    assert "cuts" not in json.loads(plain)["plans"][0]
+    _, table, _ = run(capsys, text + " --cuts")
+    assert "--pipeline-model-parallel-layout" in table and "with even stages" in table
+    assert (
+        run(capsys, text)[1]
+        == "\n".join(
+            line for line in table.splitlines() if " cut " not in line and "even stages" not in line
+        )
+        + "\n"
+    )

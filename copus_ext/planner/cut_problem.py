@@ -1,0 +1,254 @@
+"""What a cut of the layers costs: a pipeline whose stages may differ in work, speed and memory.
+
+A cut gives every chunk its number of layers, in the order of the model: chunk k runs on stage
+k mod pp. Embedding and head stay with the first and the last chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.blocks import Blocks, EndOfStep, in_flight_chunks
+from copus_ext.perf.schedule import pipeline_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """What some cuts cost before their schedule is simulated."""
+
+    forward_s: Any
+    """[pp, vpp, n] seconds of a chunk and micro-batch."""
+    backward_s: Any
+    """[pp, vpp, n] the same of the backward pass."""
+    end_s: Any
+    """[pp, n] seconds behind the last backward pass."""
+    peak_bytes: Any
+    """[pp, n] bytes that a stage needs."""
+
+    def take(self, at: Any) -> Priced:
+        """Some of them."""
+        return Priced(
+            forward_s=self.forward_s[..., at],
+            backward_s=self.backward_s[..., at],
+            end_s=self.end_s[:, at],
+            peak_bytes=self.peak_bytes[:, at],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutProblem:
+    """Layers, stages, and what limits them.
+
+    Raises:
+        ValueError: a size or an array that makes no sense; it names the field.
+    """
+
+    pp: int
+    """Stages."""
+    vpp: int = 1
+    """Chunks of a stage."""
+    num_microbatches: int
+    """Of a replica and step."""
+    blocks: Blocks
+    """Costs of embedding, layers and head, on a GPU of speed 1."""
+    hop_s: Any
+    """[pp] seconds of a message from stage r to r + 1; the last from the last to the first."""
+    limit_bytes: Any
+    """[pp] bytes that a stage may use."""
+    speed: Any = None
+    """[pp] work per second of a stage's GPU over that of speed 1; None: all 1."""
+    fixed_bytes: float = 0.0
+    """Bytes of every stage, besides those of its blocks."""
+    chunk_bytes: float = 0.0
+    """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
+    end_of_step: EndOfStep | None = None
+    """Seconds behind the last backward pass; None: none."""
+    fixed_s: float = 0.0
+    """Seconds of a step that no cut can change."""
+    bare_ends: bool = False
+    """Whether the first chunk may hold the embedding alone, and the last the head alone."""
+    prefix: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """[pp, L + 3] sums of each cost but the working bytes over the first blocks, on every stage."""
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "vpp", "num_microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+        if self.vpp > 1 and (self.pp == 1 or self.num_microbatches % self.pp):
+            raise ValueError(
+                f"vpp {self.vpp} needs pp of at least 2 and num_microbatches "
+                f"{self.num_microbatches} a multiple of pp {self.pp}; change one or use vpp 1"
+            )
+        for name in ("hop_s", "limit_bytes", "speed"):
+            given = 1.0 if getattr(self, name) is None else getattr(self, name)
+            values = np.asarray(given, dtype=float)
+            if values.shape not in ((), (self.pp,)) or not (values >= 0).all():
+                raise ValueError(f"{name} must be {self.pp} numbers of at least 0, one per stage")
+            object.__setattr__(self, name, np.broadcast_to(values, self.pp))
+            if name != "hop_s" and not (values > 0).all():
+                raise ValueError(f"{name} {values.tolist()} must be positive on every stage")
+        for name in ("forward_s", "backward_s", "parameters", "static_bytes", "saved_bytes"):
+            values = self.of_stages(name)
+            if name.endswith("_s"):
+                values = values / self.speed[:, None]
+            zero = np.zeros((self.pp, 1))
+            self.prefix[name] = np.concatenate([zero, np.cumsum(values, axis=1)], axis=1)
+
+    def of_stages(self, name: str) -> Any:
+        """[pp, L + 2] a field of the blocks, for every stage."""
+        values = getattr(self.blocks, name)
+        if values.ndim == 2 and len(values) != self.pp:
+            raise ValueError(f"blocks.{name} has {len(values)} stages; give {self.pp} or one row")
+        return np.broadcast_to(values, (self.pp, values.shape[-1]))
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole model."""
+        return self.pp * self.vpp
+
+    @property
+    def least_layers(self) -> Any:
+        """[chunks] layers that a chunk must hold."""
+        least = np.ones(self.num_chunks, dtype=np.int64)
+        if self.bare_ends and self.num_chunks > 1:
+            least[[0, -1]] = 0
+        return least
+
+    @property
+    def num_cuts(self) -> int:
+        """How many cuts there are, fitting or not."""
+        spare = self.blocks.num_layers - int(self.least_layers.sum())
+        if spare < 0:
+            return 0
+        return math.comb(spare + self.num_chunks - 1, self.num_chunks - 1)
+
+    def all_cuts(self) -> Any:
+        """[n, chunks] layers of every chunk, of every cut."""
+        spare = self.blocks.num_layers - int(self.least_layers.sum())
+        places, bars = spare + self.num_chunks - 1, self.num_chunks - 1
+        chosen = itertools.chain.from_iterable(itertools.combinations(range(places), bars))
+        at = np.fromiter(chosen, dtype=np.int64).reshape(self.num_cuts, bars)
+        edges = np.full((len(at), 1), -1), np.full((len(at), 1), places)
+        return np.diff(np.concatenate([edges[0], at, edges[1]], axis=1)) - 1 + self.least_layers
+
+    @functools.cached_property
+    def most_working(self) -> Any:
+        """[pp, i, k] greatest working bytes of the blocks i to k - 1."""
+        values = self.of_stages("working_bytes")
+        num = values.shape[1]
+        most = np.zeros((self.pp, num + 1, num + 1))
+        for i in range(num):
+            most[:, i, i + 1 :] = np.maximum.accumulate(values[:, i:], axis=1)
+        return most
+
+    def price(self, cuts: Any) -> Priced:
+        """Seconds and bytes of [n, chunks] layers of every chunk."""
+        cuts = np.asarray(cuts, dtype=np.int64)
+        assert cuts.shape[1] == self.num_chunks
+        assert (cuts.sum(axis=1) == self.blocks.num_layers).all(), "a cut has all layers"
+        first = np.concatenate(
+            [
+                np.zeros((len(cuts), 1), dtype=np.int64),
+                1 + np.cumsum(cuts, axis=1)[:, :-1],
+                np.full((len(cuts), 1), self.blocks.num_layers + 2),
+            ],
+            axis=1,
+        )
+        shape = (self.vpp, self.pp, len(cuts))
+        start, stop = first[:, :-1].T.reshape(shape), first[:, 1:].T.reshape(shape)
+        stage = np.arange(self.pp)[None, :, None]
+        parts = {
+            name: (values[stage, stop] - values[stage, start]).swapaxes(0, 1)
+            for name, values in self.prefix.items()
+        }
+        peak = self.most_working[stage, start, stop].max(axis=0) + self.fixed_bytes
+        peak = peak + parts["static_bytes"].sum(axis=1)
+        saved = parts["saved_bytes"] + self.chunk_bytes
+        for r in range(self.pp):
+            counts = in_flight_chunks(self.pp, self.vpp, self.num_microbatches, r)
+            peak[r] += (counts @ saved[r]).max(axis=0)
+        end = np.zeros_like(peak)
+        if self.end_of_step is not None:
+            held, backward = parts["parameters"].sum(axis=1), parts["backward_s"].sum(axis=1)
+            end = np.broadcast_to(self.end_of_step(held, backward), peak.shape)
+        return Priced(
+            forward_s=parts["forward_s"],
+            backward_s=parts["backward_s"],
+            end_s=end,
+            peak_bytes=peak,
+        )
+
+    def step_s(self, priced: Priced) -> Any:
+        """[n] seconds of a step, simulated exactly."""
+        num = priced.end_s.shape[1]
+        hop = np.repeat(self.hop_s[:, None], num, axis=1)
+        count = np.full(num, self.num_microbatches)
+        clocks = pipeline_time(priced.forward_s, priced.backward_s, hop, count, vpp=self.vpp)
+        return (clocks + priced.end_s).max(axis=0) + self.fixed_s
+
+    def excess(self, priced: Priced) -> Any:
+        """[n] bytes that the worst stage lacks; at most 0 where a cut fits."""
+        return (priced.peak_bytes - self.limit_bytes[:, None]).max(axis=0)
+
+    @functools.cached_property
+    def meetings(self) -> Any:
+        """[pp] exchanges that plain 1F1B waits for over each boundary."""
+        count, ahead = self.num_microbatches, self.pp - 1 - np.arange(self.pp)
+        return np.where(ahead > 0, count + np.minimum(ahead, count), 0)
+
+    def own_s(self, forward: Any, backward: Any) -> Any:
+        """[pp, ...] seconds of all passes and, in plain 1F1B, exchanges of every stage.
+
+        Args:
+            forward: [pp, ...] seconds of a forward pass of a stage.
+            backward: [pp, ...] the same of the backward pass.
+        """
+        work = self.num_microbatches * (forward + backward)
+        if self.vpp > 1:
+            return work
+        waited = self.meetings * self.hop_s
+        waited[1:] += waited[:-1].copy()
+        return work + waited.reshape(-1, *[1] * (work.ndim - 1))
+
+    def turn_s(self, forward: Any, backward: Any) -> Any:
+        """[pp, ...] seconds of every stage in plain 1F1B besides one micro-batch's way through all
+        stages and back: what it does before its last forward pass, whose micro-batch then goes on
+        down and up again, or behind its first backward pass, if that is longer."""
+        more = self.num_microbatches - 1
+        ahead = self.pp - 1 - np.arange(self.pp)
+        shape = (-1, *[1] * (forward.ndim - 1))
+        also = np.maximum(more - ahead, 0).reshape(shape)
+        hops = np.where(ahead > 0, self.hop_s, 0.0)
+        hops[1:] += hops[:-1].copy()
+        before = more * forward + also * backward
+        behind = more * backward + also * forward
+        return np.maximum(before, behind) + (more * hops).reshape(shape)
+
+    def least_step_s(self, priced: Priced) -> Any:
+        """[n] a lower bound of `step_s`.
+
+        The own work and exchanges of any stage, behind the first micro-batch on its way down to it,
+        before its own end, or before the last gradient's way up and the end of the first stage.
+        In plain 1F1B also one micro-batch's way through all stages and `turn_s` of any.
+        """
+        f, g = priced.forward_s[:, 0], priced.backward_s[:, 0]
+        own = self.own_s(priced.forward_s.sum(axis=1), priced.backward_s.sum(axis=1))
+        hop = self.hop_s[:, None]
+        down, up = np.cumsum(f + hop, axis=0) - f - hop, np.cumsum(g + hop, axis=0) - g - hop
+        first = priced.end_s[0]
+        if self.vpp == 1:
+            # The message from the stage before is among the stage's own.
+            down[1:] -= hop[:-1]
+            up[1:] -= hop[:-1]
+            through = (f + g).sum(axis=0) + 2 * hop[:-1].sum()
+            turned = through + self.turn_s(f, g).max(axis=0) + first
+        else:
+            turned = -np.inf
+        done = np.maximum((own + down + priced.end_s).max(axis=0), turned)
+        return np.maximum(done, (own + down + up).max(axis=0) + first) + self.fixed_s

@@ -1,0 +1,377 @@
+"""Finds the fastest cut that fits: all of them where they are few, else branch and bound.
+
+Plain 1F1B: a stage's work, bytes and end depend on where it starts and stops only, so that dynamic
+programmes over (stage, first block) give lower bounds of all ways to go on from there that fit.
+They start the search, prove that nothing fits, and cut branches off. (A scan of thresholds of the
+slowest stage has nothing to choose on equal GPUs: all cuts have the same sum of stages.)
+
+Chunks of one stage depend on each other: there, beyond `MOST_CUTS`, the search climbs from balanced
+cuts, one layer moved at a time, and proves little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from copus_ext.planner.cut_problem import CutProblem
+
+MOST_CUTS = 50_000
+"""Up to so many cuts are all priced, and so many branches are kept."""
+_AT_ONCE = 2_000
+_SAME = 1e-9
+"""Relative difference of two step times that are one."""
+_MOST_ROUNDS, _CLIMBED = 200, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The end of a search."""
+
+    cut: Any
+    """[chunks] layers of every chunk: the fastest that fits, else the one that lacks least."""
+    step_s: float
+    """Seconds of a step; NaN where nothing fits."""
+    excess_bytes: float
+    """Bytes that its worst stage lacks; at most 0 where it fits."""
+    least_step_s: float
+    """No cut that fits is faster than this."""
+    proved: bool
+    """Whether no other cut is faster (or, where none fits, whether surely none does)."""
+    num_simulated: int
+    """Cuts whose schedule was simulated."""
+
+
+@dataclass(kw_only=True)
+class _Best:
+    """The fastest cut so far."""
+
+    problem: CutProblem
+    cut: Any = None
+    step_s: float = np.inf
+    share: float = np.inf
+    """Of its memory that its fullest stage uses: decides between equally fast ones."""
+    num_simulated: int = 0
+
+    def try_all(self, cuts: Any) -> None:
+        """Simulates those of [n, chunks] cuts that fit and could be faster."""
+        p = self.problem
+        if not len(cuts):
+            return
+        priced = p.price(cuts)
+        fits = np.flatnonzero(p.excess(priced) <= 0)
+        least = p.least_step_s(priced.take(fits))
+        order = fits[np.argsort(least, kind="stable")]
+        least = np.sort(least, kind="stable")
+        for start in range(0, len(order), _AT_ONCE):
+            # Slower for sure, and so are all that follow.
+            if least[start] > self.step_s * (1 + _SAME):
+                break
+            some = order[start : start + _AT_ONCE]
+            chosen = priced.take(some)
+            seconds = p.step_s(chosen)
+            self.num_simulated += len(some)
+            shares = (chosen.peak_bytes / p.limit_bytes[:, None]).max(axis=0)
+            self._take(cuts[some], seconds, shares)
+
+    def climb(self, starts: Any) -> None:
+        """From the fastest of [n, chunks] cuts, moves one layer from a chunk to another while that
+        helps."""
+        p = self.problem
+        starts = starts[p.excess(p.price(starts)) <= 0]
+        if not len(starts):
+            return
+        seconds = p.step_s(p.price(starts))
+        self.num_simulated += len(starts)
+        for i in np.argsort(seconds, kind="stable")[:_CLIMBED]:
+            one = _Best(problem=p)
+            one.try_all(starts[i][None])
+            for _ in range(_MOST_ROUNDS):
+                before = one.step_s
+                one.try_all(_neighbours(p, one.cut))
+                if not one.step_s < before * (1 - _SAME):
+                    break
+            self.num_simulated += one.num_simulated
+            self._take(one.cut[None], np.array([one.step_s]), np.array([one.share]))
+
+    def _take(self, cuts: Any, seconds: Any, shares: Any) -> None:
+        near = np.flatnonzero(seconds <= min(seconds.min(), self.step_s) * (1 + _SAME))
+        if not len(near):
+            return
+        i = near[np.lexsort((*cuts[near].T[::-1], shares[near]))[0]]
+        if seconds[i] < self.step_s * (1 - _SAME) or shares[i] < self.share * (1 - _SAME):
+            self.cut, self.step_s, self.share = cuts[i], float(seconds[i]), float(shares[i])
+
+    def found(self, least_step_s: float, proved: bool) -> Found:
+        return Found(
+            cut=self.cut,
+            step_s=self.step_s,
+            excess_bytes=float(self.problem.excess(self.problem.price(self.cut[None]))[0]),
+            least_step_s=min(least_step_s, self.step_s),
+            proved=proved,
+            num_simulated=self.num_simulated,
+        )
+
+
+def search(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Found:
+    """The fastest cut within every stage's memory.
+
+    Args:
+        problem: with at least one cut (`CutProblem.num_cuts`).
+        most_cuts: up to so many are all looked at, and so many branches are kept at a time.
+    """
+    if problem.num_cuts <= most_cuts:
+        return _exhaustive(problem)
+    if problem.vpp == 1:
+        return branch_and_bound(problem, most_cuts)
+    return _from_balanced(problem)
+
+
+def _exhaustive(problem: CutProblem) -> Found:
+    cuts = problem.all_cuts()
+    excess = problem.excess(problem.price(cuts))
+    if excess.min() > 0:
+        return _nothing(problem, cuts[int(excess.argmin())], proved=True)
+    best = _Best(problem=problem)
+    best.try_all(cuts[excess <= 0])
+    return best.found(best.step_s, True)
+
+
+def _nothing(problem: CutProblem, cut: Any, proved: bool) -> Found:
+    best = _Best(problem=problem)
+    best.try_all(cut[None])
+    if best.cut is not None:
+        # Sums in another order: it was a rounding error that lacked.
+        return best.found(0.0, False)
+    return Found(
+        cut=cut,
+        step_s=np.nan,
+        excess_bytes=float(problem.excess(problem.price(cut[None]))[0]),
+        least_step_s=np.inf,
+        proved=proved,
+        num_simulated=0,
+    )
+
+
+class _Tables:
+    """Of a stage from one block to another, and of the best way to go on from there.
+
+    `ahead[r, i]` is the least lower bound of what stages r and later take when r starts at block i:
+    over all ways to cut the rest that fit, the greatest of each stage's own work and messages
+    behind and before those of the stages from r up to it. `through[r, i]` is the least that one
+    micro-batch takes there and back, `turns[r, i]` the least of the greatest `turn_s`.
+    """
+
+    def __init__(self, problem: CutProblem) -> None:
+        p, num = problem, problem.blocks.num_layers + 2
+        self.problem, self.num = p, num
+        at = np.arange(num + 1)
+        size = at[None, :] - at[:, None]
+        shape = (p.pp, num + 1, num + 1)
+        parts = {name: values[:, None, :] - values[:, :, None] for name, values in p.prefix.items()}
+        self.allowed = np.broadcast_to(size >= 1, shape).copy()
+        # Embedding and head stay with the ends, which may hold nothing else if they are bare.
+        self.allowed[0, 1:] = False
+        self.allowed[-1, :, :-1] = False
+        self.allowed[1:, 0] = False
+        self.allowed[:-1, :, -1] = False
+        least = p.least_layers + (np.arange(p.pp) == 0) + (np.arange(p.pp) == p.pp - 1)
+        self.allowed &= size >= least[:, None, None]
+        flying = np.minimum(p.pp - np.arange(p.pp), p.num_microbatches)[:, None, None]
+        peak = parts["static_bytes"] + p.most_working + p.fixed_bytes
+        peak = peak + flying * (parts["saved_bytes"] + p.chunk_bytes)
+        self.excess = np.where(self.allowed, peak - p.limit_bytes[:, None, None], np.inf)
+        self.fits = self.excess <= 0
+        self.forward, self.backward = parts["forward_s"], parts["backward_s"]
+        self.end = np.zeros(shape)
+        if p.end_of_step is not None:
+            held, back = (x.reshape(p.pp, -1) for x in (parts["parameters"], self.backward))
+            found = p.end_of_step(np.maximum(held, 0.0), np.maximum(back, 0.0))
+            self.end = np.broadcast_to(found, held.shape).reshape(shape)
+        # Of stage r: its work and messages but one there and back with r - 1, so that every stage
+        # before it counts with its own boundary.
+        self.before = np.append(0.0, p.hop_s[:-1])
+        self.own = p.own_s(self.forward, self.backward) - 2 * self.before[:, None, None]
+        self.turn = p.turn_s(self.forward, self.backward)
+        shape = (p.pp + 1, num + 1)
+        self.ahead, self.through, self.turns = (np.full(shape, np.inf) for _ in range(3))
+        self.ahead[p.pp, num], self.through[p.pp, num], self.turns[p.pp, num] = -np.inf, 0.0, 0.0
+        self.next = np.zeros((p.pp, num + 1), dtype=np.int64)
+        for r in reversed(range(p.pp)):
+            way = self.passed(r)
+            bound = np.maximum(self.own[r], way + self.ahead[r + 1])
+            bound = np.where(self.fits[r], bound, np.inf)
+            self.next[r] = bound.argmin(axis=1)
+            self.ahead[r] = bound.min(axis=1)
+            way = np.where(self.fits[r], way + self.through[r + 1], np.inf)
+            self.through[r] = way.min(axis=1)
+            turn = np.where(self.fits[r], np.maximum(self.turn[r], self.turns[r + 1]), np.inf)
+            self.turns[r] = turn.min(axis=1)
+
+    def passed(self, r: int) -> Any:
+        """[i, k] what stage r adds to those after it: one micro-batch, there and back."""
+        hop = self.problem.hop_s[r] if r < self.problem.pp - 1 else 0.0
+        return self.forward[r] + self.backward[r] + 2 * hop
+
+    def start(self) -> Any:
+        """[pp] the cut of the least lower bound."""
+        return self.follow(self.next)
+
+    def follow(self, following: Any) -> Any:
+        """[pp] layers, from the next block of every stage and first block."""
+        places = [0]
+        for r in range(self.problem.pp):
+            places.append(int(following[r, places[-1]]))
+        return _layers(np.array([places]))[0]
+
+    def least_excess(self) -> Any:
+        """[pp] the cut whose worst stage lacks the fewest bytes."""
+        p = self.problem
+        worst = np.full(self.num + 1, np.inf)
+        worst[-1] = -np.inf
+        following = np.zeros_like(self.next)
+        for r in reversed(range(p.pp)):
+            lacks = np.where(self.allowed[r], np.maximum(self.excess[r], worst), np.inf)
+            following[r] = lacks.argmin(axis=1)
+            worst = lacks.min(axis=1)
+        return self.follow(following)
+
+
+def _layers(places: Any) -> Any:
+    """[n, stages] layers, from [n, stages + 1] first blocks."""
+    layers = np.diff(places, axis=1)
+    layers[:, 0] -= 1
+    layers[:, -1] -= 1
+    return layers
+
+
+def branch_and_bound(problem: CutProblem, most_branches: int) -> Found:
+    """The fastest cut of whole stages, branch by branch, the most promising first.
+
+    Args:
+        problem: with vpp 1 and at least one cut.
+        most_branches: how many are kept at a time; where more could still hold the best, the answer
+            is not proved, but `Found.least_step_s` counts those left out.
+    """
+    assert problem.vpp == 1, "stages of several chunks depend on more than where they start"
+    tables = _Tables(problem)
+    if not np.isfinite(tables.ahead[0, 0]):
+        return _nothing(problem, tables.least_excess(), proved=True)
+    best = _Best(problem=problem)
+    best.climb(np.concatenate([_balanced_cuts(problem), tables.start()[None]]))
+    places = np.zeros((1, 1), dtype=np.int64)
+    low, end, down, shift, turn = (np.full(1, x) for x in (-np.inf, 0.0, 0.0, 0.0, 0.0))
+    dropped = np.inf
+    for r in range(problem.pp):
+        i = places[:, -1]
+        # All are [branches, next block].
+        ends, way, own = tables.end[r, i], tables.passed(r)[i], tables.own[r, i]
+        first = ends if r == 0 else end[:, None]
+        bound = np.maximum(low[:, None], shift[:, None] + own + first)
+        bound = np.maximum(bound, down[:, None] + own + tables.before[r] + ends)
+        turns = np.maximum(turn[:, None], tables.turn[r, i])
+        promise = np.maximum(bound, shift[:, None] + way + tables.ahead[r + 1] + first)
+        rest = np.maximum(turns, tables.turns[r + 1]) + tables.through[r + 1]
+        promise = np.maximum(promise, shift[:, None] + way + rest + first) + problem.fixed_s
+        promise = np.where(tables.fits[r, i], promise, np.inf)
+        at, to = np.nonzero(promise < best.step_s * (1 - _SAME))
+        if len(at) > most_branches:
+            order = np.argsort(promise[at, to], kind="stable")
+            dropped = min(dropped, float(promise[at, to][order[most_branches]]))
+            at, to = at[order[:most_branches]], to[order[:most_branches]]
+        places = np.concatenate([places[at], to[:, None]], axis=1)
+        low, turn = bound[at, to], turns[at, to]
+        end = np.broadcast_to(first, promise.shape)[at, to]
+        down = down[at] + tables.forward[r, i[at], to] + problem.hop_s[r]
+        shift = shift[at] + way[at, to]
+    best.try_all(_layers(places))
+    if best.cut is None:
+        return _nothing(problem, tables.least_excess(), proved=not np.isfinite(dropped))
+    return best.found(dropped, not dropped < best.step_s * (1 - _SAME))
+
+
+def _neighbours(problem: CutProblem, cut: Any) -> Any:
+    """[n, chunks] the cut with one layer taken from one chunk and given to another."""
+    one = np.eye(len(cut), dtype=np.int64)
+    moved = cut + (one[None] - one[:, None]).reshape(-1, len(cut))
+    return moved[(moved >= problem.least_layers).all(axis=1) & (moved != cut).any(axis=1)]
+
+
+def _from_balanced(problem: CutProblem) -> Found:
+    starts, best = _balanced_cuts(problem), _Best(problem=problem)
+    best.climb(starts)
+    if best.cut is None:
+        cut = _made_to_fit(problem, starts)
+        if problem.excess(problem.price(cut[None]))[0] > 0:
+            return _nothing(problem, cut, proved=False)
+        best.climb(cut[None])
+    least = float(_least_of_all(problem))
+    return best.found(least, best.step_s <= least * (1 + _SAME))
+
+
+def _balanced_cuts(problem: CutProblem) -> Any:
+    """[n, chunks] where to start: equal chunks in the middle with all sizes of the ends, and the
+    chunks whose slowest is fastest."""
+    return np.unique(np.concatenate([_ends_varied(problem), _balanced(problem)]), axis=0)
+
+
+def _ends_varied(problem: CutProblem) -> Any:
+    """[n, chunks] cuts of all sizes of the first and the last chunk, as even as can be between."""
+    chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.least_layers
+    most, cuts = 2 * -(-layers // chunks) + 1, []
+    if chunks < 3:
+        return np.zeros((0, chunks), dtype=np.int64)
+    for first in range(int(least[0]), most):
+        for last in range(int(least[-1]), most):
+            rest, middle = layers - first - last, chunks - 2
+            if rest < middle:
+                continue
+            more = np.arange(1, middle + 1) * rest // middle
+            cuts.append([first, *np.diff(more, prepend=0), last])
+    return np.array(cuts, dtype=np.int64).reshape(-1, chunks)
+
+
+def _balanced(problem: CutProblem) -> Any:
+    """[1, chunks] the cut whose slowest chunk is fastest."""
+    p, num = problem, problem.blocks.num_layers + 2
+    work = p.prefix["forward_s"] + p.prefix["backward_s"]
+    least = p.least_layers.copy()
+    least[0] += 1
+    least[-1] += 1
+    worst = np.full(num + 1, np.inf)
+    worst[-1] = -np.inf
+    following = np.zeros((p.num_chunks, num + 1), dtype=np.int64)
+    at = np.arange(num + 1)
+    for k in reversed(range(p.num_chunks)):
+        own = work[k % p.pp][None, :] - work[k % p.pp][:, None]
+        slowest = np.maximum(own, worst)
+        slowest[at[None, :] - at[:, None] < least[k]] = np.inf
+        following[k], worst = slowest.argmin(axis=1), slowest.min(axis=1)
+    places = [0]
+    for k in range(p.num_chunks):
+        places.append(int(following[k, places[-1]]))
+    return _layers(np.array([places]))
+
+
+def _made_to_fit(problem: CutProblem, starts: Any) -> Any:
+    """[chunks] the cut that lacks the fewest bytes among those that moving layers leads to."""
+    cut, lacks = None, np.inf
+    cuts = starts
+    for _ in range(_MOST_ROUNDS):
+        excess = problem.excess(problem.price(cuts))
+        if not excess.min() < lacks or lacks <= 0:
+            break
+        cut, lacks = cuts[int(excess.argmin())], float(excess.min())
+        cuts = _neighbours(problem, cut)
+        if not len(cuts):
+            break
+    return cut
+
+
+def _least_of_all(problem: CutProblem) -> Any:
+    """Seconds that no cut beats: all work on all stages at once."""
+    fastest = (problem.of_stages("forward_s") + problem.of_stages("backward_s")).min(axis=0)
+    work = problem.num_microbatches * fastest.sum() / problem.speed.sum()
+    return work + problem.fixed_s

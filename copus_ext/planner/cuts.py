@@ -1,0 +1,233 @@
+"""Which stage runs which layers: the fastest cut of uneven layers over equal or mixed GPUs.
+
+The schedule is simulated exactly (`perf/schedule.py`); every stage has its own speed and memory.
+Up to `cut_search.MOST_CUTS` cuts all are looked at, beyond that `Cut.proved` says whether the
+answer is surely the best.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.blocks import costs_by_block
+from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.cut_problem import CutProblem
+from copus_ext.planner.cut_search import MOST_CUTS, search
+from copus_ext.planner.space import point_of, to_rows
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Layers of every chunk, and what they cost."""
+
+    pp: int
+    """Stages."""
+    vpp: int
+    """Chunks of a stage."""
+    layers: tuple[int, ...]
+    """Layers of every chunk in the order of the model: chunk k runs on stage k mod pp."""
+    step_s: float
+    """Seconds of a step, simulated."""
+    least_step_s: float
+    """No cut that fits is faster than this; `step_s` where `proved`."""
+    proved: bool
+    """Whether surely none is faster."""
+    peak_bytes: tuple[float, ...]
+    """Bytes that every stage needs."""
+    num_simulated: int = 0
+    """Cuts that were simulated to find it."""
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """Layers of every chunk of every stage."""
+        return [list(self.layers[r :: self.pp]) for r in range(self.pp)]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every chunk has as many layers, which needs no flag."""
+        return len(set(self.layers)) == 1
+
+    @property
+    def layout(self) -> str:
+        """`--pipeline-model-parallel-layout`: E embedding, t layer, L head, | between chunks,
+        (..)*n repeated."""
+        texts = []
+        for n, run in itertools.groupby(self.layers[:-1]):
+            times, one = len(list(run)), _letters(n) + "|"
+            texts.append(f"({one})*{times}" if times > 2 else one * times)
+        return "E" + "".join(texts) + _letters(self.layers[-1]) + "L"
+
+    def __str__(self) -> str:
+        """Short text such as `5,4x18,3`."""
+        runs = [(n, len(list(run))) for n, run in itertools.groupby(self.layers)]
+        return ",".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
+
+    def to_flags(self) -> list[str]:
+        """Megatron's flags of the pipeline: sizes of the first and last stage where they suffice,
+        else the layout, which says itself how many chunks a stage has."""
+        flags = ["--pipeline-model-parallel-size", str(self.pp)]
+        if self.is_even and self.vpp > 1:
+            return [*flags, "--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        if self.is_even:
+            return flags
+        middle = set(self.layers[1:-1])
+        if self.vpp == 1 and len(middle) <= 1 and min(self.layers) > 0:
+            flags += ["--decoder-first-pipeline-num-layers", str(self.layers[0])]
+            return [*flags, "--decoder-last-pipeline-num-layers", str(self.layers[-1])]
+        return [*flags, "--pipeline-model-parallel-layout", self.layout]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "layers": list(self.layers),
+            "layout": self.layout,
+            "step_s": self.step_s,
+            "least_step_s": self.least_step_s,
+            "proved": self.proved,
+            "peak_bytes": list(self.peak_bytes),
+        }
+
+
+def _letters(layers: int) -> str:
+    return f"t*{layers}" if layers > 1 else "t" * layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoCut:
+    """Why there is none; the codes are those of `Rejected`."""
+
+    code: str
+    """`layers` or `memory`."""
+    detail: str
+    """The numbers."""
+    fix: str
+    """What would help."""
+    proved: bool = True
+    """Whether surely none fits; else none was found."""
+
+
+def best_cut(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Cut | NoCut:
+    """The cut with the shortest simulated step among those that fit on every stage.
+
+    Of equally fast ones that were looked at, that with the most memory to spare.
+
+    Args:
+        problem: layers, stages and limits.
+        most_cuts: up to so many are all looked at.
+    """
+    layers, chunks = problem.blocks.num_layers, problem.num_chunks
+    if not problem.num_cuts:
+        return NoCut(
+            code="layers",
+            detail=(
+                f"{layers} layers cannot fill {chunks} chunks (pp={problem.pp} vpp={problem.vpp})"
+            ),
+            fix=f"use at most {layers} chunks",
+        )
+    found = search(problem, most_cuts=most_cuts)
+    peaks = problem.price(found.cut[None]).peak_bytes[:, 0]
+    if found.excess_bytes > 0:
+        worst = int(np.argmax(peaks - problem.limit_bytes))
+        cut = ",".join(map(str, found.cut))
+        return NoCut(
+            code="memory",
+            detail=(
+                f"{'no cut' if found.proved else 'no cut that was tried'} of {layers} layers over "
+                f"pp={problem.pp} vpp={problem.vpp} fits: the nearest, {cut}, needs "
+                f"{peaks[worst] / GIB:.1f} GiB of {problem.limit_bytes[worst] / GIB:.1f} GiB "
+                f"usable on stage {worst}"
+            ),
+            fix=(
+                f"{found.excess_bytes / GIB:.1f} GiB too much; use more stages, a smaller "
+                "micro-batch or recomputation"
+            ),
+            proved=found.proved,
+        )
+    return Cut(
+        pp=problem.pp,
+        vpp=problem.vpp,
+        layers=tuple(int(n) for n in found.cut),
+        step_s=found.step_s,
+        least_step_s=found.least_step_s,
+        proved=found.proved,
+        peak_bytes=tuple(float(x) for x in peaks),
+        num_simulated=found.num_simulated,
+    )
+
+
+def price_cut(problem: CutProblem, layers: tuple[int, ...] | list[int]) -> Cut:
+    """A cut that was not searched for, such as the even one; it need not fit.
+
+    Raises:
+        ValueError: layers that are not those of the problem.
+    """
+    given = list(layers)
+    if len(given) != problem.num_chunks or sum(given) != problem.blocks.num_layers:
+        raise ValueError(
+            f"a cut of {given} is none of {problem.blocks.num_layers} layers into "
+            f"{problem.num_chunks} chunks; give one number per chunk that add up"
+        )
+    if (np.array(given) < problem.least_layers).any():
+        raise ValueError(f"a cut of {given} leaves a chunk empty; give every chunk a layer")
+    priced = problem.price([given])
+    step_s = float(problem.step_s(priced)[0])
+    return Cut(
+        pp=problem.pp,
+        vpp=problem.vpp,
+        layers=tuple(given),
+        step_s=step_s,
+        least_step_s=float(problem.least_step_s(priced)[0]),
+        proved=False,
+        peak_bytes=tuple(float(x) for x in priced.peak_bytes[:, 0]),
+    )
+
+
+def problem_of(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    configuration: Configuration,
+    *,
+    limit_bytes: Any,
+    constants: Constants | None = None,
+    speed: Any = None,
+    bare_ends: bool = False,
+) -> CutProblem:
+    """The cuts of one configuration; its layers need not divide by its stages.
+
+    Args:
+        model: what is trained.
+        cluster: GPUs of speed 1.
+        configuration: layout, batch and memory options.
+        limit_bytes: [pp] or one number, bytes that a stage may use.
+        constants: of the cost model; None takes those that go with the cluster.
+        speed: [pp] speed of every stage's GPU; None: all 1.
+        bare_ends: whether the ends may hold embedding or head alone.
+
+    Raises:
+        ValueError: recompute `block`, or a size that makes no sense.
+    """
+    rows = to_rows(model, cluster, point_of(configuration))
+    costs = costs_by_block(rows, constants or cluster.load_constants())
+    return CutProblem(
+        pp=configuration.pp,
+        vpp=configuration.vpp,
+        num_microbatches=configuration.num_microbatches,
+        blocks=costs.blocks,
+        hop_s=costs.hop_s,
+        limit_bytes=limit_bytes,
+        speed=speed,
+        fixed_bytes=costs.fixed_bytes,
+        chunk_bytes=costs.chunk_bytes,
+        end_of_step=costs.end_of_step,
+        fixed_s=costs.fixed_s,
+        bare_ends=bare_ends,
+    )
