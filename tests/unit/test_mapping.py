@@ -222,7 +222,8 @@ def test_nodes_with_other_numbers_have_the_same_best(case: Any, random: Any) -> 
         gpus_per_node=net.gpus_per_node,
         slowness=tuple(net.slowness[i] for i in names) if net.slowness else (),
     )
-    assert find_order(work, again).after_s == find_order(work, net).after_s
+    # An order that gains less than a billionth does not replace the given one.
+    assert find_order(work, again).after_s == pytest.approx(find_order(work, net).after_s, rel=1e-8)
 
 
 @given(cases())
