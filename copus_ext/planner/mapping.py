@@ -6,8 +6,7 @@ depends on the nodes, on the layout and a little on the batch; nothing here runs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from copus_ext.perf.links import Links
 from copus_ext.perf.model_spec import ModelSpec, SpecError
 from copus_ext.perf.step import stage_work
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.node_order import Limit, NodeOrder
 from copus_ext.planner.orders import Array, Orders, anneal, every_order, greedy_orders
 from copus_ext.planner.placement import Job, Network, Placement
 from copus_ext.planner.space import LEGAL, Points, to_rows
@@ -30,59 +30,6 @@ in a row, as those take longer."""
 _SHORT = 8
 _NO_GAIN = 1e-9
 """Relative gain below which the given order stays."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit:
-    """A link that others wait for."""
-
-    kind: Literal["pipeline", "replicas"]
-    """What goes over it: messages between stages, or the reduction of gradients."""
-    stage: int
-    """The stage that sends, or whose replicas reduce."""
-    source: int
-    """Node that sends."""
-    target: int
-    """Node that receives."""
-    bytes_per_s: float
-    """Bandwidth of the link."""
-    latency_s: float
-    """Its latency."""
-    seconds: float
-    """Of one pipeline message, or of a whole reduction, over it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeOrder:
-    """The order found for one layout."""
-
-    order: tuple[int, ...]
-    """Node at every place, by its number in the matrix; ranks are numbered along it."""
-    before_s: float
-    """Predicted seconds of a step in the given order."""
-    after_s: float
-    """The same in this order; never more."""
-    exact: bool
-    """Whether no order is better; otherwise it is the best that a search of bounded length saw."""
-    num_priced: int
-    """Orders that were priced."""
-    limits_before: tuple[Limit, ...]
-    """What limits the given order: the slowest hop of the slowest replica and the slowest link of a
-    ring, for the stage that is through last; those between nodes only."""
-    limits_after: tuple[Limit, ...]
-    """What limits this one."""
-    hosts: tuple[str, ...] = ()
-    """Names of the nodes in this order; empty if they have none."""
-
-    @property
-    def gain(self) -> float:
-        """Part of the step that the order saves."""
-        return 1.0 - self.after_s / self.before_s
-
-    @property
-    def is_given(self) -> bool:
-        """Whether the nodes stay as they were."""
-        return self.order == tuple(range(len(self.order)))
 
 
 def find_order(

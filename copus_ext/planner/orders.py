@@ -68,8 +68,8 @@ def every_order(
 def greedy_orders(traffic: Array, seconds: Array) -> Orders:
     """Orders that put things that are near each other where most is sent.
 
-    Places are filled one after the other, and of all ways so far the cheapest few are kept (a beam),
-    since which of two equal things is the right one shows only later.
+    Places are filled one after the other, and of all ways so far the cheapest few are kept (a
+    beam), since which of two equal things is the right one shows only later.
 
     Args:
         traffic: [places, places] what is sent from place to place.
