@@ -83,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--rejected", action="store_true", help="name every rejected configuration")
     out.add_argument("--output", type=Path, help="write the answer there")
+    out.add_argument(
+        "--order",
+        action="store_true",
+        help="also say which node goes where, for the best of every batch (needs links)",
+    )
+    out.add_argument("--hostfile", type=Path, help="with --order: write the hosts, one a line")
     out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
     return p
 
@@ -105,6 +111,10 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem("--rejected goes with a table or --json of a search; drop one")
     if args.cuts and (args.format == "flags" or args.explain is not None):
         raise UsageProblem("--cuts goes with a table or --json of a search; drop one")
+    if args.order and args.format == "flags":
+        raise UsageProblem("--order goes with a table, --json or --explain; drop --format flags")
+    if args.hostfile is not None and not args.order:
+        raise UsageProblem("--hostfile goes with --order; add it")
     constants = None
     if args.constants is not None:
         try:
@@ -120,6 +130,10 @@ def planner_of(args: argparse.Namespace) -> Any:
         round_down=args.decrease_batch_size_if_needed,
     )
     cluster = cluster_of(args)
+    if args.order and cluster.links is None:
+        raise UsageProblem('--order needs measured "links" in --cluster FILE.json; add them')
+    if args.hostfile is not None and not cluster.links.hosts:
+        raise UsageProblem('--hostfile needs "hosts", the names of the nodes, in "links"; add them')
     return Planner(
         model,
         cluster,
@@ -171,6 +185,8 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     from copus_ext.planner import report
 
     answers = [explained(args, planner, batch) for batch in wanted]
+    answers = [(ordered(args, planner, a), code) if code == 0 else (a, code) for a, code in answers]
+    write_hosts(args, [a for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
         _put(report.dump({"schema": report.EXPLAINED, "explained": records}), args.output)
@@ -183,6 +199,29 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
         ]
         _put("\n\n".join(texts), args.output)
     return max(code for _, code in answers)
+
+
+def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
+    """The same answer with the order of nodes, if that is asked for."""
+    from copus_ext.planner.mapping import order_for
+
+    if not args.order:
+        return found
+    order = order_for(planner.model, planner.cluster, found.configuration, planner.constants)
+    return dataclasses.replace(found, order=order)
+
+
+def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
+    """The hosts in the order of the first answer, where a file is asked for."""
+    if args.hostfile is None or not found:
+        return
+    hosts = found[0].order.hosts
+    if any(other.order.hosts != hosts for other in found):
+        raise UsageProblem("--hostfile: the batches want different orders; ask for one batch")
+    try:
+        args.hostfile.write_text("".join(f"{host}\n" for host in hosts))
+    except OSError as error:
+        raise UsageProblem(f"--hostfile {args.hostfile}: {error}") from error
 
 
 def failure(plan: Any, planner: Any) -> str:
@@ -210,6 +249,9 @@ def answer(args: argparse.Namespace) -> int:
         return explain(args, planner, wanted)
     plotted = ranked(args, planner, wanted)
     plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
+    for plan in plans:
+        plan.ranked[:1] = [ordered(args, planner, first) for first in plan.ranked[:1]]
+    write_hosts(args, [plan.ranked[0] for plan in plans if plan.ranked])
     recut = cuts_of(args, planner, plans)
     if args.format == "json":
         about = constants_of(args, planner)

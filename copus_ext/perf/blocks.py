@@ -24,9 +24,9 @@ from copus_ext.perf.memory import (
 )
 from copus_ext.perf.params import end_parameters, layer_parameters
 from copus_ext.perf.rows import RECOMPUTE_BLOCK, Rows
-from copus_ext.perf.step import end_of_step_s
+from copus_ext.perf.step import end_of_step
 
-EndOfStep = Callable[[Any, Any], Any]
+SecondsBehind = Callable[[Any, Any], Any]
 """Seconds behind the last backward pass: of [pp, n] parameters held and [pp, n] seconds of a
 backward pass of one micro-batch, [pp, n]."""
 
@@ -83,7 +83,7 @@ class StageCosts:
     """Bytes of every stage: context, buffers."""
     chunk_bytes: float
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
-    end_of_step: EndOfStep
+    end_of_step: SecondsBehind
     """Reduction, optimizer, gathering."""
     fixed_s: float
     """Seconds of a step that no stage can change."""
@@ -117,8 +117,10 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     owned = state / rows.dp[0] if rows.use_distributed_optimizer[0] else state
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
+    ring = functools.partial(comm.ring_s, rows, c)
+
     def end(held: Any, backward: Any) -> Any:
-        return sum(end_of_step_s(rows, c, held, backward))
+        return sum(end_of_step(rows, c, held, backward).seconds(ring))
 
     return StageCosts(
         blocks=Blocks(

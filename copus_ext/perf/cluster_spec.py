@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.perf.constants import Constants
+from copus_ext.perf.links import Links
 from copus_ext.perf.model_spec import SpecError
 from copus_ext.perf.spec_file import read_json
 
@@ -68,6 +69,8 @@ class ClusterSpec:
     """Network of a whole node, one direction."""
     constants: str = "a100-80g"
     """Name of the fitted constants (`copus_ext/perf/data/NAME.json`)."""
+    links: Links | None = None
+    """What every pair of nodes was measured to have; None: all pairs have `nic_bytes_per_s`."""
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
@@ -79,6 +82,12 @@ class ClusterSpec:
         for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
             if not _is_positive(value := getattr(self, name)):
                 raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
+        if self.links is not None and self.links.num_nodes != self.num_nodes:
+            has = self.links.num_nodes
+            raise SpecError(
+                f"links.bytes_per_s is {has}x{has} but the cluster has {self.num_nodes} nodes; "
+                f"measure again or give num_nodes {has}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -119,24 +128,29 @@ class ClusterSpec:
         return known[self.constants]
 
     def resize(self, world_size: int) -> ClusterSpec:
-        """The same kind of machine with so many GPUs.
+        """The same kind of machine with so many GPUs; measured links are those of all its nodes
+        and stay only with them.
 
         Raises:
             SpecError: they do not fill whole nodes.
         """
         if world_size < 1:
             raise SpecError(f"a cluster needs at least 1 GPU, not {world_size}")
+        if world_size == self.world_size:
+            return self
         if world_size <= self.gpus_per_node:
-            return replace(self, num_nodes=1, gpus_per_node=world_size)
+            return replace(self, num_nodes=1, gpus_per_node=world_size, links=None)
         if world_size % self.gpus_per_node:
             raise SpecError(
                 f"{world_size} GPUs do not fill nodes of {self.gpus_per_node}; use a multiple"
             )
-        return replace(self, num_nodes=world_size // self.gpus_per_node)
+        return replace(self, num_nodes=world_size // self.gpus_per_node, links=None)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return asdict(self)
+        data = asdict(self)
+        del data["links"]
+        return data if self.links is None else {**data, "links": self.links.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ClusterSpec:
@@ -152,8 +166,11 @@ class ClusterSpec:
             gpu = asdict(gpu_named(gpu))
         if not isinstance(gpu, dict):
             raise SpecError("cluster.gpu must name a GPU or describe one")
-        own = _checked(cls, {**data, "gpu": None}, "cluster")
-        return cls(**{**own, "gpu": GpuSpec(**_checked(GpuSpec, gpu, "gpu"))})
+        links = data.get("links")
+        own = _checked(cls, {**data, "gpu": None, "links": None}, "cluster")
+        own["gpu"] = GpuSpec(**_checked(GpuSpec, gpu, "gpu"))
+        own["links"] = None if links is None else Links.from_json(links, quantity)
+        return cls(**own)
 
     @classmethod
     def load(cls, path: Path) -> ClusterSpec:

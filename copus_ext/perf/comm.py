@@ -49,6 +49,12 @@ def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     return first, losses + gather
 
 
+def hop_bytes(rows: Rows) -> Any:
+    """Bytes of a pipeline message of one rank: [n]."""
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    return rows.element_bytes * rows.tokens * rows.hidden_size / shared
+
+
 def hop_s(rows: Rows, c: Constants) -> Any:
     """Seconds of one pipeline message over every boundary, in rank order tensor, data, pipeline.
 
@@ -63,8 +69,7 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     following = np.where(stage + 1 < rows.pp, stage + 1, 0)
     crosses = (stage * stride) // rows.gpus_per_node != (following * stride) // rows.gpus_per_node
     crosses |= stride >= rows.gpus_per_node
-    shared = np.where(rows.sequence_parallel, rows.tp, 1)
-    num_bytes = rows.element_bytes * rows.tokens * rows.hidden_size / shared
+    num_bytes = hop_bytes(rows)
     network = np.minimum(c.nic_bytes_per_s, rows.nic_bytes_per_s) / rows.gpus_per_node
     inside = np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s)
     return c.exchange_s + num_bytes / np.where(crosses, network, inside)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,35 @@ class _Stages:
     backward: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class EndOfStep:
+    """What follows the last backward pass on every stage: [pp, n] or what broadcasts to it."""
+
+    gradient_bytes: Any
+    """Gradients of a rank that go round the replicas."""
+    passes: Any
+    """How often: once to reduce-scatter, twice to all-reduce."""
+    least_bytes: Any
+    """Gradients whose reduction nothing can hide, sent as often; 0 where nothing hides any."""
+    hidden_s: Any
+    """Seconds of computation behind which the others can hide."""
+    gather_bytes: Any
+    """Weights gathered again before anything else; 0 without."""
+    optimizer_s: Any
+    """Seconds of the optimizer."""
+
+    def seconds(self, ring: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        """Seconds of the exposed reduction, of gathering, and of the optimizer.
+
+        Args:
+            ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
+        """
+        full = self.passes * ring(self.gradient_bytes)
+        least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
+        gather = np.where(self.gather_bytes > 0, ring(self.gather_bytes), 0.0)
+        return np.maximum(least, full - self.hidden_s), gather, self.optimizer_s
+
+
 def step_time(rows: Rows, c: Constants) -> StepTime:
     """Predicts the seconds of a step of every row."""
     rows = rows.full()
@@ -97,7 +128,8 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         up = stages.backward / part.vpp + hop
         work = part.num_microbatches * (stages.forward + stages.backward)
         own = work + np.cumsum(down, axis=0) - down
-        end = np.sum(_end_of_step(part, c, stages, int(pp)), axis=0)
+        ring = functools.partial(comm.ring_s, part, c)
+        end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(ring), axis=0)
         back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
         least[at] = np.maximum((own + end).max(axis=0), back + end[0]) + c.step_s
     return least
@@ -109,7 +141,8 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     count = rows.num_microbatches.astype(np.int64)
     forward, backward = _chunks(rows, c, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
-    reduce, gather, optimizer = _end_of_step(rows, c, stages, pp)
+    ring = functools.partial(comm.ring_s, rows, c)
+    reduce, gather, optimizer = _end_of_step(rows, c, stages, pp).seconds(ring)
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
 
@@ -196,35 +229,47 @@ def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
     return total
 
 
-def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> tuple[Any, Any, Any]:
-    """Seconds behind the last backward pass of every stage: [pp, n] each."""
-    return end_of_step_s(rows, c, stage_parameters(rows)[:pp], stages.backward)
+def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, EndOfStep]:
+    """What stages do, whatever the network between them is.
+
+    Args:
+        rows: of full length, all with this pp and vpp.
+        c: the constants.
+        pp: stages.
+        vpp: chunks of a stage.
+
+    Returns:
+        [pp, vpp, n] seconds of a forward and of a backward pass, and the end of the step.
+    """
+    stages = _stages(rows, c, pp)
+    return *_chunks(rows, c, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
 
 
-def end_of_step_s(rows: Rows, c: Constants, held: Any, backward: Any) -> tuple[Any, Any, Any]:
-    """Seconds behind the last backward pass, per stage.
+def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
+    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward)
+
+
+def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep:
+    """What follows the last backward pass.
 
     Args:
         rows: configurations.
-        c: constants.
+        c: the constants.
         held: [pp, n] parameters that a rank of every stage holds.
         backward: [pp, n] seconds of the backward pass of one micro-batch.
-
-    Returns:
-        Reduction, gathering, optimizer: [pp, n] each.
     """
     sharded = rows.use_distributed_optimizer
-    once = comm.ring_s(rows, c, rows.gradient_bytes * held)
-    reduce = np.where(sharded, once, 2.0 * once)
     first = np.arange(len(held))[:, None] == 0
-    hidden = np.where(rows.overlap_grad_reduce & first, _HIDDEN_SHARE * backward, 0.0)
+    behind = rows.overlap_grad_reduce & first
     bucket = np.minimum(held, np.maximum(40e6, 1e6 * rows.dp))
-    exposed = comm.ring_s(rows, c, rows.gradient_bytes * bucket)
-    least = np.where(sharded, exposed, 2.0 * exposed)
-    reduce = np.where(rows.overlap_grad_reduce & first, np.maximum(least, reduce - hidden), reduce)
-    gather = np.where(sharded, comm.ring_s(rows, c, rows.element_bytes * held), 0.0)
-    started = comm.ring_s(rows, c, rows.element_bytes * bucket)
-    gather = np.where(rows.overlap_param_gather, np.minimum(gather, started), gather)
+    gathered = np.where(rows.overlap_param_gather, bucket, held)
     owned = np.where(sharded, held / rows.dp, held)
     moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
-    return reduce, gather, c.optimizer_factor * moved / rows.hbm_bytes_per_s
+    return EndOfStep(
+        gradient_bytes=rows.gradient_bytes * held,
+        passes=np.where(sharded, 1.0, 2.0),
+        least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
+        hidden_s=np.where(behind, _HIDDEN_SHARE * backward, 0.0),
+        gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
+        optimizer_s=c.optimizer_factor * moved / rows.hbm_bytes_per_s,
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from copus_ext.planner.configuration import Configuration, Prediction, Rejected
+from copus_ext.planner.node_order import NodeOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +20,21 @@ class Ranked:
     against_rel_sd: float | None = None
     """Relative uncertainty of its step over that of the configuration that all were compared with,
     if any."""
+    order: NodeOrder | None = None
+    """Which node goes where, if that was asked for."""
 
     def to_json(self, rank: int) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
+        answer = {
             "rank": rank,
             "flags": self.configuration.to_flags(),
             "configuration": self.configuration.to_json(),
             "prediction": self.prediction.to_json(),
         }
+        if self.order is not None:
+            answer["configuration"]["node_order"] = self.order.names
+            answer["order"] = self.order.to_json()
+        return answer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.blocks import Blocks, EndOfStep, in_flight_chunks
+from copus_ext.perf.blocks import Blocks, SecondsBehind, in_flight_chunks
 from copus_ext.perf.schedule import pipeline_time
 
 
@@ -67,7 +67,7 @@ class CutProblem:
     """Bytes of every stage, besides those of its blocks."""
     chunk_bytes: float = 0.0
     """Bytes kept for every chunk and micro-batch in flight, besides those of its blocks."""
-    end_of_step: EndOfStep | None = None
+    end_of_step: SecondsBehind | None = None
     """Seconds behind the last backward pass; None: none."""
     fixed_s: float = 0.0
     """Seconds of a step that no cut can change."""

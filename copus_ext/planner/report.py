@@ -112,6 +112,8 @@ def table(
             for i, answer in enumerate(plan.ranked):
                 shown.add_row(*cells(i + 1, answer), style="green" if i == 0 else None)
             console.print(shown)
+            for line in _order_lines(plan.ranked[0]):
+                console.print(line, highlight=False, markup=False)
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
         for line in lines(recuts[number]) if recuts is not None else []:
@@ -163,8 +165,13 @@ def breakdown(answer: Ranked) -> str:
     for stage in shown:
         values = "".join(f"{p.stage_bytes[stage][n] / GIB:14.2f}" for n in names)
         lines.append(f"  stage {stage:<2d}{values[1:]}")
+    lines += _order_lines(answer)
     lines.append("flags: " + " ".join(c.to_flags()))
     return "\n".join(lines)
+
+
+def _order_lines(answer: Ranked) -> list[str]:
+    return answer.order.lines() if answer.order is not None else []
 
 
 def _layout_name(c: Configuration) -> str:

@@ -1,0 +1,221 @@
+"""Which node goes where: the order of nodes with the shortest predicted step.
+
+The order is that of the hosts before any process group exists: ranks are numbered along it. It
+depends on the nodes, on the layout and a little on the batch; nothing here runs while training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.perf.comm import hop_bytes
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.links import Links
+from copus_ext.perf.model_spec import ModelSpec, SpecError
+from copus_ext.perf.step import stage_work
+from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.node_order import Limit, NodeOrder
+from copus_ext.planner.orders import Array, Orders, anneal, every_order, greedy_orders
+from copus_ext.planner.placement import Job, Network, Placement
+from copus_ext.planner.space import LEGAL, Points, to_rows
+
+EXACT_NODES = 8
+"""Up to so many nodes every order is priced."""
+EVALUATIONS = 40_000
+"""Orders of more nodes that are priced, about; fewer where a pipeline has more than `_SHORT` chunks
+in a row, as those take longer."""
+_SHORT = 8
+_NO_GAIN = 1e-9
+"""Relative gain below which the given order stays."""
+
+
+def find_order(
+    job: Job, network: Network, *, evaluations: int = EVALUATIONS, seed: int = 0
+) -> NodeOrder:
+    """The order of nodes with the least predicted step time.
+
+    Exact up to `EXACT_NODES` nodes; beyond, simulated annealing from greedy orders. Never worse
+    than the given order, and the same answer for the same input.
+
+    Args:
+        job: what a layout computes and sends.
+        network: what it runs on.
+        evaluations: orders to price where not all can be, about.
+        seed: of the random numbers there.
+
+    Raises:
+        SpecError: the layout does not fit the nodes.
+    """
+    placement = Placement(job, network)
+    given = np.arange(placement.num_nodes)[None]
+    before = float(placement.step_s(given)[0])
+    exact = placement.num_nodes <= EXACT_NODES
+    if exact:
+        orders = every_order(
+            placement.num_nodes,
+            alike=alike(network),
+            turning=placement.turning,
+            reversible=_is_symmetric(network.links),
+        )
+        costs = placement.step_s(orders)
+        at = int(np.argmin(costs))
+        best, after, priced = orders[at], float(costs[at]), len(orders)
+    else:
+        evaluations //= max(job.pp * job.vpp // _SHORT, 1)
+        found = _anneal(placement, given, evaluations, seed)
+        best, after, priced = found.order, found.cost, found.num_priced
+    if not after < before * (1 - _NO_GAIN):
+        best, after = given[0], before
+    names = network.links.hosts
+    return NodeOrder(
+        order=tuple(int(node) for node in best),
+        before_s=before,
+        after_s=after,
+        exact=exact,
+        num_priced=priced,
+        limits_before=limits(placement, given[0]),
+        limits_after=limits(placement, best),
+        hosts=tuple(names[node] for node in best) if names else (),
+    )
+
+
+def _anneal(placement: Placement, given: Orders, evaluations: int, seed: int) -> Any:
+    links, traffic = placement.network.links, placement.traffic
+    speed = np.array(links.bytes_per_s, dtype=np.float64)
+    np.fill_diagonal(speed, np.inf)
+    size = placement.job.hop_bytes or 1.0
+    seconds = 1.0 / speed + np.array(links.latency_s) / size
+    places = np.nonzero(traffic)
+
+    def strain(orders: Orders) -> Array:
+        a, b = orders[:, places[0]], orders[:, places[1]]
+        return (seconds[a, b] * traffic[places]).sum(axis=1) + 1e-30
+
+    starts = np.concatenate([given, greedy_orders(traffic, seconds)])
+    return anneal(placement.step_s, strain, starts, evaluations=evaluations, seed=seed)
+
+
+def _is_symmetric(links: Links) -> bool:
+    return all(
+        np.array_equal(m, m.T) for m in (np.array(links.bytes_per_s), np.array(links.latency_s))
+    )
+
+
+def alike(network: Network) -> list[list[int]]:
+    """Groups of nodes that can be exchanged without any effect."""
+    links = network.links
+    matrices = [np.array(links.bytes_per_s), np.array(links.latency_s)]
+    groups: list[list[int]] = []
+    for node in range(links.num_nodes):
+        for group in groups:
+            swap = np.arange(links.num_nodes)
+            swap[[group[0], node]] = node, group[0]
+            same = all(np.array_equal(m, m[np.ix_(swap, swap)]) for m in matrices)
+            pace = network.slowness
+            if same and (not pace or pace[node] == pace[group[0]]):
+                group.append(node)
+                break
+        else:
+            groups.append([node])
+    return [group for group in groups if len(group) > 1]
+
+
+def limits(placement: Placement, order: Any) -> tuple[Limit, ...]:
+    """The links between nodes that the stage which is through last waits for."""
+    job, orders = placement.job, np.asarray(order)[None]
+    stage = int(np.argmax(placement.stages_s(orders)[:, 0]))
+    found = []
+    if job.pp > 1:
+        path = int(np.argmax(placement.clocks_s(orders)[stage, 0]))
+        hops = placement.hops_s(orders)[0, path]
+        r = int(np.argmax(hops))
+        places = placement.paths[path, [r, (r + 1) % job.pp]]
+        found.append(("pipeline", r, *places, float(hops[r])))
+    if placement.ring is not None:
+        size = job.end.gradient_bytes
+        ring = placement.ring_s(orders, size)[stage, 0]
+        edges, seconds = placement.ring, placement.ring_links_s(orders, size)[:, 0]
+        if placement.across is not None:
+            edges, seconds = placement.across, placement.across_links_s(orders, size)[:, 0]
+        mine = np.flatnonzero(edges.stage == stage)
+        at = int(mine[np.argmax(seconds[mine])])
+        passes = float(np.broadcast_to(job.end.passes, (job.pp, 1))[stage, 0])
+        ends = edges.source[at], edges.target[at]
+        found.append(("replicas", stage, *ends, passes * float(ring)))
+    links = placement.network.links
+    return tuple(
+        Limit(
+            kind=kind,
+            stage=r,
+            source=int(orders[0, a]),
+            target=int(orders[0, b]),
+            bytes_per_s=links.bytes_per_s[orders[0, a]][orders[0, b]],
+            latency_s=links.latency_s[orders[0, a]][orders[0, b]],
+            seconds=seconds,
+        )
+        for kind, r, a, b, seconds in found
+        if a != b
+    )
+
+
+def network_of(cluster: ClusterSpec, c: Constants) -> Network:
+    """The network of a cluster whose links were measured.
+
+    Raises:
+        SpecError: they were not.
+    """
+    if cluster.links is None:
+        raise SpecError('the cluster has no "links"; measure them and give --cluster FILE.json')
+    return Network(
+        gpus_per_node=cluster.gpus_per_node,
+        inside_bytes_per_s=min(c.dp_bytes_per_s, cluster.intra_bytes_per_s),
+        nic_bytes_per_s=min(c.nic_bytes_per_s, cluster.nic_bytes_per_s),
+        links=cluster.links,
+        exchange_s=c.exchange_s,
+        ring_s=c.tp_latency_s / 2,
+    )
+
+
+def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Constants) -> Job:
+    """What a configuration computes and sends, as the cost model has it."""
+    sizes = ("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size")
+    sizes += ("recompute_num_layers", "use_distributed_optimizer")
+    own = {name: np.array([getattr(what, name)]) for name in sizes}
+    recompute, code = np.array([RECOMPUTE.index(what.recompute)]), np.array([LEGAL])
+    points = Points(
+        **own, asked_batch_size=own["global_batch_size"], recompute=recompute, code=code
+    )
+    rows = to_rows(model, cluster, points).full()
+    forward, backward, end = stage_work(rows, c, what.pp, what.vpp)
+    return Job(
+        tp=what.tp,
+        pp=what.pp,
+        vpp=what.vpp,
+        dp=what.dp,
+        num_microbatches=what.num_microbatches,
+        forward_s=forward[..., 0],
+        backward_s=backward[..., 0],
+        hop_bytes=float(hop_bytes(rows)[0]),
+        end=end,
+        fixed_s=c.step_s,
+    )
+
+
+def order_for(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    what: Configuration,
+    c: Constants | None = None,
+    **how: Any,
+) -> NodeOrder:
+    """The order of a cluster's nodes for one configuration; `how` as for `find_order`.
+
+    Raises:
+        SpecError: the links were not measured, or the layout does not fit the nodes.
+    """
+    constants = c or cluster.load_constants()
+    network = network_of(cluster, constants)
+    return find_order(job_of(model, cluster, what, constants), network, **how)
