@@ -12,6 +12,8 @@ SLOW = 2.0
 """A link is slow if its bandwidth is below the usual one divided by this."""
 FAR = 4.0
 """A link is far if its latency is above the usual one times this: latency scatters more."""
+FAR_S = 2e-4
+"""And if it is more than this above it: less is nothing beside a step."""
 MOST_LINES = 20
 """Links that are named one by one."""
 
@@ -124,7 +126,8 @@ def find(
     speed = usual(speeds) if expected is None else expected
     delay = usual(delays, best=np.min)
     slow = culprits(np.where(np.isnan(speeds), np.nan, speeds < speed / SLOW))
-    far = culprits(np.where(np.isnan(delays), np.nan, delays > delay * FAR))
+    is_far = (delays > delay * FAR) & (delays > delay + FAR_S)
+    far = culprits(np.where(np.isnan(delays), np.nan, is_far))
     what = "expected" if expected is not None else "usual"
     slow_words = _Words(
         name="slow", values=speeds, hosts=hosts, than=f"{what} {rate(speed)}", show=rate

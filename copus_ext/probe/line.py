@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Timed:
         sizes, seconds = self.num_bytes, self.seconds
         if len(sizes) != len(seconds) or len(sizes) < 2 or sizes[0] < 1:
             raise ValueError(f"{len(sizes)} sizes and {len(seconds)} times: give 2 or more of each")
-        if any(b <= a for a, b in zip(sizes, sizes[1:])):
+        if any(b <= a for a, b in itertools.pairwise(sizes)):
             raise ValueError(f"sizes {list(sizes)} do not grow")
         if not all(math.isfinite(s) and s > 0 for s in seconds):
             raise ValueError(f"times {list(seconds)} are not all positive")

@@ -1,10 +1,13 @@
-"""The probe of links: who meets whom, lines through times, what stands out."""
+"""The probe of links: who meets whom, lines through times, what stands out, how a pair talks."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from copus_ext.probe.findings import MOST_LINES, Culprits, culprits, duration, find, rate, usual
 from copus_ext.probe.line import Timed, fit_line, one_way
 from copus_ext.probe.rounds import partner, tournament, without
+from copus_ext.probe.talk import follow, lead
 
 SIZES = (8, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
@@ -133,7 +137,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 @given(st.integers(2, 24), SEEDS, st.floats(0, 0.3))
 def test_even_links_with_noise_raise_nothing(n: int, seed: int, spread: float) -> None:
     speeds = even(n, seed, spread)
-    delays = 1e5 / even(n, seed + 1, 2 * spread)
+    delays = 1e7 / even(n, seed + 1, 2 * spread)
     found = find(speeds, delays, hosts(n))
     assert not found.lines and not found.slow and not found.far
 
@@ -166,7 +170,8 @@ def test_a_slow_node_is_named_and_none_of_its_links(
     if way != "senders":
         speeds[:, i] /= factor
     found = find(speeds, np.full((n, n), 1e-5), hosts(n))
-    assert found.slow == Culprits(**{way: (i,)})
+    planted: dict[str, Any] = {way: (i,)}
+    assert found.slow == Culprits(**planted)
     (line,) = found.lines
     assert line.startswith(f"slow node: node{i}: all ")
 
@@ -184,12 +189,13 @@ def test_a_slow_node_and_a_slow_link_elsewhere(n: int, seed: int, data: st.DataO
 
 @given(st.integers(3, 12), SEEDS, st.data())
 def test_a_far_node_is_named(n: int, seed: int, data: st.DataObject) -> None:
-    delays, i = 1e5 / even(n, seed, 0.3), data.draw(st.integers(0, n - 1))
+    delays, i = 1e6 / even(n, seed, 0.3), data.draw(st.integers(0, n - 1))
     delays[i, :] *= 20
     delays[:, i] *= 20
     found = find(even(n, seed, 0.2), delays, hosts(n))
     assert found.far == Culprits(nodes=(i,)) and not found.slow
     assert found.lines[0].startswith(f"far node: node{i}: all its links, ")
+    assert not find(even(n, seed, 0.2), delays / 20, hosts(n)).far, "no step feels so little"
 
 
 @given(st.integers(3, 12), SEEDS, st.floats(1e-6, 1e6))
@@ -266,3 +272,79 @@ def test_numbers_are_written_for_people() -> None:
         "1 ms",
         "35 us",
     ]
+
+
+class VirtualWire:
+    """A link of exact speed on a clock of its own, with someone at the other end who answers."""
+
+    def __init__(self, alpha: float, beta: float) -> None:
+        self.now, self.alpha, self.beta = 0.0, alpha, beta
+        self.orders: list[tuple[int, int]] = []
+        self.sent: list[int] = []
+
+    def send(self, num_bytes: int) -> None:
+        self.sent.append(num_bytes)
+        self.now += self.alpha + num_bytes / self.beta
+
+    def receive(self, num_bytes: int) -> None:
+        self.now += self.alpha + num_bytes / self.beta
+
+    def order(self, num_bytes: int, count: int) -> None:
+        self.orders.append((num_bytes, count))
+        self.now += self.alpha
+
+    def next_order(self) -> tuple[int, int]:
+        raise AssertionError
+
+
+@given(ALPHAS, BETAS, st.integers(1, 20), st.floats(0.01, 10))
+def test_a_direction_is_timed_rightly_and_within_its_budget(
+    alpha: float, beta: float, repeats: int, budget_s: float
+) -> None:
+    wire = VirtualWire(alpha, beta)
+    trips = lead(wire, SIZES, repeats=repeats, budget_s=budget_s, clock=lambda: wire.now)
+    assert list(trips) == list(SIZES[: len(trips)]) and len(trips) >= 2
+    assert all(1 <= len(some) <= repeats for n, some in trips.items() if n > SIZES[0])
+    assert wire.orders[-1] == (0, 0) and all(count for _, count in wire.orders[:-1])
+    assert sum(count for _, count in wire.orders) == len(wire.sent)
+    # Two sizes are timed whatever they cost; orders and a message under way come on top.
+    forced = 2 * (3 * alpha + (SIZES[0] + SIZES[1]) / beta)
+    assert wire.now <= budget_s + forced + 20 * alpha + 2 * SIZES[0] / beta
+    timed = one_way(trips)
+    assert timed.latency_s == pytest.approx(alpha + SIZES[0] / beta)
+    if len(trips) == len(SIZES) and SIZES[-1] / beta > alpha:
+        assert timed.bytes_per_s == pytest.approx(beta, rel=0.02)
+
+
+def test_both_ends_say_the_same() -> None:
+    """Over queues: whatever one end sends the other waits for, in both directions."""
+    there, back = Queue(), Queue()
+
+    class QueueWire:
+        def __init__(self, out: Queue, into: Queue) -> None:
+            self.out, self.into = out, into
+
+        def send(self, num_bytes: int) -> None:
+            self.out.put(num_bytes)
+
+        def receive(self, num_bytes: int) -> None:
+            assert self.into.get(timeout=10) == num_bytes
+
+        def order(self, num_bytes: int, count: int) -> None:
+            self.out.put((num_bytes, count))
+
+        def next_order(self) -> tuple[int, int]:
+            return self.into.get(timeout=10)
+
+    def other() -> dict[int, list[float]]:
+        wire = QueueWire(back, there)
+        follow(wire, 8)
+        return lead(wire, (8, 64, 512), repeats=3, budget_s=10)
+
+    with ThreadPoolExecutor(1) as pool:
+        far = pool.submit(other)
+        wire = QueueWire(there, back)
+        near = lead(wire, (8, 64, 512), repeats=3, budget_s=10)
+        follow(wire, 8)
+        assert {n: len(t) for n, t in near.items()} == {n: len(t) for n, t in far.result().items()}
+    assert there.empty() and back.empty()
