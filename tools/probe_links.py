@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         return probe(args)
     except Stopped as stop:
         if leads:
-            tell("stopped; finished rounds are kept, go on with --resume")
+            tell("stopped; what was finished is kept, go on with --resume")
         return 128 + stop.args[0]
     except (UsageError, SpecError) as error:
         tell(f"error: {error}")

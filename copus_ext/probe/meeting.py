@@ -93,7 +93,9 @@ def place_of(env: Mapping[str, str], *, every_rank: bool) -> Place:
             "start it on every node with torchrun or srun, such as srun --ntasks-per-node 1 "
             "python tools/probe_links.py --output cluster.json"
         ) from None
-    host = re.sub(r"[^A-Za-z0-9.-]|^[.-]", "x", socket.gethostname()[:253]) or "host"
+    # SLURM's name is the one that its commands take.
+    name = env.get("SLURMD_NODENAME") or socket.gethostname()
+    host = re.sub(r"[^A-Za-z0-9.-]|^[.-]", "x", name[:253]) or "host"
     return Place(rank=rank, world_size=world, node=node, host=host, local_rank=local_rank)
 
 

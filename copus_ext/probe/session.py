@@ -205,7 +205,8 @@ def _outcome(pair: Pair, answers: Mapping[int, Any]) -> Outcome:
 def _progress(number: int, num_rounds: int, num_pairs: int, seconds: float) -> str:
     left = seconds / (number + 1) * (num_rounds - number - 1)
     return (
-        f"round {number + 1} of {num_rounds}: {num_pairs} pairs, {seconds:.0f} s so far, "
+        f"round {number + 1} of {num_rounds}: {num_pairs} pair{'s' * (num_pairs > 1)}, "
+        f"{seconds:.0f} s so far, "
         f"about {left:.0f} s left"
     )
 
