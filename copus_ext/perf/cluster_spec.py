@@ -209,7 +209,7 @@ def quantity(text: str) -> float:
         SpecError: not such a text.
     """
     found = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kMGT]i?)?(b|B|FLOP)?(/s)?", text.strip()
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(b|B|FLOP)?(/s)?", text.strip()
     )
     if not found:
         raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")

@@ -1,0 +1,102 @@
+"""Latency and bandwidth of a link, out of the times of messages of several sizes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+
+ROBUST_SCALE = 0.1
+"""Relative error above which a size counts by its distance and not by its square: a network sends
+messages of some sizes in another way, or lets some through before it holds them back."""
+_LEAST_SHARE = 0.1
+"""Of the time of the largest message, what its bytes take at the least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One direction between two nodes."""
+
+    num_bytes: tuple[int, ...]
+    """[sizes] of the messages, growing."""
+    seconds: tuple[float, ...]
+    """[sizes] one way, the median of repeats."""
+
+    def __post_init__(self) -> None:
+        sizes, seconds = self.num_bytes, self.seconds
+        if len(sizes) != len(seconds) or len(sizes) < 2 or sizes[0] < 1:
+            raise ValueError(f"{len(sizes)} sizes and {len(seconds)} times: give 2 or more of each")
+        if any(b <= a for a, b in itertools.pairwise(sizes)):
+            raise ValueError(f"sizes {list(sizes)} do not grow")
+        if not all(math.isfinite(s) and s > 0 for s in seconds):
+            raise ValueError(f"times {list(seconds)} are not all positive")
+
+    @property
+    def latency_s(self) -> float:
+        """Time of the smallest message."""
+        return self.seconds[0]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth of the line through all times."""
+        return fit_line(self.num_bytes, self.seconds)[1]
+
+
+def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Fits alpha + bytes / beta in logarithms, robust against sizes that lie off the line.
+
+    Args:
+        num_bytes: [n] of the messages, growing; two or more.
+        seconds: [n] they took.
+
+    Returns:
+        alpha in seconds and beta in bytes per second. Times that do not grow with the size bound
+        beta from below only; it is then ten times that bound.
+    """
+    from scipy.optimize import least_squares
+
+    sizes, measured = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
+    # In units of the largest message, so that both numbers are of the size of 1.
+    x, y = sizes / sizes[-1], measured / measured[-1]
+    slope = min(max((y[-1] - y[0]) / (1 - x[0]), _LEAST_SHARE), 1.0)
+    start = np.log([max(y[0] - slope * x[0], 1e-9), slope])
+
+    def off(logs: np.ndarray) -> np.ndarray:
+        alpha, one = np.exp(logs)
+        return np.log(alpha + one * x) - np.log(y)
+
+    found = least_squares(
+        off,
+        start,
+        bounds=([math.log(1e-12), math.log(_LEAST_SHARE)], [math.log(1e6), math.log(1e6)]),
+        loss="soft_l1",
+        f_scale=ROBUST_SCALE,
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+    )
+    alpha, one = np.exp(found.x)
+    return float(alpha * measured[-1]), float(sizes[-1] / (one * measured[-1]))
+
+
+def one_way(round_trips: dict[int, list[float]]) -> Timed:
+    """Times of one direction, from those of messages that the other side answers with the smallest.
+
+    Args:
+        round_trips: seconds of every repeat by size of the message; the smallest size is also that
+            of the answers.
+
+    Returns:
+        Half of the smallest round trip is its way; that is taken off the others. A difference of
+        the ways of empty messages cannot be seen without a common clock.
+    """
+    sizes = sorted(round_trips)
+    middle = [median(round_trips[size]) for size in sizes]
+    back = middle[0] / 2
+    # Noise may make a trip shorter than the answer alone.
+    seconds = [back, *(max(trip - back, trip / 2) for trip in middle[1:])]
+    return Timed(num_bytes=tuple(sizes), seconds=tuple(seconds))

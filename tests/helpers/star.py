@@ -1,0 +1,91 @@
+"""Several nodes on one machine: namespaces on a bridge, with slow links planted. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+
+DEVICE = "net0"
+"""The network, on every node."""
+
+
+def address(node: int) -> str:
+    """Of a node."""
+    return f"10.78.0.{node + 1}"
+
+
+def _command(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)
+
+
+def _limit(name: str, device: str, rate_mbit: float) -> None:
+    limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
+    _command("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+
+
+@contextlib.contextmanager
+def star(
+    num_nodes: int,
+    *,
+    slow_senders: Sequence[int] = (),
+    slow_pairs: Sequence[tuple[int, int]] = (),
+    rate_mbit: float = 100.0,
+    usual_mbit: float = 800.0,
+) -> Iterator[list[str]]:
+    """Names of namespaces that reach each other.
+
+    A guard waits for the end of this process, however it ends, and then ends what runs in them and
+    takes them away.
+
+    Args:
+        num_nodes: namespaces.
+        slow_senders: nodes whose sending is limited.
+        slow_pairs: pairs with a limited link of their own, both ways.
+        rate_mbit: of what is slow.
+        usual_mbit: of what every other node sends, so that the processor decides nothing.
+    """
+    names = [f"copus{os.getpid()}n{i}" for i in range(num_nodes)]
+    hub = f"copus{os.getpid()}hub"
+    script = 'cat >/dev/null; for n in "$@"; do ip netns pids $n | xargs -r kill -9; done; '
+    script += 'for n in "$@"; do ip netns del $n; done'
+    guard = subprocess.Popen(
+        ["sh", "-c", script, "guard", *names, hub],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        _command("ip", "netns", "add", hub)
+        _command("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
+        _command("ip", "-n", hub, "link", "set", "bridge0", "up")
+        for i, name in enumerate(names):
+            _command("ip", "netns", "add", name)
+            peer = ("peer", "name", f"port{i}", "netns", hub)
+            _command("ip", "link", "add", DEVICE, "netns", name, "type", "veth", *peer)
+            _command("ip", "-n", hub, "link", "set", f"port{i}", "master", "bridge0", "up")
+            _command("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", DEVICE)
+            _command("ip", "-n", name, "link", "set", "lo", "up")
+            _command("ip", "-n", name, "link", "set", DEVICE, "up")
+            _limit(name, DEVICE, rate_mbit if i in slow_senders else usual_mbit)
+        for number, pair in enumerate(slow_pairs):
+            _own_link(names, pair, f"own{number}", rate_mbit)
+        yield names
+    finally:
+        assert guard.stdin is not None
+        guard.stdin.close()
+        guard.wait()
+
+
+def _own_link(names: Sequence[str], pair: tuple[int, int], device: str, rate_mbit: float) -> None:
+    """A cable between two nodes beside the bridge, which what they send each other takes."""
+    a, b = pair
+    peer = ("peer", "name", device, "netns", names[b])
+    _command("ip", "link", "add", device, "netns", names[a], "type", "veth", *peer)
+    for node in pair:
+        _command("ip", "-n", names[node], "link", "set", device, "up")
+    for node, other in (pair, pair[::-1]):
+        route = (f"{address(other)}/32", "dev", device, "src", address(node))
+        _command("ip", "-n", names[node], "route", "add", *route)
+        _limit(names[node], device, rate_mbit)

@@ -1,0 +1,275 @@
+#!/usr/bin/env python3
+"""Times the links between all pairs of nodes and writes them into a cluster file.
+
+srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
+
+Start it on every node, with srun or torchrun; of several processes on a node the first one probes.
+Every round pairs all nodes, so that n nodes take n - 1 rounds. Each finished round is kept in
+OUTPUT.rounds.jsonl, with which --resume goes on. Slow links and nodes are named.
+Exit codes: 0 done, 1 something is slow and --strict was given, or the first node has gone, 2 wrong
+usage, 3 links gave no answer (no cluster file), 5 a file cannot be read or written, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copus_ext.perf.cluster_spec import ClusterSpec, here, preset, quantity
+from copus_ext.perf.model_spec import SpecError
+from copus_ext.probe.findings import find
+from copus_ext.probe.meeting import Ended, Meeting, Place, Silence, meet, place_of
+from copus_ext.probe.record import Record, cluster_of, text_of
+from copus_ext.probe.rounds import tournament, without
+from copus_ext.probe.session import (
+    Plan,
+    Settings,
+    follow_all,
+    gather,
+    introduce,
+    lead_all,
+    plan_json,
+)
+from copus_ext.probe.table import table
+from megatron.training.checkpoint_files import write_atomically
+from megatron.training.errors import UsageError
+
+_SIZES = {
+    "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",
+    "nccl": "8,4KiB,64KiB,1MiB,16MiB,64MiB,256MiB",
+}
+_MOST_BYTES = 1 << 32
+_LEAVE_S = 5.0
+
+
+class Stopped(BaseException):
+    """A signal asks for the end."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="probe_links.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    p.add_argument("--output", type=Path, required=True, metavar="FILE", help="cluster file")
+    p.add_argument(
+        "--cluster",
+        default="here",
+        help="GPUs and links inside nodes: KIND:GPUS such as h100-80g:64, a JSON file, or here",
+    )
+    p.add_argument("--backend", choices=("auto", *_SIZES), default="auto")
+    p.add_argument("--sizes", help="messages, such as 8,64KiB,16MiB; the first gives the latency")
+    p.add_argument("--repeats", type=int, default=7, help="messages of a size; the median counts")
+    p.add_argument("--pair-seconds", type=float, default=4.0, help="most that a pair may take")
+    p.add_argument("--timeout", type=float, default=30.0, help="seconds of silence, then give up")
+    p.add_argument("--expect", metavar="RATE", help="of every link, such as 25GB/s; half is slow")
+    p.add_argument("--strict", action="store_true", help="exit with 1 if something is slow")
+    p.add_argument("--resume", action="store_true", help="go on with an interrupted probe")
+    p.add_argument("--every-rank", action="store_true", help="count every process as a node")
+    return p
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """How links are to be timed.
+
+    Raises:
+        UsageError: a flag has a value that cannot be.
+    """
+    backend = args.backend
+    if backend == "auto":
+        import torch
+
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    text = args.sizes or _SIZES[backend]
+    try:
+        sizes = [quantity(part) for part in text.split(",")]
+    except SpecError as error:
+        raise UsageError(f"--sizes {text}: {error}") from error
+    whole = all(size == int(size) and 1 <= size <= _MOST_BYTES for size in sizes)
+    if not whole or len(sizes) < 2 or sizes != sorted(set(sizes)):
+        raise UsageError(f"--sizes {text}: give 2 or more that grow, from 1 to 4GiB")
+    for flag in ("repeats", "pair_seconds", "timeout"):
+        if not 0 < getattr(args, flag) <= 86400:
+            name = flag.replace("_", "-")
+            raise UsageError(f"--{name} {getattr(args, flag)} must be above 0 and at most 86400")
+    return Settings(
+        backend=backend,
+        sizes=tuple(int(size) for size in sizes),
+        repeats=args.repeats,
+        pair_s=args.pair_seconds,
+        timeout_s=args.timeout,
+    )
+
+
+def base_of(text: str) -> ClusterSpec:
+    """GPUs and links inside nodes.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        if text == "here":
+            return here()
+        return ClusterSpec.load(Path(text)) if text.endswith(".json") else preset(text)
+    except (SpecError, UnicodeDecodeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def expected_of(text: str | None) -> float | None:
+    """Bandwidth that every link should have.
+
+    Raises:
+        UsageError: it is none.
+    """
+    try:
+        if text is None or (rate := quantity(text)) > 0:
+            return None if text is None else rate
+    except SpecError:
+        pass
+    raise UsageError(f"--expect {text}: write a bandwidth such as 25GB/s or 200Gb/s")
+
+
+def tell(line: str) -> None:
+    """Prints for the person who waits."""
+    print(f"probe_links.py: {line}", file=sys.stderr, flush=True)
+
+
+def lead(args: argparse.Namespace, meeting: Meeting, place: Place) -> int:
+    """The first node's part; returns the exit code."""
+    settings, base = settings_of(args), base_of(args.cluster)
+    expected = expected_of(args.expect)
+    ranks, hosts = gather(meeting, place.world_size, args.timeout)
+    if len(hosts) < 2:
+        raise UsageError(
+            f"all {place.world_size} processes run on 1 node, which has no link to another; start "
+            "on 2 nodes or more, or give --every-rank to time the links between processes"
+        )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    path = args.output.with_name(f"{args.output.name}.rounds.jsonl")
+    how = {"backend": settings.backend, "sizes": list(settings.sizes)}
+    record = Record(path, hosts, how)
+    record.begin(resume=args.resume)
+    rounds = without(tournament(len(hosts)), record.pairs)
+    plan = Plan(ranks=tuple(ranks), hosts=tuple(hosts), rounds=rounds, settings=settings)
+    most_s = len(rounds) * settings.most_s
+    tell(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
+    meeting.say("plan", plan_json(plan))
+    try:
+        lost = lead_all(meeting, plan, place, record, tell)
+    finally:
+        # Also after a signal: what is known is shown.
+        lines = show(record, hosts, expected)
+    for host in lost:
+        tell(f"error: {host} has gone or hangs; the probe ends here")
+    if lost or record.silent:
+        for (a, b), why in sorted(record.silent.items()):
+            tell(f"error: no answer between {hosts[a]} and {hosts[b]}: {why}")
+        tell(
+            f"error: {args.output} is not written, as links are missing; mend them (or name the "
+            f"network's device in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME), then go on with "
+            f"--resume: {path} keeps the others"
+        )
+        return 3
+    write_atomically(args.output, text_of(cluster_of(base, record, hosts)))
+    record.done()
+    print(f"{args.output}: links of {len(hosts)} nodes, for --cluster of tools/plan.py")
+    return 1 if lines and args.strict else 0
+
+
+def show(record: Record, hosts: list[str], expected: float | None) -> tuple[str, ...]:
+    """Prints what is known and what is slow; returns the lines on the latter."""
+    speeds, delays = record.matrices()
+    print(table(speeds, delays, hosts))
+    found = find(speeds, delays, hosts, expected=expected)
+    for line in found.lines:
+        print(f"warning: {line}")
+    sys.stdout.flush()
+    return found.lines
+
+
+def take_part(meeting: Meeting, place: Place, seconds: float) -> int:
+    """The part of a process that does not lead; returns the exit code."""
+    try:
+        plan = Plan.of(meeting.hear("plan", seconds))
+        if place.rank in plan.ranks:
+            follow_all(meeting, plan, place, plan.ranks.index(place.rank))
+    except Ended:
+        pass
+    meeting.leave(place.rank)
+    return 0
+
+
+def probe(args: argparse.Namespace) -> int:
+    """Finds the others and does this process's part; returns the exit code."""
+    from copus_ext.launch.environment import adopt_srun
+
+    adopt_srun()
+    place = place_of(os.environ, every_rank=args.every_rank)
+    meeting = meet(args.timeout)
+    introduce(meeting, place)
+    if place.rank:
+        return take_part(meeting, place, 2 * args.timeout)
+    leave_s = _LEAVE_S
+    try:
+        return lead(args, meeting, place)
+    except Stopped:
+        leave_s = 1.0
+        raise
+    finally:
+        with contextlib.suppress(Exception):
+            meeting.dismiss(range(1, place.world_size), leave_s)
+
+
+def _stop(number: int, _frame: Any) -> NoReturn:
+    for one in _SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
+    raise Stopped(number)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Probes; returns the exit code."""
+    args = parser().parse_args(argv)
+    for number in _SIGNALS:
+        signal.signal(number, _stop)
+    leads = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    try:
+        return probe(args)
+    except Stopped as stop:
+        if leads:
+            tell("stopped; what was finished is kept, go on with --resume")
+        return 128 + stop.args[0]
+    except (UsageError, SpecError) as error:
+        tell(f"error: {error}")
+        return 2
+    except OSError as error:
+        tell(f"error: {error}")
+        return 5
+    except (Silence, RuntimeError) as error:
+        # The store of a first node that has gone answers nothing.
+        tell(f"error: {error}" if leads else "error: the first node has gone")
+        return 3 if leads else 1
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process, whatever hangs in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        # A thread hangs in a link that gives no answer.
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main())
