@@ -29,7 +29,7 @@ from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
 from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.errors import Relaunch, UsageError
-from megatron.training.layout import batch_problems
+from megatron.training.layout import Layout, batch_problems
 from megatron.training.settings import Request, StepSettings
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,7 @@ class Controller(Callback):
         self.outlook: Outlook | None = None
         self.moves: Moves | None = None
         self._last: Decision | None = None
+        self.home: Layout | None = None
         self._was_paused = False
         self.keeps_settings = self._acts
 
@@ -99,6 +100,7 @@ class Controller(Callback):
     def _enter_layout(self, context: CallbackContext) -> None:
         """Rules and names of the present layout."""
         config = context.config
+        self.home = self.home or config.layout
         self.rules = flags_to_rules.rules_of(self.flags, config)
         self.rates = flags_to_rules.rate_rules_of(self.flags, config)
         self.layout = str(config.layout)
@@ -112,7 +114,8 @@ class Controller(Callback):
     def _look_around(self, context: CallbackContext) -> Outlook:
         """On rank 0."""
         fixed = not self.changes_micro_batch
-        return Outlook(context, self.flags, self.rules, fixed_micro_batch=fixed, link=self.link)
+        known = {"fixed_micro_batch": fixed, "link": self.link, "home": self.home}
+        return Outlook(context, self.flags, self.rules, **known)
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """Takes the hooks out."""

@@ -27,6 +27,7 @@ class Outlook:
         rules: of its decisions there.
         fixed_micro_batch: whether the micro-batch of the flags must stay.
         link: between nodes, as timed.
+        home: layout of the flags, the only one whose stages may be uneven; None: the present one.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -40,11 +41,17 @@ class Outlook:
         *,
         fixed_micro_batch: bool,
         link: Link | None = None,
+        home: Layout | None = None,
     ) -> None:
         self._run_dir, self._rules, self._flags = context.run_dir, rules, flags
-        gpu = gpu_of(context.config)
-        fixed = fixed_micro_batch
-        self.table = Table(context.config, flags, gpu=gpu, fixed_micro_batch=fixed, link=link)
+        self.table = Table(
+            context.config,
+            flags,
+            gpu=gpu_of(context.config),
+            fixed_micro_batch=fixed_micro_batch,
+            link=link,
+            home=home,
+        )
 
     @property
     def is_paused(self) -> bool:
@@ -105,5 +112,5 @@ class Outlook:
 
 
 def _key(c: Configuration) -> str:
-    layout = Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp)
+    layout = Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp, cut=c.cut)
     return key_of(str(layout), c.micro_batch_size, c.global_batch_size)

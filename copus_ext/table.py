@@ -52,6 +52,8 @@ class Table:
         gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
         fixed_micro_batch: whether the micro-batch of the flags must stay.
         link: between nodes, as timed.
+        home: layout of the flags; of one with its sizes the stages are cut as there, of others
+            evenly. None: that of `config`.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -65,8 +67,10 @@ class Table:
         gpu: tuple[str, float] | None,
         fixed_micro_batch: bool = False,
         link: Link | None = None,
+        home: Layout | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
+        self._known = {x.sizes: x for x in (home, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
         self.profiled: list[Timing] = []
@@ -122,7 +126,10 @@ class Table:
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited)
-        rows = rows or self._assumed(batches, now, measured)
+        is_known = any(row.layout == self.config.layout.sizes for row in rows)
+        if not rows or (now.cut and not is_known):
+            # The planner ranks even stages only; it has none where the layers do not divide.
+            rows = [*rows, *self._assumed(batches, now, measured)]
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
         if at is None:
             # It runs, whatever is predicted for it.
@@ -146,8 +153,9 @@ class Table:
             return []
         live = []
         sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
+        own = {x for x in visited if x == self._with_cut(x.sizes)}
         for layout, batch, b in itertools.product(
-            sorted({self.config.layout, *visited}, key=str), batches, sizes
+            sorted({self.config.layout, *own}, key=str), batches, sizes
         ):
             c = _configuration(self.config, b, batch, layout)
             known = measured(c)
@@ -161,12 +169,18 @@ class Table:
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=now):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
-                if not self._can_be(Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp)):
+                layout = self._with_cut((c.tp, c.pp, c.vpp, c.dp))
+                if not self._can_be(layout):
                     continue
+                c = replace(c, cut=layout.cut)
                 is_live = (c.timed(1.0).line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
                 rows.append(Row.of(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
+
+    def _with_cut(self, sizes: tuple[int, int, int, int]) -> Layout:
+        tp, pp, vpp, dp = sizes
+        return self._known.get(sizes) or Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
 
     def _can_be(self, layout: Layout) -> bool:
         """Whether the run's own flags allow a layout; the planner knows the model alone. Another
@@ -216,7 +230,7 @@ def _recompute(config: Config) -> tuple[str, int]:
     if r.recompute_granularity == "full":
         block = r.recompute_method == "block"
         layers = r.recompute_num_layers or 0
-        chunk = config.model.num_layers // (config.layout.pp * config.layout.vpp)
+        chunk = max(config.layout.layers_of_chunks(config.model.num_layers))
         return ("block", layers) if block and layers < chunk else ("full", 0)
     return r.recompute_granularity or "none", 0
 
@@ -232,6 +246,7 @@ def _configuration(
         pp=layout.pp,
         vpp=layout.vpp,
         dp=layout.dp,
+        cut=layout.cut,
         micro_batch_size=micro_batch_size,
         global_batch_size=batch,
         recompute=mode,  # pyright: ignore[reportArgumentType]

@@ -34,6 +34,11 @@ class Row:
     one. (In journals of before: of `samples_per_s` alone.)"""
     source: str
     """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
+    cut: tuple[int, ...] | None = None
+    """Layers of every chunk; None: even. One cut at most belongs to the sizes of a layout."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cut", tuple(self.cut) if self.cut else None)
 
     @classmethod
     def of(cls, c: Configuration, samples_per_s: float, relative_sd: float, source: str, /) -> Row:
@@ -48,6 +53,7 @@ class Row:
             samples_per_s=samples_per_s,
             relative_sd=relative_sd,
             source=source,
+            cut=c.cut,
         )
 
     @property
@@ -63,7 +69,7 @@ class Row:
     @property
     def as_layout(self) -> Layout:
         """The same as the trainer has it."""
-        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp)
+        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp, cut=self.cut)
 
     def __str__(self) -> str:
         chunks = f" vpp={self.vpp}" if self.vpp > 1 else ""
@@ -177,7 +183,7 @@ class Situation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
-        return asdict(self)
+        return asdict(self, dict_factory=_without_even_cuts)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Situation:
@@ -241,10 +247,14 @@ class Decision:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
-        return asdict(self)
+        return asdict(self, dict_factory=_without_even_cuts)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
         """Inverse of `to_json`."""
         candidates = tuple(Candidate(**{**c, "row": Row(**c["row"])}) for c in data["candidates"])
         return cls(**{**data, "to": Row(**data["to"]), "candidates": candidates})
+
+
+def _without_even_cuts(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if name != "cut" or value is not None}

@@ -198,9 +198,12 @@ def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
         return tp * pp < parts, abs(tp * pp - parts), abs(tp - prefer.tp)
 
     for tp, pp in sorted(pairs, key=order):
-        chunks = [prefer.vpp, 1] if pp == prefer.pp and prefer.vpp > 1 else [1]
-        for vpp in chunks:
-            yield Layout(tp=tp, pp=pp, vpp=vpp, dp=ranks // (tp * pp))
+        dp, is_same = ranks // (tp * pp), pp == prefer.pp
+        if is_same and prefer.cut:
+            yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp, cut=prefer.cut)
+        if is_same and prefer.vpp > 1:
+            yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp)
+        yield Layout(tp=tp, pp=pp, dp=dp)
 
 
 def _divisors(number: int) -> list[int]:
@@ -210,7 +213,7 @@ def _divisors(number: int) -> list[int]:
 def _layout_of(stored: Mapping[str, Any]) -> Layout:
     tp, pp, dp = (stored[name] for name in _SIZES)
     vpp = stored.get("virtual_pipeline_model_parallel_size")
-    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp)
+    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp, cut=stored.get("layers_of_chunks"))
 
 
 def _number(flags: Sequence[str], name: str) -> int | None:

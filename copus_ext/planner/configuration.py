@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from copus_ext.perf.profile import Timing
+from megatron.training import stages
 
 Recompute = Literal["none", "selective", "full", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")
@@ -55,6 +56,8 @@ class Configuration:
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
     """Optimizer state split over the replicas."""
+    cut: tuple[int, ...] | None = None
+    """Layers of every chunk, as of `megatron.training.layout.Layout`; None: even."""
 
     @property
     def num_microbatches(self) -> int:
@@ -75,7 +78,9 @@ class Configuration:
         """Megatron's flags."""
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
-        if self.vpp > 1:
+        if self.cut:
+            flags += [stages.FLAG, stages.text_of_cut(self.cut)]
+        elif self.vpp > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         flags += ["--micro-batch-size", str(self.micro_batch_size)]
         flags += ["--global-batch-size", str(self.global_batch_size)]
@@ -141,7 +146,7 @@ class Configuration:
             "cp": 1,
             "num_microbatches": self.num_microbatches,
             "recompute": how,
-            "cut": None,
+            "cut": list(self.cut) if self.cut else None,
             "rank_order": "tp-cp-ep-dp-pp",
             "node_order": None,
         }

@@ -21,6 +21,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cut_search import MOST_CUTS, search
 from copus_ext.planner.space import point_of, to_rows
+from megatron.training.stages import text_of_cut
 
 GIB = 2.0**30
 
@@ -58,13 +59,8 @@ class Cut:
 
     @property
     def layout(self) -> str:
-        """`--pipeline-model-parallel-layout`: E embedding, t layer, L head, | between chunks,
-        (..)*n repeated."""
-        texts = []
-        for n, run in itertools.groupby(self.layers[:-1]):
-            times, one = len(list(run)), _letters(n) + "|"
-            texts.append(f"({one})*{times}" if times > 2 else one * times)
-        return "E" + "".join(texts) + _letters(self.layers[-1]) + "L"
+        """The value of `--pipeline-model-parallel-layout`."""
+        return text_of_cut(self.layers)
 
     def __str__(self) -> str:
         """Short text such as `5,4x18,3`."""
@@ -95,10 +91,6 @@ class Cut:
             "proved": self.proved,
             "peak_bytes": list(self.peak_bytes),
         }
-
-
-def _letters(layers: int) -> str:
-    return f"t*{layers}" if layers > 1 else "t" * layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,15 +207,12 @@ def check(shape: ModelShape, layout: Layout) -> None:
 
 def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[Parameter]]:
     """The parameters of every model chunk of a pipeline stage, in registration order."""
-    depth = shape.num_layers // (layout.pp * layout.vpp)
     chunks = []
-    for chunk in range(layout.vpp):
-        # Interleaved: a stage has every pp-th slice of the stack.
-        start = (chunk * layout.pp + stage) * depth
+    for chunk, layers in enumerate(layout.layers_of_stage(shape.num_layers, stage)):
         is_first = stage == 0 and chunk == 0
         is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
         params = list(_embeddings(shape, layout)) if is_first else []
-        for layer in range(start, start + depth):
+        for layer in layers:
             params += [
                 p._replace(layer=(layer,), layers=(shape.num_layers,)) for p in _layer(shape)
             ]

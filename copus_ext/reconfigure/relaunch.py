@@ -26,6 +26,7 @@ from copus_ext.reconfigure.checked import (
     read_value,
     shown,
 )
+from megatron.training import stages
 from megatron.training.checkpoint_files import TRACKER, write_atomically
 from megatron.training.control import LAUNCH_NAME, supervised_launch
 from megatron.training.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
@@ -44,6 +45,15 @@ _TENSOR = "--tensor-model-parallel-size"
 _PIPELINE = "--pipeline-model-parallel-size"
 _LAYERS_OF_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_CUT_FLAGS = (
+    stages.FLAG,
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
+_COUNTED_IN_CUT = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 _MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
 _LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
 _ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
@@ -187,7 +197,10 @@ def flags_for(request: Request) -> list[str]:
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
-    if layout.vpp > 1:
+    if layout.cut:
+        # Its text says how many chunks a stage has.
+        flags += [stages.FLAG, stages.text_of_cut(layout.cut)]
+    elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]
     if request.micro_batch_size is not None:
         flags += [_MICRO, str(request.micro_batch_size)]
@@ -214,7 +227,8 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
     """
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
-    values, switches = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS}, set[str]()
+    values = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
+    switches = set(_COUNTED_IN_CUT)
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)
         if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Callable
 
 from megatron.training.batch_schedule import parse_steps
 from megatron.training.config.draft import Draft, Environment, flag_of
-from megatron.training.errors import UsageError
 from megatron.training.horizon import derive_horizon, schedule_of
-from megatron.training.layout import Layout, layout_problems
+from megatron.training.layout import Layout, layout_problems, recompute_problems
+from megatron.training.pipeline_flags import cut_of_flags, virtual_size
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -57,6 +58,8 @@ _AT_LEAST_ONE = [
     "lr_wsd_decay_samples",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
     "ddp_bucket_size",
     "distributed_timeout_minutes",
     "recompute_num_layers",
@@ -217,10 +220,12 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
 
 def _derive_layout(draft: Draft, environment: Environment) -> None:
     tp, pp = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
-    layout = Layout.from_world(environment.world_size, tp, pp, _virtual_size(draft, pp))
+    layout = Layout.from_world(environment.world_size, tp, pp, virtual_size(draft, pp))
+    layout = dataclasses.replace(layout, cut=cut_of_flags(draft, layout))
     draft["world_size"] = layout.world_size
     draft["data_parallel_size"] = layout.dp
     draft["virtual_pipeline_model_parallel_size"] = layout.vpp
+    draft["layers_of_chunks"] = layout.cut
     draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
     draft.require(
         draft["overlap_p2p_comm"] or layout.vpp == 1 or pp > 2,
@@ -267,24 +272,14 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     )
 
 
-def _virtual_size(draft: Draft, pp: int) -> int:
-    """Returns the number of model chunks per pipeline rank."""
-    layers = draft["num_layers_per_virtual_pipeline_stage"]
-    stages = draft["num_virtual_stages_per_pipeline_rank"]
-    if layers is not None and stages is not None:
-        raise UsageError(
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank "
-            "exclude each other; drop one"
-        )
-    if layers is None:
-        return stages or 1
-    if pp < 1 or draft["num_layers"] % (pp * layers) != 0:
-        raise UsageError(
-            f"--num-layers {draft['num_layers']} cannot be cut into {pp} pipeline ranks with "
-            f"chunks of --num-layers-per-virtual-pipeline-stage {layers}; choose a divisor of the "
-            f"layers per rank"
-        )
-    return draft["num_layers"] // (pp * layers)
+def _layout_of(draft: Draft) -> Layout:
+    return Layout(
+        tp=draft["tensor_model_parallel_size"],
+        pp=draft["pipeline_model_parallel_size"],
+        vpp=draft["virtual_pipeline_model_parallel_size"],
+        dp=draft["data_parallel_size"],
+        cut=draft["layers_of_chunks"],
+    )
 
 
 def _derive_precision(draft: Draft, environment: Environment) -> None:
@@ -353,13 +348,13 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
             f"--recompute-method {method} needs --recompute-granularity full; add it or drop the "
             "method",
         )
-    stages = draft["pipeline_model_parallel_size"] * draft["virtual_pipeline_model_parallel_size"]
-    per_stage = draft["num_layers"] // stages
-    draft.require(
-        granularity != "full" or (draft["recompute_num_layers"] or 0) <= per_stage,
-        f"--recompute-num-layers {draft['recompute_num_layers']} is more than the {per_stage} "
-        "layers of one pipeline stage; lower it",
-    )
+    if granularity == "full" and draft["recompute_num_layers"] is not None:
+        draft.problems += recompute_problems(
+            _layout_of(draft),
+            num_layers=draft["num_layers"],
+            method=method,
+            recompute_num_layers=draft["recompute_num_layers"],
+        )
     allowed = ("core_attn", "layernorm", "mlp")
     modules = draft["recompute_modules"] or ("core_attn",)
     draft["recompute_modules"] = modules if granularity == "selective" else ()

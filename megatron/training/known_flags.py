@@ -20,7 +20,6 @@ _FP8 = "8-bit and 4-bit matrix products are not supported; use --bf16"
 _OFFLOAD = "offloading to the host is not supported; shard with --use-distributed-optimizer"
 _FSDP = "FSDP is not supported; shard with --use-distributed-optimizer"
 _OPTIM = "only plain Adam with one learning rate is supported; remove the flag"
-_CUTS = "uneven cuts come with the planner; choose a --num-layers that divides evenly"
 _MODEL = "this trainer does not build such a model; remove the flag"
 _TASK = "only pre-training of a decoder-only GPT is supported; remove the flag"
 _STATE = "checkpoints are always torch_dist folders in --save; remove the flag"
@@ -179,10 +178,6 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
         "",
         "all data-parallel ranks start from the same weights; remove the flag",
     ),
-    ("--pipeline-model-parallel-layout", 1, "", _CUTS),
-    ("--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers", 1, "none", _CUTS),
-    ("--account-for-embedding-in-pipeline-split", 0, "", _CUTS),
-    ("--account-for-loss-in-pipeline-split", 0, "", _CUTS),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage",
         1,

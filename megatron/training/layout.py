@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.training.errors import UsageError
+
+_SIZES = ("tp", "pp", "vpp", "dp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,8 @@ class Layout:
     """How the ranks of a job share one model.
 
     Raises:
-        ValueError: a size is not an integer of at least 1, or `vpp` is used without a pipeline.
+        ValueError: a size is not an integer of at least 1, `vpp` is used without a pipeline, or
+            `cut` is not one number for every chunk.
     """
 
     tp: int = 1
@@ -25,14 +30,20 @@ class Layout:
     """Virtual pipeline size: model chunks held by each pipeline rank; 1 means no interleaving."""
     dp: int = 1
     """Data parallel size: copies of the model, each reading other samples."""
+    cut: tuple[int, ...] | None = None
+    """[pp * vpp] layers of every model chunk in the order of the model (chunk k is held by stage k
+    mod pp); None, also where equal numbers were given: the same for all."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name in _SIZES:
+            value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"layout size {field.name} must be an integer >= 1, got {value!r}")
+                raise ValueError(f"layout size {name} must be an integer >= 1, got {value!r}")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} needs a pipeline (pp > 1)")
+        if self.cut is not None:
+            cut = _checked_cut(self.cut, self.pp * self.vpp)
+            object.__setattr__(self, "cut", cut if len(set(cut)) > 1 else None)
 
     @property
     def world_size(self) -> int:
@@ -44,9 +55,37 @@ class Layout:
         """Number of ranks that hold one copy of the model."""
         return self.tp * self.pp
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """tp, pp, vpp, dp: all but the cut."""
+        return self.tp, self.pp, self.vpp, self.dp
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """[pp * vpp] layers of every chunk in the order of the model.
+
+        Args:
+            num_layers: of the whole model; a legal layout of it (`layout_problems`).
+        """
+        chunks = self.pp * self.vpp
+        return self.cut or (num_layers // chunks,) * chunks
+
+    def layers_of_stage(self, num_layers: int, stage: int) -> list[range]:
+        """Numbers of the layers of each chunk of a stage.
+
+        Args:
+            num_layers: of the whole model; a legal layout of it.
+            stage: rank in the pipeline.
+        """
+        counts = self.layers_of_chunks(num_layers)
+        ends = list(itertools.accumulate(counts))
+        # Interleaved: a stage has every pp-th chunk of the stack.
+        own = range(stage, len(counts), self.pp)
+        return [range(ends[k] - counts[k], ends[k]) for k in own]
+
     def __str__(self) -> str:
         virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
-        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}"
+        cut = f".cut{_runs(self.cut)}" if self.cut else ""
+        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}{cut}"
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
@@ -55,15 +94,19 @@ class Layout:
         Raises:
             ValueError: another form.
         """
-        found = re.fullmatch(r"tp(\d+)\.pp(\d+)(?:\.vpp(\d+))?\.dp(\d+)", text)
+        found = re.fullmatch(r"tp(\d+)\.pp(\d+)(?:\.vpp(\d+))?\.dp(\d+)(?:\.cut([\dx-]+))?", text)
         if not found:
             raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
-        tp, pp, vpp, dp = (int(size or 1) for size in found.groups())
-        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp)
+        *sizes, runs = found.groups()
+        tp, pp, vpp, dp = (int(size or 1) for size in sizes)
+        cut = None if runs is None else _from_runs(runs, pp * vpp)
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, cut=cut)
 
-    def to_json(self) -> dict[str, int]:
-        """Returns the four sizes as a JSON-safe dictionary."""
-        return asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        """Returns the four sizes, and the cut if there is one, as a JSON-safe dictionary."""
+        data = asdict(self)
+        cut = data.pop("cut")
+        return data if cut is None else {**data, "cut": list(cut)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
@@ -72,7 +115,7 @@ class Layout:
         Raises:
             ValueError: an unknown key or an illegal size.
         """
-        unknown = sorted(set(data) - {field.name for field in fields(cls)})
+        unknown = sorted(set(data) - {*_SIZES, "cut"})
         if unknown:
             raise ValueError(f"unknown layout keys: {', '.join(unknown)}")
         return cls(**data)
@@ -116,7 +159,6 @@ def layout_problems(
     seq_length: int,
     padded_vocab_size: int | None,
     sequence_parallel: bool,
-    layers_per_stage_given: bool = False,
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
 
@@ -130,8 +172,6 @@ def layout_problems(
         padded_vocab_size: rows of the embedding, or None while it is not known.
         sequence_parallel: whether activations are split over the sequence between tensor-parallel
             regions.
-        layers_per_stage_given: whether the layers of each stage were given, so that they need not
-            be equal.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
@@ -141,11 +181,16 @@ def layout_problems(
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
     problems = []
     stages = layout.pp * layout.vpp
-    if num_layers % stages != 0 and not layers_per_stage_given:
+    if layout.cut and sum(layout.cut) != num_layers:
+        problems.append(
+            f"the chunks of {layout} have {sum(layout.cut)} layers and --num-layers is "
+            f"{num_layers}; give --pipeline-model-parallel-layout as many"
+        )
+    if num_layers % stages != 0 and not layout.cut:
         problems.append(
             f"--num-layers {num_layers} cannot be cut into {layout.pp} pipeline ranks x "
-            f"{layout.vpp} virtual stages evenly; use a multiple of {stages} or change "
-            "--pipeline-model-parallel-size"
+            f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
+            "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
         )
     if num_attention_heads % tp != 0:
         problems.append(
@@ -169,6 +214,36 @@ def layout_problems(
             f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
         )
     return problems
+
+
+def recompute_problems(
+    layout: Layout, *, num_layers: int, method: str | None, recompute_num_layers: int
+) -> list[str]:
+    """Lists why whole layers cannot be computed again this way.
+
+    Args:
+        layout: a legal one.
+        num_layers: transformer layers of the whole model.
+        method: `uniform` or `block`.
+        recompute_num_layers: layers of a unit, or layers of every chunk.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix.
+    """
+    counts = set(layout.layers_of_chunks(num_layers)) - {0}
+    if recompute_num_layers > max(counts):
+        return [
+            f"--recompute-num-layers {recompute_num_layers} is more than the {max(counts)} layers "
+            "of one pipeline stage; lower it"
+        ]
+    broken = sorted(n for n in counts if n % max(recompute_num_layers, 1))
+    if method == "uniform" and broken:
+        # megatron-core would end with an IndexError in the first forward pass.
+        return [
+            f"--recompute-num-layers {recompute_num_layers} does not divide the {broken[0]} layers "
+            "of a pipeline stage, as --recompute-method uniform needs; lower it or use block"
+        ]
+    return []
 
 
 def batch_problems(layout: Layout, micro_batch_size: int, global_batch_size: int) -> list[str]:
@@ -204,6 +279,36 @@ def batch_problems(layout: Layout, micro_batch_size: int, global_batch_size: int
             f"{_nearest_multiples(global_batch_size, unit * group)}"
         ]
     return []
+
+
+def _checked_cut(cut: Sequence[int], chunks: int) -> tuple[int, ...]:
+    numbers = tuple(cut)
+    if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
+        raise ValueError(f"a cut is whole numbers, got {list(numbers)}")
+    if len(numbers) != chunks:
+        raise ValueError(f"a cut over {chunks} chunks needs as many numbers, got {len(numbers)}")
+    # The embedding and the head may stand alone.
+    if min(numbers) < 0 or 0 in numbers[1:-1] or not any(numbers):
+        raise ValueError(
+            f"every chunk but the first and the last needs a layer, got {list(numbers)}"
+        )
+    return numbers
+
+
+def _runs(cut: Sequence[int]) -> str:
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(cut)]
+    return "-".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
+
+
+def _from_runs(text: str, chunks: int) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for run in text.split("-"):
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", run)
+        times = int(found[2] or 1) if found else 0
+        if not found or times > chunks:
+            raise ValueError(f"{text!r} is no cut such as 5-4x2-3 over {chunks} chunks")
+        numbers += [int(found[1])] * times
+    return tuple(numbers)
 
 
 def _nearest_multiples(value: int, unit: int) -> str:

@@ -147,6 +147,7 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _entries_of_chunks(config),
         "sequence_parallel": config.parallel.sequence_parallel,
         "calculate_per_token_loss": config.batch.calculate_per_token_loss,
         "params_dtype": dtype,
@@ -163,6 +164,17 @@ def _parallelism(config: Config) -> dict[str, Any]:
         # without an error.
         "deallocate_pipeline_outputs": on_cuda,
     }
+
+
+def _entries_of_chunks(config: Config) -> list[list[str]] | None:
+    """What every chunk runs, as megatron-core wants to be told; None where it is even."""
+    cut = config.layout.cut
+    if cut is None:
+        return None
+    chunks = [["decoder"] * n for n in cut]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 def layer_spec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.training.errors import UsageError
-from megatron.training.layout import Layout, layout_problems
+from megatron.training.layout import Layout, layout_problems, recompute_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -44,11 +44,13 @@ def with_layout(config: Config, layout: Layout) -> Config:
         padded_vocab_size=model.padded_vocab_size,
         sequence_parallel=sequence_parallel,
     )
-    per_stage = model.num_layers // (layout.pp * layout.vpp)
     if config.recompute.recompute_granularity == "full" and not problems:
-        wanted = config.recompute.recompute_num_layers or 0
-        if wanted > per_stage:
-            problems.append(f"--recompute-num-layers {wanted} is more than {per_stage} of a stage")
+        problems += recompute_problems(
+            layout,
+            num_layers=model.num_layers,
+            method=config.recompute.recompute_method,
+            recompute_num_layers=config.recompute.recompute_num_layers or 0,
+        )
     if layout.vpp > 1 and layout.pp == 2 and not overlap:
         problems.append("--no-overlap-p2p-communication excludes a virtual pipeline over 2 ranks")
     if problems:
@@ -59,6 +61,12 @@ def with_layout(config: Config, layout: Layout) -> Config:
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "layers_of_chunks": layout.cut,
         "data_parallel_size": layout.dp,
         "sequence_parallel": sequence_parallel,
         "overlap_p2p_comm": overlap,

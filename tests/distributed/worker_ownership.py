@@ -47,13 +47,20 @@ MORE = [
     (1, 1, 1, "llama", f"{SHARDED} --overlap-grad-reduce"),
     (1, 2, 2, "llama", "--overlap-grad-reduce --ddp-bucket-size 5000 --bf16"),
 ]
+CUTS = [
+    (1, 2, 1, "llama", f"{SHARDED} --pipeline-model-parallel-layout Ettt|tL"),
+    (2, 2, 1, "gpt2", f"{BUCKETS} --pipeline-model-parallel-layout Et|tttL"),
+    (1, 2, 1, "gpt2", f"{BUCKETS} --bf16 --pipeline-model-parallel-layout E|tt|t|tL"),
+    (1, 4, 1, "llama", "--account-for-loss-in-pipeline-split --num-layers 7"),
+    (1, 4, 1, "gpt2", f"{SHARDED} --pipeline-model-parallel-layout E|ttt|t|L"),
+]
 THREE_RANKS = [
     (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),
     (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6"),
     (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
 ]
 CASES = {
-    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE,
+    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE + CUTS,
     3: THREE_RANKS,
 }
 MISTAKES: dict[str, dict[str, Any]] = {

@@ -18,19 +18,28 @@ OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-
 ODD = "--hidden-size 96 --ffn-hidden-size 200 --kv-channels 12 --num-layers 4"
 ALL = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
 FEW = [(1, 1, 1), (2, 1, 1), (1, 2, 2)]
+CUTS = [
+    (1, 1, 1),
+    (1, 2, 1),
+    (1, 2, 1, (3, 1)),
+    (2, 2, 1, (1, 3)),
+    (1, 2, 2, (0, 2, 1, 1)),
+    (1, 4, 1, (0, 3, 1, 0)),
+]
 THREE = [(1, 1, 1), (1, 3, 1), (1, 3, 2)]
 SIX = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
-VARIANTS: dict[str, tuple[str, list[tuple[int, int, int]], list[tuple[int, int, int]]]] = {
+VARIANTS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "llama": (f"{TINY} {SHARDED}", ALL, [(2, 1, 1), (1, 2, 2), (2, 2, 1)]),
     "gpt2-odd-bf16": (f"{TINY_GPT2} {ODD} --bf16 {OVERLAP}", ALL, [(1, 4, 1)]),
+    "gpt2-cuts": (f"{TINY_GPT2} {OVERLAP}", CUTS, [(1, 2, 1, (3, 1)), (1, 2, 2, (0, 2, 1, 1))]),
     "llama-plain": (TINY, FEW, [(1, 2, 2)]),
     "gpt2-bf16-plain": (f"{TINY_GPT2} --bf16", FEW, []),
     "llama-kept": (f"{TINY} {SHARDED}", [*FEW, (2, 2, 1)], [(2, 1, 1)]),
     "llama-fp16": (f"{TINY} --fp16 --initial-loss-scale 1024 {SHARDED}", FEW, [(2, 1, 1)]),
     "three": (f"{TINY_GPT2} {SIX} --global-batch-size 12 --bf16 {OVERLAP}", THREE, [(1, 3, 1)]),
 }
-"""Flags of a model, the layouts (tp, pp, vpp) whose pairs it goes through, and those that it trains
-on in."""
+"""Flags of a model, the layouts (tp, pp, vpp and layers of chunks, if uneven) whose pairs it goes
+through, and those that it trains on in."""
 BEFORE, AFTER = 3, 3
 
 
@@ -128,9 +137,9 @@ def main(output: Path, names: list[str]) -> None:
             assert self.mover is not None
             before, local, rest = state_of(job)
             visited = {job.config.layout: local}
-            for tp, pp, vpp in self.path:
-                size = dist.get_world_size()
-                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=size // (tp * pp))
+            for tp, pp, vpp, *uneven in self.path:
+                dp, cut = dist.get_world_size() // (tp * pp), uneven[0] if uneven else None
+                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, cut=cut)
                 start = str(job.config.layout)
                 built = self.mover.build_ahead(job.config, [to])
                 outcome = self.mover.move(job, to, job.state.settings)

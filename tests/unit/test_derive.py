@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from megatron.training.config.fields import option_specs
 from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout
+from megatron.training.relayout import with_layout
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -126,6 +129,86 @@ def test_virtual_pipeline(flags: str) -> None:
         2,
     )
     assert "--no-overlap-p2p-communication" in text
+
+
+EIGHT = "--num-layers 8 --pipeline-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        ("2 --pipeline-model-parallel-layout Et*5|tttL", Layout(pp=2, cut=(5, 3))),
+        ("2 --pipeline-model-parallel-layout Etttt|ttttL", Layout(pp=2)),
+        ("2 --pipeline-model-parallel-layout E|(t*4|)*2L", Layout(pp=2, vpp=2, cut=(0, 4, 4, 0))),
+        ("2 --decoder-first-pipeline-num-layers 5", Layout(pp=2, cut=(5, 3))),
+        ("4 --decoder-last-pipeline-num-layers 2", Layout(pp=4)),
+        ("4 --decoder-last-pipeline-num-layers 5", Layout(pp=4, cut=(1, 1, 1, 5))),
+        (
+            "2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 2 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            Layout(pp=2, vpp=2, cut=(3, 1, 3, 1)),
+        ),
+        (
+            "3 --account-for-loss-in-pipeline-split --global-batch-size 6",
+            Layout(pp=3, cut=(3, 3, 2)),
+        ),
+        (
+            "5 --account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split "
+            "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 10",
+            Layout(pp=5, vpp=2, cut=(0, 1, 1, 1, 1, 1, 1, 1, 1, 0)),
+        ),
+    ],
+)
+def test_cuts(flags: str, layout: Layout) -> None:
+    config = config_of(f"--global-batch-size 4 {EIGHT} {flags}", layout.pp)
+    assert config.layout == layout
+    again = type(config).from_flat(json.loads(json.dumps(config.flat())))
+    assert again.layout == layout
+    even = with_layout(config, Layout(pp=1, dp=layout.pp)) if layout.pp != 3 else None
+    assert even is None or even.layout == Layout(dp=layout.pp)
+    assert with_layout(config, layout).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("2 --pipeline-model-parallel-layout Et*5|ttL", ["--num-layers 8", "7 t"]),
+        ("2 --pipeline-model-parallel-layout Et*8L", ["1 chunks", "-size 2"]),
+        ("2 --pipeline-model-parallel-layout Ett|t*6", ["L last"]),
+        ("2 --pipeline-model-parallel-layout Et*7m|tL", ["m is none of"]),
+        ("2 --pipeline-model-parallel-layout Et*7|(tL", ["bracket"]),
+        ("2 --pipeline-model-parallel-layout *3Et*7|tL", ["nothing before"]),
+        ("2 --pipeline-model-parallel-layout Et*99999999|tL", ["use E, t"]),
+        ("2 --pipeline-model-parallel-layout Et*4||t*4|L", ["every chunk"]),
+        (
+            "2 --pipeline-model-parallel-layout Et*5|tttL --decoder-first-pipeline-num-layers 5",
+            ["--pipeline-model-parallel-layout and --decoder-first", "exclude"],
+        ),
+        (
+            "2 --pipeline-model-parallel-layout Et|ttt|t|tttL "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            ["exclude"],
+        ),
+        (
+            "2 --decoder-first-pipeline-num-layers 5 --account-for-loss-in-pipeline-split",
+            ["exclude"],
+        ),
+        ("1 --decoder-first-pipeline-num-layers 5", ["--pipeline-model-parallel-size"]),
+        ("4 --decoder-first-pipeline-num-layers 4", ["leaves 4", "3 other stages"]),
+        ("2 --decoder-first-pipeline-num-layers 8", ["leaves 0"]),
+        ("2 --decoder-first-pipeline-num-layers 0", ["must be at least 1"]),
+        ("2 --account-for-loss-in-pipeline-split", ["9, no multiple of 2"]),
+        (
+            "2 --decoder-first-pipeline-num-layers 5 --num-virtual-stages-per-pipeline-rank 2",
+            ["no multiple of 2 virtual stages"],
+        ),
+    ],
+)
+def test_cuts_that_are_refused(flags: str, parts: list[str]) -> None:
+    text = refusal(f"--global-batch-size 4 {EIGHT} {flags}", int(flags.split()[0]))
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
 
 
 def test_on_cpu_and_on_gpu() -> None:

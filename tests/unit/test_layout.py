@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.training.errors import UsageError
-from megatron.training.layout import Layout, batch_problems, layout_problems
+from megatron.training.layout import (
+    Layout,
+    batch_problems,
+    layout_problems,
+    recompute_problems,
+)
 
 SIZES = st.integers(1, 8)
 
@@ -17,6 +25,16 @@ def layouts(draw: st.DrawFn) -> Layout:
     pp = draw(SIZES)
     vpp = draw(SIZES) if pp > 1 else 1
     return Layout(tp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES))
+
+
+@st.composite
+def cut_layouts(draw: st.DrawFn) -> Layout:
+    pp = draw(st.integers(2, 6))
+    vpp = draw(st.integers(1, 3))
+    counts = draw(st.lists(st.integers(1, 12), min_size=pp * vpp, max_size=pp * vpp))
+    if draw(st.booleans()):
+        counts[0] = 0
+    return Layout(tp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES), cut=tuple(counts))
 
 
 MODEL = {
@@ -30,14 +48,56 @@ MODEL = {
 }
 
 
+@given(layouts() | cut_layouts())
+def test_json_and_text_round_trip(layout: Layout) -> None:
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+    assert Layout.from_text(str(layout)) == layout
+    assert set(layout.to_json()) == {"tp", "pp", "vpp", "dp"} | ({"cut"} if layout.cut else set())
+
+
 @given(layouts())
-def test_json_round_trip_and_sizes(layout: Layout) -> None:
-    assert Layout.from_json(layout.to_json()) == layout
+def test_sizes(layout: Layout) -> None:
     assert layout.world_size == layout.model_parallel_size * layout.dp
     assert Layout.from_world(layout.world_size, layout.tp, layout.pp, layout.vpp) == layout
 
 
-@given(layouts(), layouts())
+@given(cut_layouts())
+def test_every_layer_is_on_one_stage_in_order(layout: Layout) -> None:
+    counts = layout.layers_of_chunks(0) if layout.cut else None
+    num_layers = sum(counts) if counts else 3 * layout.pp * layout.vpp
+    stages = [layout.layers_of_stage(num_layers, stage) for stage in range(layout.pp)]
+    assert all(len(chunks) == layout.vpp for chunks in stages)
+    order = [layer for chunk in range(layout.vpp) for stage in stages for layer in stage[chunk]]
+    assert order == list(range(num_layers))
+    own = tuple(len(stages[k % layout.pp][k // layout.pp]) for k in range(layout.pp * layout.vpp))
+    assert own == layout.layers_of_chunks(num_layers)
+
+
+def test_an_even_cut_is_no_cut() -> None:
+    assert Layout(pp=2, cut=(4, 4)) == Layout(pp=2)
+    assert Layout(pp=2, cut=(5, 3)) != Layout(pp=2)
+    assert str(Layout(pp=4, dp=2, cut=(5, 4, 4, 3))) == "tp1.pp4.dp2.cut5-4x2-3"
+
+
+@pytest.mark.parametrize("cut", [(4,), (4, 4, 4), (-1, 9), (0, 0), (1.5, 3), (True, 2), ("4", 4)])
+def test_a_cut_is_one_number_for_every_chunk(cut: tuple) -> None:
+    with pytest.raises(ValueError, match=r"cut|chunk"):
+        Layout(pp=2, cut=cut)
+
+
+@pytest.mark.parametrize("text", ["cut", "cut5", "cut5-x", "cut5x9999999999", "cut5-3-1", "cut-"])
+def test_a_cut_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"cut|layout|number"):
+        Layout.from_text(f"tp1.pp2.dp1.{text}")
+
+
+def test_no_chunk_in_the_middle_is_empty() -> None:
+    assert Layout(pp=3, cut=(0, 5, 0)).layers_of_chunks(5) == (0, 5, 0)
+    with pytest.raises(ValueError, match="needs a layer"):
+        Layout(pp=3, cut=(4, 0, 1))
+
+
+@given(layouts() | cut_layouts(), layouts() | cut_layouts())
 def test_text_tells_layouts_apart(one: Layout, other: Layout) -> None:
     assert (str(one) == str(other)) == (one == other)
     assert (".vpp" in str(one)) == (one.vpp > 1)
@@ -101,8 +161,9 @@ def test_each_rule_alone(layout: Layout, change: dict, flag: str) -> None:
 
 
 def test_relaxed_rules() -> None:
-    uneven = {**MODEL, "layers_per_stage_given": True}
-    assert layout_problems(Layout(pp=3), **uneven) == []
+    assert layout_problems(Layout(pp=3, cut=(3, 3, 2)), **MODEL) == []
+    (problem,) = layout_problems(Layout(pp=3, cut=(4, 3, 2)), **MODEL)
+    assert "9 layers and --num-layers is 8" in problem
     assert layout_problems(Layout(tp=8), **MODEL) == []
     plain = {**MODEL, "seq_length": 63, "sequence_parallel": False, "padded_vocab_size": None}
     assert layout_problems(Layout(tp=2), **plain) == []
@@ -122,6 +183,27 @@ def test_the_fix_that_is_offered_works(layout: Layout, micro: int, batch: int) -
     (problem,) = problems
     for size in problem.rsplit("use ", 1)[1].split(" or "):
         assert batch_problems(layout, micro, int(size)) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "method", "number", "part"),
+    [
+        ((3, 5), "uniform", 1, None),
+        ((3, 5), "uniform", 2, "does not divide the 3 layers"),
+        ((2, 6), "uniform", 2, None),
+        ((0, 8), "uniform", 8, None),
+        ((3, 5), "block", 5, None),
+        ((3, 5), "block", 6, "more than the 5 layers"),
+        (None, "uniform", 3, "does not divide the 4 layers"),
+        (None, "block", 3, None),
+    ],
+)
+def test_recomputation(cut: Any, method: str, number: int, part: str | None) -> None:
+    problems = recompute_problems(
+        Layout(pp=2, cut=cut), num_layers=8, method=method, recompute_num_layers=number
+    )
+    assert bool(problems) == (part is not None)
+    assert part is None or part in problems[0]
 
 
 def test_batch_below_one() -> None:

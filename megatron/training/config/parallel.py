@@ -19,6 +19,17 @@ class ParallelConfig:
     """Layers of one model chunk of an interleaved pipeline."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None)
     """Model chunks of each rank of an interleaved pipeline."""
+    pipeline_model_parallel_layout: str | None = option(None)
+    """Layers of every pipeline stage or chunk, such as `Ett|(ttt|)*2tL`: E embedding, t layer, L
+    head. Default: as many for each."""
+    decoder_first_pipeline_num_layers: int | None = option(None)
+    """Layers of the first pipeline stage; the others share the rest evenly."""
+    decoder_last_pipeline_num_layers: int | None = option(None)
+    """Layers of the last pipeline stage; the others share the rest evenly."""
+    account_for_embedding_in_pipeline_split: bool = option(False)
+    """Count the embedding as a layer when layers are shared out over stages."""
+    account_for_loss_in_pipeline_split: bool = option(False)
+    """Count the loss as a layer when layers are shared out over stages."""
     sequence_parallel: bool = option(False)
     """Split activations over the sequence between tensor-parallel regions; off at tensor
     parallel size 1."""
@@ -49,6 +60,8 @@ class ParallelConfig:
     """Copies of the model: ranks / (tensor x pipeline parallel size)."""
     virtual_pipeline_model_parallel_size: int = derived(None)
     """Model chunks of each pipeline rank; 1 means no interleaving."""
+    layers_of_chunks: tuple[int, ...] | None = derived(None)
+    """Layers of every model chunk in the order of the model; None: as many for each."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,6 +76,7 @@ def stored_layout(arguments: Mapping[str, Any]) -> Layout:
         pp=arguments.get("pipeline_model_parallel_size") or 1,
         vpp=arguments.get("virtual_pipeline_model_parallel_size") or 1,
         dp=arguments.get("data_parallel_size") or 1,
+        cut=arguments.get("layers_of_chunks"),
     )
 
 
@@ -90,6 +91,8 @@ def wished_layout(arguments: Mapping[str, Any], wish: Wish) -> Layout:
     merged = {**stored.to_json(), **{n: s for n, s in sizes.items() if s is not None}}
     if merged["pp"] == 1 and wish.vpp is None:
         merged["vpp"] = 1
+    if (merged["pp"], merged["vpp"]) != (stored.pp, stored.vpp):
+        merged.pop("cut", None)
     if merged["vpp"] > 1 and merged["pp"] == 1:
         raise UsageError(f"--vpp {merged['vpp']} needs a pipeline; give --pp of at least 2")
     return Layout(**merged)
@@ -232,6 +235,7 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         "virtual_pipeline_model_parallel_size": virtual,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
+        **_cut_of(arguments, layout),
         "overlap_p2p_comm": layout.vpp > 1,
         "data_parallel_size": layout.dp,
         "world_size": layout.world_size,
@@ -239,6 +243,19 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         "padded_vocab_size": target.vocab,
         **({"pad_vocab_for_tensor_parallel_size": padded_for} if padded_for else {}),
     }
+
+
+def _cut_of(arguments: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Flags of uneven stages, where the checkpoint knows of such."""
+    values = {
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "layers_of_chunks": list(layout.cut) if layout.cut else None,
+    }
+    return {name: value for name, value in values.items() if name in arguments}
 
 
 def _set_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> None:
