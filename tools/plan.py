@@ -81,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--cuts", action="store_true", help="also the fastest uneven stages of what is shown"
     )
+    out.add_argument(
+        "--uneven",
+        action="store_true",
+        help="also rank over the links and nodes of --cluster FILE.json as they are, each layout "
+        "with the order of nodes and the cut of layers that suit it",
+    )
     out.add_argument("--rejected", action="store_true", help="name every rejected configuration")
     out.add_argument("--output", type=Path, help="write the answer there")
     out.add_argument(
@@ -88,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also say which node goes where, for the best of every batch (needs links)",
     )
-    out.add_argument("--hostfile", type=Path, help="with --order: write the hosts, one a line")
+    out.add_argument("--hostfile", type=Path, help="with --order or --uneven: write the hosts")
     out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
     return p
 
@@ -113,8 +119,12 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem("--cuts goes with a table or --json of a search; drop one")
     if args.order and args.format == "flags":
         raise UsageProblem("--order goes with a table, --json or --explain; drop --format flags")
-    if args.hostfile is not None and not args.order:
-        raise UsageProblem("--hostfile goes with --order; add it")
+    if args.uneven and (args.format == "flags" or args.explain is not None):
+        raise UsageProblem("--uneven goes with a table or --json of a search; drop one")
+    if args.uneven and args.order:
+        raise UsageProblem("--uneven searches the order of nodes, too; drop --order")
+    if args.hostfile is not None and not (args.order or args.uneven):
+        raise UsageProblem("--hostfile goes with --order or --uneven; add one")
     constants = None
     if args.constants is not None:
         try:
@@ -132,7 +142,12 @@ def planner_of(args: argparse.Namespace) -> Any:
     cluster = cluster_of(args)
     if args.order and cluster.links is None:
         raise UsageProblem('--order needs measured "links" in --cluster FILE.json; add them')
-    if args.hostfile is not None and not cluster.links.hosts:
+    if args.uneven and cluster.links is None and not cluster.nodes:
+        raise UsageProblem(
+            '--uneven needs "links" or "nodes" in --cluster FILE.json; without, all nodes are alike'
+        )
+    hosts = cluster.links.hosts if cluster.links is not None else ()
+    if args.hostfile is not None and not hosts:
         raise UsageProblem('--hostfile needs "hosts", the names of the nodes, in "links"; add them')
     return Planner(
         model,
@@ -213,10 +228,13 @@ def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
 
 def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
     """The hosts in the order of the first answer, where a file is asked for."""
+    from copus_ext.planner.fitted import Fitted
+
     if args.hostfile is None or not found:
         return
-    hosts = found[0].order.hosts
-    if any(other.order.hosts != hosts for other in found):
+    orders = [x.names if isinstance(x, Fitted) else list(x.order.hosts) for x in found]
+    hosts = orders[0]
+    if any(other != hosts for other in orders):
         raise UsageProblem("--hostfile: the batches want different orders; ask for one batch")
     try:
         args.hostfile.write_text("".join(f"{host}\n" for host in hosts))
@@ -251,7 +269,9 @@ def answer(args: argparse.Namespace) -> int:
     plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
     for plan in plans:
         plan.ranked[:1] = [ordered(args, planner, first) for first in plan.ranked[:1]]
-    write_hosts(args, [plan.ranked[0] for plan in plans if plan.ranked])
+    fitted = fitted_of(args, planner, plans)
+    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
+    write_hosts(args, firsts if fitted is None else [best[0] for best in fitted if best])
     recut = cuts_of(args, planner, plans)
     if args.format == "json":
         about = constants_of(args, planner)
@@ -264,6 +284,7 @@ def answer(args: argparse.Namespace) -> int:
             warnings=[missing] if about["residual"] is None else [],
             elapsed_s=None if args.output else time.monotonic() - started,
             recuts=recut,
+            fitted=fitted,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
@@ -271,7 +292,8 @@ def answer(args: argparse.Namespace) -> int:
         _put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
-        report.table(plans, report.console_for(sys.stdout if args.output is None else text), recut)
+        console = report.console_for(sys.stdout if args.output is None else text)
+        report.table(plans, console, recut, fitted)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     failed = [plan for plan in plans if plan.status != "ok"]
@@ -320,6 +342,15 @@ def cuts_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[An
     from copus_ext.planner.recut import recuts
 
     return [recuts(planner, plan) for plan in plans]
+
+
+def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
+    """Every plan over links and nodes as they are, if that was asked for."""
+    if not args.uneven:
+        return None
+    from copus_ext.planner.uneven import refit
+
+    return [refit(planner, plan) if plan.ranked else [] for plan in plans]
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from copus_ext.perf.cluster_spec import ClusterSpec, here, preset, quantity
+from copus_ext.perf.cluster_spec import ClusterSpec, here, preset
+from copus_ext.perf.gpus import quantity
 from copus_ext.perf.model_spec import SpecError
 from copus_ext.probe.findings import find
 from copus_ext.probe.meeting import Ended, Meeting, Place, Silence, meet, place_of

@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import subprocess
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from copus_ext.perf.constants import Constants
+from copus_ext.perf.gpus import GPUS, GpuSpec, checked, gpu_named, is_positive, quantity
 from copus_ext.perf.links import Links
 from copus_ext.perf.model_spec import SpecError
+from copus_ext.perf.nodes import NodeSpec, nodes_from_json, nodes_to_json
 from copus_ext.perf.spec_file import read_json
 
-_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _CONSTANTS = Path(__file__).parent / "data"
 _MOST_GPUS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuSpec:
-    """One kind of GPU (or CPU rank)."""
-
-    name: str
-    """What to call it."""
-    memory_bytes: float
-    """Memory of one."""
-    peak_flops: float
-    """Dense bf16 peak, FLOP/s."""
-    hbm_bytes_per_s: float
-    """Memory bandwidth."""
-    num_sms: int
-    """Multiprocessors."""
-    fp32_peak_flops: float | None = None
-    """Peak in fp32 (TF32 where that is the default); None: half of the bf16 one."""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise SpecError(f"gpu.name {str(self.name)[:60]!r} must be a text")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            may_lack = field.name == "fp32_peak_flops" and value is None
-            if not may_lack and field.name != "name" and not _is_positive(value):
-                raise SpecError(f"gpu.{field.name} {str(value)[:60]!r} must be positive")
-
-    def peak(self, precision: str) -> float:
-        """Dense peak at a precision."""
-        if precision != "fp32":
-            return self.peak_flops
-        return self.fp32_peak_flops or self.peak_flops / 2
-
-
-@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """Equal nodes of equal GPUs."""
+    """Nodes of as many GPUs each; equal ones, unless `nodes` or `links` say otherwise."""
 
     gpu: GpuSpec
     """What a rank runs on."""
@@ -71,22 +37,29 @@ class ClusterSpec:
     """Name of the fitted constants (`copus_ext/perf/data/NAME.json`)."""
     links: Links | None = None
     """What every pair of nodes was measured to have; None: all pairs have `nic_bytes_per_s`."""
+    nodes: tuple[NodeSpec, ...] = ()
+    """What every node is; none: all are of `gpu`."""
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "gpus_per_node"):
             value = getattr(self, name)
-            if not (isinstance(value, int) and _is_positive(value) and value <= _MOST_GPUS):
+            if not (isinstance(value, int) and is_positive(value) and value <= _MOST_GPUS):
                 raise SpecError(f"cluster.{name} {str(value)[:60]} must be a whole number from 1")
         if self.world_size > _MOST_GPUS:
             raise SpecError(f"a cluster of {self.world_size} GPUs is more than {_MOST_GPUS}")
         for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
-            if not _is_positive(value := getattr(self, name)):
+            if not is_positive(value := getattr(self, name)):
                 raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
         if self.links is not None and self.links.num_nodes != self.num_nodes:
             has = self.links.num_nodes
             raise SpecError(
                 f"links.bytes_per_s is {has}x{has} but the cluster has {self.num_nodes} nodes; "
                 f"measure again or give num_nodes {has}"
+            )
+        if self.nodes and len(self.nodes) != self.num_nodes:
+            raise SpecError(
+                f"nodes describes {len(self.nodes)} nodes and the cluster has {self.num_nodes}; "
+                "make their counts add up"
             )
 
     @property
@@ -128,8 +101,8 @@ class ClusterSpec:
         return known[self.constants]
 
     def resize(self, world_size: int) -> ClusterSpec:
-        """The same kind of machine with so many GPUs; measured links are those of all its nodes
-        and stay only with them.
+        """The same kind of machine with so many GPUs; measured links and unequal nodes are those of
+        all of it and stay only with them.
 
         Raises:
             SpecError: they do not fill whole nodes.
@@ -139,18 +112,22 @@ class ClusterSpec:
         if world_size == self.world_size:
             return self
         if world_size <= self.gpus_per_node:
-            return replace(self, num_nodes=1, gpus_per_node=world_size, links=None)
+            return replace(self, num_nodes=1, gpus_per_node=world_size, links=None, nodes=())
         if world_size % self.gpus_per_node:
             raise SpecError(
                 f"{world_size} GPUs do not fill nodes of {self.gpus_per_node}; use a multiple"
             )
-        return replace(self, num_nodes=world_size // self.gpus_per_node, links=None)
+        return replace(self, num_nodes=world_size // self.gpus_per_node, links=None, nodes=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = asdict(self)
-        del data["links"]
-        return data if self.links is None else {**data, "links": self.links.to_json()}
+        del data["links"], data["nodes"]
+        if self.links is not None:
+            data["links"] = self.links.to_json()
+        if self.nodes:
+            data["nodes"] = nodes_to_json(self.nodes)
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ClusterSpec:
@@ -167,9 +144,10 @@ class ClusterSpec:
         if not isinstance(gpu, dict):
             raise SpecError("cluster.gpu must name a GPU or describe one")
         links = data.get("links")
-        own = _checked(cls, {**data, "gpu": None, "links": None}, "cluster")
-        own["gpu"] = GpuSpec(**_checked(GpuSpec, gpu, "gpu"))
+        own = checked(cls, {**data, "gpu": None, "links": None, "nodes": None}, "cluster")
+        own["gpu"] = GpuSpec(**checked(GpuSpec, gpu, "gpu"))
         own["links"] = None if links is None else Links.from_json(links, quantity)
+        own["nodes"] = nodes_from_json(data.get("nodes"), own["gpu"])
         return cls(**own)
 
     @classmethod
@@ -184,64 +162,6 @@ class ClusterSpec:
         except ValueError as error:
             raise SpecError(f"{path.name} is no JSON: {error}") from error
 
-
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
-
-
-def _checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
-    names = {f.name: f for f in fields(kind)}  # pyright: ignore[reportArgumentType]
-    unknown = sorted(set(data) - set(names))
-    if unknown:
-        raise SpecError(f"unknown {what} keys: {', '.join(unknown)}")
-    missing = [n for n, f in names.items() if n not in data and f.default is f.default_factory]
-    if missing:
-        raise SpecError(f"{what} lacks {', '.join(missing)}")
-    texts = ("name", "constants")
-    return {n: quantity(v) if isinstance(v, str) and n not in texts else v for n, v in data.items()}
-
-
-def quantity(text: str) -> float:
-    """Bytes, bytes per second or FLOP/s of a text such as `80GiB`, `400Gb/s` (bits) or `50GB/s`.
-
-    Raises:
-        SpecError: not such a text.
-    """
-    found = re.fullmatch(
-        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(b|B|FLOP)?(/s)?", text.strip()
-    )
-    if not found:
-        raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
-    number, prefix, unit, _ = found.groups()
-    return float(number) * _UNITS[prefix or ""] / (8 if unit == "b" else 1)
-
-
-def _gpu(name: str, gib: float, tflops: float, tbps: float, sms: int, fp32: float) -> GpuSpec:
-    return GpuSpec(
-        name=name,
-        memory_bytes=gib * 2**30,
-        peak_flops=tflops * 1e12,
-        hbm_bytes_per_s=tbps * 1e12,
-        num_sms=sms,
-        fp32_peak_flops=fp32 * 1e12,
-    )
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        _gpu("A100-40GB", 40, 312, 1.555, 108, 156),
-        _gpu("A100-80GB", 80, 312, 2.039, 108, 156),
-        _gpu("H100-80GB", 80, 989, 3.35, 132, 494),
-        _gpu("H200-141GB", 141, 989, 4.8, 132, 494),
-        _gpu("B200-180GB", 180, 2250, 8.0, 148, 1125),
-        _gpu("MI210-64GB", 64, 181, 1.6, 104, 22.6),
-        _gpu("MI250-128GB", 128, 362, 3.2, 208, 45.3),
-        _gpu("CPU-rank", 8, 0.06, 0.01, 1, 0.06),
-    )
-}
-"""Data sheets: memory GiB, dense bf16 TFLOP/s, TB/s, multiprocessors, TF32 or fp32 TFLOP/s."""
 
 _KINDS = {
     "a100-40g": ("A100-40GB", 8, 300e9, 100e9, "a100-80g"),
@@ -264,20 +184,6 @@ def of_gpu(gpu: str, *, nodes: int, gpus_per_node: int) -> ClusterSpec:
     spec = gpu_named(gpu)
     kind = next(kind for kind, (name, *_) in _KINDS.items() if name == spec.name)
     return replace(preset(f"{kind}:1"), num_nodes=nodes, gpus_per_node=gpus_per_node)
-
-
-def gpu_named(name: str) -> GpuSpec:
-    """A GPU of the list.
-
-    Raises:
-        SpecError: it is not there.
-    """
-    if name not in GPUS:
-        raise SpecError(
-            f"--gpu {name}: unknown; known: {', '.join(GPUS)}, or give --cluster with memory_bytes "
-            "and peak_flops"
-        )
-    return GPUS[name]
 
 
 def preset(text: str) -> ClusterSpec:

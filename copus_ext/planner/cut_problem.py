@@ -30,6 +30,8 @@ class Priced:
     """[pp, n] seconds behind the last backward pass."""
     peak_bytes: Any
     """[pp, n] bytes that a stage needs."""
+    parameters: Any
+    """[pp, n] parameters that a rank of a stage holds."""
 
     def take(self, at: Any) -> Priced:
         """Some of them."""
@@ -38,6 +40,7 @@ class Priced:
             backward_s=self.backward_s[..., at],
             end_s=self.end_s[:, at],
             peak_bytes=self.peak_bytes[:, at],
+            parameters=self.parameters[:, at],
         )
 
 
@@ -182,6 +185,7 @@ class CutProblem:
             backward_s=parts["backward_s"],
             end_s=end,
             peak_bytes=peak,
+            parameters=parts["parameters"].sum(axis=1),
         )
 
     def step_s(self, priced: Priced) -> Any:

@@ -6,6 +6,7 @@ depends on the nodes, on the layout and a little on the batch; nothing here runs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -161,11 +162,16 @@ def limits(placement: Placement, order: Any) -> tuple[Limit, ...]:
     )
 
 
-def network_of(cluster: ClusterSpec, c: Constants) -> Network:
+def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = ()) -> Network:
     """The network of a cluster whose links were measured.
 
+    Args:
+        cluster: with its links.
+        c: constants of the cost model.
+        slowness: [nodes] factor on the seconds of passes on a node; none: all are equal.
+
     Raises:
-        SpecError: they were not.
+        SpecError: the links were not measured.
     """
     if cluster.links is None:
         raise SpecError('the cluster has no "links"; measure them and give --cluster FILE.json')
@@ -176,6 +182,7 @@ def network_of(cluster: ClusterSpec, c: Constants) -> Network:
         links=cluster.links,
         exchange_s=c.exchange_s,
         ring_s=c.tp_latency_s / 2,
+        slowness=tuple(slowness),
     )
 
 
@@ -202,6 +209,13 @@ def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Const
         end=end,
         fixed_s=c.step_s,
     )
+
+
+def uniform_links(cluster: ClusterSpec) -> Links:
+    """Links as the rest of the description of a cluster has them."""
+    num, speed = cluster.num_nodes, cluster.nic_bytes_per_s
+    rows = [tuple(speed if i != j else 0.0 for j in range(num)) for i in range(num)]
+    return Links(bytes_per_s=tuple(rows), latency_s=((0.0,) * num,) * num)
 
 
 def order_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -86,15 +87,24 @@ class NodeOrder:
         ways = [("limit", self.limits_after)]
         if not self.is_given:
             ways.insert(0, ("limit as given", self.limits_before))
-        return lines + [f"  {when}: {self._told(limit)}" for when, all_ in ways for limit in all_]
+        return lines + [
+            f"  {when}: {told(limit, self.name)}" for when, all_ in ways for limit in all_
+        ]
 
-    def _told(self, limit: Limit) -> str:
-        what = (
-            f"messages of stage {limit.stage}, {1e3 * limit.seconds:.3g} ms each,"
-            if limit.kind == "pipeline"
-            else f"gradients of stage {limit.stage}, {1e3 * limit.seconds:.3g} ms,"
-        )
-        return (
-            f"{what} from {self.name(limit.source)} to {self.name(limit.target)} "
-            f"({limit.bytes_per_s / 1e9:.3g} GB/s, {1e6 * limit.latency_s:.3g} us)"
-        )
+
+def told(limit: Limit, name: Callable[[int], str]) -> str:
+    """One line on a link that others wait for.
+
+    Args:
+        limit: the link.
+        name: what a node is called.
+    """
+    what = (
+        f"messages of stage {limit.stage}, {1e3 * limit.seconds:.3g} ms each,"
+        if limit.kind == "pipeline"
+        else f"gradients of stage {limit.stage}, {1e3 * limit.seconds:.3g} ms,"
+    )
+    return (
+        f"{what} from {name(limit.source)} to {name(limit.target)} "
+        f"({limit.bytes_per_s / 1e9:.3g} GB/s, {1e6 * limit.latency_s:.3g} us)"
+    )

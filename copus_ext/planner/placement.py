@@ -67,7 +67,7 @@ class Network:
     ring_s: float = 0.0
     """Fixed time of a collective over the replicas, on top of its links' latencies."""
     slowness: tuple[float, ...] = ()
-    """[nodes] factor on the seconds of passes on a node; none: all are equal."""
+    """[nodes] factor on the seconds of passes and optimizer on a node; none: all are equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,14 @@ class Placement:
         """[pp, m] when every stage of the slowest replica is through with a step."""
         clocks = self.clocks_s(orders).max(axis=2)
         reduce, gather, optimizer = self.job.end.seconds(lambda size: self.ring_s(orders, size))
+        optimizer = optimizer * self.slowness_of_stages(orders)
         return clocks + reduce + gather + optimizer + self.job.fixed_s
+
+    def slowness_of_stages(self, orders: Orders) -> Array:
+        """[pp, m] that of the slowest node of every stage."""
+        if self._slowness is None:
+            return np.ones((self.job.pp, len(orders)))
+        return np.moveaxis(self._slowness[orders[:, self.places]], 0, 2).max(axis=1)
 
     def clocks_s(self, orders: Orders) -> Array:
         """[pp, m, paths] when the last pass of a stage is done."""
@@ -248,7 +255,7 @@ class Placement:
         return self._hop_s[self._hop_kind, nodes[..., : following.shape[2]], following]
 
     def ring_s(self, orders: Orders, num_bytes: Any) -> Array:
-        """[pp, m] seconds to reduce-scatter or all-gather [pp, 1] bytes over the replicas."""
+        """[pp, m] seconds to reduce-scatter or all-gather [pp, 1 or m] bytes over the replicas."""
         if self.ring is None:
             return np.zeros((self.job.pp, len(orders)))
         links = self.ring_links_s(orders, num_bytes)
@@ -274,7 +281,8 @@ class Placement:
 
     def _links_s(self, edges: Edges, orders: Orders, num_bytes: Any, inverse: Array) -> Array:
         a, b = orders[:, edges.source].T, orders[:, edges.target].T
-        size = np.broadcast_to(num_bytes, (self.job.pp, 1))[edges.stage]
+        columns = np.shape(num_bytes)[1] if np.ndim(num_bytes) == 2 else 1
+        size = np.broadcast_to(num_bytes, (self.job.pp, columns))[edges.stage]
         return self._latency[a, b] + size * inverse[edges.kind[:, None], a, b]
 
 

@@ -18,6 +18,7 @@ from copus_ext.perf.model_spec import ModelSpec
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
+from copus_ext.planner.fitted import Fitted
 from copus_ext.planner.recut import Recut, lines
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
@@ -28,6 +29,8 @@ _TICKS = 16
 _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
+_UNEVEN = ["rank", "tp", "pp", "vpp", "dp", "b", "recompute"]
+_UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 
 
@@ -40,6 +43,7 @@ def to_json(
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
     recuts: Sequence[Sequence[Recut]] | None = None,
+    fitted: Sequence[Sequence[Fitted]] | None = None,
 ) -> dict[str, Any]:
     """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
     changes `SCHEMA`."""
@@ -74,6 +78,9 @@ def to_json(
     }
     for record, found in zip(answer["plans"], recuts or []):
         record["cuts"] = [x.to_json() for x in found]
+    for record, found in zip(answer["plans"], fitted or []):
+        best = found[: len(record["ranked"])]
+        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(best)]
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer
@@ -99,9 +106,13 @@ def cells(rank: int, answer: Ranked) -> list[str]:
 
 
 def table(
-    plans: Sequence[Plan], console: Console, recuts: Sequence[Sequence[Recut]] | None = None
+    plans: Sequence[Plan],
+    console: Console,
+    recuts: Sequence[Sequence[Recut]] | None = None,
+    fitted: Sequence[Sequence[Fitted]] | None = None,
 ) -> None:
-    """Prints all plans, and the fastest cuts of each if there are any; every row is one line."""
+    """Prints all plans, and of each the fastest cuts and what uneven nodes make of it if there are
+    such; every row is one line."""
     for number, plan in enumerate(plans):
         if number:
             console.print()
@@ -118,6 +129,8 @@ def table(
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
         for line in lines(recuts[number]) if recuts is not None else []:
             console.print(line, highlight=False, markup=False)
+        if fitted is not None:
+            _uneven(fitted[number], console, top=len(plan.ranked))
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,
@@ -127,6 +140,31 @@ def table(
             console.print(line, style="dim", highlight=False, markup=False)
             for c in r.members or []:
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
+
+
+def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
+    if not found:
+        console.print("over these links and nodes: none fits", highlight=False)
+        return
+    console.print("over these links and nodes:", highlight=False)
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for name in _UNEVEN:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for i, x in enumerate(found[:top]):
+        c = x.configuration
+        sizes = (i + 1, c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.recomputation)
+        alone = "-" if x.recut_s is None else f"{x.recut_s:.4g}"
+        times = (f"{x.given_s:.4g}", f"{x.ordered_s:.4g}", alone, f"{x.step_s:.4g}")
+        cut = str(x.cut).replace(",", " ")
+        row = [*map(str, sizes), *times, ",".join(x.names), cut]
+        shown.add_row(*row, style="green" if i == 0 else None)
+    console.print(shown)
+    fast = min((x for x in found if x.fits_as_given), key=lambda x: x.given_s, default=None)
+    if fast is not None and fast.configuration != found[0].configuration:
+        text = f"the fastest with nodes as given and even stages is {fast.configuration}: "
+        console.print(f"{text}{fast.given_s:.4g} s", highlight=False, markup=False)
+    for line in found[0].lines():
+        console.print(line, highlight=False, markup=False)
 
 
 class _Console(Console):

@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset, quantity
+from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset
+from copus_ext.perf.gpus import quantity
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.profile import read_profile
 

@@ -103,7 +103,9 @@ class Planner:
         self.constants = constants or cluster.load_constants()
         self.limits = limits or Limits()
         self.memory_margin = memory_margin
-        self.limit_bytes = cluster.gpu.memory_bytes * (1 - memory_margin)
+        # Any of the nodes may get any stage.
+        memory = min((node.gpu.memory_bytes for node in cluster.nodes), default=None)
+        self.limit_bytes = (memory or cluster.gpu.memory_bytes) * (1 - memory_margin)
         # A run that dies of a wrong "fits" costs more than one slower by a few percent.
         self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
         self._sure_bytes = self.limit_bytes * math.exp(-Z_DOMINATES * PEAK_SD)
@@ -189,10 +191,11 @@ class Planner:
 
     def _peaks(self, points: Points) -> Any:
         rows = to_rows(self.model, self.cluster, points)
-        return peak_bytes(rows, context_bytes=self._context_bytes)
+        return peak_bytes(rows, context_bytes=self.context_bytes)
 
     @property
-    def _context_bytes(self) -> float:
+    def context_bytes(self) -> float:
+        """Of a process, before it has any tensor."""
         return 0.3e9 if self.cluster.constants == "cpu" else 1.2e9
 
     def _exact_where_needed(self, space: _Space, top: int) -> tuple[Any, StepTime]:
@@ -252,7 +255,7 @@ class Planner:
         if not len(points):
             return []
         rows = to_rows(self.model, self.cluster, points).full()
-        bytes_ = memory(rows, context_bytes=self._context_bytes)
+        bytes_ = memory(rows, context_bytes=self.context_bytes)
         seconds, sd, source = self._measured.corrected(points, times.step_s)
         against_sd = None if against is None else self._measured.against(points, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)

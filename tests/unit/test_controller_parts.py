@@ -17,7 +17,8 @@ from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
-from copus_ext.perf.cluster_spec import GPUS, preset
+from copus_ext.perf.cluster_spec import preset
+from copus_ext.perf.gpus import GPUS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
 from copus_ext.table import Table

@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.perf.cluster_spec import (
-    ClusterSpec,
-    GpuSpec,
-    here,
-    kind_of,
-    preset,
-    quantity,
-)
+from copus_ext.perf.cluster_spec import ClusterSpec, here, kind_of, preset
 from copus_ext.perf.constants import Constants
+from copus_ext.perf.gpus import GpuSpec, quantity
 from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory, peak_bytes
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.rows import RECOMPUTE_FULL, Rows, concatenate

@@ -1,0 +1,351 @@
+"""Layouts on nodes and links that differ: which node goes where, and which layers it gets.
+
+Order and cut are searched together, since a slow node may cost less at another place or with fewer
+layers there. The ranking of even nodes proposes the layouts; all of them are priced anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from copus_ext.perf.blocks import costs_by_block
+from copus_ext.perf.cluster_spec import ClusterSpec, of_gpu
+from copus_ext.perf.comm import hop_bytes
+from copus_ext.perf.constants import Constants
+from copus_ext.perf.gpus import GPUS
+from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.perf.nodes import NodeSpec
+from copus_ext.perf.step import end_of_step
+from copus_ext.planner.answers import Plan
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.cut_problem import CutProblem
+from copus_ext.planner.cuts import Cut, best_cut, price_cut
+from copus_ext.planner.fitted import Fitted
+from copus_ext.planner.mapping import (
+    EVALUATIONS,
+    EXACT_NODES,
+    alike,
+    find_order,
+    job_of,
+    limits,
+    network_of,
+    uniform_links,
+)
+from copus_ext.planner.orders import every_order
+from copus_ext.planner.placement import Job, Placement
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import point_of, to_rows
+
+EVERY_ORDER_NODES = 5
+"""Up to so many nodes the best cut of every order is searched."""
+_ROUNDS = 4
+_OF_A_LAYOUT = 2
+"""Configurations of a layout that are looked at."""
+_LAYOUTS = 64
+_CLOSELY = 6
+"""Layouts that get a whole search where there are many nodes."""
+_QUICK = 1500
+_ENOUGH = 4096
+
+
+class Site:
+    """One configuration on nodes and links as they are.
+
+    Args:
+        planner: of the model on the cluster.
+        configuration: layout, batch and memory options.
+
+    Raises:
+        SpecError: tensor parallelism across nodes, or ranks that do not fill the nodes.
+    """
+
+    def __init__(self, planner: Planner, configuration: Configuration) -> None:
+        self.planner, self.configuration = planner, configuration
+        model, cluster, self.constants = planner.model, planner.cluster, planner.constants
+        self._base = dataclasses.replace(cluster, nodes=())
+        self.rows = to_rows(model, self._base, point_of(configuration)).full()
+        self.is_fixed = configuration.recompute == "block" or configuration.pp == 1
+        """Whether the layers cannot be cut otherwise."""
+        self.slowness = slowness_of(model, cluster, configuration, self.constants)
+        linked = dataclasses.replace(self._base, links=cluster.links or uniform_links(cluster))
+        self.network = network_of(linked, self.constants, self.slowness)
+        share = planner.safe_bytes / planner.limit_bytes * (1 - planner.memory_margin)
+        memory = [node.gpu.memory_bytes for node in cluster.nodes]
+        self._limit_bytes = share * np.array(memory or [cluster.gpu.memory_bytes] * self.num_nodes)
+        self.layers = spread(model.num_layers, configuration.pp * configuration.vpp)
+        self._places = Placement(self._job(self.layers), self.network)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the cluster."""
+        return self.planner.cluster.num_nodes
+
+    @functools.cached_property
+    def _costs(self) -> Any:
+        what = self.rows
+        if self.configuration.recompute == "block":
+            # For the ends of the step alone: its layers are not cut.
+            what = to_rows(
+                self.planner.model,
+                self._base,
+                point_of(dataclasses.replace(self.configuration, recompute="none")),
+            ).full()
+        return costs_by_block(what, self.constants, context_bytes=self.planner.context_bytes)
+
+    def problem(self, order: Any) -> CutProblem:
+        """The cuts where nodes stand in some order: [places] nodes.
+
+        Every stage is as slow and as small as the worst of its nodes, every hop as slow as that of
+        the slowest replica.
+        """
+        c, costs, places = self.configuration, self._costs, self._places
+        orders = np.asarray(order, dtype=np.int64)[None]
+        hops = np.zeros(c.pp)
+        if c.pp > 1:
+            found = places.hops_s(orders)[0].max(axis=0)
+            hops[: len(found)] = found
+        slow = places.slowness_of_stages(orders)
+
+        def end(held: Any, backward: Any) -> Any:
+            same = np.repeat(orders, held.shape[1], axis=0)
+            behind = end_of_step(self.rows, self.constants, held, backward)
+            reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(same, size))
+            return reduce + gather + optimizer * slow
+
+        return CutProblem(
+            pp=c.pp,
+            vpp=c.vpp,
+            num_microbatches=c.num_microbatches,
+            blocks=costs.blocks,
+            hop_s=hops,
+            limit_bytes=self._limit_bytes[orders[0][places.places]].min(axis=1),
+            speed=1.0 / slow[:, 0],
+            fixed_bytes=costs.fixed_bytes,
+            chunk_bytes=costs.chunk_bytes,
+            end_of_step=end,
+            fixed_s=costs.fixed_s,
+        )
+
+    def _job(self, layers: Sequence[int]) -> Job:
+        c, costs = self.configuration, self._costs
+        if c.recompute == "block":
+            return job_of(self.planner.model, self._base, c, self.constants)
+        plain = CutProblem(
+            pp=c.pp,
+            vpp=c.vpp,
+            num_microbatches=c.num_microbatches,
+            blocks=costs.blocks,
+            hop_s=0.0,
+            limit_bytes=1.0,
+        )
+        priced = plain.price([list(layers)])
+        backward = priced.backward_s.sum(axis=1)
+        return Job(
+            tp=c.tp,
+            pp=c.pp,
+            vpp=c.vpp,
+            dp=c.dp,
+            num_microbatches=c.num_microbatches,
+            forward_s=priced.forward_s[..., 0],
+            backward_s=priced.backward_s[..., 0],
+            hop_bytes=float(hop_bytes(self.rows)[0]),
+            end=end_of_step(self.rows, self.constants, priced.parameters, backward),
+            fixed_s=self.constants.step_s,
+        )
+
+    def placement(self, layers: Sequence[int]) -> Placement:
+        """Prices orders for a cut."""
+        return Placement(self._job(layers), self.network)
+
+    def step_s(self, order: Sequence[int], layers: Sequence[int]) -> float:
+        """Seconds of a step."""
+        return float(self.placement(layers).step_s(np.array([order], dtype=np.int64))[0])
+
+    def fits(self, order: Any, layers: Sequence[int]) -> bool:
+        """Whether every stage has the memory it needs."""
+        if self.configuration.recompute == "block":
+            return True
+        problem = self.problem(order)
+        return bool(problem.excess(problem.price([list(layers)]))[0] <= 0)
+
+    def best_layers(self, order: Any) -> tuple[int, ...] | None:
+        """The fastest cut for an order of the nodes; None where none fits."""
+        if self.is_fixed:
+            return self.layers if self.fits(order, self.layers) else None
+        found = best_cut(self.problem(order))
+        return found.layers if isinstance(found, Cut) else None
+
+    def fit(self, *, evaluations: int = EVALUATIONS) -> Fitted | None:
+        """The order and the cut with the shortest step; None where nothing that was tried fits.
+
+        Up to `EVERY_ORDER_NODES` nodes the best cut of every order is searched. Beyond, order and
+        cut are improved in turn from the order given, the best for even stages, and those in which
+        fast nodes come first or last. Never worse than as given, if that fits.
+
+        Args:
+            evaluations: orders to price in each search for one, about.
+        """
+        given = tuple(range(self.num_nodes))
+        ordered = find_order(self._job(self.layers), self.network, evaluations=evaluations)
+        found: dict[tuple[Any, Any], float] = {}
+        for order, layers in self._tried(given, ordered.order, evaluations):
+            if (order, layers) not in found:
+                found[order, layers] = self.step_s(order, layers)
+        given_s = self.step_s(given, self.layers)
+        for order, seconds in ((given, given_s), (ordered.order, ordered.after_s)):
+            if self.fits(order, self.layers):
+                found.setdefault((order, self.layers), seconds)
+        if not found:
+            return None
+        # Of equally fast ones that which changes least.
+        best = min(
+            found, key=lambda k: (round(found[k] / given_s, 9), k[0] != given, k[1] != self.layers)
+        )
+        order, layers = best
+        alone = self.best_layers(given)
+        placement = self.placement(layers)
+        hosts = self.network.links.hosts
+        return Fitted(
+            configuration=self.configuration,
+            order=order,
+            hosts=tuple(hosts),
+            cut=price_cut(self.problem(order), layers),
+            even=self.layers,
+            given_s=given_s,
+            ordered_s=ordered.after_s,
+            recut_s=self.step_s(given, alone) if alone else None,
+            step_s=found[best],
+            fits_as_given=self.fits(given, self.layers),
+            slowness=tuple(float(x) for x in placement.slowness_of_stages(np.array([order]))[:, 0]),
+            places=tuple(tuple(int(x) for x in row) for row in self._places.places),
+            limits=limits(placement, np.array(order)),
+        )
+
+    def _tried(
+        self, given: tuple[int, ...], ordered: tuple[int, ...], evaluations: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Orders with cuts that fit."""
+        if self.num_nodes <= EVERY_ORDER_NODES:
+            same = [g for g in alike(self.network) if len(set(self._limit_bytes[g])) == 1]
+            for order in every_order(self.num_nodes, alike=same, turning=self._places.turning):
+                if layers := self.best_layers(order):
+                    yield tuple(int(n) for n in order), layers
+            return
+        pace = self.slowness or (1.0,) * self.num_nodes
+        up = tuple(sorted(given, key=lambda n: pace[n]))
+        down = tuple(sorted(given, key=lambda n: -pace[n]))
+        for start in dict.fromkeys((given, ordered, up, down)):
+            order, least = start, float("inf")
+            for _ in range(_ROUNDS):
+                layers = self.best_layers(order)
+                if layers is None:
+                    break
+                yield order, layers
+                step_s = self.step_s(order, layers)
+                if not step_s < least:
+                    break
+                least = step_s
+                found = find_order(self._job(layers), self.network, evaluations=evaluations)
+                if found.order == order or not self.fits(found.order, layers):
+                    break
+                order = found.order
+                yield order, layers
+
+
+def slowness_of(
+    model: ModelSpec, cluster: ClusterSpec, configuration: Configuration, constants: Constants
+) -> tuple[float, ...]:
+    """[nodes] seconds of a layer on every node over those on the cluster's own GPU; empty where all
+    nodes are that.
+
+    Args:
+        model: what is trained.
+        cluster: with its nodes.
+        configuration: layout and micro-batch, on which the ratio of two kinds depends.
+        constants: of the cluster's own GPU.
+    """
+    if not cluster.nodes:
+        return ()
+    what = configuration
+    if what.recompute == "block":
+        what = dataclasses.replace(what, recompute="none", recompute_num_layers=0)
+    base = dataclasses.replace(cluster, links=None, nodes=())
+
+    def layer_s(kind: ClusterSpec, fitted: Constants) -> float:
+        blocks = costs_by_block(to_rows(model, kind, point_of(what)).full(), fitted).blocks
+        return float(blocks.forward_s[1] + blocks.backward_s[1])
+
+    usual = layer_s(base, constants)
+
+    @functools.cache
+    def of(node: NodeSpec) -> float:
+        kind = dataclasses.replace(base, gpu=node.gpu)
+        fitted = constants
+        name = node.constants
+        if name is None and node.gpu.name != cluster.gpu.name and node.gpu.name in GPUS:
+            name = of_gpu(node.gpu.name, nodes=1, gpus_per_node=1).constants
+        if name is not None and name != cluster.constants:
+            kind = dataclasses.replace(kind, constants=name)
+            fitted = kind.load_constants()
+        return layer_s(kind, fitted) / usual / node.speed
+
+    return tuple(of(node) for node in cluster.nodes)
+
+
+def spread(num_layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers over chunks as evenly as they go; the first chunks have those left over."""
+    each, left = divmod(num_layers, chunks)
+    return tuple(each + (k < left) for k in range(chunks))
+
+
+def refit(planner: Planner, plan: Plan) -> list[Fitted]:
+    """The configurations of a batch on nodes and links as they are, fastest first.
+
+    Times are the cost model's: measured ones are of the nodes as they stood, and are not used.
+
+    Args:
+        planner: of the model on the cluster.
+        plan: of the batch; gives the batch alone.
+
+    Raises:
+        SpecError: a description that makes no sense.
+    """
+    proposed = _proposed(planner, plan.global_batch_size)
+    small = planner.cluster.num_nodes <= EXACT_NODES
+    found = _fitted(planner, proposed, evaluations=EVALUATIONS if small else _QUICK)
+    if not small:
+        closely = [x.configuration for x in found[:_CLOSELY]]
+        rest = found[len(closely) :]
+        found = [*_fitted(planner, closely, evaluations=EVALUATIONS), *rest]
+        found.sort(key=lambda x: x.step_s)
+    return found
+
+
+def _proposed(planner: Planner, batch: int) -> list[Configuration]:
+    """The best few configurations of every layout on even nodes with the most memory there is."""
+    cluster = planner.cluster
+    memory = max([cluster.gpu.memory_bytes, *(n.gpu.memory_bytes for n in cluster.nodes)])
+    even = dataclasses.replace(
+        cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory), links=None, nodes=()
+    )
+    ranked = planner.on(even).rank([batch], top=_ENOUGH)[0].ranked
+    kept: dict[Any, list[Configuration]] = {}
+    for c in (one.configuration for one in ranked):
+        if cluster.gpus_per_node % c.tp == 0:
+            mine = kept.setdefault((c.tp, c.pp, c.vpp, c.dp), [])
+            if len(mine) < _OF_A_LAYOUT:
+                mine.append(c)
+    return list(itertools.chain.from_iterable(list(kept.values())[:_LAYOUTS]))
+
+
+def _fitted(
+    planner: Planner, proposed: Sequence[Configuration], *, evaluations: int
+) -> list[Fitted]:
+    found = (Site(planner, c).fit(evaluations=evaluations) for c in proposed)
+    return sorted((x for x in found if x is not None), key=lambda x: x.step_s)
