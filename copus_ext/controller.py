@@ -113,9 +113,8 @@ class Controller(Callback):
 
     def _look_around(self, context: CallbackContext) -> Outlook:
         """On rank 0."""
-        fixed = not self.changes_micro_batch
-        known = {"fixed_micro_batch": fixed, "link": self.link, "home": self.home}
-        return Outlook(context, self.flags, self.rules, **known)
+        known = {"fixed_micro_batch": not self.changes_micro_batch, "link": self.link}
+        return Outlook(context, self.flags, self.rules, home=self.home, **known)
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """Takes the hooks out."""
@@ -153,7 +152,8 @@ class Controller(Callback):
         micro = state.settings.micro_batch_size or config.batch.micro_batch_size
         if record["sizes"] is not None and record["sizes"][0] != batch:
             record["ramp"] = None
-        if known is not None or not batch_problems(config.layout, micro, batch):
+        uneven = config.batch.allow_uneven_micro_batches
+        if known is not None or not batch_problems(config.layout, micro, batch, uneven=uneven):
             record["sizes"] = [batch, micro]
             state.settings = self._wanted(context)
 

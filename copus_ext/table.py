@@ -208,7 +208,8 @@ class Table:
         rows = []
         for batch in batches:
             c = _configuration(self.config, now.micro_batch_size, batch)
-            if batch_problems(self.config.layout, now.micro_batch_size, batch):
+            micro, uneven = now.micro_batch_size, self.config.batch.allow_uneven_micro_batches
+            if batch_problems(self.config.layout, micro, batch, uneven=uneven):
                 continue
             own = measured(c)
             speed = batch / own[0] if own else now.global_batch_size / known[0]

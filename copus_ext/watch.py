@@ -16,6 +16,7 @@ from copus_ext.noise.tap import GradientTap, StepNorms, choose, unavailable
 from copus_ext.types import NoiseScale
 from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.errors import UsageError
+from megatron.training.sampling import micro_batch_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +123,17 @@ class NoiseWatch(Callback):
             context.global_batch_size
         ) == 0
         assert context.micro_batch_size is not None
-        replicas = context.config.layout.dp * context.micro_batch_size
-        num_microbatches = context.global_batch_size // replicas
+        own = context.global_batch_size // context.config.layout.dp
+        sizes = micro_batch_sizes(own, context.micro_batch_size)
+        num_microbatches = len(sizes)
         estimator = choose(
             self.flags.copus_gns_estimator, num_microbatches=num_microbatches, **self.layout
         )
         self.observer.layout_estimator = estimator
         is_open = due and not self.observer.is_broken
-        self.tap.begin(estimator if is_open else None, num_microbatches)
+        is_even = sizes[0] == sizes[-1]
+        shares = None if is_even else [size / own for size in sizes]
+        self.tap.begin(estimator if is_open else None, num_microbatches, shares)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         """Reads the reduced gradients before they are clipped."""

@@ -82,6 +82,11 @@ def parser() -> argparse.ArgumentParser:
         "--cuts", action="store_true", help="also the fastest uneven stages of what is shown"
     )
     out.add_argument(
+        "--micro-split",
+        action="store_true",
+        help="also the best micro-batches of unequal size of what is shown without a pipeline",
+    )
+    out.add_argument(
         "--uneven",
         action="store_true",
         help="also rank over the links and nodes of --cluster FILE.json as they are, each layout "
@@ -117,6 +122,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem("--rejected goes with a table or --json of a search; drop one")
     if args.cuts and (args.format == "flags" or args.explain is not None):
         raise UsageProblem("--cuts goes with a table or --json of a search; drop one")
+    if args.micro_split and (args.format == "flags" or args.explain is not None):
+        raise UsageProblem("--micro-split goes with a table or --json of a search; drop one")
     if args.order and args.format == "flags":
         raise UsageProblem("--order goes with a table, --json or --explain; drop --format flags")
     if args.uneven and (args.format == "flags" or args.explain is not None):
@@ -272,7 +279,7 @@ def answer(args: argparse.Namespace) -> int:
     fitted = fitted_of(args, planner, plans)
     firsts = [plan.ranked[0] for plan in plans if plan.ranked]
     write_hosts(args, firsts if fitted is None else [best[0] for best in fitted if best])
-    recut = cuts_of(args, planner, plans)
+    recut, resplit = cuts_of(args, planner, plans), splits_of(args, planner, plans)
     if args.format == "json":
         about = constants_of(args, planner)
         missing = f"no measured step times of its own behind constants {about['name']}"
@@ -285,6 +292,7 @@ def answer(args: argparse.Namespace) -> int:
             elapsed_s=None if args.output else time.monotonic() - started,
             recuts=recut,
             fitted=fitted,
+            resplits=resplit,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
@@ -293,7 +301,7 @@ def answer(args: argparse.Namespace) -> int:
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
-        report.table(plans, console, recut, fitted)
+        report.table(plans, console, recut, fitted, resplit)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     failed = [plan for plan in plans if plan.status != "ok"]
@@ -342,6 +350,15 @@ def cuts_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[An
     from copus_ext.planner.recut import recuts
 
     return [recuts(planner, plan) for plan in plans]
+
+
+def splits_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
+    """The best unequal micro-batches of every plan, if they were asked for."""
+    if not args.micro_split:
+        return None
+    from copus_ext.planner.micro_split import resplits
+
+    return [resplits(planner, plan) for plan in plans]
 
 
 def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:

@@ -78,6 +78,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         "rampup_batch_size": None,
         # Of the schedule: a fraction is not turned into samples in the arguments.
         "lr_warmup_samples": warmup_samples,
+        "allow_uneven_micro_batches": False,
     }
     groups = SimpleNamespace(**{**vars(args), **batch})
     attention = getattr(args, "attention_backend", "auto")

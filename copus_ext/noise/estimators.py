@@ -72,7 +72,12 @@ def equal_weights(samples_per_group: float, num_groups: int = 1) -> Weights:
 
 
 def group_weights(
-    tokens: Sequence[float], *, divisor: float, per_token: bool, tokens_per_sample: float
+    tokens: Sequence[float],
+    *,
+    divisor: float,
+    per_token: bool,
+    tokens_per_sample: float,
+    shares: Sequence[float] | None = None,
 ) -> Weights:
     """Weights of one gradient as megatron-core's buffers hold it.
 
@@ -82,7 +87,15 @@ def group_weights(
             the step; with `per_token` the whole sum is.
         per_token: `--calculate-per-token-loss`: the buffers hold sums over tokens.
         tokens_per_sample: loss tokens of a sample, which turns 1/tokens into 1/samples.
+        shares: what each micro-batch's mean is multiplied by instead of being divided, where
+            micro-batches differ in size; without effect with `per_token`.
     """
+    if shares is not None and not per_token:
+        known = [(share, n) for share, n in zip(shares, tokens, strict=True) if n > 0]
+        return Weights(
+            signal=sum(share for share, _ in known) ** 2,
+            noise=sum(share**2 / n for share, n in known) * tokens_per_sample,
+        )
     present = [n for n in tokens if n > 0]
     if per_token:
         total = sum(present)

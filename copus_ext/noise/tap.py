@@ -132,6 +132,7 @@ class GradientTap:
         self._index = _indices(self._measured, device)
         self._mode: Estimator | None = None
         self._num_microbatches = 0
+        self._shares: list[float] | None = None
         self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
         self._norms = torch.zeros((0, len(self._measured)), device=device)
         # Per parameter: the slots for norms not yet used in this step, and accumulations seen.
@@ -190,9 +191,21 @@ class GradientTap:
         bucket_group.start_grad_sync = start_grad_sync
         self._undo.append(lambda: delattr(bucket_group, "start_grad_sync"))
 
-    def begin(self, estimator: Estimator | None, num_microbatches: int) -> None:
-        """Measures the step that follows, or with None lets it pass."""
+    def begin(
+        self,
+        estimator: Estimator | None,
+        num_microbatches: int,
+        shares: list[float] | None = None,
+    ) -> None:
+        """Measures the step that follows, or with None lets it pass.
+
+        Args:
+            estimator: how.
+            num_microbatches: of a replica.
+            shares: of every micro-batch in the replica's gradient, where they differ in size.
+        """
         self._mode, self._num_microbatches = estimator, num_microbatches
+        self._shares = shares
         if estimator is None:
             return
         if estimator != self._hooked:
@@ -261,16 +274,18 @@ class GradientTap:
             "tokens_per_sample": 1.0,
         }
         parts = {
-            "micro": [[n] for n in tokens],
-            "rank": [tokens],
-            "half": [tokens[: count // 2]],
+            "micro": [slice(i, i + 1) for i in range(count)],
+            "rank": [slice(count)],
+            "half": [slice(count // 2)],
         }
+        shares = self._shares
+
+        def of(part: slice) -> Weights:
+            return group_weights(tokens[part], shares=shares and shares[part], **form)
+
         assert self._mode is not None
-        small = sum(
-            (group_weights(part, **form) for part in parts[self._mode]),
-            start=Weights(signal=0.0, noise=0.0),
-        )
-        whole = group_weights(tokens, **form)
+        small = sum((of(part) for part in parts[self._mode]), start=Weights(signal=0.0, noise=0.0))
+        whole = of(slice(count))
         return [small.signal, small.noise, whole.signal**0.5, whole.noise, sum(tokens)]
 
     def finish(self, handle: Any, *, global_batch_size: int, loss_scale: float) -> StepNorms | None:

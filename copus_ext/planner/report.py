@@ -19,6 +19,7 @@ from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.fitted import Fitted
+from copus_ext.planner.micro_split import Resplit
 from copus_ext.planner.recut import Recut, lines
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
@@ -29,6 +30,7 @@ _TICKS = 16
 _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
+_NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 _UNEVEN = ["rank", "tp", "pp", "vpp", "dp", "b", "recompute"]
 _UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
@@ -44,6 +46,7 @@ def to_json(
     elapsed_s: float | None = None,
     recuts: Sequence[Sequence[Recut]] | None = None,
     fitted: Sequence[Sequence[Fitted]] | None = None,
+    resplits: Sequence[Sequence[Resplit]] | None = None,
 ) -> dict[str, Any]:
     """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
     changes `SCHEMA`."""
@@ -81,6 +84,8 @@ def to_json(
     for record, found in zip(answer["plans"], fitted or []):
         best = found[: len(record["ranked"])]
         record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(best)]
+    for record, splits in zip(answer["plans"], resplits or []):
+        record["micro_splits"] = [x.to_json() for x in splits]
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer
@@ -110,9 +115,10 @@ def table(
     console: Console,
     recuts: Sequence[Sequence[Recut]] | None = None,
     fitted: Sequence[Sequence[Fitted]] | None = None,
+    resplits: Sequence[Sequence[Resplit]] | None = None,
 ) -> None:
-    """Prints all plans, and of each the fastest cuts and what uneven nodes make of it if there are
-    such; every row is one line."""
+    """Prints all plans, and of each the fastest cuts, the best unequal micro-batches and what
+    uneven nodes make of it if there are such; every row is one line."""
     for number, plan in enumerate(plans):
         if number:
             console.print()
@@ -129,6 +135,9 @@ def table(
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
         for line in lines(recuts[number]) if recuts is not None else []:
             console.print(line, highlight=False, markup=False)
+        if resplits is not None:
+            for text in map(str, resplits[number]) if resplits[number] else _NO_SPLIT:
+                console.print(text, highlight=False, markup=False)
         if fitted is not None:
             _uneven(fitted[number], console, top=len(plan.ranked))
         console.print(

@@ -212,7 +212,8 @@ class Change:
         config = with_layout(job.config, self.layout)
         micro = self.settings.micro_batch_size or config.batch.micro_batch_size
         batch = self.settings.global_batch_size or job.global_batch_size
-        problems = batch_problems(self.layout, micro, batch)
+        uneven = config.batch.allow_uneven_micro_batches
+        problems = batch_problems(self.layout, micro, batch, uneven=uneven)
         if problems:
             raise ValueError("; ".join(problems))
         route = self.means.route(job.config, self.layout)

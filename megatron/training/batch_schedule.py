@@ -70,11 +70,12 @@ class BatchSchedule:
             consumed_samples += until_end * size
         return count
 
-    def problems(self, layout: Layout, micro_batch_size: int) -> list[str]:
-        """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each."""
+    def problems(self, layout: Layout, micro_batch_size: int, *, uneven: bool = False) -> list[str]:
+        """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each; the
+        last of a replica may be smaller with `uneven`."""
         found = []
         for size in dict.fromkeys(self.sizes):
-            found += batch_problems(layout, micro_batch_size, size)
+            found += batch_problems(layout, micro_batch_size, size, uneven=uneven)
         return found
 
     @classmethod
@@ -92,7 +93,8 @@ class BatchSchedule:
             step_batch_size_schedule=batch.step_batch_size_schedule,
             seq_length=batch.seq_length,
         )
-        problems = schedule.problems(config.layout, batch.micro_batch_size)
+        uneven = batch.allow_uneven_micro_batches
+        problems = schedule.problems(config.layout, batch.micro_batch_size, uneven=uneven)
         if problems:
             raise UsageError("\n".join(problems))
         return schedule

@@ -259,7 +259,9 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     )
     draft.default("global_batch_size", draft["micro_batch_size"] * layout.dp)
     draft.stop_if_problems()
-    draft.problems += schedule_of(draft).problems(layout, draft["micro_batch_size"])
+    draft.problems += schedule_of(draft).problems(
+        layout, draft["micro_batch_size"], uneven=draft["allow_uneven_micro_batches"]
+    )
     draft.require(
         not draft["overlap_param_gather"]
         or (draft["use_distributed_optimizer"] and draft["overlap_grad_reduce"]),

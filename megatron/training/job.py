@@ -22,6 +22,7 @@ from megatron.training.layout import batch_problems
 from megatron.training.model import Model
 from megatron.training.rank_times import RankTimes
 from megatron.training.reader import BatchReader
+from megatron.training.sampling import micro_batch_sizes
 from megatron.training.settings import StepInfo, StepSettings, learning_rate, set_rates
 from megatron.training.signals import StopReason
 from megatron.training.state import TrainState
@@ -200,6 +201,12 @@ class Job:
         return self._sizes[0]
 
     @property
+    def micro_batch_sizes(self) -> list[int]:
+        """Samples of every micro-batch of a replica in the next step; the last may be smaller."""
+        batch, micro = self._sizes
+        return micro_batch_sizes(batch // self.config.layout.dp, micro)
+
+    @property
     def _sizes(self) -> tuple[int, int]:
         """Samples of the next step and of its micro-batches. Where a controller sets them, the last
         step takes the most that is left, in smaller micro-batches if that takes more."""
@@ -260,7 +267,8 @@ class Job:
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
         wanted = settings.global_batch_size
         sizes = self.batch_schedule.sizes if wanted is None else (wanted,)
-        problems = [p for size in sizes for p in batch_problems(self.config.layout, micro, size)]
+        layout, uneven = self.config.layout, self.config.batch.allow_uneven_micro_batches
+        problems = [p for n in sizes for p in batch_problems(layout, micro, n, uneven=uneven)]
         if problems:
             raise ValueError("; ".join(problems))
         before, self.state.settings = self.state.settings, settings

@@ -246,13 +246,17 @@ def recompute_problems(
     return []
 
 
-def batch_problems(layout: Layout, micro_batch_size: int, global_batch_size: int) -> list[str]:
+def batch_problems(
+    layout: Layout, micro_batch_size: int, global_batch_size: int, *, uneven: bool = False
+) -> list[str]:
     """Lists why a global batch cannot be cut into micro-batches on this layout.
 
     Args:
         layout: the layout to judge.
         micro_batch_size: samples of one forward pass on one data-parallel rank.
         global_batch_size: samples of one optimizer step.
+        uneven: whether the last micro-batch of every replica may be smaller; without effect on a
+            pipeline, whose stages exchange one shape.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
@@ -261,6 +265,13 @@ def batch_problems(layout: Layout, micro_batch_size: int, global_batch_size: int
         return [
             f"--micro-batch-size {micro_batch_size} and --global-batch-size {global_batch_size} "
             "must both be at least 1"
+        ]
+    if uneven and layout.pp == 1:
+        if global_batch_size % layout.dp == 0:
+            return []
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by the data parallel size "
+            f"{layout.dp}; use {_nearest_multiples(global_batch_size, layout.dp)}"
         ]
     unit = micro_batch_size * layout.dp
     # The interleaved schedule works on groups of PP micro-batches and cannot cut the last one.

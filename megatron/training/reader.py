@@ -33,6 +33,7 @@ class _Position:
     micro_batch_size: int
     dp_rank: int
     dp_size: int
+    uneven: bool = False
 
 
 class BatchReader:
@@ -85,10 +86,12 @@ class BatchReader:
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        uneven: bool = False,
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Micro-batches of this rank for one global batch, in order.
 
-        The iterator is good until the next call of a read method.
+        The iterator is good until the next call of a read method. With `uneven` the last
+        micro-batch may be smaller.
 
         Returns:
             An iterator of dicts: `tokens`, `labels` and `position_ids` int64, `loss_mask` float32,
@@ -98,7 +101,7 @@ class BatchReader:
             UsageError: The batch does not divide, or reaches beyond the data set.
         """
         rows = micro_batch_indices(
-            consumed_samples, global_batch_size, micro_batch_size, dp_rank, dp_size
+            consumed_samples, global_batch_size, micro_batch_size, dp_rank, dp_size, uneven=uneven
         )
         self._check_end(consumed_samples + global_batch_size)
         here = _Position(
@@ -107,6 +110,7 @@ class BatchReader:
             micro_batch_size=micro_batch_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
+            uneven=uneven,
         )
         if here != self._next or self._batches is None:
             self._start(_run_ahead(here, self._num_samples))
@@ -207,6 +211,7 @@ def _run_ahead(position: _Position, num_samples: int) -> Iterator[list[int]]:
             position.micro_batch_size,
             position.dp_rank,
             position.dp_size,
+            uneven=position.uneven,
         )
         consumed += position.global_batch_size
 

@@ -13,18 +13,31 @@ PADDING = -1
 """Stands for a sample that fills up a micro-batch and counts nothing."""
 
 
+def micro_batch_sizes(num_samples: int, micro_batch_size: int) -> list[int]:
+    """Samples of every micro-batch of a replica: full ones, then one with what is left.
+
+    Args:
+        num_samples: Samples of the replica in one step.
+        micro_batch_size: Samples of a full micro-batch.
+    """
+    full, left = divmod(num_samples, micro_batch_size)
+    return [micro_batch_size] * full + ([left] if left else [])
+
+
 def micro_batch_indices(
     consumed_samples: int,
     global_batch_size: int,
     micro_batch_size: int,
     dp_rank: int,
     dp_size: int,
+    *,
+    uneven: bool = False,
 ) -> list[list[int]]:
     """Sample numbers that one data-parallel rank reads for one global batch.
 
-    Micro-step i of rank r reads `consumed + (i * dp_size + r) * micro_batch_size` and the samples
-    that follow, so the rows of all ranks, ordered by (micro-step, rank), are the global batch in
-    order.
+    The rows of all ranks, ordered by (micro-step, rank), are the global batch in order: micro-step
+    i of rank r reads `consumed + (i * dp_size + r) * micro_batch_size` and the samples that follow,
+    a shorter last one likewise behind all full ones.
 
     Args:
         consumed_samples: Samples of the run before this batch.
@@ -32,14 +45,24 @@ def micro_batch_indices(
         micro_batch_size: Samples of one micro-batch of one rank.
         dp_rank: Rank within the data-parallel group.
         dp_size: Size of the data-parallel group.
+        uneven: Let the last micro-batch of every rank be smaller.
 
     Returns:
-        One list of `micro_batch_size` sample numbers per micro-step.
+        One list of `micro_batch_size` sample numbers per micro-step; the last may be shorter where
+        that is allowed.
 
     Raises:
-        UsageError: The global batch is not a multiple of micro-batch size x data-parallel size.
+        UsageError: The global batch is not a multiple of micro-batch size x data-parallel size, or
+            where the last may be smaller, of the data-parallel size.
     """
     _check(consumed_samples, micro_batch_size, dp_rank, dp_size)
+    if uneven and global_batch_size > 0 and global_batch_size % dp_size == 0:
+        rows, start = [], consumed_samples
+        for size in micro_batch_sizes(global_batch_size // dp_size, micro_batch_size):
+            first = start + dp_rank * size
+            rows.append(list(range(first, first + size)))
+            start += size * dp_size
+        return rows
     samples_per_step = micro_batch_size * dp_size
     if global_batch_size <= 0 or global_batch_size % samples_per_step:
         raise UsageError(

@@ -98,11 +98,12 @@ def settle_settings(
     batch, micro = stored.global_batch_size, stored.micro_batch_size
     micro = micro or config.batch.micro_batch_size
     batch = batch or config.batch.initial_global_batch_size
-    if not batch_problems(config.layout, micro, batch):
+    uneven = config.batch.allow_uneven_micro_batches
+    if not batch_problems(config.layout, micro, batch, uneven=uneven):
         return stored, []
     for size in range(batch, 0, -1):
         for b in range(micro, 0, -1):
-            if not batch_problems(config.layout, b, size):
+            if not batch_problems(config.layout, b, size, uneven=uneven):
                 note = (
                     f"batch {batch} in micro-batches of {micro} of the checkpoint becomes {size} "
                     f"in {b} on {config.layout}"

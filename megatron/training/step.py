@@ -24,13 +24,14 @@ Batch = dict[str, torch.Tensor]
 
 
 def language_model_loss(
-    loss_mask: torch.Tensor | None, output: torch.Tensor
+    loss_mask: torch.Tensor | None, output: torch.Tensor, *, weight: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one micro-batch in megatron-core's three-value form.
 
     Args:
         loss_mask: 1 for each token that counts, [micro batch, seq].
         output: loss of each token, [micro batch, seq], fp32 or half precision.
+        weight: of this micro-batch in the gradient, over that of one of average size.
 
     Returns:
         Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to
@@ -44,6 +45,8 @@ def language_model_loss(
     # An infinite loss may have a finite gradient: as NaN it reaches every rank with the reduce, and
     # all skip the step. A factor of 1 changes no bit.
     total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
+    if weight != 1.0:
+        total = total * weight
     return total, num_tokens.to(torch.int), {"lm loss": report}
 
 
@@ -63,11 +66,15 @@ class Shared:
     """Whether all of them save."""
 
 
-def forward_step(job: Job, batches: Iterator[Batch] | None, chunk: Any) -> tuple:
+def forward_step(
+    job: Job, mean_samples: float | None, batches: Iterator[Batch] | None, chunk: Any
+) -> tuple:
     """Runs one chunk on one micro-batch, as the schedules call it.
 
     Args:
         job: says where the batch is put.
+        mean_samples: mean samples of a micro-batch where they differ and megatron-core would give
+            each the same weight; else None.
         batches: micro-batches in order, or None on a stage that needs none.
         chunk: the wrapped model chunk.
 
@@ -79,8 +86,9 @@ def forward_step(job: Job, batches: Iterator[Batch] | None, chunk: Any) -> tuple
         batch = {} if batches is None else next(batches)
         device = job.device.torch_device
         batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+    weight = 1.0 if mean_samples is None else len(batch["tokens"]) / mean_samples
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, functools.partial(language_model_loss, batch.get("loss_mask"))
+    return output, functools.partial(language_model_loss, batch.get("loss_mask"), weight=weight)
 
 
 def run_schedule(
@@ -90,6 +98,7 @@ def run_schedule(
     *,
     micro_batch_size: int,
     forward_only: bool,
+    mean_samples: float | None = None,
 ) -> torch.Tensor | None:
     """Runs megatron-core's pipeline schedule once.
 
@@ -99,6 +108,7 @@ def run_schedule(
         num_microbatches: how many.
         micro_batch_size: samples of each.
         forward_only: no backward pass.
+        mean_samples: see `forward_step`.
 
     Returns:
         [num_microbatches, 2]: sum of the losses and number of tokens of each micro-batch of this
@@ -111,7 +121,7 @@ def run_schedule(
     ]
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
-            forward_step_func=functools.partial(forward_step, job),
+            forward_step_func=functools.partial(forward_step, job, mean_samples),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=job.model.chunks,
             num_microbatches=num_microbatches,
@@ -168,15 +178,24 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     started = time.monotonic()
     job.model.clock.start(job.trace)
     config, state = job.config, job.state
-    mbs, dp = job.micro_batch_size, config.layout.dp
+    mbs = job.micro_batch_size
     global_batch_size = job.global_batch_size
-    num_microbatches = global_batch_size // (mbs * dp)
+    sizes = job.micro_batch_sizes
+    num_microbatches = len(sizes)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
     batches = _own_batches(job)
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    losses = run_schedule(job, batches, num_microbatches, micro_batch_size=mbs, forward_only=False)
+    is_even = config.batch.calculate_per_token_loss or sizes[0] == sizes[-1]
+    losses = run_schedule(
+        job,
+        batches,
+        num_microbatches,
+        micro_batch_size=mbs,
+        forward_only=False,
+        mean_samples=None if is_even else sum(sizes) / len(sizes),
+    )
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
     _empty_cache(job, level=1)
     with job.trace.span("optimizer"):
@@ -227,6 +246,7 @@ def _own_batches(job: Job) -> Iterator[Batch] | None:
         micro_batch_size=job.micro_batch_size,
         dp_rank=job.groups.dp.rank(),
         dp_size=job.config.layout.dp,
+        uneven=job.config.batch.allow_uneven_micro_batches,
     )
 
 

@@ -14,6 +14,7 @@ from tests.helpers.jobs import TINY, TINY_GPT2, evaluations_of, join, layout_fla
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 BASES = {"llama": TINY, "gpt2": TINY_GPT2, "llama-bf16": f"{TINY} --bf16"}
 # The first case of a model is what its others are compared with.
 CASES = [
@@ -31,6 +32,10 @@ CASES = [
     ("llama", 1, 2, 1, f"{SHARDED} --pipeline-model-parallel-layout Et|tttL"),
     ("llama", 1, 2, 1, f"{OVERLAP} --pipeline-model-parallel-layout E|tt|t|tL"),
     ("llama", 1, 4, 1, "--pipeline-model-parallel-layout E|ttt|t|L"),
+    ("llama", 2, 1, 1, f"{UNEVEN} {SHARDED}"),
+    ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
+    ("llama", 4, 1, 1, UNEVEN),
+    ("llama", 1, 1, 1, f"{UNEVEN} {OVERLAP}"),
     ("gpt2", 1, 1, 1, SHARDED),
     ("gpt2", 4, 1, 1, "--sequence-parallel"),
     ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),

@@ -15,6 +15,7 @@ from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
+UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
 BASES = {"llama": TINY, "gpt2": TINY_GPT2}
@@ -55,6 +56,15 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (1, 1, 1, f"{MASKED} --calculate-per-token-loss"),
         (2, 1, 1, f"{MASKED} --calculate-per-token-loss {SHARDED}"),
         (1, 4, 1, f"{MASKED} --calculate-per-token-loss"),
+    ],
+    ("llama", "micro", "3 and 1"): [
+        (2, 1, 1, UNEVEN),
+        (2, 1, 1, f"{UNEVEN} {OVERLAP} --sequence-parallel"),
+        (2, 1, 1, f"{UNEVEN} {SHARDED} --calculate-per-token-loss"),
+    ],
+    ("llama", "rank", "3 and 1"): [
+        (2, 1, 1, UNEVEN),
+        (2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
     ],
     ("llama", "rank", "4 one by one"): [
         (2, 1, 1, ""),

@@ -131,6 +131,15 @@ def test_virtual_pipeline(flags: str) -> None:
     assert "--no-overlap-p2p-communication" in text
 
 
+def test_a_batch_that_micro_batches_do_not_divide() -> None:
+    flags = "--global-batch-size 10 --micro-batch-size 4"
+    assert "--allow-uneven-micro-batches" not in refusal(flags, 2)
+    assert config_of(f"{flags} --allow-uneven-micro-batches", 2).batch.global_batch_size == 10
+    assert "data parallel size 3" in refusal(f"{flags} --allow-uneven-micro-batches", 3)
+    pipeline = f"{flags} --allow-uneven-micro-batches --pipeline-model-parallel-size 2"
+    assert "not divisible by --micro-batch-size" in refusal(pipeline, 2)
+
+
 EIGHT = "--num-layers 8 --pipeline-model-parallel-size"
 
 

@@ -185,6 +185,21 @@ def test_the_fix_that_is_offered_works(layout: Layout, micro: int, batch: int) -
         assert batch_problems(layout, micro, int(size)) == []
 
 
+@given(layouts(), st.integers(1, 4), st.integers(1, 200))
+def test_uneven_micro_batches_need_whole_replicas_only(
+    layout: Layout, micro: int, batch: int
+) -> None:
+    even = batch_problems(layout, micro, batch)
+    uneven = batch_problems(layout, micro, batch, uneven=True)
+    if layout.pp > 1:
+        assert uneven == even
+        return
+    assert (uneven == []) == (batch % layout.dp == 0)
+    for problem in uneven:
+        for size in problem.rsplit("use ", 1)[1].split(" or "):
+            assert batch_problems(layout, micro, int(size), uneven=True) == []
+
+
 @pytest.mark.parametrize(
     ("cut", "method", "number", "part"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -47,6 +48,41 @@ def test_with_equal_groups_it_is_algorithm_1_of_the_paper() -> None:
 def test_one_group_is_refused() -> None:
     with pytest.raises(NoSplit):
         solve(1.0, equal_weights(8), 1.0, equal_weights(8))
+
+
+@pytest.mark.parametrize("kind", ["micro", "rank", "half"])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_micro_batches_of_different_sizes_stay_unbiased(kind: str, per_token: bool) -> None:
+    """Every weight is that of megatron-core's buffers where a replica has 4, 4 and 2 samples."""
+    rng = np.random.default_rng(5)
+    sizes, dp, dim, draws, tokens = [4, 4, 2], 2, 6, 40_000, 3.0
+    g, own = np.full(dim, 0.4), sum(sizes)
+    x = g + rng.normal(0, 1, (draws, dp, own, dim))
+    ends = np.cumsum([0, *sizes])
+    means = np.stack([x[:, :, a:b].mean(axis=2) for a, b in itertools.pairwise(ends)], axis=2)
+    shares = [n / own for n in sizes]
+    factor = np.array([n * tokens for n in sizes] if per_token else shares)[:, None]
+    grads = means * factor
+    form: Any = {"divisor": 1 if per_token else 3, "per_token": per_token}
+    form |= {"tokens_per_sample": tokens}
+
+    def weights(at: slice) -> Weights:
+        counts = [n * tokens for n in sizes[at]]
+        return group_weights(counts, shares=None if per_token else shares[at], **form)
+
+    parts = {"micro": [slice(i, i + 1) for i in range(3)], "rank": [slice(3)], "half": [slice(1)]}
+    small = Weights(signal=0.0, noise=0.0)
+    squares = np.zeros(draws)
+    for part in parts[kind]:
+        squares += (grads[:, :, part].sum(axis=2) ** 2).sum(axis=(1, 2))
+        small = small + weights(part) + weights(part)
+    divisor = own * dp * tokens if per_token else dp
+    whole = ((grads.sum(axis=(1, 2)) / divisor) ** 2).sum(axis=1)
+    found = [solve(s, small, b, equal_weights(own * dp)) for s, b in zip(squares, whole)]
+    for name, truth in (("g2", (g**2).sum()), ("v", float(dim))):
+        values = np.array([getattr(x, name) for x in found])
+        error = values.std() / np.sqrt(draws)
+        assert abs(values.mean() - truth) < 4 * error, name
 
 
 def groups_of(kind: str, d: int, m: int, b: int, k: int) -> tuple[int, int]:

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.errors import UsageError
-from megatron.training.sampling import PADDING, evaluation_indices, micro_batch_indices
+from megatron.training.sampling import (
+    PADDING,
+    evaluation_indices,
+    micro_batch_indices,
+    micro_batch_sizes,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -32,6 +37,24 @@ def test_a_run_reads_every_sample_once_and_in_order(start, run):
         read += read_batch(consumed, num_steps, mbs, dp)
         consumed += num_steps * mbs * dp
     assert read == list(range(start, consumed))
+
+
+@given(start=st.integers(0, 100), own=st.integers(1, 30), mbs=sizes, dp=sizes)
+def test_an_uneven_batch_is_read_once_and_in_order(start, own, mbs, dp):
+    ranks = [micro_batch_indices(start, own * dp, mbs, rank, dp, uneven=True) for rank in range(dp)]
+    counts = micro_batch_sizes(own, mbs)
+    assert all([len(row) for row in rows] == counts for rows in ranks)
+    assert sum(counts) == own and set(counts[:-1]) <= {mbs} and 0 < counts[-1] <= mbs
+    steps = [sample for step in zip(*ranks, strict=True) for row in step for sample in row]
+    assert steps == list(range(start, start + own * dp))
+    if own % mbs == 0:
+        assert ranks[0] == micro_batch_indices(start, own * dp, mbs, 0, dp)
+
+
+@pytest.mark.parametrize("gbs", [0, -4, 5])
+def test_an_uneven_batch_still_fits_the_replicas(gbs):
+    with pytest.raises(UsageError, match=r"--global-batch-size"):
+        micro_batch_indices(0, gbs, 2, 0, 2, uneven=True)
 
 
 @pytest.mark.parametrize("gbs", [0, 6, 10])

@@ -15,6 +15,9 @@ class BatchConfig:
     """Tokens per sample."""
     micro_batch_size: int = option(None, required=True)
     """Samples of one forward pass on one data-parallel rank."""
+    allow_uneven_micro_batches: bool = option(False)
+    """Let the last micro-batch of every replica be smaller, so that the global batch need not be a
+    multiple of micro-batch size x data parallel size; without a pipeline only."""
     global_batch_size: int = option(None)
     """Samples of one optimizer step. Default: micro-batch size x data parallel size."""
     rampup_batch_size: tuple[int, ...] | None = option(None, nargs=3)

@@ -123,7 +123,8 @@ def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]
         step_batch_size_schedule=arguments.get("step_batch_size_schedule"),
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
     )
-    return schedule.problems(layout, micro)
+    uneven = bool(arguments.get("allow_uneven_micro_batches"))
+    return schedule.problems(layout, micro, uneven=uneven)
 
 
 def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:

@@ -1,0 +1,87 @@
+"""Micro-batches of a replica: equal to trying every sum."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copus_ext.perf.cluster_spec import preset
+from copus_ext.perf.model_spec import PRESETS
+from copus_ext.planner.micro_split import best_split, best_tail, resplits, seconds_by_size
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from tests.helpers.launch import ROOT
+from tests.unit.test_plan_command import run
+
+times = st.dictionaries(st.integers(1, 7), st.floats(0.01, 10), min_size=1)
+
+
+@given(st.integers(1, 14), times)
+def test_it_equals_trying_every_sum(samples: int, seconds: dict[int, float]) -> None:
+    sums = [
+        sizes
+        for count in range(1, samples + 1)
+        for sizes in itertools.combinations_with_replacement(sorted(seconds), count)
+        if sum(sizes) == samples
+    ]
+    if not sums:
+        with pytest.raises(ValueError, match="no sum"):
+            best_split(samples, seconds)
+        return
+    found = best_split(samples, seconds)
+    least = min(sum(seconds[n] for n in sizes) for sizes in sums)
+    assert sum(found.sizes) == samples and found.seconds == pytest.approx(least)
+    assert sum(seconds[n] for n in found.sizes) == pytest.approx(found.seconds)
+
+
+@given(st.integers(1, 30), st.integers(1, 8), st.floats(0, 5), st.floats(0.1, 2))
+def test_a_tail_is_one_of_the_sums(samples: int, most: int, start: float, each: float) -> None:
+    seconds = {n: start + each * n for n in range(1, most + 1)}
+    tail, free = best_tail(samples, seconds), best_split(samples, seconds)
+    assert sum(tail.sizes) == samples and len(set(tail.sizes[:-1])) <= 1
+    # Where only their number costs, nothing beats full ones and a rest.
+    assert tail.seconds == pytest.approx(free.seconds)
+    even = [n for n in seconds if samples % n == 0]
+    assert tail.seconds <= min(samples // n * seconds[n] for n in even) * (1 + 1e-12)
+
+
+def test_text() -> None:
+    assert str(best_split(10, {4: 1.0, 2: 0.9, 1: 0.8})) == "4x2+2"
+    assert str(best_split(4, {4: 1.0})) == "4"
+
+
+def test_the_planner_offers_what_a_prime_batch_needs() -> None:
+    planner = Planner(
+        PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=Limits(fixed={"pp": 1, "tp": 4})
+    )
+    plan = planner.rank([2 * 37], top=50)[0]
+    assert {r.configuration.num_microbatches for r in plan.ranked} <= {1, 37}
+    found = resplits(planner, plan)
+    assert found
+    for one in found:
+        assert sum(one.split.sizes) == 37 and one.saved_s > 0
+        assert one.free.seconds <= one.split.seconds * (1 + 1e-12)
+        assert "--allow-uneven-micro-batches" in one.flags and "%" in str(one)
+        seconds = seconds_by_size(planner, one.configuration, 37)
+        assert max(one.split.sizes) in seconds
+
+
+COMMAND = "--model llama-2-7b --cluster h100-80g:8 --fix pp=1,tp=4 --top 3 --micro-split"
+
+
+def test_the_command_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 74")
+    assert code == 0 and "rank 1 micro-batches 19+18: " in text and "--micro-batch-size 19" in text
+    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 26")
+    assert code == 0 and "unequal micro-batches make nothing" in text
+    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 74 --json")
+    record = json.loads(text)
+    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
+    assert record["plans"][0]["micro_splits"][0]["sizes"] == [19, 18]
+    code, _, error = run(capsys, f"{COMMAND} --global-batch-size 74 --format flags")
+    assert code == 2 and "--micro-split" in error
