@@ -10,9 +10,11 @@ import math
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from copus_ext.launch.hostfile import in_order
 from megatron.training.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -69,8 +71,10 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
     Args:
         env: environment; None takes that of the process.
 
+    Its nodes are numbered along the file that COPUS_HOSTFILE names, if there is one.
+
     Raises:
-        UsageError: one line, if the variables make no sense.
+        UsageError: one line, if the variables make no sense, or that file does not.
     """
     env = os.environ if env is None else env
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= set(env):
@@ -79,7 +83,7 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
         return None
     node_rank = _number(env, "SLURM_NODEID")
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "1")
-    return Step(
+    step = Step(
         job=str(_number(env, "SLURM_JOB_ID")),
         handle=handle_of(env),
         restarts=_number(env, "SLURM_RESTART_COUNT", 0),
@@ -92,6 +96,10 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
         num_local_tasks=_tasks_of_node(per_node, node_rank),
         local_rank=_number(env, "SLURM_LOCALID", 0),
     )
+    step, note = in_order(step, env)
+    if note and step.rank == 0:
+        print(note, file=sys.stderr, flush=True)
+    return step
 
 
 def handle_of(env: Mapping[str, str]) -> str:

@@ -15,6 +15,9 @@ ROBUST_SCALE = 0.1
 messages of some sizes in another way, or lets some through before it holds them back."""
 _LEAST_SHARE = 0.1
 """Of the time of the largest message, what its bytes take at the least."""
+_TRUST_LAST = 0.8
+"""Of the bandwidth between the two largest messages, at the least, where those are the only ones
+that a limited link did not let through at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +65,8 @@ def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     sizes, measured = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
     # In units of the largest message, so that both numbers are of the size of 1.
     x, y = sizes / sizes[-1], measured / measured[-1]
-    slope = min(max((y[-1] - y[0]) / (1 - x[0]), _LEAST_SHARE), 1.0)
+    least = min(max(_TRUST_LAST * (y[-1] - y[-2]) / (x[-1] - x[-2]), _LEAST_SHARE), 1.0)
+    slope = min(max((y[-1] - y[0]) / (1 - x[0]), least), 1.0)
     start = np.log([max(y[0] - slope * x[0], 1e-9), slope])
 
     def off(logs: np.ndarray) -> np.ndarray:
@@ -72,7 +76,7 @@ def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     found = least_squares(
         off,
         start,
-        bounds=([math.log(1e-12), math.log(_LEAST_SHARE)], [math.log(1e6), math.log(1e6)]),
+        bounds=([math.log(1e-12), math.log(least) - 1e-9], [math.log(1e6), math.log(1e6)]),
         loss="soft_l1",
         f_scale=ROBUST_SCALE,
         xtol=1e-12,

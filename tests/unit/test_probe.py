@@ -88,6 +88,17 @@ def test_one_size_off_the_line_does_not_bend_it(
     assert fit_line(SIZES, seconds)[1] == pytest.approx(beta, rel=0.2)
 
 
+@given(st.floats(1e6, 1e9), st.integers(2, 5), st.floats(0.0, 0.02))
+def test_a_link_that_lets_all_but_the_largest_through_is_seen(
+    beta: float, count: int, share: float
+) -> None:
+    """As a token bucket does, where the time for the pair ends before larger sizes."""
+    sizes = SIZES[:count]
+    longest = sizes[-1] / beta
+    seconds = [share * longest + n / (1000 * beta) for n in sizes[:-1]] + [longest]
+    assert fit_line(sizes, seconds)[1] == pytest.approx(beta, rel=0.3)
+
+
 def test_times_that_do_not_grow_bound_the_bandwidth() -> None:
     assert fit_line((8, 1000), [1.0, 1.0])[1] == pytest.approx(10_000)
     assert fit_line((8, 1000), [2.0, 1.0])[1] == pytest.approx(10_000)

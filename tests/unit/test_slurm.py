@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from copus_ext.launch import requeue, slurm
 from copus_ext.launch.environment import adopt_srun
+from copus_ext.launch.hostfile import VARIABLE, expanded
 from copus_ext.launch.slurm_watch import Facts, Watch, watch_of
 from copus_ext.reconfigure.relaunch import Request, write_request
 from copus_ext.tail import Tail
@@ -439,3 +441,81 @@ def test_a_tick_costs_nothing_to_speak_of(tmp_path: Path, commands: Path) -> Non
     for _ in range(1000):
         clock.watch.tick()
     assert len(calls(commands, "squeue")) == before and clock.watch.facts.batch == 0
+
+
+EVEN = {**TASK, "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+
+
+def hosts_file(folder: Path, text: str) -> dict[str, str]:
+    path = folder / "hosts"
+    path.write_text(text)
+    return {VARIABLE: str(path)}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("a", ["a"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu-[07-09,12],login", ["gpu-07", "gpu-08", "gpu-09", "gpu-12", "login"]),
+        ("a[1-2]b,c", ["a1b", "a2b", "c"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+    ],
+)
+def test_a_list_of_nodes_is_expanded(nodes: str, names: list[str]) -> None:
+    assert expanded(nodes) == names
+    assert slurm.first_node(nodes) == names[0]
+
+
+@pytest.mark.parametrize("nodes", ["n[1-]x", "n[a-b]", "n[0-99999999999]"])
+def test_what_is_no_list_of_nodes(nodes: str) -> None:
+    with pytest.raises(UsageError, match="no list of nodes"):
+        expanded(nodes)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["gpu-07", "gpu-08", "gpu-09"])))
+def test_ranks_are_numbered_along_the_file(tmp_path: Path, order: tuple[str, ...]) -> None:
+    more = hosts_file(tmp_path, "# by plan.py\n" + "\n".join(order) + "\n")
+    ranks = {}
+    for node, name in enumerate(["gpu-07", "gpu-08", "gpu-09"]):
+        for local in range(2):
+            place = {"SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+            place["SLURM_PROCID"] = str(2 * node + local)
+            own = {} if node == 1 else {"SLURMD_NODENAME": name}
+            step = slurm.read_step({**EVEN, **more, **place, **own})
+            assert step is not None and step.head == order[0]
+            assert order[step.node_rank] == name and step.num_local_tasks == 2
+            ranks[step.rank] = (name, local)
+    assert [ranks[r] for r in range(6)] == [(name, i) for name in order for i in range(2)]
+
+
+def test_other_nodes_come_behind_and_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = hosts_file(tmp_path, "gpu-09\nelsewhere\n")
+    places = {"SLURM_PROCID": "4", "SLURM_NODEID": "2", "SLURMD_NODENAME": "gpu-09"}
+    step = slurm.read_step({**EVEN, **more, **places})
+    assert step is not None and (step.rank, step.node_rank) == (0, 0)
+    assert expanded(step.nodes) == ["gpu-09", "gpu-07", "gpu-08"]
+    said = capsys.readouterr().err
+    assert "gpu-07, gpu-08 not in the file" in said and "elsewhere not in this job" in said
+    assert slurm.read_step({**EVEN, "SLURM_NODEID": "1"}) == slurm.read_step(
+        {**EVEN, "SLURM_NODEID": "1", VARIABLE: ""}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "words"),
+    [
+        ("gpu-07\ngpu-07\n", EVEN, "names gpu-07 twice"),
+        (None, EVEN, "No such file"),
+        ("gpu-08\n", TASK, "different numbers of tasks"),
+    ],
+)
+def test_an_order_that_cannot_be(
+    tmp_path: Path, text: str | None, env: dict[str, str], words: str
+) -> None:
+    more = {VARIABLE: str(tmp_path / "none")} if text is None else hosts_file(tmp_path, text)
+    with pytest.raises(UsageError, match=words) as error:
+        slurm.read_step({**env, **more})
+    assert "\n" not in str(error.value)
