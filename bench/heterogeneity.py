@@ -143,16 +143,18 @@ def speeds_of(site: Site, data: str, work: Path) -> list[float]:
     """Work per second of every node over that of a rank as the planner knows it: one rank alone
     trains for some steps on a node of each quota."""
     from copus_ext.perf.cluster_spec import preset
+    from copus_ext.planner.answers import Ranked
     from copus_ext.planner.search import Planner
 
     planner = Planner(_model(), preset("cpu:1"))
     c = _configuration(1, 1, 1, 4, batch=4)
-    predicted = planner.explain(c).prediction.step_s
+    known = planner.explain(c)
+    assert isinstance(known, Ranked), known
     found = {}
     for node in (0, SLOW_NODE):
         one = {"name": f"alone {node}", "order": [node], "flags": c.to_flags()}
         measure(site, one, data, work)
-        found[shares()[node]] = round(predicted / one["measured_s"], 3)
+        found[shares()[node]] = round(known.prediction.step_s / one["measured_s"], 3)
     return [found[share] for share in shares()]
 
 

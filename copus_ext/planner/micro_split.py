@@ -60,7 +60,8 @@ def best_split(samples: int, seconds: Mapping[int, float]) -> Split:
             known = best[total]
             if known is None or found[:2] < known[:2]:
                 best[total] = found
-    if best[samples] is None:
+    whole = best[samples]
+    if whole is None:
         raise ValueError(f"{samples} samples are no sum of micro-batches of {sizes}")
     chosen, left = [], samples
     while left:
@@ -68,7 +69,7 @@ def best_split(samples: int, seconds: Mapping[int, float]) -> Split:
         assert entry is not None
         chosen.append(entry[2])
         left -= entry[2]
-    return Split(sizes=tuple(sorted(chosen, reverse=True)), seconds=best[samples][0])
+    return Split(sizes=tuple(sorted(chosen, reverse=True)), seconds=whole[0])
 
 
 def best_tail(samples: int, seconds: Mapping[int, float]) -> Split:

@@ -92,8 +92,10 @@ class Points:
 
     def configuration(self, i: int) -> Configuration:
         """One point as a value."""
+        names = (*SIZES, "global_batch_size")
+        sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in names}
         return Configuration(
-            **{name: int(getattr(self, name)[i]) for name in (*SIZES, "global_batch_size")},
+            **sizes,
             recompute=RECOMPUTE[int(self.recompute[i])],
             recompute_num_layers=int(self.recompute_num_layers[i]),
             sequence_parallel=bool(self.tp[i] > 1),

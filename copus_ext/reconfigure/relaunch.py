@@ -193,7 +193,8 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
 
 def flags_for(request: Request) -> list[str]:
     """Flags that start the run as a `relayout` asks. Put behind other flags they win, except over
-    `--num-layers-per-virtual-pipeline-stage`, `--ckpt-step` and `--finetune`: see `merged`."""
+    `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`: see
+    `merged`."""
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
@@ -228,7 +229,7 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     values = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
-    switches = set(_COUNTED_IN_CUT)
+    switches: set[str] = set(_COUNTED_IN_CUT)
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)
         if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from copus_ext.config import CopusConfig
 from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
+from copus_ext.goodput.situation import Row
 from copus_ext.goodput.summary import decision_line, summary
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
@@ -24,6 +25,8 @@ from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, r
 from copus_ext.table import Table
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.errors import UsageError
+from megatron.training.layout import Layout
+from megatron.training.relayout import with_layout
 from tests.helpers.jobs import TINY
 from tests.helpers.recorded import record_decisions
 from tests.unit.test_decide import noise, situation
@@ -128,6 +131,35 @@ def test_the_table_of_a_run() -> None:
     times[1, 8] = (0.25, 0.001, 20)
     faster, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
     assert faster[at].samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+def test_the_table_keeps_the_cut_of_the_flags() -> None:
+    pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
+    run = config(f"{pipeline} Ettt|tL")
+    run = replace(run, model=replace(run.model, padded_vocab_size=512))
+    sizes: Any = {"micro_batch_size": 1, "global_batch_size": 8}
+    free = flags(copus_layouts="all")
+    for here in (run, with_layout(run, Layout(dp=2))):
+        table = Table(here, free, gpu=None, home=run.layout)
+        rows, at = table.rows([8, 16], measured=lambda c: None, **sizes)
+        assert rows[at].as_layout == here.layout
+        assert {r.cut for r in rows if r.layout == run.layout.sizes} == {(3, 1)}
+        assert {r.cut for r in rows if r.layout != run.layout.sizes} == {None}
+        assert {r.layout for r in rows} >= {(1, 2, 1, 1), (1, 1, 1, 2)}
+    odd = config(f"{pipeline} Ettt|ttL --num-layers 5")
+    times = {8: (0.5, 0.001, 20)}
+    rows, at = Table(odd, free, gpu=None).rows(
+        [8, 16],
+        measured=lambda c: (
+            times.get(c.global_batch_size) if c.cut and c.micro_batch_size == 1 else None
+        ),
+        **sizes,
+    )
+    own = [r for r in rows if r.as_layout == odd.layout]
+    assert [(r.global_batch_size, r.source) for r in own] == [(8, "measured"), (16, "assumed")]
+    assert rows[at] == own[0] and own[0].cut == (3, 2)
+    plain = json.loads(json.dumps(asdict(own[0])))
+    assert Row(**plain) == own[0]
 
 
 def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:

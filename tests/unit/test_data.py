@@ -341,7 +341,7 @@ def test_batches_follow_the_counter_through_every_change(num_workers):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_batch_given_up_half_way_is_read_again(num_workers):
     reader = BatchReader(Numbered(40), num_workers=num_workers)
-    arguments = {"global_batch_size": 8, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1}
+    arguments: Any = {"global_batch_size": 8, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1}
     batches = reader.read(consumed_samples=0, **arguments)
     next(batches)
     assert take(reader, 8, 8, 2) == list(range(8, 16))
@@ -361,7 +361,7 @@ def test_batches_that_follow_are_read_without_a_restart():
 
 def test_workers_read_the_same_batches_of_a_real_data_set(corpus):
     train = build((60, 0, 0), data_path=(corpus,), split="1,0,0").train
-    arguments = {"global_batch_size": 12, "micro_batch_size": 3, "dp_rank": 1, "dp_size": 2}
+    arguments: Any = {"global_batch_size": 12, "micro_batch_size": 3, "dp_rank": 1, "dp_size": 2}
     read = {}
     for num_workers in (0, 2):
         reader = BatchReader(train, num_workers=num_workers)

@@ -35,6 +35,8 @@ LAYOUTS = [
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, vpp=2),
     Layout(pp=4),
+    Layout(pp=2, dp=2, cut=(3, 1)),
+    Layout(pp=2, vpp=2, dp=2, cut=(0, 2, 1, 1)),
 ]
 
 
@@ -177,6 +179,9 @@ USERS = {
     "another start": "--load elsewhere --ckpt-step 7 --finetune --no-load-optim",
     "twice": "--load=x --tensor-model-parallel-size 4 --tensor-model-parallel-size=1",
     "no overlap": "--no-overlap-p2p-communication",
+    "cut": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout=Et|t*3L",
+    "ends": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
+    "--account-for-loss-in-pipeline-split",
 }
 BASE = [*TINY.split(), "--train-iters", "9", "--save", "saved", "--save-interval", "3"]
 

@@ -353,7 +353,16 @@ def test_ranks_that_no_layout_can_use_are_refused() -> None:
     assert refused.leave == 2 and "world size 3" in refused.line and not refused.gives_up
 
 
-@given(st.integers(1, 64), st.sampled_from([Layout(), Layout(tp=4, pp=2), Layout(pp=2, vpp=2)]))
+PREFERRED = [
+    Layout(),
+    Layout(tp=4, pp=2),
+    Layout(pp=2, vpp=2),
+    Layout(pp=2, cut=(3, 1)),
+    Layout(tp=2, pp=2, vpp=2, cut=(0, 2, 1, 1)),
+]
+
+
+@given(st.integers(1, 64), st.sampled_from(PREFERRED))
 def test_all_layouts_come_once_and_the_preferred_first(ranks: int, prefer: Layout) -> None:
     found = list(layouts_for(ranks, prefer))
     assert len(set(found)) == len(found) and all(one.world_size == ranks for one in found)
@@ -361,4 +370,5 @@ def test_all_layouts_come_once_and_the_preferred_first(ranks: int, prefer: Layou
     every = {(t, p) for t in range(1, 65) for p in range(1, 65) if ranks % (t * p) == 0}
     assert pairs == every
     if ranks % prefer.model_parallel_size == 0:
+        assert found[0].cut == prefer.cut
         assert (found[0].tp, found[0].pp, found[0].vpp) == (prefer.tp, prefer.pp, prefer.vpp)
