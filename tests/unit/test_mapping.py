@@ -151,6 +151,8 @@ def by_hand(work: Job, net: Network, order: Any) -> float:
         count = np.array([work.num_microbatches])
         clocks.append(pipeline_time(forward, backward, hops, count, vpp=work.vpp)[:, 0])
     reduce, gather, optimizer = work.end.seconds(ring)
+    slowest = [max(pace[node(r, k)] for k in range(d)) for r in range(p)]
+    optimizer = optimizer * np.array(slowest)[:, None]
     return float((np.max(clocks, axis=0)[:, None] + reduce + gather + optimizer).max()) + 0.004
 
 
