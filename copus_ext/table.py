@@ -159,14 +159,19 @@ class Table:
         ):
             c = _configuration(self.config, b, batch, layout)
             known = measured(c)
-            if known is not None:
+            if known is not None and c.is_even:
                 median, deviation, number = known
                 live.append(c.timed(median, spread_s=deviation, num_steps=number))
         seen = {(t.line, t.num_microbatches) for t in live}
         others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
         self.planner.retime([*live, *others])
+        unit, against = now.dp * now.micro_batch_size, now
+        if not now.is_even:
+            # The cost model knows equal micro-batches only.
+            batch = max(now.global_batch_size // unit, 1) * unit
+            against = replace(now, global_batch_size=batch)
         rows = []
-        for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=now):
+        for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
                 layout = self._with_cut((c.tp, c.pp, c.vpp, c.dp))

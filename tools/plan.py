@@ -228,6 +228,7 @@ def answer(args: argparse.Namespace) -> int:
             recuts=recut,
             fitted=fitted,
             resplits=resplit,
+            top=args.top,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
@@ -236,10 +237,11 @@ def answer(args: argparse.Namespace) -> int:
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
-        report.table(plans, console, recut, fitted, resplit)
+        report.table(plans, console, recut, fitted, resplit, top=args.top)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
-    failed = [plan for plan in plans if plan.status != "ok"]
+    fits = [bool(best) for best in fitted] if fitted is not None else [False] * len(plans)
+    failed = [plan for plan, also in zip(plans, fits) if plan.status != "ok" and not also]
     for plan in failed:
         print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
     if args.plot is not None:
@@ -302,7 +304,7 @@ def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[
         return None
     from copus_ext.planner.uneven import refit
 
-    return [refit(planner, plan) if plan.ranked else [] for plan in plans]
+    return [refit(planner, p.global_batch_size) if p.status != "no_legal" else [] for p in plans]
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
+    from copus_ext.reconfigure.relaunch import without_cut
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.batch_schedule import BatchSchedule
     from megatron.training.build import build_job, tear_down
@@ -112,7 +113,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
 
     def config_of(count: int) -> Any:
         batch = str(count * c.dp * c.micro_batch_size)
-        own = [*flags, *c.to_flags(), "--global-batch-size", batch]
+        own = [*without_cut(flags), *c.to_flags(), "--global-batch-size", batch]
         return resolve(parse_args(own), dist.get_world_size(), **_environment())
 
     wanted = counts(c, args)

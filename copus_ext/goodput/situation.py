@@ -64,7 +64,7 @@ class Row:
     @property
     def is_blind(self) -> bool:
         """Whether the noise scale cannot be measured there: one micro-batch on one replica."""
-        return self.dp == 1 and self.global_batch_size == self.micro_batch_size
+        return self.dp == 1 and self.global_batch_size <= self.micro_batch_size
 
     @property
     def as_layout(self) -> Layout:

@@ -16,6 +16,7 @@ from megatron.training.layout import Layout
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+_UNEVEN = "--allow-uneven-micro-batches"
 _NEEDED = (*_SIZES, "global_batch_size", "micro_batch_size")
 
 
@@ -87,7 +88,7 @@ class Fit:
             )
 
         if wanted.world_size <= ranks:
-            sizes = [b for b in range(micro, 0, -1) if batch % (b * wanted.dp) == 0]
+            sizes = self._sizes(wanted, micro, batch)
             for size in sizes:
                 found = request(wanted, size)
                 if self._is_legal(merged(self.flags, found), wanted.world_size):
@@ -136,14 +137,22 @@ class Fit:
         micro = micro or _number(self.flags, "--micro-batch-size") or 1
         said = set[str]()
         for layout in layouts_for(ranks, prefer):
-            sizes = [b for b in range(micro, 0, -1) if not batch or batch % (b * layout.dp) == 0]
-            for size in sizes or [micro]:
+            for size in self._sizes(layout, micro, batch) or [micro]:
                 found = request(layout, size)
                 problem = self._problem(merged(self.flags, found), ranks)
                 if problem is None:
                     return found, said
                 said.add(problem)
         return None, said
+
+    def _sizes(self, layout: Layout, micro: int, batch: int | None) -> list[int]:
+        """Micro-batches that cut the batch, the largest first; all where it is not known."""
+        uneven = _UNEVEN in self.flags and layout.pp == 1
+
+        def fits(b: int) -> bool:
+            return not batch or batch % (layout.dp * (1 if uneven else b)) == 0
+
+        return [b for b in range(micro, 0, -1) if fits(b)]
 
     def _is_legal(self, flags: list[str], ranks: int) -> bool:
         try:

@@ -7,6 +7,7 @@ exists.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,8 @@ def expanded(nodes: str) -> list[str]:
                 raise UsageError(f"{nodes[:60]} is no list of nodes such as n[1-4]")
             width = len(first)
             numbers = range(int(first), int(last) + 1)
-            names += [f"{before}{number:0{width}d}{behind}" for number in numbers]
+            firsts = [f"{before}{number:0{width}d}" for number in numbers]
+            names += [f"{one}{rest}" for one in firsts for rest in expanded(behind)]
     return names
 
 
@@ -58,7 +60,7 @@ def read_hosts(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{VARIABLE}={path}: {error}") from error
     hosts = [line for line in lines if line]
-    twice = next((host for host in hosts if hosts.count(host) > 1), None)
+    twice = next((host for host, times in Counter(hosts).items() if times > 1), None)
     if twice is not None:
         raise UsageError(f"{VARIABLE}={path} names {twice} twice; name every node once")
     return hosts
@@ -93,6 +95,8 @@ def in_order(step: Step, env: Mapping[str, str]) -> tuple[Step, str]:
             f"{VARIABLE}: nodes with different numbers of tasks keep SLURM's order; start as many "
             "on each, or unset it"
         )
+    if own not in order:
+        raise UsageError(f"{VARIABLE}: {_OWN_NAME}={own} is none of the step's nodes {step.nodes}")
     node_rank = order.index(own)
     moved = replace(
         step,
@@ -113,6 +117,5 @@ def in_order(step: Step, env: Mapping[str, str]) -> tuple[Step, str]:
 
 
 def _ordered(given: Sequence[str], hosts: Sequence[str]) -> list[str]:
-    here = set(given)
-    first = [host for host in hosts if host in here]
-    return [*first, *(node for node in given if node not in set(first))]
+    here, named = set(given), set(hosts)
+    return [*(host for host in hosts if host in here), *(n for n in given if n not in named)]

@@ -68,10 +68,10 @@ class Step:
 def read_step(env: Mapping[str, str] | None = None) -> Step | None:
     """The step of this process; None outside of one, as in the shells of sbatch and salloc.
 
+    Its nodes are numbered along the file that COPUS_HOSTFILE names, if there is one.
+
     Args:
         env: environment; None takes that of the process.
-
-    Its nodes are numbered along the file that COPUS_HOSTFILE names, if there is one.
 
     Raises:
         UsageError: one line, if the variables make no sense, or that file does not.

@@ -61,8 +61,13 @@ class Configuration:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a replica and step."""
-        return self.global_batch_size // (self.dp * self.micro_batch_size)
+        """Micro-batches of a replica and step; the last may be smaller."""
+        return -(-self.global_batch_size // (self.dp * self.micro_batch_size))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all micro-batches are of the same size."""
+        return self.global_batch_size % (self.dp * self.micro_batch_size) == 0
 
     @property
     def world_size(self) -> int:

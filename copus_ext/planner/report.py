@@ -30,10 +30,10 @@ _TICKS = 16
 _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
-_NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
-_UNEVEN = ["rank", "tp", "pp", "vpp", "dp", "b", "recompute"]
-_UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
+_UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
+_UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
+_NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 
 def to_json(
@@ -47,6 +47,7 @@ def to_json(
     recuts: Sequence[Sequence[Recut]] | None = None,
     fitted: Sequence[Sequence[Fitted]] | None = None,
     resplits: Sequence[Sequence[Resplit]] | None = None,
+    top: int = 10,
 ) -> dict[str, Any]:
     """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
     changes `SCHEMA`."""
@@ -82,8 +83,7 @@ def to_json(
     for record, found in zip(answer["plans"], recuts or []):
         record["cuts"] = [x.to_json() for x in found]
     for record, found in zip(answer["plans"], fitted or []):
-        best = found[: len(record["ranked"])]
-        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(best)]
+        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(found[:top])]
     for record, splits in zip(answer["plans"], resplits or []):
         record["micro_splits"] = [x.to_json() for x in splits]
     if elapsed_s is not None:
@@ -116,6 +116,8 @@ def table(
     recuts: Sequence[Sequence[Recut]] | None = None,
     fitted: Sequence[Sequence[Fitted]] | None = None,
     resplits: Sequence[Sequence[Resplit]] | None = None,
+    *,
+    top: int = 10,
 ) -> None:
     """Prints all plans, and of each the fastest cuts, the best unequal micro-batches and what
     uneven nodes make of it if there are such; every row is one line."""
@@ -139,7 +141,7 @@ def table(
             for text in map(str, resplits[number]) if resplits[number] else _NO_SPLIT:
                 console.print(text, highlight=False, markup=False)
         if fitted is not None:
-            _uneven(fitted[number], console, top=len(plan.ranked))
+            _uneven(fitted[number], console, top=top)
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,
@@ -153,7 +155,7 @@ def table(
 
 def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
     if not found:
-        console.print("over these links and nodes: none fits", highlight=False)
+        console.print("over these links and nodes: nothing that was tried fits", highlight=False)
         return
     console.print("over these links and nodes:", highlight=False)
     shown = Table(box=None, header_style="bold", pad_edge=False)
@@ -161,14 +163,27 @@ def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
         shown.add_column(name, justify="right", no_wrap=True)
     for i, x in enumerate(found[:top]):
         c = x.configuration
-        sizes = (i + 1, c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.recomputation)
+        sizes = (
+            i + 1,
+            c.global_batch_size,
+            c.tp,
+            c.pp,
+            c.vpp,
+            c.dp,
+            c.micro_batch_size,
+            c.recomputation,
+        )
         alone = "-" if x.recut_s is None else f"{x.recut_s:.4g}"
         times = (f"{x.given_s:.4g}", f"{x.ordered_s:.4g}", alone, f"{x.step_s:.4g}")
         cut = str(x.cut).replace(",", " ")
-        row = [*map(str, sizes), *times, ",".join(x.names), cut]
+        row = [str(i + 1), *map(str, sizes), c.recomputation, *times, ",".join(x.names), cut]
         shown.add_row(*row, style="green" if i == 0 else None)
     console.print(shown)
-    fast = min((x for x in found if x.fits_as_given), key=lambda x: x.given_s, default=None)
+    fast = min(
+        (x for x in found if x.fits_as_given),
+        key=lambda x: x.given_s / x.configuration.global_batch_size,
+        default=None,
+    )
     if fast is not None and fast.configuration != found[0].configuration:
         text = f"the fastest with nodes as given and even stages is {fast.configuration}: "
         console.print(f"{text}{fast.given_s:.4g} s", highlight=False, markup=False)

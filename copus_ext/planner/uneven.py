@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from copus_ext.perf.blocks import costs_by_block
 from copus_ext.perf.cluster_spec import ClusterSpec, of_gpu
@@ -22,17 +23,14 @@ from copus_ext.perf.gpus import GPUS
 from copus_ext.perf.model_spec import ModelSpec
 from copus_ext.perf.nodes import NodeSpec
 from copus_ext.perf.step import end_of_step
-from copus_ext.planner.answers import Plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cuts import Cut, best_cut, price_cut
 from copus_ext.planner.fitted import Fitted
 from copus_ext.planner.mapping import (
     EVALUATIONS,
-    EXACT_NODES,
     alike,
     find_order,
-    job_of,
     limits,
     network_of,
     uniform_links,
@@ -63,6 +61,7 @@ class Site:
 
     Raises:
         SpecError: tensor parallelism across nodes, or ranks that do not fill the nodes.
+        ValueError: recompute `block`, whose layers have no cost of their own.
     """
 
     def __init__(self, planner: Planner, configuration: Configuration) -> None:
@@ -70,8 +69,6 @@ class Site:
         model, cluster, self.constants = planner.model, planner.cluster, planner.constants
         self._base = dataclasses.replace(cluster, nodes=())
         self.rows = to_rows(model, self._base, point_of(configuration)).full()
-        self.is_fixed = configuration.recompute == "block" or configuration.pp == 1
-        """Whether the layers cannot be cut otherwise."""
         self.slowness = slowness_of(model, cluster, configuration, self.constants)
         linked = dataclasses.replace(self._base, links=cluster.links or uniform_links(cluster))
         self.network = network_of(linked, self.constants, self.slowness)
@@ -88,15 +85,8 @@ class Site:
 
     @functools.cached_property
     def _costs(self) -> Any:
-        what = self.rows
-        if self.configuration.recompute == "block":
-            # For the ends of the step alone: its layers are not cut.
-            what = to_rows(
-                self.planner.model,
-                self._base,
-                point_of(dataclasses.replace(self.configuration, recompute="none")),
-            ).full()
-        return costs_by_block(what, self.constants, context_bytes=self.planner.context_bytes)
+        context = self.planner.context_bytes
+        return costs_by_block(self.rows, self.constants, context_bytes=context)
 
     def problem(self, order: Any) -> CutProblem:
         """The cuts where nodes stand in some order: [places] nodes.
@@ -134,8 +124,6 @@ class Site:
 
     def _job(self, layers: Sequence[int]) -> Job:
         c, costs = self.configuration, self._costs
-        if c.recompute == "block":
-            return job_of(self.planner.model, self._base, c, self.constants)
         plain = CutProblem(
             pp=c.pp,
             vpp=c.vpp,
@@ -169,19 +157,17 @@ class Site:
 
     def fits(self, order: Any, layers: Sequence[int]) -> bool:
         """Whether every stage has the memory it needs."""
-        if self.configuration.recompute == "block":
-            return True
         problem = self.problem(order)
         return bool(problem.excess(problem.price([list(layers)]))[0] <= 0)
 
     def best_layers(self, order: Any) -> tuple[int, ...] | None:
         """The fastest cut for an order of the nodes; None where none fits."""
-        if self.is_fixed:
+        if self.configuration.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
         found = best_cut(self.problem(order))
         return found.layers if isinstance(found, Cut) else None
 
-    def fit(self, *, evaluations: int = EVALUATIONS) -> Fitted | None:
+    def fit(self, *, evaluations: int = EVALUATIONS, every: bool = True) -> Fitted | None:
         """The order and the cut with the shortest step; None where nothing that was tried fits.
 
         Up to `EVERY_ORDER_NODES` nodes the best cut of every order is searched. Beyond, order and
@@ -190,11 +176,12 @@ class Site:
 
         Args:
             evaluations: orders to price in each search for one, about.
+            every: search the best cut of every order where there are few nodes.
         """
         given = tuple(range(self.num_nodes))
         ordered = find_order(self._job(self.layers), self.network, evaluations=evaluations)
         found: dict[tuple[Any, Any], float] = {}
-        for order, layers in self._tried(given, ordered.order, evaluations):
+        for order, layers in self._tried(given, ordered.order, evaluations, every):
             if (order, layers) not in found:
                 found[order, layers] = self.step_s(order, layers)
         given_s = self.step_s(given, self.layers)
@@ -228,10 +215,10 @@ class Site:
         )
 
     def _tried(
-        self, given: tuple[int, ...], ordered: tuple[int, ...], evaluations: int
+        self, given: tuple[int, ...], ordered: tuple[int, ...], evaluations: int, every: bool
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Orders with cuts that fit."""
-        if self.num_nodes <= EVERY_ORDER_NODES:
+        if every and self.num_nodes <= EVERY_ORDER_NODES:
             same = [g for g in alike(self.network) if len(set(self._limit_bytes[g])) == 1]
             for order in every_order(self.num_nodes, alike=same, turning=self._places.turning):
                 if layers := self.best_layers(order):
@@ -272,13 +259,10 @@ def slowness_of(
     """
     if not cluster.nodes:
         return ()
-    what = configuration
-    if what.recompute == "block":
-        what = dataclasses.replace(what, recompute="none", recompute_num_layers=0)
     base = dataclasses.replace(cluster, links=None, nodes=())
 
     def layer_s(kind: ClusterSpec, fitted: Constants) -> float:
-        blocks = costs_by_block(to_rows(model, kind, point_of(what)).full(), fitted).blocks
+        blocks = costs_by_block(to_rows(model, kind, point_of(configuration)).full(), fitted).blocks
         return float(blocks.forward_s[1] + blocks.backward_s[1])
 
     usual = layer_s(base, constants)
@@ -304,31 +288,29 @@ def spread(num_layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (k < left) for k in range(chunks))
 
 
-def refit(planner: Planner, plan: Plan) -> list[Fitted]:
+def refit(planner: Planner, batch: int) -> list[Fitted]:
     """The configurations of a batch on nodes and links as they are, fastest first.
 
     Times are the cost model's: measured ones are of the nodes as they stood, and are not used.
 
     Args:
         planner: of the model on the cluster.
-        plan: of the batch; gives the batch alone.
+        batch: samples of a step.
 
     Raises:
         SpecError: a description that makes no sense.
     """
-    proposed = _proposed(planner, plan.global_batch_size)
-    small = planner.cluster.num_nodes <= EXACT_NODES
-    found = _fitted(planner, proposed, evaluations=EVALUATIONS if small else _QUICK)
-    if not small:
-        closely = [x.configuration for x in found[:_CLOSELY]]
-        rest = found[len(closely) :]
-        found = [*_fitted(planner, closely, evaluations=EVALUATIONS), *rest]
-        found.sort(key=lambda x: x.step_s)
-    return found
+    proposed = _proposed(planner, batch)
+    found = _fitted(planner, proposed, evaluations=_QUICK, every=False)
+    closely = [x.configuration for x in found[:_CLOSELY]]
+    rest = found[len(closely) :]
+    whole = _fitted(planner, closely, evaluations=EVALUATIONS, every=True)
+    return sorted([*whole, *rest], key=_seconds_per_sample)
 
 
 def _proposed(planner: Planner, batch: int) -> list[Configuration]:
-    """The best few configurations of every layout on even nodes with the most memory there is."""
+    """The best few configurations of every layout on even nodes with the most memory there is; of
+    those whose layers can be cut, and no two that differ in the optimizer's sharding alone."""
     cluster = planner.cluster
     memory = max([cluster.gpu.memory_bytes, *(n.gpu.memory_bytes for n in cluster.nodes)])
     even = dataclasses.replace(
@@ -337,15 +319,23 @@ def _proposed(planner: Planner, batch: int) -> list[Configuration]:
     ranked = planner.on(even).rank([batch], top=_ENOUGH)[0].ranked
     kept: dict[Any, list[Configuration]] = {}
     for c in (one.configuration for one in ranked):
-        if cluster.gpus_per_node % c.tp == 0:
+        if cluster.gpus_per_node % c.tp == 0 and c.recompute != "block":
             mine = kept.setdefault((c.tp, c.pp, c.vpp, c.dp), [])
-            if len(mine) < _OF_A_LAYOUT:
+            same = [(x.micro_batch_size, x.recompute) for x in mine]
+            is_new = (c.micro_batch_size, c.recompute) not in same
+            if is_new and len(mine) < _OF_A_LAYOUT:
                 mine.append(c)
     return list(itertools.chain.from_iterable(list(kept.values())[:_LAYOUTS]))
 
 
-def _fitted(
-    planner: Planner, proposed: Sequence[Configuration], *, evaluations: int
-) -> list[Fitted]:
-    found = (Site(planner, c).fit(evaluations=evaluations) for c in proposed)
-    return sorted((x for x in found if x is not None), key=lambda x: x.step_s)
+def _fitted(planner: Planner, proposed: Sequence[Configuration], **how: Any) -> list[Fitted]:
+    # No thread for one bar: a program that uses this function may mind signals.
+    tqdm.monitor_interval = 0
+    some = tqdm(proposed, unit="layout", delay=2, leave=False)
+    found = (Site(planner, c).fit(**how) for c in some)
+    return sorted((x for x in found if x is not None), key=_seconds_per_sample)
+
+
+def _seconds_per_sample(x: Fitted) -> float:
+    """A layout that cannot split the batch may have taken a smaller one."""
+    return x.step_s / x.configuration.global_batch_size

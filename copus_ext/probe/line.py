@@ -15,9 +15,11 @@ ROBUST_SCALE = 0.1
 messages of some sizes in another way, or lets some through before it holds them back."""
 _LEAST_SHARE = 0.1
 """Of the time of the largest message, what its bytes take at the least."""
+_BURST = 4.0
+"""Where the largest message takes so much longer than the others let expect, a limited link let
+those through at once, and the time of the largest counts."""
 _TRUST_LAST = 0.8
-"""Of the bandwidth between the two largest messages, at the least, where those are the only ones
-that a limited link did not let through at once."""
+"""Then the bandwidth is at most that between the two largest sizes over this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,9 @@ def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     sizes, measured = np.asarray(num_bytes, dtype=float), np.asarray(seconds, dtype=float)
     # In units of the largest message, so that both numbers are of the size of 1.
     x, y = sizes / sizes[-1], measured / measured[-1]
-    least = min(max(_TRUST_LAST * (y[-1] - y[-2]) / (x[-1] - x[-2]), _LEAST_SHARE), 1.0)
+    last, before = (y[-1] - y[-2]) / (x[-1] - x[-2]), (y[-2] - y[0]) / max(x[-2] - x[0], 1e-12)
+    is_burst = len(x) > 2 and last > _BURST * max(before, 0.0) and last > _LEAST_SHARE
+    least = min(max(_TRUST_LAST * last, _LEAST_SHARE), 1.0) if is_burst else _LEAST_SHARE
     slope = min(max((y[-1] - y[0]) / (1 - x[0]), least), 1.0)
     start = np.log([max(y[0] - slope * x[0], 1e-9), slope])
 

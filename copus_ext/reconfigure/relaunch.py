@@ -272,6 +272,11 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def without_cut(argv: Sequence[str]) -> list[str]:
+    """The flags without those of uneven stages."""
+    return _without(argv, set(_CUT_FLAGS), set(_COUNTED_IN_CUT))
+
+
 def _without(argv: Sequence[str], values: Collection[str], switches: Collection[str]) -> list[str]:
     kept, skip = [], False
     for word in argv:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from copus_ext.report.values import whole
+from megatron.training.layout import Layout
 
 MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """Ways for a change of layout to end: it came about; the run ended before it began; the run left to
@@ -213,7 +214,10 @@ def layout_name(row: dict[str, Any]) -> str:
     tp, pp, vpp, dp = (whole(row.get(size)) for size in ("tp", "pp", "vpp", "dp"))
     if tp is None or pp is None or dp is None:
         return ""
-    return f"tp{tp}.pp{pp}{f'.vpp{vpp}' if vpp and vpp > 1 else ''}.dp{dp}"
+    try:
+        return str(Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp, cut=row.get("cut")))
+    except ValueError:
+        return ""
 
 
 def sizes_of(row: dict[str, Any]) -> Sizes:

@@ -219,7 +219,8 @@ def _of_flags(config: Mapping[str, Any]) -> str:
     sizes = [whole(config.get(f"{name}_model_parallel_size")) for name in names]
     tp, pp, vpp, dp = *sizes, whole(config.get("data_parallel_size"))
     try:
-        return str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0))
+        cut = config.get("layers_of_chunks")
+        return str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, cut=cut))
     except ValueError:
         return ""
 

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.training.errors import UsageError
 
 _SIZES = ("tp", "pp", "vpp", "dp")
+_MOST_CHUNKS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +294,8 @@ def batch_problems(
 
 
 def _checked_cut(cut: Sequence[int], chunks: int) -> tuple[int, ...]:
+    if not isinstance(cut, (list, tuple)):
+        raise ValueError(f"a cut is a list of whole numbers, got {cut!r}")
     numbers = tuple(cut)
     if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
         raise ValueError(f"a cut is whole numbers, got {list(numbers)}")
@@ -312,6 +315,8 @@ def _runs(cut: Sequence[int]) -> str:
 
 
 def _from_runs(text: str, chunks: int) -> tuple[int, ...]:
+    if chunks > _MOST_CHUNKS:
+        raise ValueError(f"a cut over {chunks} chunks is none of any model")
     numbers: list[int] = []
     for run in text.split("-"):
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", run)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, layout_problems, recompute_problems
+from megatron.training.stages import text_of_cut
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -61,7 +62,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": None,
+        "pipeline_model_parallel_layout": text_of_cut(layout.cut) if layout.cut else None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,

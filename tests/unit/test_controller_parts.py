@@ -162,6 +162,23 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
     assert Row(**plain) == own[0]
 
 
+@pytest.mark.parametrize(("micro", "batch"), [(8, 6), (4, 10)])
+def test_steps_of_uneven_micro_batches_are_only_themselves(micro: int, batch: int) -> None:
+    run = config(f"--allow-uneven-micro-batches --micro-batch-size {micro} --global-batch-size 10")
+
+    def measured(c: Configuration) -> Any:
+        own = (c.micro_batch_size, c.global_batch_size) == (micro, batch)
+        return (1.0, 0.001, 20) if own else None
+
+    table = Table(run, flags(), gpu=None)
+    rows, at = table.rows(
+        [batch, 8], micro_batch_size=micro, global_batch_size=batch, measured=measured
+    )
+    assert (rows[at].global_batch_size, rows[at].source) == (batch, "measured")
+    assert rows[at].samples_per_s == pytest.approx(batch, rel=0.01)
+    assert all(r.source != "measured" for r in rows if r is not rows[at])
+
+
 def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
     table = Table(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
     assert "no preset describes" in table.note

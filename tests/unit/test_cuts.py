@@ -192,6 +192,7 @@ def test_no_cut_beats_its_lower_bound(problem: CutProblem) -> None:
 def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: CutProblem) -> None:
     every, near = search(problem, most_cuts=10**6), search(problem, most_cuts=0)
     if np.isfinite(near.step_s):
+        # Random problems reach 1.504; the search says that it has proved nothing there.
         assert every.step_s * (1 - 1e-9) <= near.step_s <= every.step_s * 1.75
         assert near.least_step_s <= every.step_s * (1 + 1e-9)
         assert near.excess_bytes <= 0

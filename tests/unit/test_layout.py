@@ -79,8 +79,10 @@ def test_an_even_cut_is_no_cut() -> None:
     assert str(Layout(pp=4, dp=2, cut=(5, 4, 4, 3))) == "tp1.pp4.dp2.cut5-4x2-3"
 
 
-@pytest.mark.parametrize("cut", [(4,), (4, 4, 4), (-1, 9), (0, 0), (1.5, 3), (True, 2), ("4", 4)])
-def test_a_cut_is_one_number_for_every_chunk(cut: tuple) -> None:
+@pytest.mark.parametrize(
+    "cut", [(4,), (4, 4, 4), (-1, 9), (0, 0), (1.5, 3), (True, 2), ("4", 4), 5, 1.5, "44"]
+)
+def test_a_cut_is_one_number_for_every_chunk(cut: Any) -> None:
     with pytest.raises(ValueError, match=r"cut|chunk"):
         Layout(pp=2, cut=cut)
 
@@ -89,6 +91,8 @@ def test_a_cut_is_one_number_for_every_chunk(cut: tuple) -> None:
 def test_a_cut_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"cut|layout|number"):
         Layout.from_text(f"tp1.pp2.dp1.{text}")
+    with pytest.raises(ValueError, match="chunks"):
+        Layout.from_text("tp1.pp1000000000.dp1.cut1x1000000000")
 
 
 def test_no_chunk_in_the_middle_is_empty() -> None:

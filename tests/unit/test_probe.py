@@ -88,7 +88,13 @@ def test_one_size_off_the_line_does_not_bend_it(
     assert fit_line(SIZES, seconds)[1] == pytest.approx(beta, rel=0.2)
 
 
-@given(st.floats(1e6, 1e9), st.integers(2, 5), st.floats(0.0, 0.02))
+def test_one_bad_largest_size_is_no_slow_link() -> None:
+    sizes = SIZES[:5]
+    seconds = [1e-4 + n / 1e9 for n in sizes[:-1]] + [1.6 * (1e-4 + sizes[-1] / 1e9)]
+    assert fit_line(sizes, seconds)[1] > 0.85e9
+
+
+@given(st.floats(1e6, 1e9), st.integers(3, 5), st.floats(0.0, 0.02))
 def test_a_link_that_lets_all_but_the_largest_through_is_seen(
     beta: float, count: int, share: float
 ) -> None:

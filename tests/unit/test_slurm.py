@@ -459,6 +459,7 @@ def hosts_file(folder: Path, text: str) -> dict[str, str]:
         ("n[1-3]", ["n1", "n2", "n3"]),
         ("gpu-[07-09,12],login", ["gpu-07", "gpu-08", "gpu-09", "gpu-12", "login"]),
         ("a[1-2]b,c", ["a1b", "a2b", "c"]),
+        ("r[1-2]n[1-2],x", ["r1n1", "r1n2", "r2n1", "r2n2", "x"]),
         ("n[098-101]", ["n098", "n099", "n100", "n101"]),
     ],
 )

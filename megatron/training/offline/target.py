@@ -16,6 +16,7 @@ from megatron.training.layout import Layout, layout_problems
 from megatron.training.offline import contents
 from megatron.training.offline.checks import Contents
 from megatron.training.offline.refusal import Refused
+from megatron.training.stages import text_of_cut
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = ("distributed", "plain", "none")
@@ -249,7 +250,7 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
 def _cut_of(arguments: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Flags of uneven stages, where the checkpoint knows of such."""
     values = {
-        "pipeline_model_parallel_layout": None,
+        "pipeline_model_parallel_layout": text_of_cut(layout.cut) if layout.cut else None,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
