@@ -86,9 +86,11 @@ def forward_step(
         batch = {} if batches is None else next(batches)
         device = job.device.torch_device
         batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
-    weight = 1.0 if mean_samples is None else len(batch["tokens"]) / mean_samples
     output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    return output, functools.partial(language_model_loss, batch.get("loss_mask"), weight=weight)
+    loss = functools.partial(language_model_loss, batch.get("loss_mask"))
+    if mean_samples is not None:
+        loss = functools.partial(loss, weight=len(batch["tokens"]) / mean_samples)
+    return output, loss
 
 
 def run_schedule(
