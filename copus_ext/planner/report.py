@@ -176,7 +176,7 @@ def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
         alone = "-" if x.recut_s is None else f"{x.recut_s:.4g}"
         times = (f"{x.given_s:.4g}", f"{x.ordered_s:.4g}", alone, f"{x.step_s:.4g}")
         cut = str(x.cut).replace(",", " ")
-        row = [str(i + 1), *map(str, sizes), c.recomputation, *times, ",".join(x.names), cut]
+        row = [*map(str, sizes), *times, ",".join(x.names), cut]
         shown.add_row(*row, style="green" if i == 0 else None)
     console.print(shown)
     fast = min(

@@ -266,6 +266,10 @@ def test_the_command_ranks_uneven_nodes(capsys: pytest.CaptureFixture[str], tmp_
     even = run(capsys, f"{COMMAND} --cluster h100-80g:32")[1]
     assert code == 0 and text.startswith(even.splitlines()[0])
     assert "% less" in text and "of the usual speed" in text
+    lines = text.splitlines()
+    first = lines[lines.index("over these links and nodes:") + 2].split()
+    assert first[:6] == ["1", "64", "8", "4", "1", "1"], "rank, batch and layout"
+    assert first[7] in ("none", "selective", "full")
     assert sorted(hosts.read_text().split()) == ["a", "b", "c", "d"]
     assert f"nodes: {','.join(hosts.read_text().split())}" in text
     code, text, _ = run(capsys, f"{COMMAND} --cluster {path} --uneven --json")
