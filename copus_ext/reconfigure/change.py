@@ -327,7 +327,9 @@ class Change:
         self._phase(
             "weights",
             lambda: masters_to_weights(built.optimizer),
-            lambda _: share_weights(built.config, model, built.groups),
+            lambda _: share_weights(
+                built.config, model, built.groups, timeout_s=self.means.message_timeout_s
+            ),
             label=label,
         )
         keys = sorted({name.split(".", 1)[1] for name in held.sums})

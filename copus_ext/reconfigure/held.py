@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from copus_ext.reconfigure.transfer import gather_in_place
 from megatron.training.config import Config
 from megatron.training.job import Job
 from megatron.training.model import Model
@@ -15,6 +17,8 @@ from megatron.training.shards import KINDS, Shards, own_shards, parts_of
 
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
+_MOSTLY = 0.9
+"""Share of a buffer from which it is kept rather than copied out of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +41,28 @@ def extract(job: Job) -> Held:
     """Takes what must outlive the old layout; the job, at a step boundary, is left as it is. Not
     collective."""
     shards = own_shards(job.model, job.optimizer, job.groups)
-    kept = Shards(
-        records=shards.records,
-        tensors=[{kind: _alone(t[kind]) for kind in KINDS} for t in shards.tensors],
-    )
     return Held(
         config=job.config,
-        shards=kept,
+        shards=Shards(records=shards.records, tensors=_alone(shards.tensors)),
         step=adam_steps(job.optimizer) or 0,
         scalers=[_scaler_state(part) for part in parts_of(job.optimizer)],
     )
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the buffer that it is a view of."""
-    whole = tensor.untyped_storage().nbytes()
-    return tensor if whole == tensor.numel() * tensor.element_size() else tensor.clone()
+def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The tensors without what else is in the buffers that they are views of; a buffer that they
+    all but fill stays as it is."""
+    used: dict[int, int] = {}
+    for tensor in (t[kind] for t in shards for kind in KINDS):
+        place = tensor.untyped_storage().data_ptr()
+        used[place] = used.get(place, 0) + tensor.numel() * tensor.element_size()
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        is_full = used[storage.data_ptr()] >= _MOSTLY * storage.nbytes()
+        return tensor if is_full else tensor.clone()
+
+    return [{kind: kept(t[kind]) for kind in KINDS} for t in shards]
 
 
 def adam_steps(optimizer: Any) -> int | None:
@@ -123,8 +133,28 @@ def masters_to_weights(optimizer: Any) -> None:
 
 
 @torch.no_grad()
-def share_weights(config: Config, model: Model, groups: Any) -> None:
-    """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks."""
-    if config.parallel.use_distributed_optimizer and groups.dp_cp.size() > 1:
-        for chunk in model.chunks:
+def share_weights(config: Config, model: Model, groups: Any, *, timeout_s: float) -> None:
+    """Gives every replica all weights. Collective, after `masters_to_weights` on all ranks.
+
+    Args:
+        config: of the layout.
+        model: this rank's chunks.
+        groups: of the layout.
+        timeout_s: for each message, where the backend does not keep the time itself.
+    """
+    if not config.parallel.use_distributed_optimizer or groups.dp_cp.size() == 1:
+        return
+    for chunk in model.chunks:
+        if str(dist.get_backend(groups.dp_cp)) != "gloo":
             chunk.start_param_sync(force_sync=True)
+            continue
+        # gloo's gather goes through a copy of everything and takes three times as long.
+        for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            for bucket in buckets.buckets:
+                gather_in_place(
+                    bucket.param_data,
+                    group=buckets.intra_distributed_optimizer_instance_group,
+                    timeout_s=timeout_s,
+                )
+            # As after megatron-core's own: the next forward pass need not gather again.
+            buckets.param_gather_dispatched = True

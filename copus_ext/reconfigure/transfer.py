@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,16 @@ class _Message:
 
 
 _Prepared = tuple[torch.Tensor, Callable[[], None]]
+_Any = TypeVar("_Any")
 
 
-class _Way:
+class _Way(Generic[_Any]):
     """Messages to a rank, or from one, a window at a time."""
 
     def __init__(
         self,
-        messages: list[_Message],
-        prepare: Callable[[_Message], _Prepared | None],
+        messages: Iterable[_Any],
+        prepare: Callable[[_Any], _Prepared | None],
         call: Callable[..., Any],
         peer: dict[str, int],
     ) -> None:
@@ -75,6 +76,43 @@ class _Way:
             work, finish = self.under_way.popleft()
             work.wait(timeout)
             finish()
+
+
+def _go_all(ways: Sequence[_Way[Any]], group: Any, timeout: timedelta) -> None:
+    while any(way.left or way.under_way for way in ways):
+        for way in ways:
+            way.start(group)
+        for way in ways:
+            way.finish_one(timeout)
+
+
+@torch.no_grad()
+def gather_in_place(buffer: torch.Tensor, *, group: Any, timeout_s: float) -> None:
+    """Every rank's equal part of a buffer comes to all others. Collective over the group, for
+    backends whose messages start on their own (gloo).
+
+    Args:
+        buffer: flat, the parts in the order of ranks; this rank's is sent, the others are filled.
+        group: of the ranks.
+        timeout_s: for each message.
+
+    Raises:
+        RuntimeError: a message failed or timed out.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    most = BUCKET_BYTES["gloo"] // buffer.element_size()
+    parts = [part.split(most) for part in buffer.chunk(world)]
+    for shift in range(1, world):
+        to, come_from = (rank + shift) % world, (rank - shift) % world
+        ways = (
+            _Way(parts[come_from], _as_it_is, dist.irecv, {"group_src": come_from}),
+            _Way(parts[rank], _as_it_is, dist.isend, {"group_dst": to}),
+        )
+        _go_all(ways, group, timedelta(seconds=timeout_s))
+
+
+def _as_it_is(tensor: torch.Tensor) -> _Prepared:
+    return tensor, _nothing
 
 
 class Transfer:
@@ -195,11 +233,7 @@ class Transfer:
             _Way(incoming, self._incoming, dist.irecv, {"group_src": come_from}),
             _Way(outgoing, self._outgoing, dist.isend, {"group_dst": to}),
         )
-        while any(way.left or way.under_way for way in ways):
-            for way in ways:
-                way.start(self._group)
-            for way in ways:
-                way.finish_one(self._timeout)
+        _go_all(ways, self._group, self._timeout)
 
     def _exchange_in_batches(
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int

@@ -99,21 +99,29 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
 
 def _with_one_worker(group: Any) -> Callable[..., None]:
     """Makes a gloo group as torch does, on the interfaces of `GLOO_SOCKET_IFNAME` if it is set, but
-    with one thread for its collectives instead of two.
+    with one thread for its collectives instead of two, and one for the sockets of all groups.
 
     Two at a time have spoilt the heap (docs/lab.md, "A heap spoilt under gloo"). With one they run
-    in the order in which every rank asks for them, and still beside the computation.
+    in the order in which every rank asks for them, and still beside the computation. A rank has
+    some twenty groups: a thread for the sockets of each makes them slower to open and close.
     """
     make: Callable[..., None] = group.__init__
+    devices: dict[str, Any] = {}
+
+    def device_of(interface: str) -> Any:
+        if interface not in devices:
+            devices[interface] = (
+                group.create_device(interface=interface)
+                if interface
+                else group.create_default_device()
+            )
+        return devices[interface]
 
     def make_with_one(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
         options = group._Options()
         options._threads, options._timeout = 1, timeout
-        names = os.environ.get("GLOO_SOCKET_IFNAME")
-        if names:
-            options._devices = [group.create_device(interface=n) for n in names.split(",")]
-        else:
-            options._devices = [group.create_default_device()]
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+        options._devices = [device_of(name) for name in names]
         make(self, store, rank, size, options)
 
     return make_with_one

@@ -29,6 +29,12 @@ def test_every_element_is_where_it_belongs(results: Any, way: str) -> None:
     assert rows and [row for row in rows if not row["is_equal"]] == []
 
 
+def test_parts_of_a_buffer_come_to_all(results: Any) -> None:
+    for own in results:
+        found = [row["is_equal"] for row in own if row["way"] == "gather"]
+        assert len(found) == 12 and all(found)
+
+
 def test_windows_and_buffers_were_full(results: Any) -> None:
     from copus_ext.reconfigure.transfer import BUFFERS, WINDOW
 

@@ -64,6 +64,29 @@ def state_of(records: list[Any], keys: list[str]) -> Any:
     return Shards(records=records, tensors=tensors)
 
 
+def gathers() -> list[dict[str, Any]]:
+    """Buffers of which every rank has its part, among all ranks and among some of them."""
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.reconfigure import transfer
+
+    rank, rows = dist.get_rank(), []
+    uneven: list[Any] = [dist.new_group(some) for some in ([0, 2, 3], [1])]
+    transfer.BUCKET_BYTES = {"gloo": 64}
+    for group in (dist.group.WORLD, uneven[rank == 1]):
+        for dtype, per_rank in itertools.product((torch.float32, torch.bfloat16), (1, 5, 700)):
+            size = per_rank * dist.get_world_size(group)
+            whole = torch.arange(1, size + 1).remainder(200).to(dtype)
+            own = dist.get_rank(group)
+            mine = slice(own * per_rank, (own + 1) * per_rank)
+            buffer = torch.zeros_like(whole)
+            buffer[mine] = whole[mine]
+            transfer.gather_in_place(buffer, group=group, timeout_s=60)
+            rows.append({"way": "gather", "is_equal": torch.equal(buffer, whole)})
+    return rows
+
+
 def main(output: Path) -> None:
     """See above."""
     join()
@@ -127,6 +150,7 @@ def main(output: Path) -> None:
                     "most_under_way": max(under_way, default=0),
                 }
             )
+    rows += gathers()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, rows)
     if rank == 0:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,6 +57,17 @@ def test_a_gloo_group_listens_where_it_is_told_to(monkeypatch: pytest.MonkeyPatc
         assert len(make("lo,lo").options._devices) == 2
         with pytest.raises(RuntimeError, match="nosuch0"):
             make("nosuch0")
+
+
+def test_gloo_groups_share_one_thread_for_their_sockets(world: Any) -> None:
+    first, before = dist.new_group([0]), psutil.Process().num_threads()
+    more = [dist.new_group([0]) for _ in range(5)]
+    # One each for collectives.
+    assert psutil.Process().num_threads() == before + 5
+    for group in (first, *more):
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=group)
+        assert ones.tolist() == [1.0] * 3
 
 
 def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:

@@ -75,7 +75,7 @@ with use_device("cpu"):
     idle = set_groups_aside()
     use_groups(idle)
     destroy_groups()
-    result["threads"].append(threads(result["threads"][1]))
+    result["threads"].append(threads(result["threads"][1] + 1))
 print(json.dumps(result))
 """
 
@@ -88,9 +88,10 @@ def test_megatron_core_forgets_groups_and_globals_and_we_do_not(tmp_path: Path) 
     assert result["left"] and set(result["left"]) <= set(FORGOTTEN_GLOBALS), result
     assert result["leaked"] > 1 and result["listed"] > 1, result
     assert result["left_by_us"] == [] and result["alive"] == result["leaked"], result
-    # Each group has threads of its own, which end before `destroy_groups` does.
+    # Each group has threads of its own, which end before `destroy_groups` does. The one for the
+    # sockets of all groups stays.
     built, destroyed, after_idle = result["threads"]
-    assert after_idle <= destroyed <= built - result["listed"], result
+    assert after_idle <= destroyed + 1 and destroyed <= built - result["listed"], result
 
 
 @pytest.mark.parametrize("name", FORGOTTEN_GLOBALS)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copus_ext.reconfigure import verify
-from copus_ext.reconfigure.held import adam_steps
+from copus_ext.reconfigure.held import _alone, adam_steps
 from copus_ext.reconfigure.verify import Mismatch, checked_keys, compare, own_sums, sums_of
 from megatron.training.device import use_device
 from megatron.training.rectangles import Record, records_of_block
@@ -269,3 +269,17 @@ def test_groups_must_count_the_same_steps() -> None:
     assert adam_steps(optimizer(None)) is None
     with pytest.raises(ValueError, match=r"\[3, 4\]"):
         adam_steps(optimizer(3, 4))
+
+
+def test_only_buffers_that_hold_more_than_the_shards_are_copied() -> None:
+    full, half, own = torch.arange(10.0), torch.arange(20.0), torch.arange(10.0)
+    shards = [
+        {"param": full[:4], "exp_avg": own[:5], "exp_avg_sq": half[:5]},
+        {"param": full[4:9], "exp_avg": own[5:], "exp_avg_sq": half[10:15]},
+    ]
+    for old, kept in zip(shards, _alone(shards), strict=True):
+        assert kept.keys() == old.keys()
+        assert all(torch.equal(kept[kind], old[kind]) for kind in KINDS)
+        for kind in ("param", "exp_avg"):
+            assert kept[kind].data_ptr() == old[kind].data_ptr()
+        assert kept["exp_avg_sq"].untyped_storage().nbytes() == 20
