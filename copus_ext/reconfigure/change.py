@@ -104,12 +104,13 @@ class Change:
         self.ballot, self.dog = ballot, dog
         self.outcome = Outcome()
         self._wanted = ""
+        self._own: Shards | None = None
         self.held: Held | None = None
         self.new: _Built | None = None
 
     def forget(self) -> None:
         """Drops all state; exceptions under way hold this object."""
-        self.held = self.new = None
+        self.held = self.new = self._own = None
 
     def run(self) -> Outcome:
         """All phases, and the way back if one fails."""
@@ -217,7 +218,7 @@ class Change:
         if problems:
             raise ValueError("; ".join(problems))
         route = self.means.route(job.config, self.layout)
-        own = own_shards(job.model, job.optimizer, job.groups)
+        self._own = own = own_shards(job.model, job.optimizer, job.groups)
         if digest(own.records) != digest(route.source[dist.get_rank()]):
             raise ValueError("the state of this model is not cut as planned")
         memory.check(job, route, config)
@@ -244,7 +245,9 @@ class Change:
             self.job.checkpointer.finish()
 
     def _extract(self, keys: list[str]) -> tuple[Held, Any]:
-        held = extract(self.job)
+        own, self._own = self._own, None
+        assert own is not None
+        held = extract(self.job, own)
         return held, verify.own_sums(held.shards, keys)
 
     def _share(self, held: Held, own: Any, keys: list[str]) -> Held:

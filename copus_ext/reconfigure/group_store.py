@@ -50,7 +50,7 @@ class GroupStore:
             to: whose groups are obtained next.
         """
         if self._most == 0:
-            destroy_groups()
+            destroy_groups(linger=True)
             return
         release_model()
         # Out of reach of the bound until it is obtained.

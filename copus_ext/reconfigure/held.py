@@ -13,7 +13,7 @@ from copus_ext.reconfigure.transfer import gather_in_place
 from megatron.training.config import Config
 from megatron.training.job import Job
 from megatron.training.model import Model
-from megatron.training.shards import KINDS, Shards, own_shards, parts_of
+from megatron.training.shards import KINDS, Shards, parts_of
 
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
@@ -37,10 +37,14 @@ class Held:
     """Checksums of the global state, once they are known."""
 
 
-def extract(job: Job) -> Held:
+def extract(job: Job, shards: Shards) -> Held:
     """Takes what must outlive the old layout; the job, at a step boundary, is left as it is. Not
-    collective."""
-    shards = own_shards(job.model, job.optimizer, job.groups)
+    collective.
+
+    Args:
+        job: under the old layout.
+        shards: all of this rank's.
+    """
     return Held(
         config=job.config,
         shards=Shards(records=shards.records, tensors=_alone(shards.tensors)),

@@ -278,5 +278,18 @@ def _build_chunk(
             num_layers=m.num_layers,
             metadata={"dp_cp_group": groups.dp_cp},
         )
+    elif config.parallel.use_distributed_optimizer:
+        _let_go_of_values(chunk)
     half = config.precision.bf16 or config.precision.fp16
     return Float16Module(core, chunk) if half else chunk
+
+
+def _let_go_of_values(chunk: torch.nn.Module) -> None:
+    """Leaves parameters without memory: the wrapper for data parallelism gives each its place in a
+    buffer, into which it would otherwise copy what nobody has set."""
+    for param in chunk.parameters():
+        if type(param.data) is torch.Tensor and param.requires_grad:
+            no_strides = [0] * param.dim()
+            param.data = torch.empty_strided(
+                param.shape, no_strides, dtype=param.dtype, device=param.device
+            )

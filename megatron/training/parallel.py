@@ -85,7 +85,7 @@ def build_groups(
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def destroy_groups(*, wait: bool = True) -> None:
+def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
     """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
     model is gone.
 
@@ -94,6 +94,8 @@ def destroy_groups(*, wait: bool = True) -> None:
 
     Args:
         wait: for the other ranks first; needless where nobody can still use the groups.
+        linger: return before the threads of gloo groups have ended; they are waited for when the
+            process ends.
     """
     _forget_model()
     if wait:
@@ -108,19 +110,21 @@ def destroy_groups(*, wait: bool = True) -> None:
     for name, initial in FORGOTTEN_GLOBALS.items():
         setattr(parallel_state, name, {} if initial == {} else initial)
     gc.collect()
-    _let_go(waiting)
+    _let_go(waiting, linger=linger)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _let_go(groups: list[Any]) -> None:
+def _let_go(groups: list[Any], *, linger: bool) -> None:
     """Drops the last references to gloo groups, all at once: each waits for a thread of its own to
     notice, some ten milliseconds, without holding the interpreter."""
     if not groups:
         return
     boxes = [[groups.pop()] for _ in range(len(groups))]
-    with ThreadPoolExecutor(len(boxes)) as pool:
-        list(pool.map(list.clear, boxes))
+    pool = ThreadPoolExecutor(len(boxes))
+    for box in boxes:
+        pool.submit(box.clear)
+    pool.shutdown(wait=not linger)
 
 
 def _forget_model() -> None:
