@@ -235,8 +235,8 @@ def spoiled(name: str) -> Iterator[None]:
             group["step"] += 1
         done.append("counts")
 
-    def weights(config: Any, model: Any, groups: Any) -> None:
-        share_weights(config, model, groups)
+    def weights(config: Any, model: Any, groups: Any, **how: Any) -> None:
+        share_weights(config, model, groups, **how)
         if name in ("weight", "replica") and "weights" not in done:
             # Rank 1 holds the masters of all, or of the first parameters.
             params = list(model.chunks[0].parameters())
