@@ -39,7 +39,7 @@ from megatron.training.job import Job
 from megatron.training.layout import Layout, batch_problems
 from megatron.training.model import Model, build_model
 from megatron.training.optimizer import build_optimizer
-from megatron.training.parallel import destroy_groups
+from megatron.training.parallel import await_closed, destroy_groups
 from megatron.training.rectangles import digest
 from megatron.training.relayout import with_layout
 from megatron.training.settings import StepSettings
@@ -245,9 +245,8 @@ class Change:
             self.job.checkpointer.finish()
 
     def _extract(self, keys: list[str]) -> tuple[Held, Any]:
-        own, self._own = self._own, None
-        assert own is not None
-        held = extract(self.job, own)
+        assert self._own is not None
+        held, self._own = extract(self.job, self._own), None
         return held, verify.own_sums(held.shards, keys)
 
     def _share(self, held: Held, own: Any, keys: list[str]) -> Held:
@@ -357,6 +356,7 @@ class Change:
         """The job goes on with what was built; what was held is free."""
         assert built is not None and built.model is not None
         self.held = None
+        await_closed()
         install_layout(self.job, built.config, built.groups, built.model, built.optimizer)
 
     def _back(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from copus_ext.reconfigure.transfer import gather_in_place
 from megatron.training.config import Config
@@ -149,7 +148,7 @@ def share_weights(config: Config, model: Model, groups: Any, *, timeout_s: float
     if not config.parallel.use_distributed_optimizer or groups.dp_cp.size() == 1:
         return
     for chunk in model.chunks:
-        if str(dist.get_backend(groups.dp_cp)) != "gloo":
+        if config.runtime.device == "cuda":
             chunk.start_param_sync(force_sync=True)
             continue
         # gloo's gather goes through a copy of everything and takes three times as long.

@@ -109,11 +109,12 @@ def _with_one_worker(group: Any) -> Callable[..., None]:
     devices: dict[str, Any] = {}
 
     def device_of(interface: str) -> Any:
+        # A lazy device, which an environment variable asks for, closes with the first group.
         if interface not in devices:
             devices[interface] = (
-                group.create_device(interface=interface)
+                group.create_device(interface=interface, lazy_init=False)
                 if interface
-                else group.create_default_device()
+                else group.create_default_device(lazy_init=False)
             )
         return devices[interface]
 
@@ -122,7 +123,13 @@ def _with_one_worker(group: Any) -> Callable[..., None]:
         options._threads, options._timeout = 1, timeout
         names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
         options._devices = [device_of(name) for name in names]
-        make(self, store, rank, size, options)
+        if os.environ.get("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER"):
+            devices.clear()  # sockets of two groups would then have the same number
+        try:
+            make(self, store, rank, size, options)
+        except BaseException:
+            devices.clear()  # a late peer of the group that failed must not find the listener
+            raise
 
     return make_with_one
 

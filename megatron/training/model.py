@@ -286,7 +286,7 @@ def _build_chunk(
 
 def _let_go_of_values(chunk: torch.nn.Module) -> None:
     """Leaves parameters without memory: the wrapper for data parallelism gives each its place in a
-    buffer, into which it would otherwise copy what nobody has set."""
+    buffer, and would otherwise copy there what nobody has set."""
     for param in chunk.parameters():
         if type(param.data) is torch.Tensor and param.requires_grad:
             no_strides = [0] * param.dim()

@@ -94,9 +94,9 @@ def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
 
     Args:
         wait: for the other ranks first; needless where nobody can still use the groups.
-        linger: return before the threads of gloo groups have ended; they are waited for when the
-            process ends.
+        linger: return before the threads of gloo groups have ended; `await_closed` waits for them.
     """
+    await_closed()
     _forget_model()
     if wait:
         dist.barrier()
@@ -124,7 +124,18 @@ def _let_go(groups: list[Any], *, linger: bool) -> None:
     pool = ThreadPoolExecutor(len(boxes))
     for box in boxes:
         pool.submit(box.clear)
-    pool.shutdown(wait=not linger)
+    _closing.append(pool)
+    if not linger:
+        await_closed()
+
+
+_closing: list[ThreadPoolExecutor] = []
+
+
+def await_closed() -> None:
+    """Waits until the groups that `destroy_groups` let linger are closed. Not collective."""
+    while _closing:
+        _closing.pop().shutdown()
 
 
 def _forget_model() -> None:

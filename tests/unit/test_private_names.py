@@ -196,3 +196,20 @@ def test_the_process_of_a_save_can_be_watched() -> None:
 def test_a_model_asks_for_stored_objects_only_by_their_kind() -> None:
     source = inspect.getsource(make_sharded_tensors_for_checkpoint)
     assert "_extra_state" in source and "make_sharded_object_for_checkpoint(" in source
+
+
+def test_weights_are_shared_through_names_of_buckets() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+
+    group = buffers._ParamAndGradBucketGroup
+    made = inspect.getsource(group.__init__)
+    assert "self.intra_distributed_optimizer_instance_group" in made
+    assert "self.param_gather_dispatched = False" in made
+    assert "if not self.param_gather_dispatched" in inspect.getsource(group.finish_param_sync)
+    assert "bucket.param_data" in inspect.getsource(group.start_param_sync)
+    wrapper = inspect.getsource(DistributedDataParallel.__init__)
+    assert "self.bucket_groups" in wrapper and "self.expert_parallel_bucket_groups" in wrapper
+    whole = torch.arange(12)
+    for ours, theirs in zip(whole.chunk(3), buffers.shard_buffer(whole, 3), strict=True):
+        assert torch.equal(ours, theirs)
