@@ -43,15 +43,15 @@ def check(job: Job, route: Route, config: Config) -> None:
     own = sum(record.numel for record in route.target[rank])
     # The shares of a model's replicas are about equal.
     held = own * (config.layout.dp if config.parallel.use_distributed_optimizer else 1)
-    per_master = 0 if config.precision.params_dtype == "fp32" else 4
-    needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - 4 + per_master)
+    both = 4 if config.precision.params_dtype == "fp32" else 0
+    needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
     needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
     released = sum(
         p.numel() * (p.element_size() + per_gradient)
         for chunk in job.model.chunks
         for p in chunk.parameters()
     )
-    released -= (4 - per_master) * sum(record.numel for record in route.source[rank])
+    released -= both * sum(record.numel for record in route.source[rank])
     free = free_bytes(job)
     if needed > free + released:
         raise TooLarge(

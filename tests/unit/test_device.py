@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import random as core_random
 
+from megatron.training import parallel
 from megatron.training.device import use_device
+from megatron.training.model import _let_go_of_values
 
 PATCHED = [
     (torch.cuda, "current_device"),
@@ -97,3 +100,30 @@ def test_everything_is_restored_after_an_error() -> None:
 def test_what_cannot_be_is_refused(kind: str, backend: str | None) -> None:
     with pytest.raises(ValueError, match="--d"), use_device(kind, backend=backend):
         pass
+
+
+def test_groups_that_linger_are_waited_for_later() -> None:
+    may_end, ended = threading.Event(), threading.Event()
+
+    class Slow:
+        """Ends as a gloo group does: when its thread has noticed."""
+
+        def __del__(self) -> None:
+            assert may_end.wait(30)
+            ended.set()
+
+    parallel._let_go([Slow()], linger=True)
+    assert not ended.is_set()
+    may_end.set()
+    parallel.await_closed()
+    assert ended.is_set()
+
+
+def test_weights_that_nobody_has_set_take_no_memory() -> None:
+    layer = torch.nn.Linear(64, 32)
+    layer.bias.requires_grad_(False)
+    weight, bias = layer.weight, layer.bias.clone()
+    _let_go_of_values(layer)
+    assert layer.weight is weight and weight.shape == (32, 64)
+    assert weight.untyped_storage().nbytes() == weight.element_size()
+    assert torch.equal(layer.bias, bias)
