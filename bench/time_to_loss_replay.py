@@ -154,7 +154,7 @@ def scenario_of(
     rows: dict[Any, Any] = {}
     known = seen(runs)
     for batch in recipe.batches:
-        for speed, c in profile.ranked(batch):
+        for speed, c in profile.ranked(batch, only_measured=True):
             if batch not in recipe.rising or not c.is_blind:
                 speed = known.get((layout_of(c), batch), speed)
                 row = Row.of(c, speed, PROFILED_SD, "profiled")
