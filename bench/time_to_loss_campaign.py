@@ -11,9 +11,9 @@ from typing import Any
 
 from support import QUICKSTART_MODEL
 from time_to_loss import geometric_mean
+from time_to_loss_clock import Way, clock_of
 from time_to_loss_policies import (
     ABLATIONS,
-    PLAIN,
     STATIC,
     Profile,
     Recipe,
@@ -21,6 +21,7 @@ from time_to_loss_policies import (
     is_static,
     names_of,
 )
+from time_to_loss_timed import needed
 
 _TINY_MODEL = """--num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4
 --seq-length 64 --max-position-embeddings 64 --swiglu --normalization RMSNorm
@@ -50,8 +51,8 @@ SIZES: dict[str, dict[str, Any]] = {
 """What --size stands for; the first is the measurement, the second shows that it works."""
 _SPEEDS = {2: 9.5, 4: 13.5, 8: 17.0, 16: 18.8, 32: 20.5, 64: 21.5}
 """Samples/s of the quickstart's size, about, for a plan before anything is measured."""
-_START_S, _PROFILE_S, _LINK_S = 12.0, 480.0, 6.0
-"""Seconds of starting a run, of a link's profile and of timing a link, about."""
+_START_S, _PROFILE_S, _LINK_S, _CLOCK_S = 12.0, 480.0, 6.0, 420.0
+"""Seconds of starting a run, of a link's profile, of timing a link and what runs had there."""
 _EVALUATION_SPEED = 2.5
 """Held-out samples/s over training samples/s, about."""
 
@@ -142,19 +143,19 @@ class Campaign:
             return True
         return not is_blind_to_speed(policy) and policy not in ABLATIONS
 
-    def timed_only(self, seed: int, link: str) -> list[str]:
-        """Policies that train on another link, if their steps are still to be timed on this one
-        for a seed."""
-        if str(seed) in self.result["links"].get(link, {}).get("timed", {}):
-            return []
-        trained = (r["policy"] for r in self.result["runs"])
-        names = dict.fromkeys([*self.policies, *trained, PLAIN])
-        return [n for n in names if is_blind_to_speed(n) and not self.is_trained(link, n)]
-
     def left(self) -> list[tuple[int, str, str]]:
         """Those that are not in the results."""
         done = {(r["seed"], r["link"], r["policy"]) for r in self.result["runs"]}
         return [job for job in self.jobs() if job not in done]
+
+    def untimed(self, link: str) -> list[Way]:
+        """What runs had, or would have had, on a link, if its clock is not known for all of it:
+        all is then timed, in turn."""
+        known = self.result["links"].get(link, {})
+        if "seconds" not in known.get("profile", {}):
+            return []
+        wanted = needed(self.result, self.recipe, link)
+        return wanted if set(wanted) - clock_of(known).keys() else []
 
     def profile(self, link: str) -> Profile | None:
         """The measured times of a link; None before they are measured."""
@@ -190,6 +191,7 @@ class Campaign:
         profiles = [link for link in self.links if self.profile(link) is None]
         blocks = len({(seed, link) for seed, link, _ in jobs})
         total_s = runs_s * self.drift() + len(profiles) * _PROFILE_S + blocks * _LINK_S
+        total_s += _CLOCK_S * sum(1 for link in self.links if self.untimed(link) or jobs)
         known = (
             "as profiled" if len(profiles) < len(self.links) else "taken to be those seen before"
         )

@@ -28,7 +28,6 @@ from time_to_loss_account import account
 from time_to_loss_campaign import SIZES, Campaign
 from time_to_loss_policies import ABLATIONS, BASELINES, MORE, OURS, STATIC, flags_of
 from time_to_loss_report import report
-from time_to_loss_timed import needed
 
 if TYPE_CHECKING:
     from copus_ext.planner.configuration import Configuration
@@ -77,32 +76,36 @@ def take_profile(campaign: Campaign, names: nodes.Names, link: str, shared: list
     campaign.write()
 
 
-def time_again(
-    campaign: Campaign, names: nodes.Names, what: tuple[int, str, list[str]], shared: list[str]
-) -> None:
-    """Times on a link the steps of policies that were trained on another with some seed."""
-    seed, link, policies = what
-    profile, recipe = campaign.profile(link), campaign.recipe
-    assert profile is not None
-    store = campaign.work / f"timed_{link}_{seed}.jsonl"
-    store.unlink(missing_ok=True)
-    tool, flags = _profiling(campaign, store, shared)
-    log = store.with_suffix("")
-    for c, batches in needed(policies, recipe, profile).values():
-        nodes.run(names, [*tool, *_only(c, batches), *flags], log, say=lambda: _last_line(log))
-    campaign.result["links"][link].setdefault("timed", {})[str(seed)] = _records(store)
+def take_clock(campaign: Campaign, names: nodes.Names, link: str, shared: list[str]) -> None:
+    """Times what all runs had on a link, in turn."""
+    request, log = campaign.work / f"clock_{link}.json", campaign.work / f"clock_{link}"
+    output = request.with_suffix(".timed.json")
+    ways = campaign.untimed(link)
+    request.write_text(json.dumps({"ways": ways, "output": str(output)}))
+    print(f"link {link}: {len(ways)} configurations of its runs, timed in turn", flush=True)
+    command = [str(ROOT / "bench/time_to_loss_clock.py"), str(request)]
+    before = origin()
+    flags = _flags_for_timing(campaign, shared)
+    nodes.run(names, [*command, *flags], log, say=lambda: _last_line(log))
+    kept = {k: before[k] for k in ("date", "commit", "load_average")}
+    found = {"ways": json.loads(output.read_text()), **kept}
+    campaign.result["links"][link]["clock"] = found
     campaign.write()
 
 
 def _profiling(campaign: Campaign, store: Path, shared: list[str]) -> tuple[list[str], list[str]]:
     """Command that times layouts, and the flags of the run that it is for."""
-    recipe, last = campaign.recipe, campaign.recipe.batches[-1]
+    last = campaign.recipe.batches[-1]
     tool = [str(ROOT / "tools/profile_layouts.py"), "--store", str(store)]
     tool += ["--steps", str(SIZES[campaign.args.size]["steps"])]
     tool += ["--global-batch-size", str(last), "--max-micro-batch", str(min(last, 8))]
+    return tool, _flags_for_timing(campaign, shared)
+
+
+def _flags_for_timing(campaign: Campaign, shared: list[str]) -> list[str]:
+    recipe = campaign.recipe
     flags = ["--", *shared, "--micro-batch-size", "1", "--eval-iters", "0"]
-    flags += ["--train-samples", str(recipe.samples), *recipe.rates(recipe.first_batch)]
-    return tool, flags
+    return [*flags, "--train-samples", str(recipe.samples), *recipe.rates(recipe.first_batch)]
 
 
 def _only(c: Configuration, batches: list[int]) -> list[str]:
@@ -178,11 +181,13 @@ def measure(campaign: Campaign) -> None:
                 if seed not in warm:
                     warm_up(campaign, names, seed, link, shared)
                     warm.add(seed)
-                if others := campaign.timed_only(seed, link):
-                    time_again(campaign, names, (seed, link, others), shared)
                 for job in block:
                     run_one(campaign, names, job, shared)
                     _say_left(campaign)
+    for link in campaign.links:
+        if campaign.untimed(link):
+            with nodes.two_nodes(float(link)) as names:
+                take_clock(campaign, names, link, shared)
 
 
 def _say_left(campaign: Campaign) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from support import RESULTS, open_source, origin
 from time_to_loss import curve_of, targets
+from time_to_loss_clock import clock_of
 from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
 from time_to_loss_timed import profile_of, steadied
 
@@ -212,7 +213,7 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     settings, link = result["settings"]["recipe"], next(iter(result["links"]))
     recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
     runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
-    runs = [steadied(run) for run in runs]
+    runs = [steadied(run, clock_of(result["links"][link])) for run in runs]
     curves = {r["policy"]: curve_of(r) for r in runs}
     statics = [r for r in runs if is_static(r["policy"])]
     goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)

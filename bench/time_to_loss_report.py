@@ -135,7 +135,7 @@ def _unsteady(runs: Runs) -> str:
     if not more:
         return "no run was trained on this link"
     return (
-        "every step counts with the median of its configuration in the run; the clocks as they ran "
+        "every step counts with the median of its configuration; the clocks as they ran "
         f"were {percent(statistics.fmean(more))} longer on average, at most {percent(max(more))}"
     )
 

@@ -1,12 +1,12 @@
 """The clock of a run of B8 without what else the machine did, and on another link than its own.
 
-Steadied: every step counts with the median of its configuration in that run, pauses and decisions
-as they were; a core that somebody else takes for a while then costs nobody time. The clock as it
-ran is kept beside it.
+Steadied: every step counts with the seconds that its configuration was timed with on the link, in
+turn with all the others (`time_to_loss_clock.py`), pauses and decisions as they were; the clock as
+it ran is kept beside it. Where nothing was timed yet, a step counts with the median of its
+configuration in that run.
 
 A policy whose batches no speed decides trains the same on every link but for rounding: the losses
-by samples are those of the run, only the seconds of its steps are others. They are measured on the
-link, in the same hour as the runs that they are compared with.
+by samples are those of the run, only the seconds of its steps are others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from time_to_loss_clock import Way, clock_of
 from time_to_loss_policies import (
     PLAIN,
     STATIC,
@@ -30,6 +31,8 @@ from time_to_loss_policies import (
 
 MARK = "*"
 """Behind the name of a policy that was trained on another link."""
+MEASURING = 0.011
+"""Part that measuring the noise scale adds to a step (B2); what is timed does not measure it."""
 
 
 def profile_of(records: list[dict[str, Any]]) -> Profile:
@@ -42,7 +45,7 @@ def profile_of(records: list[dict[str, Any]]) -> Profile:
         return Profile(read_profile(path)[1])
 
 
-def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Any:
+def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Way:
     """The configuration that a policy which is blind to speed has at a batch on a link.
 
     Args:
@@ -51,54 +54,63 @@ def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Any:
         recipe: of the measurement.
         profile: of the link.
     """
-    start = start_of(policy, recipe, profile)
-    if is_static(policy) or policy == PLAIN:
-        return start
-    sees_noise = batch == start.global_batch_size
-    return profile.best(batch, layout_of(start), sees_noise=sees_noise)
+    c = start = start_of(policy, recipe, profile)
+    if not (is_static(policy) or policy == PLAIN):
+        sees_noise = batch == start.global_batch_size
+        c = profile.best(batch, layout_of(start), sees_noise=sees_noise)
+    return layout_of(c), c.micro_batch_size, batch
 
 
-def needed(
-    policies: list[str], recipe: Recipe, profile: Profile
-) -> dict[Any, tuple[Any, list[int]]]:
-    """What has to be timed on a link: by line of its profile, a configuration and batches."""
-    wanted: dict[Any, tuple[Any, list[int]]] = {}
-    for policy in policies:
+def needed(result: dict[str, Any], recipe: Recipe, link: str) -> list[Way]:
+    """What has to be timed on a link: all that runs had there, or would have had."""
+    runs = result["runs"]
+    had = [s for run in runs if run["link"] == link for s in run["speeds"]]
+    # A single step is what was left at the end of a run.
+    had = [s for s in had if s["steps"] > 1 and s["batch"] in recipe.batches]
+    wanted = {(s["layout"], s["micro_batch"], s["batch"]) for s in had}
+    there = {run["policy"] for run in runs if run["link"] == link}
+    elsewhere = {run["policy"] for run in runs if is_blind_to_speed(run["policy"])} - there
+    profile = profile_of(result["links"][link]["profile"]["records"])
+    for policy in (*elsewhere, PLAIN):
         own = start_of(policy, recipe, profile).global_batch_size
-        for batch in [own] if is_static(policy) or policy == PLAIN else recipe.rising:
-            c = way_of(policy, batch, recipe, profile)
-            batches = wanted.setdefault(c.timed(1.0).line, (c, []))[1]
-            if batch not in batches:
-                batches.append(batch)
-    return wanted
+        stays = is_static(policy) or policy == PLAIN
+        wanted |= {way_of(policy, b, recipe, profile) for b in ([own] if stays else recipe.rising)}
+    return sorted(wanted)
 
 
-def timed(run: dict[str, Any], recipe: Recipe, profile: Profile, times: Profile) -> dict[str, Any]:
+def is_measuring(run: dict[str, Any]) -> bool:
+    """Whether a run measured the noise scale."""
+    return "--copus" in run["flags"]
+
+
+def timed(
+    run: dict[str, Any], recipe: Recipe, profile: Profile, seconds: dict[Way, float]
+) -> dict[str, Any]:
     """A run with the clock that it would have on another link.
 
     Args:
         run: of a policy that is blind to speed.
         recipe: of the measurement.
         profile: of the other link; decides the configurations, as it would have.
-        times: measured there for this comparison.
+        seconds: of a step there, by configuration.
     """
     ways, policy = run["ways"], run["policy"]
     ends = [*(way["samples"] for way in ways[1:]), run["evaluations"][-1][0]]
+    factor = 1 + MEASURING * is_measuring(run)
     clock: float = run["set_up_s"]
     marks: list[tuple[float, float]] = [(0, clock)]
     there, speeds = [], []
     for way, end in zip(ways, ends):
         batch = way["batch"]
-        c = way_of(policy, batch, recipe, profile) if batch in recipe.batches else None
-        if c is None:  # the last few samples of a run
+        if batch not in recipe.batches:  # the last few samples of a run
             there.append({**there[-1], "batch": batch, "samples": way["samples"]})
             continue
-        count = batch // (c.dp * c.micro_batch_size)
-        step_s = times.seconds(c.timed(1.0).line, count)
+        own = way_of(policy, batch, recipe, profile)
+        step_s = factor * seconds[own]
         steps = -(-(end - way["samples"]) // batch)
         began, clock = clock, clock + steps * step_s
         marks.append((end, clock))
-        kept = {"layout": layout_of(c), "micro_batch": c.micro_batch_size, "batch": batch}
+        kept = dict(zip(("layout", "micro_batch", "batch"), own))
         there.append({"samples": way["samples"], "seconds": round(began, 3), **kept})
         speeds.append({**kept, "steps": steps, "median_s": round(step_s, 5)})
     evaluations = _clocked(run, marks)
@@ -124,10 +136,18 @@ def _clocked(
     return [(n, round(float(s), 4), loss) for s, (n, _, loss) in zip(at, run["evaluations"])]
 
 
-def steadied(run: dict[str, Any]) -> dict[str, Any]:
-    """A run with the clock that it would have had, had every step taken its usual time."""
+def steadied(run: dict[str, Any], seconds: dict[Way, float]) -> dict[str, Any]:
+    """A run with the clock that it would have had, had every step taken its usual time.
+
+    Args:
+        run: of the results file.
+        seconds: of a step on its link, by configuration; the run's own medians for what is not
+            there.
+    """
     names = ("layout", "micro_batch", "batch")
+    factor = 1 + MEASURING * is_measuring(run)
     usual = {tuple(s[k] for k in names): s["median_s"] for s in run["speeds"]}
+    usual |= {way: factor * step_s for way, step_s in seconds.items()}
     ends = [*(way["samples"] for way in run["ways"][1:]), run["evaluations"][-1][0]]
     paused: dict[int, float] = {}
     for move in run["moves"]:
@@ -147,27 +167,26 @@ def steadied(run: dict[str, Any]) -> dict[str, Any]:
             marks.append((stop + 1e-6, clock))
             begin = stop
     evaluations = _clocked(run, marks)
+    speeds = [{**s, "median_s": round(usual[tuple(s[k] for k in names)], 5)} for s in run["speeds"]]
     clocks = {"as_it_ran_s": run["seconds"], "seconds": round(clock, 4)}
-    return {**run, **clocks, "evaluations": evaluations}
+    return {**run, **clocks, "evaluations": evaluations, "speeds": speeds}
 
 
 def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
     """The runs of a results file, steadied, and those that are only timed on a link, marked."""
-    runs = [steadied(run) for run in result["runs"]]
-    trained = {(r["seed"], r["link"], r["policy"]) for r in runs}
-    for link, known in result["links"].items():
-        times = {int(k): profile_of(v) for k, v in known.get("timed", {}).items()}
-        profile = profile_of(known["profile"]["records"]) if times else None
+    clocks = {link: clock_of(known) for link, known in result["links"].items()}
+    runs = [steadied(run, clocks[run["link"]]) for run in result["runs"]]
+    trained = {(r["link"], r["policy"]) for r in runs}
+    for link, seconds in clocks.items():
+        if not seconds:
+            continue
+        profile = profile_of(result["links"][link]["profile"]["records"])
         for run in result["runs"]:
-            seed, policy = run["seed"], run["policy"]
-            elsewhere = run["link"] != link and (seed, link, policy) not in trained
-            if profile and seed in times and elsewhere and is_blind_to_speed(policy):
-                other = timed(run, recipe, profile, times[seed])
+            policy = run["policy"]
+            if is_blind_to_speed(policy) and (link, policy) not in trained:
+                other = timed(run, recipe, profile, seconds)
                 runs.append({**other, "link": link, "policy": policy + MARK})
-        all_known = profile_of(known["profile"]["records"])
-        for run in result["runs"]:
-            if run["policy"] == f"{STATIC}_{recipe.first_batch}":
-                own = times.get(run["seed"], all_known)
-                other = timed({**run, "policy": PLAIN}, recipe, all_known, own)
+            if policy == f"{STATIC}_{recipe.first_batch}":
+                other = timed({**run, "policy": PLAIN}, recipe, profile, seconds)
                 runs.append({**other, "link": link, "policy": PLAIN + MARK})
     return runs

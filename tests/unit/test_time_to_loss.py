@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from copus_ext.goodput.rates import RateRules
-from copus_ext.perf.profile import Timing
+from copus_ext.perf.profile import Timing, fingerprint
 from tests.helpers.launch import ROOT
 
 
@@ -189,6 +190,7 @@ def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> No
         "seed": 1,
         "set_up_s": 7.0,
         "commit": "",
+        "flags": [],
         "steps": 164,
         "decisions": [],
         "ways": [{"samples": n, "seconds": 0.0, "batch": batch} for n, batch in ways],
@@ -199,21 +201,53 @@ def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> No
             (1024, 7 + 100 * 0.5 + 50 * 0.8 + 14 * 1.4, 1.0),
         ],
     }
-    same = elsewhere.timed(run, recipe(), here, here)
+    clock = {("tp1.pp2.dp1", 2, b): s for b, s in ((4, 0.5), (8, 0.8), (16, 1.4))}
+    same = elsewhere.timed(run, recipe(), here, clock)
     assert same["evaluations"] == [pytest.approx(e) for e in run["evaluations"]]
-    other = elsewhere.timed(run, recipe(), there, there)
+    clock = {("tp1.pp1.dp2", 2, b): s for b, s in ((4, 0.2), (8, 0.3), (16, 0.6))}
+    other = elsewhere.timed(run, recipe(), there, clock)
     clocks = [7 + 50 * 0.2, 7 + 100 * 0.2 + 25 * 0.3, 7 + 100 * 0.2 + 50 * 0.3 + 14 * 0.6]
     assert [e[1] for e in other["evaluations"]] == pytest.approx(clocks)
     assert [(e[0], e[2]) for e in other["evaluations"]] == [(200, 3.0), (600, 2.0), (1024, 1.0)]
     assert [w["layout"] for w in other["ways"]] == ["tp1.pp1.dp2"] * 3
-    wanted = elsewhere.needed(["static_4", "doubling"], recipe(), there)
-    assert {tuple(batches) for _, batches in wanted.values()} == {(4, 8, 16)}
+    measuring = elsewhere.timed({**run, "flags": ["--copus"]}, recipe(), there, clock)
+    longer = np.subtract([e[1] for e in measuring["evaluations"]], 7) / np.subtract(clocks, 7)
+    assert longer == pytest.approx(1 + elsewhere.MEASURING), "what is timed has no noise scale"
+
+
+def test_all_that_runs_had_on_a_link_or_would_have_had_is_timed_there() -> None:
+    def records(pp: int) -> dict[str, Any]:
+        times = [timing(pp, 2, 8 // (2 // pp) // 2, 0.5), timing(pp, 2, 4 // (2 // pp) // 2, 0.3)]
+        machine = {"world_size": 2}
+        key = {"fingerprint": fingerprint(machine)}
+        lines = [{"machine": machine, **key}, *({**key, **dataclasses.asdict(t)} for t in times)]
+        return {"profile": {"seconds": 1.0, "records": lines}}
+
+    def run(policy: str, link: str, *had: tuple[int, int]) -> dict[str, Any]:
+        way = {"layout": "tp1.pp2.dp1", "micro_batch": 2}
+        speeds = [{**way, "batch": batch, "steps": steps} for batch, steps in had]
+        return {"policy": policy, "link": link, "seed": 1, "speeds": speeds}
+
+    of = recipe(batches=(4, 8))
+    result = {
+        "links": {"a": records(2), "b": records(1)},
+        "runs": [
+            run("static_4", "a", (4, 256)),
+            run("adaptive", "a", (8, 100), (6, 2), (4, 1)),
+            run("adaptive", "b", (8, 9)),
+        ],
+    }
+    plain = ("tp1.pp1.dp2", 1, 4)
+    here, there = elsewhere.needed(result, of, "a"), elsewhere.needed(result, of, "b")
+    assert here == [plain, ("tp1.pp2.dp1", 2, 4), ("tp1.pp2.dp1", 2, 8)]
+    assert there == [plain, ("tp1.pp1.dp2", 2, 4), ("tp1.pp2.dp1", 2, 8)]
 
 
 def test_a_slow_spell_of_the_machine_is_not_counted_but_pauses_are() -> None:
     way = {"layout": "tp1.pp1.dp2", "micro_batch": 2}
     run = {
         "set_up_s": 5.0,
+        "flags": [],
         "ways": [{**way, "samples": 0, "batch": 4}, {**way, "samples": 400, "batch": 8}],
         "speeds": [{**way, "batch": 4, "median_s": 0.5}, {**way, "batch": 8, "median_s": 0.75}],
         "moves": [{"consumed_samples": 400, "pause_s": 3.0}],
@@ -222,8 +256,12 @@ def test_a_slow_spell_of_the_machine_is_not_counted_but_pauses_are() -> None:
         "seconds": 200.0,
         "evaluations": [(200, 99.0, 3.0), (400, 120.0, 2.5), (800, 200.0, 2.0)],
     }
-    steady = elsewhere.steadied(run)
+    steady = elsewhere.steadied(run, {})
     before = 5 + 100 * 0.5
     clocks = [5 + 50 * 0.5, before, before + 3 + 0.25 + 50 * 0.75 + 0.25]
     assert [e[1] for e in steady["evaluations"]] == pytest.approx(clocks)
     assert (steady["seconds"], steady["as_it_ran_s"]) == (pytest.approx(clocks[-1]), 200.0)
+    fast = elsewhere.steadied(run, {("tp1.pp1.dp2", 2, 8): 0.25})
+    clocks[2] -= 50 * 0.5
+    assert [e[1] for e in fast["evaluations"]] == pytest.approx(clocks), "as timed on the link"
+    assert fast["speeds"][1]["median_s"] == 0.25
