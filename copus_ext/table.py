@@ -163,8 +163,7 @@ class Table:
                 median, deviation, number = known
                 live.append(c.timed(median, spread_s=deviation, num_steps=number))
         seen = {(t.line, t.num_microbatches) for t in live}
-        others = [t for t in self.profiled if (t.line, t.num_microbatches) not in seen]
-        self.planner.retime([*live, *others])
+        self.planner.retime(live, earlier=self.profiled)
         unit, against = now.dp * now.micro_batch_size, now
         if not now.is_even:
             # The cost model knows equal micro-batches only.

@@ -5,7 +5,8 @@ the pipeline size, plus one for their pair that changes slowly with the micro-ba
 each configuration and one for how it grows with its micro-batches, plus noise: independent
 Gaussians with mean zero. Their posterior is one small linear solve, the same in whatever order data
 come. The spread of the common factor is what the data make most likely, if that is more than was
-thought: a machine of another speed throughout says nothing about one layout against another.
+thought: a machine of another speed throughout says nothing about one layout against another. What
+was measured at an earlier time has one factor more in common, for what has changed since.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Spread:
     """Of that of a configuration, whatever its global batch."""
     growth: float = 0.03
     """Of the part of a configuration's factor that goes with the logarithm of its micro-batches."""
+    drift: float = 0.05
+    """Of the factor that all measurements of an earlier time have besides."""
     noise: float = 0.01
     """Of a measurement, at least."""
 
@@ -72,6 +75,7 @@ def correct(
     measured_counts: Any = USUAL_COUNT,
     spread: Spread | None = None,
     noise: Sequence[float] | None = None,
+    earlier: Sequence[bool] | None = None,
     against: int | None = None,
 ) -> Correction:
     """The posterior of the factors of some configurations.
@@ -85,6 +89,8 @@ def correct(
         measured_counts: [m] micro-batches.
         spread: of the parts.
         noise: [m] standard deviation of each measurement, where it is more than the spread's.
+        earlier: [m] whether a measurement is of an earlier time than the rest; the answer is for
+            the time of the rest. All or none of them: there is but one time.
         against: index of the configuration that all are compared with.
 
     Returns:
@@ -98,9 +104,11 @@ def correct(
     known = _table(measured_keys, measured_counts)
     sd = np.maximum(s.noise, np.zeros(len(known[0])) if noise is None else noise)
     ratios = np.asarray(log_ratios, dtype=float)
-    inner = _kernel(known, known, s) + np.diag(sd**2)
+    old = np.zeros(len(sd)) if earlier is None else np.asarray(earlier, dtype=float)
+    apart = np.diag(sd**2) + (0.0 if old.all() else s.drift**2 * np.outer(old, old))
+    inner = _kernel(known, known, s) + apart
     s = replace(s, common=_common(inner - s.common**2, ratios, at_least=s.common))
-    inner = _kernel(known, known, s) + np.diag(sd**2)
+    inner = _kernel(known, known, s) + apart
     cross = _kernel(ask, known, s)
     return _answer(ask, s, np.linalg.solve(inner, cross.T).T, cross, ratios, against)
 

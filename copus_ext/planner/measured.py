@@ -25,6 +25,7 @@ class Measured:
         cluster: where.
         constants: of the predictions.
         timings: any number.
+        earlier: more of them, of a time when the machine may have been faster or slower.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Measured:
         cluster: ClusterSpec,
         constants: Constants,
         timings: Sequence[Timing],
+        earlier: Sequence[Timing] = (),
     ) -> None:
-        self.timings = list(timings)
+        self.timings = [*timings, *earlier]
+        self._earlier = [False] * len(timings) + [True] * len(earlier)
         self.points = measured_points(self.timings)
         """What was timed."""
         self._log_ratios = np.zeros(0)
@@ -76,6 +79,7 @@ class Measured:
             counts=points.num_microbatches,
             measured_counts=self.points.num_microbatches,
             noise=[x.relative_sd for x in self.timings],
+            earlier=self._earlier,
             against=against,
         )
 

@@ -112,9 +112,10 @@ class Planner:
         self._space: dict[Any, _Space] = {}
         self.retime(timings)
 
-    def retime(self, timings: Sequence[Timing]) -> None:
-        """Takes other measured times; what the space is made of stays."""
-        self._measured = Measured(self.model, self.cluster, self.constants, timings)
+    def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
+        """Takes other measured times, those of an earlier time apart; what the space is made of
+        stays."""
+        self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
 
     def rank(
         self,

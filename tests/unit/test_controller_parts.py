@@ -20,6 +20,7 @@ from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
 from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.gpus import GPUS
+from copus_ext.perf.profile import Timing
 from copus_ext.planner.configuration import Configuration
 from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
 from copus_ext.table import Table
@@ -131,6 +132,39 @@ def test_the_table_of_a_run() -> None:
     times[1, 8] = (0.25, 0.001, 20)
     faster, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
     assert faster[at].samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_present_one() -> None:
+    table = Table(config(), flags(), gpu=None)
+    profiled = {(1, 2): 0.20, (1, 4): 0.36, (2, 1): 0.22, (2, 2): 0.38, (4, 1): 0.41}
+    zero = table.config.parallel.use_distributed_optimizer
+    table.profiled = [
+        Timing(
+            tp=1,
+            pp=1,
+            dp=2,
+            micro_batch_size=b,
+            use_distributed_optimizer=zero,
+            num_microbatches=n,
+            step_s=step_s,
+            num_steps=5,
+        )
+        for (b, n), step_s in profiled.items()
+    ]
+
+    def sizes(r: Row) -> tuple[int, int]:
+        return r.micro_batch_size, r.global_batch_size
+
+    def over_now(step_s: float) -> list[float]:
+        def measured(c: Configuration) -> Any:
+            is_now = (c.micro_batch_size, c.num_microbatches) == (1, 4)
+            return (step_s, 0.001, 20) if is_now else None
+
+        rows, at = table.rows([4, 8], micro_batch_size=1, global_batch_size=8, measured=measured)
+        assert rows[at].samples_per_s == pytest.approx(8 / step_s, rel=0.02)
+        return [r.samples_per_s / rows[at].samples_per_s for r in sorted(rows, key=sizes)]
+
+    assert over_now(0.36 * 1.25) == pytest.approx(over_now(0.36), rel=0.02)
 
 
 def test_the_table_keeps_the_cut_of_the_flags() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from copus_ext.perf.correct import Spread, correct
+from copus_ext.perf.correct import Correction, Spread, correct
 
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
 
@@ -111,3 +111,28 @@ def test_a_machine_of_another_speed_throughout_favours_no_layout(factor: float) 
     assert got.factor == pytest.approx(factor, rel=0.05)
     # What was known of one layout against another is still known, and no more.
     assert (got.relative_sd[4:] > 0.1).all() and (got.relative_sd < 0.2).all()
+
+
+def test_a_machine_that_changed_since_it_was_profiled_favours_no_layout() -> None:
+    then = np.random.default_rng(1).normal(0.0, 0.06, len(KEYS))
+    earlier = [False] + [True] * len(KEYS)
+
+    def seen(shift: float, earlier: list[bool] | None = None) -> Correction:
+        ratios = [then[0] + shift, *then]
+        return correct(KEYS, [KEYS[0], *KEYS], ratios, against=0, earlier=earlier)
+
+    for shift in (0.25, -0.1):
+        got = seen(shift, earlier)
+        assert got.factor[0] == pytest.approx(math.exp(then[0] + shift), rel=0.02)
+        over = np.log(got.factor / got.factor[0])
+        np.testing.assert_allclose(over, then - then[0], atol=0.02)
+        assert (got.against_sd < 0.03).all()
+        as_of_now = np.log(seen(shift).factor)
+        assert np.ptp(as_of_now - np.log(got.factor)) > 0.02, "what it would be without"
+
+
+def test_a_profile_counts_as_of_now_until_something_is_measured_now() -> None:
+    ratios = [0.3, 0.1, 0.2]
+    plain, old = (correct(KEYS, KEYS[:3], ratios, earlier=e) for e in (None, [True] * 3))
+    np.testing.assert_array_equal(plain.factor, old.factor)
+    np.testing.assert_array_equal(plain.relative_sd, old.relative_sd)
