@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support import ROOT, open_source
+from time_to_loss_policies import layout_of
 
 if TYPE_CHECKING:
     from copus_ext.perf.profile import Timing
@@ -43,12 +44,11 @@ class Timed:
 
     def add(self, timing: Timing) -> None:
         """One round of one configuration."""
-        from megatron.training.layout import Layout
+        from copus_ext.planner.configuration import Configuration
 
-        t = timing
-        layout = str(Layout(tp=t.tp, pp=t.pp, vpp=t.vpp, dp=t.dp))
-        way = layout, t.micro_batch_size, t.num_microbatches * t.dp * t.micro_batch_size
-        self.seconds.setdefault(way, []).append(round(t.step_s, 5))
+        c = Configuration.of_timing(timing)
+        way = layout_of(c), c.micro_batch_size, c.global_batch_size
+        self.seconds.setdefault(way, []).append(round(timing.step_s, 5))
 
 
 def configuration_of(layout: str, micro_batch_size: int) -> Configuration:

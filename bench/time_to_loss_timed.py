@@ -173,7 +173,8 @@ def steadied(run: dict[str, Any], seconds: dict[Way, float]) -> dict[str, Any]:
 
 
 def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
-    """The runs of a results file, steadied, and those that are only timed on a link, marked."""
+    """The runs of a results file, steadied, and those that are only timed on a link, marked; not
+    those of which something is still to be timed there."""
     clocks = {link: clock_of(known) for link, known in result["links"].items()}
     runs = [steadied(run, clocks[run["link"]]) for run in result["runs"]]
     trained = {(r["link"], r["policy"]) for r in runs}
@@ -183,10 +184,11 @@ def with_timed(result: dict[str, Any], recipe: Recipe) -> list[dict[str, Any]]:
         profile = profile_of(result["links"][link]["profile"]["records"])
         for run in result["runs"]:
             policy = run["policy"]
-            if is_blind_to_speed(policy) and (link, policy) not in trained:
-                other = timed(run, recipe, profile, seconds)
-                runs.append({**other, "link": link, "policy": policy + MARK})
-            if policy == f"{STATIC}_{recipe.first_batch}":
-                other = timed({**run, "policy": PLAIN}, recipe, profile, seconds)
-                runs.append({**other, "link": link, "policy": PLAIN + MARK})
+            there = [policy] if is_blind_to_speed(policy) and (link, policy) not in trained else []
+            there += [PLAIN] if policy == f"{STATIC}_{recipe.first_batch}" else []
+            for name in there:
+                batches = {way["batch"] for way in run["ways"]} & set(recipe.batches)
+                if {way_of(name, b, recipe, profile) for b in batches} <= seconds.keys():
+                    other = timed({**run, "policy": name}, recipe, profile, seconds)
+                    runs.append({**other, "link": link, "policy": name + MARK})
     return runs

@@ -265,3 +265,15 @@ def test_a_slow_spell_of_the_machine_is_not_counted_but_pauses_are() -> None:
     clocks[2] -= 50 * 0.5
     assert [e[1] for e in fast["evaluations"]] == pytest.approx(clocks), "as timed on the link"
     assert fast["speeds"][1]["median_s"] == 0.25
+
+
+def test_what_was_measured_has_the_name_that_a_run_gives_it_and_is_its_clock() -> None:
+    clock = bench("time_to_loss_clock")
+    timed = clock.Timed()
+    for seconds in (0.3, 0.9, 0.4):
+        timed.add(timing(2, 2, 4, seconds))
+    rows = [[*way, some] for way, some in timed.seconds.items()]
+    assert clock.clock_of({"clock": {"ways": rows}}) == {("tp1.pp2.dp1", 2, 8): 0.4}
+    assert clock.clock_of({}) == {}
+    again = clock.configuration_of("tp1.pp2.dp1", 2)
+    assert (again.pp, again.dp, again.micro_batch_size) == (2, 1, 2)
