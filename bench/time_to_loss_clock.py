@@ -3,7 +3,7 @@
 The runs of B8 follow each other for hours, on a machine that is now and then a fifth slower for as
 long as a run. So the seconds of a step are not taken from the run that made it: everything that any
 run had on a link is timed in rounds, forwards and backwards, and a step counts with the median over
-the rounds, whosever it is.
+the rounds, whosever it is, after what a round was slower in for all is taken off.
 
 Also the program that does so on the ranks: `time_to_loss_clock.py REQUEST -- FLAGS OF THE RUN`.
 """
@@ -15,13 +15,13 @@ import contextlib
 import importlib
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from support import ROOT, open_source
 from time_to_loss_policies import layout_of
 
@@ -125,9 +125,27 @@ def main() -> int:
 
 
 def clock_of(known: dict[str, Any]) -> dict[Way, float]:
-    """Seconds of a step on a link, out of its part of a results file."""
-    rows = known.get("clock", {}).get("ways", [])
-    return {(a, b, c): statistics.median(some) for a, b, c, some in rows}
+    """Seconds of a step by configuration, median of the rounds, out of a link in a results file."""
+    rows = _rows(known)
+    seconds = np.exp(np.median(_evened(rows), axis=1)) if rows else []
+    return {(a, b, c): float(s) for (a, b, c, _), s in zip(rows, seconds)}
+
+
+def scatter_of(known: dict[str, Any]) -> float | None:
+    """Part by which a round is off a configuration's mean, over all of them; None if not timed."""
+    rows = _rows(known)
+    return float(np.sqrt(_evened(rows).var(axis=1, ddof=1).mean())) if rows else None
+
+
+def _rows(known: dict[str, Any]) -> list[Any]:
+    return known.get("clock", {}).get("ways", [])
+
+
+def _evened(rows: list[Any]) -> np.ndarray:
+    """Logarithms of seconds by configuration and round, each without what the median configuration
+    was slower by in that round (one pass of Tukey's median polish)."""
+    logs = np.log([some for *_, some in rows])
+    return logs - np.median(logs - np.median(logs, axis=1, keepdims=True), axis=0)
 
 
 if __name__ == "__main__":

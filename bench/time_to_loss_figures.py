@@ -8,6 +8,7 @@ from typing import Any
 
 from time_to_loss import Times, curve_of, fastest, saved, summary
 from time_to_loss_policies import OURS, is_baseline, is_static
+from time_to_loss_timed import MARK
 
 Runs = list[dict[str, Any]]
 
@@ -31,12 +32,18 @@ def draw(links: dict[str, Runs], found: dict[str, Times], goals: list[float], pa
         goals: the targets.
         path: of the results; `.loss.svg`, `.ways.svg` and `.saved.svg` replace its ending.
     """
-    links = {title: runs for title, runs in links.items() if runs}
+    # A policy is one row and one colour, wherever it was trained.
+    links = {title: [_unmarked(run) for run in runs] for title, runs in links.items() if runs}
+    found = {title: {n.rstrip(MARK): t for n, t in found[title].items()} for title in links}
     if not links:
         return
     _losses(links, goals, path.with_suffix(".loss.svg"))
     _ways(links, path.with_suffix(".ways.svg"))
-    _savings({title: found[title] for title in links}, path.with_suffix(".saved.svg"))
+    _savings(found, path.with_suffix(".saved.svg"))
+
+
+def _unmarked(run: dict[str, Any]) -> dict[str, Any]:
+    return {**run, "policy": run["policy"].rstrip(MARK)}
 
 
 def _style(name: str, names: list[str]) -> dict[str, Any]:

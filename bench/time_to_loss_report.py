@@ -18,6 +18,7 @@ from time_to_loss import (
     targets,
     times,
 )
+from time_to_loss_clock import scatter_of
 from time_to_loss_figures import draw
 from time_to_loss_policies import (
     ABLATIONS,
@@ -107,6 +108,9 @@ def _of_link(
         table(found, goals, {run["policy"]: _note(run) for run in reversed(runs)}),
         _unsteady(runs),
     ]
+    scatter = scatter_of(known)
+    if scatter is not None:
+        lines.append(f"a round scatters by {percent(scatter)} about the mean of its configuration")
     if any(name.endswith(MARK) for name in found):
         lines.append(f"{MARK} trained on another link, steps timed on this one")
     baselines = [name for name in found if is_baseline(name)]

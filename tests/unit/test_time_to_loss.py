@@ -273,7 +273,19 @@ def test_what_was_measured_has_the_name_that_a_run_gives_it_and_is_its_clock() -
     for seconds in (0.3, 0.9, 0.4):
         timed.add(timing(2, 2, 4, seconds))
     rows = [[*way, some] for way, some in timed.seconds.items()]
-    assert clock.clock_of({"clock": {"ways": rows}}) == {("tp1.pp2.dp1", 2, 8): 0.4}
+    alone = clock.clock_of({"clock": {"ways": rows}})
+    assert alone == {("tp1.pp2.dp1", 2, 8): pytest.approx(0.4)}
     assert clock.clock_of({}) == {}
     again = clock.configuration_of("tp1.pp2.dp1", 2)
     assert (again.pp, again.dp, again.micro_batch_size) == (2, 1, 2)
+
+
+def test_a_round_slow_for_all_and_a_disturbed_configuration_change_no_ratio() -> None:
+    truth, rounds = [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.2, 1.1]
+    rows = [["tp1.pp1.dp2", 1, n, [t * r for r in rounds]] for n, t in enumerate(truth)]
+    rows[1][-1][-1] *= 4
+    clock, known = bench("time_to_loss_clock"), {"clock": {"ways": rows}}
+    found = list(clock.clock_of(known).values())
+    assert [t / found[0] for t in found] == pytest.approx(truth)
+    assert clock.scatter_of(known) == pytest.approx(math.log(4) / 15**0.5)
+    assert clock.scatter_of({}) is None
