@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -259,7 +260,14 @@ def test_the_command_serves_with_a_token_of_its_own_until_it_is_interrupted(
 ) -> None:
     command = [sys.executable, "tools/status.py", str(run.path), "--serve", "--port", "0"]
     command.append("--token")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that a shell runs in the background ignore SIGINT, and so would their children.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    ) as p:
         assert p.stdout is not None and p.stderr is not None
         link = urlsplit(p.stdout.readline().split()[0])
         connection = http.client.HTTPConnection("127.0.0.1", link.port or 0, timeout=60)
