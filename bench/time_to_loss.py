@@ -137,9 +137,13 @@ def saved(found: Times, policy: str, baseline: str, extra_s: float = 0.0) -> lis
 
 
 def fastest(found: Times, names: Iterable[str]) -> list[str | None]:
-    """Of some policies the one with the least mean time, for each target; None if none reaches
-    it."""
-    means = {name: mean_times(found[name]) for name in names if name in found}
+    """Of some policies the one with the least mean time, for each target; None if none reaches it.
+
+    Who has fewer seeds than another takes no part: losses come early in one seed, late in another.
+    """
+    known = {name: found[name] for name in names if name in found}
+    most = max(map(len, known.values()), default=0)
+    means = {name: mean_times(seeds) for name, seeds in known.items() if len(seeds) == most}
     number = max((len(m) for m in means.values()), default=0)
     best: list[str | None] = []
     for i in range(number):

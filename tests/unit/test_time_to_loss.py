@@ -85,6 +85,8 @@ def test_savings_are_over_the_fastest_baseline_of_each_target() -> None:
         "late": {1: [20.0, 40.0, 50.0], 2: [20.0, 44.0, None]},
     }
     assert pure.fastest(found, ["early", "late"]) == ["early", "late", None]
+    easy = found | {"easy seed only": {1: [1.0, 2.0, 3.0]}}
+    assert pure.fastest(easy, [*easy][1:]) == ["early", "late", None]
     rows = pure.saved_over_fastest(found, "ours", ["early", "late"])
     assert rows[0] == pytest.approx([1 - 10 / 12, 1 - 10 / 13])
     assert rows[1] == pytest.approx([0.5, 0.5])
