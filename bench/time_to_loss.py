@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -32,18 +33,8 @@ class Curve:
 
     def smoothed(self) -> Curve:
         """The same with losses from a straight line over ln(samples) through the nearest few."""
-        x, y = np.log(self.samples), np.asarray(self.losses, dtype=float)
-        size = min(WINDOW, len(x))
-        smooth = []
-        for i in range(len(x)):
-            first = min(max(i - size // 2, 0), len(x) - size)
-            some = slice(first, first + size)
-            if size < 3:
-                smooth.append(float(y[i]))
-                continue
-            level = np.polyfit(x[some] - x[i], y[some], 1)[1]
-            smooth.append(float(level))
-        return Curve(samples=self.samples, seconds=self.seconds, losses=smooth)
+        losses = list(_smooth(tuple(self.samples), tuple(self.losses)))
+        return Curve(samples=self.samples, seconds=self.seconds, losses=losses)
 
     def at_samples(self, samples: float) -> float:
         """The loss after so many samples, between two evaluations on a straight line."""
@@ -63,6 +54,22 @@ class Curve:
             part = (before - target) / (before - loss)
             return self.seconds[i - 1] + part * (self.seconds[i] - self.seconds[i - 1])
         return None
+
+
+@functools.cache
+def _smooth(samples: tuple[int, ...], losses: tuple[float, ...]) -> tuple[float, ...]:
+    x, y = np.log(samples), np.asarray(losses, dtype=float)
+    size = min(WINDOW, len(x))
+    smooth = []
+    for i in range(len(x)):
+        first = min(max(i - size // 2, 0), len(x) - size)
+        some = slice(first, first + size)
+        if size < 3:
+            smooth.append(float(y[i]))
+            continue
+        level = np.polyfit(x[some] - x[i], y[some], 1)[1]
+        smooth.append(float(level))
+    return tuple(smooth)
 
 
 def curve_of(run: dict[str, Any]) -> Curve:
@@ -222,8 +229,8 @@ def savings_line(name: str, rows: Sequence[Sequence[float]], what: str) -> str:
         return f"{name} {what}: no target in common"
     seeds = ", ".join(percent(part) for part in found["by_seed"])
     return (
-        f"{name} {what}: {', '.join(cells)}; mean {percent(found['mean'])} (seeds {seeds}), "
-        f"best {percent(found['best'])}"
+        f"{name} {what}: {', '.join(cells)}; mean of {found['targets']} targets "
+        f"{percent(found['mean'])} (seeds {seeds}), best {percent(found['best'])}"
     )
 
 

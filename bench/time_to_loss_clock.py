@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from copus_ext.perf.profile import Timing
     from copus_ext.planner.configuration import Configuration
 
-ROUNDS = 6
+ROUNDS = 8
 _STEPS, _WARM_UP = 4, 2
 
 Way = tuple[str, int, int]
@@ -132,9 +132,22 @@ def clock_of(known: dict[str, Any]) -> dict[Way, float]:
 
 
 def scatter_of(known: dict[str, Any]) -> float | None:
-    """Part by which a round is off a configuration's mean, over all of them; None if not timed."""
+    """Part by which a round is off a configuration's mean, over all of them; None if not timed
+    twice."""
     rows = _rows(known)
-    return float(np.sqrt(_evened(rows).var(axis=1, ddof=1).mean())) if rows else None
+    if len(rows[0][3] if rows else []) < 2:
+        return None
+    return float(np.sqrt(_evened(rows).var(axis=1, ddof=1).mean()))
+
+
+def drawn_again(known: dict[str, Any], draw: np.random.Generator) -> dict[str, Any]:
+    """A link in a results file as it could have been timed: as many of its rounds, drawn with
+    replacement, the same for all configurations."""
+    rows = _rows(known)
+    number = len(rows[0][3]) if rows else 0
+    picked = draw.integers(number, size=number).tolist() if number else []
+    ways = [[*way, [some[i] for i in picked]] for *way, some in rows]
+    return {**known, "clock": {**known.get("clock", {}), "ways": ways}}
 
 
 def _rows(known: dict[str, Any]) -> list[Any]:
@@ -144,6 +157,8 @@ def _rows(known: dict[str, Any]) -> list[Any]:
 def _evened(rows: list[Any]) -> np.ndarray:
     """Logarithms of seconds by configuration and round, each without what the median configuration
     was slower by in that round (one pass of Tukey's median polish)."""
+    if len({len(some) for *_, some in rows}) > 1:
+        raise ValueError("configurations of one link were timed in different rounds; time it anew")
     logs = np.log([some for *_, some in rows])
     return logs - np.median(logs - np.median(logs, axis=1, keepdims=True), axis=0)
 

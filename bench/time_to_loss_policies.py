@@ -33,9 +33,10 @@ MORE = (
     "no_ramp",
 )
 """Run if asked for by --policies."""
-PLAIN = "plain"
-"""The first batch from where `adaptive_unprofiled` starts, without a controller: the losses are
-those of the static batch, so that it is only timed."""
+PLAIN, PLAIN_WHOLE = "plain", "plain_whole"
+"""The first batch from where `adaptive_unprofiled` starts, without a controller, in micro-batches
+of one sample as it does or in one on each rank: the losses are those of the static batch, so that
+they are only timed."""
 BY_NOISE_ALONE = ("cbs_small", "cbs_large", "norm_test", "doubling", "seesaw")
 """Policies whose batches do not depend on how fast anything is: on another link the same run takes
 other times, and no more. The same holds for static batches."""
@@ -244,9 +245,14 @@ def is_static(name: str) -> bool:
     return name.startswith(f"{STATIC}_")
 
 
+def is_plain(name: str) -> bool:
+    """Whether a policy is the start of ours that nobody measured, kept."""
+    return name.rstrip("*") in (PLAIN, PLAIN_WHOLE)
+
+
 def is_blind_to_speed(name: str) -> bool:
     """Whether a policy trains the same on every link."""
-    return is_static(name) or name == PLAIN or name in BY_NOISE_ALONE
+    return is_static(name) or is_plain(name) or name in BY_NOISE_ALONE
 
 
 def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
@@ -264,8 +270,10 @@ def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
     # leave it.
     if name == "cbs_small":
         return profile.best(first, sees_noise=True)
-    if name == PLAIN:
-        return _plain(profile.best(first, sees_noise=True))
+    if is_plain(name):
+        c = _plain(profile.best(first, sees_noise=True))
+        whole = first // c.dp if name == PLAIN_WHOLE else 1
+        return dataclasses.replace(c, micro_batch_size=whole)
     if name == "cbs_large":
         return profile.best(first, layout_of(profile.best(last)), sees_noise=True)
     return profile.best(first, profile.all_round(recipe.rising), sees_noise=True)

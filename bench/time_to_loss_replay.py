@@ -4,10 +4,11 @@
 
 For every seed of the link that all policies were trained on: c is the one that lays the losses of
 all static batches on one curve over progress; the simulator then runs every policy over the
-profile of that link and the noise scale that the runs saw, and its times to the targets stand
-beside the measured ones, set-up not counted. Also the c that
-each run shows alone, by what its loss does where its batch changes: what a run could learn on its
-way. Writes `<input>.replay.json`. Some ten seconds.
+speeds that were timed on that link and the noise scale that the runs saw, and its times to the
+targets stand beside the measured ones, set-up not counted. The static batches made the curve, so
+that only the others tell whether it predicts. Also the c that each run shows alone, by what its
+loss does where its batch changes: what a run could learn on its way. Writes `<input>.replay.json`.
+Some ten seconds.
 """
 
 from __future__ import annotations
@@ -23,19 +24,18 @@ from typing import Any
 
 import numpy as np
 from support import RESULTS, open_source, origin
-from time_to_loss import curve_of, targets
-from time_to_loss_clock import clock_of
+from time_to_loss import curve_of, percent, targets
+from time_to_loss_clock import Way, clock_of
 from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
 from time_to_loss_timed import profile_of, steadied
 
 CALIBRATIONS = np.geomspace(0.25, 64, 49)
 """c that are tried."""
 _KNOTS, _DEGREE, _STEP = 10, 4, 4
-_SURE = 10
-"""Steps of a configuration from which on a run's own speed counts instead of the profile's."""
 GOAL = 0.05
 
 Runs = list[dict[str, Any]]
+Clock = dict[Way, float]
 Noise = Callable[[Any], Any]
 
 
@@ -130,20 +130,11 @@ def progress_at(line: Any, goal: float) -> float | None:
     return float(np.exp(x[reached[0]])) if len(reached) else None
 
 
-def seen(runs: Runs) -> dict[tuple[str, int], float]:
-    """Samples/s by layout and batch that the runs themselves had: the fastest micro-batch of each,
-    the median over the runs."""
-    found: dict[tuple[str, int], dict[int, list[float]]] = {}
-    for speed in (s for run in runs for s in run["speeds"] if s["steps"] >= _SURE):
-        by_micro = found.setdefault((speed["layout"], speed["batch"]), {})
-        by_micro.setdefault(speed["micro_batch"], []).append(speed["batch"] / speed["median_s"])
-    return {key: max(map(statistics.median, some.values())) for key, some in found.items()}
-
-
 def scenario_of(
-    recipe: Recipe, profile: Profile, runs: Runs, fit: dict[str, Any], goals: list[float]
+    recipe: Recipe, profile: Profile, clock: Clock, fit: dict[str, Any], goals: list[float]
 ) -> Any:
-    """What the simulator is told."""
+    """What the simulator is told: of the profile only what each configuration is, speeds by the
+    clock that the runs have."""
     from copus_ext.goodput.situation import Row
     from copus_ext.perf.cluster_spec import of_gpu
     from copus_ext.perf.model_spec import PRESETS
@@ -153,13 +144,14 @@ def scenario_of(
     from copus_ext.simulate.trajectory import Trajectory
 
     rows: dict[Any, Any] = {}
-    known = seen(runs)
     for batch in recipe.batches:
-        for speed, c in profile.ranked(batch, only_measured=True):
-            if batch not in recipe.rising or not c.is_blind:
-                speed = known.get((layout_of(c), batch), speed)
-                row = Row.of(c, speed, PROFILED_SD, "profiled")
-                rows.setdefault((row.layout, batch), row)
+        for _, c in profile.ranked(batch):
+            way = layout_of(c), c.micro_batch_size, batch
+            if way in clock and (batch not in recipe.rising or not c.is_blind):
+                row = Row.of(c, batch / clock[way], PROFILED_SD, "profiled")
+                best = rows.setdefault((row.layout, batch), row)
+                if row.samples_per_s > best.samples_per_s:
+                    rows[row.layout, batch] = row
     progress, phi = fit["noise"]
     at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
     return Scenario(
@@ -192,6 +184,7 @@ def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Any:
         **{name: {"copus_policy": "cbs"} for name in ("cbs_small", "cbs_large")},
         **{name: {"copus_policy": name} for name in ("norm_test", "doubling", "seesaw")},
         "adaptive": {"copus_layouts": "all"},
+        "paper": {"copus_policy": "copus", "copus_layouts": "all"},
         "only_batch": {},
         "only_layout": {"copus_policy": "static", "copus_layouts": "all"},
     }
@@ -213,14 +206,15 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     settings, link = result["settings"]["recipe"], next(iter(result["links"]))
     recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
     runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
-    runs = [steadied(run, clock_of(result["links"][link])) for run in runs]
+    clock = clock_of(result["links"][link])
+    runs = [steadied(run, clock) for run in runs]
     curves = {r["policy"]: curve_of(r) for r in runs}
     statics = [r for r in runs if is_static(r["policy"])]
     goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)
     warm = recipe.warmup_part * recipe.samples
     fit = fitted(statics, runs, warm)
     profile = profile_of(result["links"][link]["profile"]["records"])
-    scenario = scenario_of(recipe, profile, runs, fit, goals)
+    scenario = scenario_of(recipe, profile, clock, fit, goals)
     policies: dict[str, Any] = {}
     for run in runs:
         contender = contender_of(run["policy"], recipe, profile)
@@ -240,7 +234,8 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
         if len(run["ways"]) > 2:
             alone = fitted([run], [run], warm)
             policies[run["policy"]]["c"] = {k: alone[k] for k in ("c", "low", "high", "rms")}
-    known = [p["off"] for p in policies.values() if p["off"] is not None]
+    off = {name: p["off"] for name, p in policies.items() if p["off"] is not None}
+    known = [x for name, x in off.items() if not is_static(name)]
     kept = {name: fit[name] for name in ("c", "low", "high", "rms", "noise")}
     return {
         "seed": seed,
@@ -248,7 +243,9 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
         "targets": goals,
         "policies": policies,
         "off": statistics.fmean(known) if known else None,
+        "off_static": statistics.fmean(x for name, x in off.items() if is_static(name)),
         "worst": max(known, default=None),
+        "not_simulated": [r["policy"] for r in runs if r["policy"] not in policies],
     }
 
 
@@ -265,14 +262,16 @@ def main() -> int:
     for one in found:
         print(
             f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), losses "
-            f"{one['rms']:.3f} off one curve; times {100 * (one['off'] or 0):.1f} % off on average"
+            f"{one['rms']:.3f} off one curve; times {percent(one['off'])} off on average, of the "
+            f"static batches that made the curve {percent(one['off_static'])}; not simulated: "
+            f"{', '.join(one['not_simulated'])}"
         )
         for name, policy in one["policies"].items():
             columns = [
                 "-" if a is None or b is None else f"{a:.0f}/{b:.0f}"
                 for a, b in zip(policy["measured_s"], policy["simulated_s"])
             ]
-            off = "-" if policy["off"] is None else f"{100 * policy['off']:.1f} %"
+            off = percent(policy["off"])
             c = policy.get("c")
             if c:
                 off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"

@@ -11,7 +11,6 @@ from time_to_loss import (
     curve_of,
     path_of,
     percent,
-    saved,
     saved_over_fastest,
     savings_line,
     table,
@@ -19,20 +18,22 @@ from time_to_loss import (
     times,
 )
 from time_to_loss_clock import scatter_of
+from time_to_loss_doubt import intervals, savings_of
 from time_to_loss_figures import draw
 from time_to_loss_policies import (
     ABLATIONS,
     MORE,
     OURS,
-    PLAIN,
     STATIC,
     Recipe,
     is_baseline,
+    is_plain,
     is_static,
 )
 from time_to_loss_timed import MARK, with_timed
 
 Runs = list[dict[str, Any]]
+Sure = dict[str, tuple[float, float]]
 
 
 def report(result: dict[str, Any], number: int, path: Path) -> str:
@@ -56,11 +57,11 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
     links = {link: _ordered([r for r in runs if r["link"] == link]) for link in result["links"]}
     links = {link: some for link, some in links.items() if some}
     found = {link: times(some, goals) for link, some in links.items()}
-    known, first = result["links"], recipe.first_batch
+    known, sure = result["links"], intervals(result, recipe, goals)
     titles = {link: _title(link, known[link]) for link in links}
     parts = [
-        _of_link(titles[link], known[link], links[link], found[link], goals, first=first)
-        for link in links
+        _of_link(titles[link], known[link], some, goals, recipe, sure.get(link, {}))
+        for link, some in links.items()
     ]
     draw(
         {titles[link]: some for link, some in links.items()},
@@ -97,9 +98,10 @@ def _title(link: str, known: dict[str, Any]) -> str:
 
 
 def _of_link(
-    title: str, known: dict[str, Any], runs: Runs, found: Times, goals: list[float], *, first: int
+    title: str, known: dict[str, Any], runs: Runs, goals: list[float], recipe: Recipe, sure: Sure
 ) -> str:
-    """Table and savings of one link; `first` is the batch that ours start with."""
+    """Table and savings of one link."""
+    found = times(runs, goals)
     seeds = sorted({run["seed"] for run in runs})
     profile_s = known["profile"]["seconds"]
     lines = [
@@ -114,23 +116,26 @@ def _of_link(
     if any(name.endswith(MARK) for name in found):
         lines.append(f"{MARK} trained on another link, steps timed on this one")
     baselines = [name for name in found if is_baseline(name)]
-    own = [name for name in found if not is_baseline(name) and name.rstrip(MARK) != PLAIN]
+    own = [name for name in found if not is_baseline(name) and not is_plain(name)]
     for name in own:
         what = "saves over the fastest baseline at each target"
         lines.append(savings_line(name, saved_over_fastest(found, name, baselines), what))
         if name in OURS and name != "adaptive_unprofiled":
             rows = saved_over_fastest(found, name, baselines, profile_s)
             lines.append(savings_line(name, rows, "the same, if it alone pays for the profile"))
-    for name, start in (("adaptive", f"{STATIC}_{first}"), ("adaptive_unprofiled", PLAIN)):
-        same = next((n for n in found if n.rstrip(MARK) == start), None)
-        if name in found and same is not None:
-            what = f"saves over its own start without --copus ({same})"
-            lines.append(savings_line(name, saved(found, name, same), what))
-    statics = [name for name in baselines if is_static(name)]
-    for name in (n for n in own if n in OURS):
-        what = "saves over the fastest static batch at each target"
-        lines.append(savings_line(name, saved_over_fastest(found, name, statics), what))
-    return "\n".join(lines)
+    for words, rows in savings_of(found, recipe).items():
+        name, what = words.split(" ", 1)
+        low, high = sure.get(words, (None, None))
+        doubt = f"; timing alone {percent(low)} to {percent(high)}" if low is not None else ""
+        lines.append(savings_line(name, rows, what) + doubt)
+    return "\n".join([*lines, *_left_out(found, baselines)])
+
+
+def _left_out(found: Times, baselines: list[str]) -> list[str]:
+    """Baselines that no other is compared with."""
+    most = max((len(found[name]) for name in baselines), default=0)
+    fewer = [name for name in baselines if len(found[name]) < most]
+    return [f"not among the fastest, for want of seeds: {', '.join(fewer)}"] if fewer else []
 
 
 def _unsteady(runs: Runs) -> str:

@@ -195,6 +195,9 @@ def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> No
         "flags": [],
         "steps": 164,
         "decisions": [],
+        "deciding_s": 0.0,
+        "seconds": 0.0,
+        "moves": [],
         "ways": [{"samples": n, "seconds": 0.0, "batch": batch} for n, batch in ways],
         # The clock of a link on which steps take what `here` says.
         "evaluations": [
@@ -204,15 +207,19 @@ def test_a_run_on_another_link_differs_by_the_seconds_of_its_steps_alone() -> No
         ],
     }
     clock = {("tp1.pp2.dp1", 2, b): s for b, s in ((4, 0.5), (8, 0.8), (16, 1.4))}
-    same = elsewhere.timed(run, recipe(), here, clock)
+    same = elsewhere.timed(run, elsewhere.places(run, recipe(), here, clock), clock)
     assert same["evaluations"] == [pytest.approx(e) for e in run["evaluations"]]
     clock = {("tp1.pp1.dp2", 2, b): s for b, s in ((4, 0.2), (8, 0.3), (16, 0.6))}
-    other = elsewhere.timed(run, recipe(), there, clock)
+    at = elsewhere.places(run, recipe(), there, clock)
+    other = elsewhere.timed(run, at, clock)
     clocks = [7 + 50 * 0.2, 7 + 100 * 0.2 + 25 * 0.3, 7 + 100 * 0.2 + 50 * 0.3 + 14 * 0.6]
     assert [e[1] for e in other["evaluations"]] == pytest.approx(clocks)
     assert [(e[0], e[2]) for e in other["evaluations"]] == [(200, 3.0), (600, 2.0), (1024, 1.0)]
     assert [w["layout"] for w in other["ways"]] == ["tp1.pp1.dp2"] * 3
-    measuring = elsewhere.timed({**run, "flags": ["--copus"]}, recipe(), there, clock)
+    deciding = {**run, "decisions": [{"samples": 400}], "deciding_s": 2.0}
+    later = [e[1] for e in elsewhere.timed(deciding, at, clock)["evaluations"]]
+    assert later == pytest.approx([clocks[0], clocks[1] + 2, clocks[2] + 2])
+    measuring = elsewhere.timed({**run, "flags": ["--copus"]}, at, clock)
     longer = np.subtract([e[1] for e in measuring["evaluations"]], 7) / np.subtract(clocks, 7)
     assert longer == pytest.approx(1 + elsewhere.MEASURING), "what is timed has no noise scale"
 
@@ -239,10 +246,48 @@ def test_all_that_runs_had_on_a_link_or_would_have_had_is_timed_there() -> None:
             run("adaptive", "b", (8, 9)),
         ],
     }
-    plain = ("tp1.pp1.dp2", 1, 4)
+    plain, whole = ("tp1.pp1.dp2", 1, 4), ("tp1.pp1.dp2", 2, 4)
     here, there = elsewhere.needed(result, of, "a"), elsewhere.needed(result, of, "b")
-    assert here == [plain, ("tp1.pp2.dp1", 2, 4), ("tp1.pp2.dp1", 2, 8)]
-    assert there == [plain, ("tp1.pp1.dp2", 2, 4), ("tp1.pp2.dp1", 2, 8)]
+    assert here == [plain, whole, ("tp1.pp2.dp1", 2, 4), ("tp1.pp2.dp1", 2, 8)]
+    assert there == [plain, whole, ("tp1.pp2.dp1", 2, 8)]
+
+
+def test_a_static_batch_counts_where_it_is_fastest_by_the_clock_that_counts() -> None:
+    """A profile of another hour may have chosen another configuration for it."""
+    way = {"layout": "tp1.pp2.dp1", "micro_batch": 2, "batch": 4}
+    run = {
+        "policy": "static_4",
+        "link": "a",
+        "seed": 1,
+        "set_up_s": 5.0,
+        "flags": [],
+        "ways": [{**way, "samples": 0}],
+        "speeds": [{**way, "steps": 100, "median_s": 0.9}],
+        "moves": [],
+        "decisions": [],
+        "deciding_s": 0.0,
+        "seconds": 150.0,
+        "evaluations": [(200, 99.0, 3.0), (400, 150.0, 2.5)],
+    }
+    rounds = [
+        ["tp1.pp2.dp1", 2, 4, [1.0] * 4],
+        ["tp1.pp1.dp2", 2, 4, [0.5] * 4],
+        ["tp1.pp1.dp2", 1, 4, [2.0] * 4],
+        ["tp1.pp1.dp2", 2, 8, [0.1] * 4],
+    ]
+    known = {"clock": {"ways": rounds}, "profile": {"records": []}}
+    result = {"links": {"a": known, "b": known}, "runs": [run]}
+    profile = policies.Profile([timing(2, 2, 2, 0.9)])
+    found = elsewhere.with_timed(result, recipe(), {"a": profile, "b": profile})
+    seconds = {(r["link"], r["policy"]): r["evaluations"][-1][1] for r in found}
+    assert seconds == {
+        ("a", "static_4"): pytest.approx(55.0),
+        ("b", "static_4*"): pytest.approx(55.0),
+        **{(link, "plain*"): pytest.approx(205.0) for link in "ab"},
+        **{(link, "plain_whole*"): pytest.approx(55.0) for link in "ab"},
+    }
+    own = next(r for r in found if r["policy"] == "static_4")
+    assert own["as_it_ran_s"] / own["seconds"] == pytest.approx(150 / 105), "as slow as it ran"
 
 
 def test_a_slow_spell_of_the_machine_is_not_counted_but_pauses_are() -> None:
@@ -291,3 +336,58 @@ def test_a_round_slow_for_all_and_a_disturbed_configuration_change_no_ratio() ->
     assert [t / found[0] for t in found] == pytest.approx(truth)
     assert clock.scatter_of(known) == pytest.approx(math.log(4) / 15**0.5)
     assert clock.scatter_of({}) is None
+    assert clock.scatter_of({"clock": {"ways": [["tp1.pp1.dp2", 1, 4, [0.1]]]}}) is None
+    rows[0][-1].append(1.0)
+    with pytest.raises(ValueError, match="different rounds"):
+        clock.clock_of(known)
+
+
+def test_rounds_are_drawn_again_for_all_configurations_alike() -> None:
+    clock = bench("time_to_loss_clock")
+    rows = [["tp1.pp1.dp2", n, 8, [n + 10.0 * r for r in range(1, 9)]] for n in (1, 2)]
+    known = {"profile": 1, "clock": {"ways": rows, "date": ""}}
+    draw = np.random.default_rng(5)
+    several = [clock.drawn_again(known, draw) for _ in range(20)]
+    assert all(again["profile"] == 1 and again["clock"]["date"] == "" for again in several)
+    picked = [[some for *_, some in again["clock"]["ways"]] for again in several]
+    assert all(np.subtract(b, a).tolist() == [1.0] * 8 for a, b in picked)
+    assert all(set(a) <= set(rows[0][-1]) for a, _ in picked)
+    assert len({tuple(a) for a, _ in picked}) == 20, "drawn, not copied"
+    assert clock.drawn_again({}, draw)["clock"]["ways"] == []
+
+
+def test_an_interval_is_as_wide_as_the_timing_is_unsure() -> None:
+    doubt = bench("time_to_loss_doubt")
+
+    def intervals(rounds: list[float]) -> tuple[float, float]:
+        way = {"layout": "tp1.pp1.dp2", "micro_batch": 2, "samples": 0}
+        evaluations = [(n, n / 10, 4 - n / 100) for n in (100, 200, 300)]
+        each = {"link": "a", "seed": 1, "set_up_s": 0.0, "moves": [], "decisions": []}
+        each |= {"evaluations": evaluations, "deciding_s": 0.0, "seconds": 1.0, "flags": []}
+        names = (("static_4", 4), ("adaptive_unprofiled", 8))
+        runs = [
+            {**each, "policy": name, "ways": [{**way, "batch": b}], "speeds": []}
+            for name, b in names
+        ]
+        clock = [["tp1.pp1.dp2", 2, 4, [1.0] * 4], ["tp1.pp1.dp2", 2, 8, rounds]]
+        clock.append(["tp1.pp1.dp2", 1, 4, [2.0] * 4])
+        machine = {"world_size": 2}
+        key = {"fingerprint": fingerprint(machine)}
+        row = dataclasses.asdict(timing(1, 2, 1, 1.0))
+        profile = {"records": [{"machine": machine, **key}, {**key, **row}]}
+        known = {"clock": {"ways": clock}, "profile": profile}
+        found = doubt.intervals({"links": {"a": known}, "runs": runs}, recipe(), [2.0])
+        assert set(found["a"]) == {
+            f"adaptive_unprofiled saves over {name}"
+            for name in (
+                "static_4",
+                "plain",
+                "plain_whole",
+                "the fastest static batch at each target",
+            )
+        }
+        return found["a"]["adaptive_unprofiled saves over plain"]
+
+    assert intervals([1.0] * 4) == pytest.approx((0.75, 0.75), abs=0.01)
+    low, high = intervals([0.8, 1.0, 1.0, 1.2])
+    assert low < 0.74 and high > 0.76
