@@ -1,4 +1,4 @@
-"""Twelve minutes of the quickstart's model with a batch that follows the noise scale.
+"""Ten minutes of the quickstart's model with a batch that follows the noise scale.
 
     python bench/act_run.py --data-path runs/quickstart/data/stdlib_text_document
 
@@ -22,7 +22,7 @@ from support import RESULTS, ROOT, open_source, origin, torchrun
 FLAGS = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024 --num-attention-heads 8
 --seq-length 128 --max-position-embeddings 128 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
---attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3
+--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 8 --lr 1e-3
 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95
 --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-interval 100
 --eval-iters 32 --log-interval 50 --copus"""

@@ -125,7 +125,8 @@ def _beam(between: Array, far: Array, sequence: list[int], *, power: int) -> Ord
 
 
 def anneal(cost: Cost, guide: Cost, starts: Orders, *, evaluations: int, seed: int = 0) -> Found:
-    """Simulated annealing from the best of some orders, then all swaps until none helps.
+    """Simulated annealing from the best of some orders, then swaps and turns of three until none
+    helps.
 
     What is accepted depends on relative changes only, so that units do not matter. The number of
     orders priced is fixed beforehand: the same input has the same answer on any machine.
@@ -189,18 +190,31 @@ def _moved(order: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.
 
 
 def _polish(cost: Cost, found: Found, *, most: int) -> Found:
-    """Takes the best of all swaps until none helps, or so many orders were priced."""
+    """Takes the best of all swaps until none helps, then the best of all turns of three, and so on
+    until neither helps, or so many orders were priced."""
     num, best, least = len(found.order), found.order, found.cost
-    pairs = np.array(list(itertools.combinations(range(num), 2)), dtype=np.int64)
-    rows, left, right = np.arange(len(pairs)), pairs[:, 0], pairs[:, 1]
-    priced = 0
-    while priced < most:
-        tried = np.repeat(best[None], len(pairs), axis=0)
-        tried[rows, left], tried[rows, right] = best[right], best[left]
+    turns = num * (num - 1) * (num - 2) // 3
+    near = [_cycles(num, size) for size in (2, 3) if size <= num and (size == 2 or turns <= most)]
+    priced, left = 0, near
+    while left and priced < most:
+        tried = best[left[0]]
         costs = cost(tried)
-        priced += len(pairs)
+        priced += len(tried)
         at = int(np.argmin(costs))
-        if not costs[at] < least:
-            break
-        best, least = tried[at], float(costs[at])
+        if costs[at] < least:
+            best, least, left = tried[at], float(costs[at]), near
+        else:
+            left = left[1:]
     return Found(order=best, cost=least, num_priced=found.num_priced + priced)
+
+
+def _cycles(num: int, size: int) -> Orders:
+    """[m, num] every way to move so many things, each to the place of the next, others kept."""
+    ways = []
+    for chosen in itertools.combinations(range(num), size):
+        for others in itertools.permutations(chosen[1:]):
+            order = np.arange(num)
+            cycle = [chosen[0], *others]
+            order[cycle] = order[[*cycle[1:], cycle[0]]]
+            ways.append(order)
+    return np.array(ways, dtype=np.int64)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from copus_ext.perf.cluster_spec import preset
@@ -316,6 +316,7 @@ def test_racks_are_found_again(pp: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 3, 9]))
+@example(18255, 3)  # no swap of two helps there, and a turn of three does
 @settings(max_examples=3, deadline=None)
 def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> None:
     rng = np.random.default_rng(seed)
@@ -326,7 +327,15 @@ def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> N
     assert first.after_s <= first.before_s
     placement = Placement(work, net)
     best = placement.step_s(every_order(9, turning=placement.turning)).min()
-    assert find_order(work, net).after_s <= 1.03 * best
+    found = find_order(work, net)
+    assert found.after_s <= 1.03 * best
+    near = []
+    for some in itertools.permutations(range(9), 3):
+        order = list(found.order)
+        for at, other in zip(some, (*some[1:], some[0])):
+            order[at] = found.order[other]
+        near.append(order)
+    assert placement.step_s(np.array(near)).min() >= found.after_s * (1 - 1e-9)
 
 
 def test_units_do_not_matter() -> None:
