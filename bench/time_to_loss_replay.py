@@ -130,6 +130,15 @@ def progress_at(line: Any, goal: float) -> float | None:
     return float(np.exp(x[reached[0]])) if len(reached) else None
 
 
+def own_clock(runs: Runs) -> Clock:
+    """Seconds of a step by configuration where nothing was timed in turn: medians over the runs."""
+    found: dict[Way, list[float]] = {}
+    for speed in (s for run in runs for s in run["speeds"]):
+        way = speed["layout"], speed["micro_batch"], speed["batch"]
+        found.setdefault(way, []).append(speed["median_s"])
+    return {way: statistics.median(some) for way, some in found.items()}
+
+
 def scenario_of(
     recipe: Recipe, profile: Profile, clock: Clock, fit: dict[str, Any], goals: list[float]
 ) -> Any:
@@ -206,7 +215,7 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     settings, link = result["settings"]["recipe"], next(iter(result["links"]))
     recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
     runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
-    clock = clock_of(result["links"][link])
+    clock = clock_of(result["links"][link]) or own_clock(runs)
     runs = [steadied(run, clock) for run in runs]
     curves = {r["policy"]: curve_of(r) for r in runs}
     statics = [r for r in runs if is_static(r["policy"])]
