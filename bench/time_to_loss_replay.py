@@ -2,13 +2,14 @@
 
     python bench/time_to_loss_replay.py [--input docs/results/time_to_loss_real.json]
 
-For every seed of the link that all policies were trained on: c is the one that lays the losses of
-all static batches on one curve over progress; the simulator then runs every policy over the
+For every seed of the link that all policies were trained on: c, and how much the schedule of the
+learning rate counts, are those that lay the losses of all static batches on one curve over
+progress; the simulator then runs every policy over the
 speeds that were timed on that link and the noise scale that the runs saw, and its times to the
 targets stand beside the measured ones, set-up not counted. The static batches made the curve, so
 that only the others tell whether it predicts. Also the c that each run shows alone, by what its
 loss does where its batch changes: what a run could learn on its way. Writes `<input>.replay.json`.
-Some ten seconds.
+A minute.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from support import RESULTS, open_source, origin
 from time_to_loss import curve_of, percent, targets
 from time_to_loss_clock import Way, clock_of
 from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
-from time_to_loss_timed import profile_of, steadied
+from time_to_loss_timed import MEASURING, is_measuring, profile_of, steadied
 
 CALIBRATIONS = np.geomspace(0.25, 64, 49)
 """c that are tried."""
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Powers of the learning rate over its peak that are tried as the worth of a sample."""
 _KNOTS, _DEGREE, _STEP = 10, 4, 4
 GOAL = 0.05
 
@@ -46,7 +49,26 @@ def batches_at(run: dict[str, Any], samples: Any) -> Any:
     return sizes[np.searchsorted(starts, samples, side="right") - 1]
 
 
-def noise_points(run: dict[str, Any], calibration: float) -> list[tuple[float, float]]:
+def end_part(recipe: Recipe) -> float:
+    """Learning rate at the end over its peak."""
+    return 1.0 if recipe.decay == "constant" else recipe.min_lr_part
+
+
+def schedule_of(recipe: Recipe, exponent: float) -> Any:
+    """What the learning rate of the runs makes of a sample."""
+    from copus_ext.simulate.schedule import RateSchedule
+
+    return RateSchedule(
+        warmup_samples=int(recipe.warmup_part * recipe.samples),
+        total_samples=recipe.samples,
+        end_part=end_part(recipe),
+        exponent=exponent,
+    )
+
+
+def noise_points(
+    run: dict[str, Any], calibration: float, schedule: Any
+) -> list[tuple[float, float]]:
     """(progress, noise scale) of a run that measured it, progress by E(B) with some c."""
     curve = run["training"]
     known = [(n, x) for n, x in zip(curve["samples"], curve["phi"]) if x]
@@ -56,13 +78,13 @@ def noise_points(run: dict[str, Any], calibration: float) -> list[tuple[float, f
     ends = np.arange(_STEP, samples[-1] + 1, _STEP, dtype=float)
     phi = np.exp(np.interp(ends, samples, np.log(phis)))
     worth = 1 / (1 + batches_at(run, ends - _STEP) / (calibration * phi))
-    progress = np.cumsum(_STEP * worth)
+    progress = np.cumsum(np.diff(schedule.worth([0.0, *ends])) * worth)
     return list(zip(np.interp(samples, ends, progress).tolist(), phis.tolist()))
 
 
-def noise_of(runs: Runs, calibration: float) -> tuple[list[float], list[float]]:
+def noise_of(runs: Runs, calibration: float, schedule: Any) -> tuple[list[float], list[float]]:
     """Noise scale over progress: medians of the points of all runs in parts of equal ratio."""
-    points = sorted(p for run in runs for p in noise_points(run, calibration))
+    points = sorted(p for run in runs for p in noise_points(run, calibration, schedule))
     if not points:
         raise SystemExit("no run of this seed measured the noise scale")
     x, y = np.log(np.array(points)).T
@@ -77,49 +99,63 @@ def noise_of(runs: Runs, calibration: float) -> tuple[list[float], list[float]]:
 
 
 def progress_of(
-    run: dict[str, Any], samples: Sequence[float], calibration: float, noise: Any
+    run: dict[str, Any], samples: Sequence[float], calibration: float, noise: Any, schedule: Any
 ) -> Any:
     """Progress of a run after so many samples."""
     starts = np.arange(0, samples[-1], _STEP, dtype=float)
-    batches = batches_at(run, starts)
+    edges = [*starts, starts[-1] + _STEP]
+    batches, worth = batches_at(run, starts), np.diff(schedule.worth(edges))
     logs = np.log(noise[0]), np.log(noise[1])
     progress = [1e-9]
-    for batch in batches.tolist():
+    for batch, part in zip(batches.tolist(), worth.tolist()):
         phi = calibration * float(np.exp(np.interp(np.log(progress[-1]), *logs)))
-        progress.append(progress[-1] + _STEP / (1 + batch / phi))
-    return np.interp(samples, [*starts, starts[-1] + _STEP], progress)
+        progress.append(progress[-1] + part / (1 + batch / phi))
+    return np.interp(samples, edges, progress)
 
 
-def collapse(runs: Runs, calibration: float, noise: Any, first: float) -> tuple[float, Any]:
+def collapse(runs: Runs, calibration: float, noise: Any, schedule: Any) -> tuple[float, Any]:
     """How far the losses of runs lie from one curve, and that curve: a polynomial in ln(progress).
 
     Args:
         runs: of one seed.
         calibration: c.
         noise: scale over progress.
-        first: samples before which nothing counts: the learning rate warms up.
+        schedule: of the learning rate; while it warms up no loss counts.
     """
     points = []
     for run in runs:
         curve = curve_of(run)
-        progress = progress_of(run, curve.samples, calibration, noise)
+        progress = progress_of(run, curve.samples, calibration, noise, schedule)
         rows = zip(curve.samples, np.log(progress), curve.losses)
-        points += [(x, loss) for n, x, loss in rows if n >= first]
+        points += [(x, loss) for n, x, loss in rows if n >= schedule.warmup_samples]
     x, y = np.array(points).T
     line = np.polynomial.Polynomial.fit(x, y, _DEGREE)
     return float(np.sqrt(np.mean((line(x) - y) ** 2))), line
 
 
-def fitted(runs: Runs, noisy: Runs, first: float) -> dict[str, Any]:
-    """The c that lays the losses of runs on one curve best, those that do so up to a tenth worse,
-    and the curve. A single run tells c by what its loss does where its batch changes."""
+def fitted(
+    runs: Runs, noisy: Runs, recipe: Recipe, exponents: Sequence[float] = EXPONENTS
+) -> dict[str, Any]:
+    """What lays the losses of runs on one curve best, and the curve: c, the c that do so up to a
+    tenth worse, and the power of the learning rate. A single run tells c by what its loss does
+    where its batch changes.
+
+    Args:
+        runs: whose losses.
+        noisy: those whose noise scale counts.
+        recipe: of both.
+        exponents: of the learning rate, tried.
+    """
     tried = []
-    for c in CALIBRATIONS.tolist():
-        noise = noise_of(noisy, c)
-        tried.append((*collapse(runs, c, noise, first), c, noise))
-    error, line, c, noise = min(tried, key=lambda t: t[0])
+    for exponent in exponents:
+        schedule = schedule_of(recipe, exponent)
+        for c in CALIBRATIONS.tolist():
+            noise = noise_of(noisy, c, schedule)
+            tried.append((*collapse(runs, c, noise, schedule), c, exponent, noise))
+    error, line, c, exponent, noise = min(tried, key=lambda t: t[0])
     near = [t[2] for t in tried if t[0] <= 1.1 * error]
-    return {"c": c, "low": min(near), "high": max(near), "rms": error, "line": line, "noise": noise}
+    found = {"c": c, "low": min(near), "high": max(near), "rms": error, "exponent": exponent}
+    return {**found, "line": line, "noise": noise}
 
 
 def progress_at(line: Any, goal: float) -> float | None:
@@ -139,28 +175,38 @@ def own_clock(runs: Runs) -> Clock:
     return {way: statistics.median(some) for way, some in found.items()}
 
 
-def scenario_of(
-    recipe: Recipe, profile: Profile, clock: Clock, fit: dict[str, Any], goals: list[float]
-) -> Any:
-    """What the simulator is told: of the profile only what each configuration is, speeds by the
-    clock that the runs have."""
+def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock) -> list[Any]:
+    """Every layout and batch of the profile in its fastest micro-batch, by the clock; at the start
+    of a run in the one that it started in. Measuring the noise scale slows all alike."""
     from copus_ext.goodput.situation import Row
-    from copus_ext.perf.cluster_spec import of_gpu
-    from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.simulate.course import Truth
-    from copus_ext.simulate.scenario import Scenario
-    from copus_ext.simulate.speeds import PROFILED_SD, Speeds
-    from copus_ext.simulate.trajectory import Trajectory
+    from copus_ext.simulate.speeds import PROFILED_SD
 
+    start = run["ways"][0]
+    factor = 1 + MEASURING * is_measuring(run)
     rows: dict[Any, Any] = {}
     for batch in recipe.batches:
         for _, c in profile.ranked(batch):
             way = layout_of(c), c.micro_batch_size, batch
-            if way in clock and (batch not in recipe.rising or not c.is_blind):
-                row = Row.of(c, batch / clock[way], PROFILED_SD, "profiled")
+            is_start = (way[0], batch) == (start["layout"], start["batch"])
+            if way not in clock or (is_start and c.micro_batch_size != start["micro_batch"]):
+                continue
+            if is_start or batch not in recipe.rising or not c.is_blind:
+                row = Row.of(c, batch / (factor * clock[way]), PROFILED_SD, "profiled")
                 best = rows.setdefault((row.layout, batch), row)
                 if row.samples_per_s > best.samples_per_s:
                     rows[row.layout, batch] = row
+    return list(rows.values())
+
+
+def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: list[float]) -> Any:
+    """What the simulator is told."""
+    from copus_ext.perf.cluster_spec import of_gpu
+    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.simulate.course import Truth
+    from copus_ext.simulate.scenario import Scenario
+    from copus_ext.simulate.speeds import Speeds
+    from copus_ext.simulate.trajectory import Trajectory
+
     progress, phi = fit["noise"]
     at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
     return Scenario(
@@ -173,12 +219,16 @@ def scenario_of(
         warmup_samples=int(recipe.warmup_part * recipe.samples),
         targets={name: p for name, p in at.items() if p is not None},
         trajectory=Trajectory(progress=tuple(progress), phi=tuple(phi)),
-        truth=Truth(calibration=fit["c"], reference_batch=float(recipe.first_batch)),
+        truth=Truth(
+            calibration=fit["c"],
+            reference_batch=float(recipe.first_batch),
+            rate_exponent=fit["exponent"],
+        ),
         switch_cost_s=0.4,
         assumed_cost_s=10.0,
-        measured=Speeds(list(rows.values())),
+        measured=Speeds(rows),
         beta2=recipe.beta2,
-        lr_decay=recipe.min_lr_part,
+        lr_decay=end_part(recipe),
     )
 
 
@@ -220,15 +270,15 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     curves = {r["policy"]: curve_of(r) for r in runs}
     statics = [r for r in runs if is_static(r["policy"])]
     goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)
-    warm = recipe.warmup_part * recipe.samples
-    fit = fitted(statics, runs, warm)
+    fit = fitted(statics, runs, recipe)
     profile = profile_of(result["links"][link]["profile"]["records"])
-    scenario = scenario_of(recipe, profile, clock, fit, goals)
     policies: dict[str, Any] = {}
     for run in runs:
         contender = contender_of(run["policy"], recipe, profile)
         if contender is None:
             continue
+        rows = rows_of(run, recipe, profile, clock)
+        scenario = scenario_of(recipe, rows, fit, goals)
         simulated = simulate(scenario, contender, seed=seed)
         measured = [curves[run["policy"]].time_to(goal) for goal in goals]
         own = [None if t is None else t - run["set_up_s"] for t in measured]
@@ -241,11 +291,11 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
             "batches": [(c.consumed_samples, c.batch, c.layout) for c in simulated.changes],
         }
         if len(run["ways"]) > 2:
-            alone = fitted([run], [run], warm)
+            alone = fitted([run], [run], recipe, [fit["exponent"]])
             policies[run["policy"]]["c"] = {k: alone[k] for k in ("c", "low", "high", "rms")}
     off = {name: p["off"] for name, p in policies.items() if p["off"] is not None}
     known = [x for name, x in off.items() if not is_static(name)]
-    kept = {name: fit[name] for name in ("c", "low", "high", "rms", "noise")}
+    kept = {name: fit[name] for name in ("c", "low", "high", "rms", "exponent", "noise")}
     return {
         "seed": seed,
         **kept,
@@ -256,6 +306,15 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
         "worst": max(known, default=None),
         "not_simulated": [r["policy"] for r in runs if r["policy"] not in policies],
     }
+
+
+def by_policy(found: list[dict[str, Any]]) -> dict[str, float]:
+    """How far the simulated times of a policy are off, mean over losses and seeds."""
+    names = {name for one in found for name in one["policies"] if not is_static(name)}
+    off = {n: [one["policies"][n]["off"] for one in found if n in one["policies"]] for n in names}
+    known = {name: [x for x in some if x is not None] for name, some in off.items()}
+    means = {name: statistics.fmean(some) for name, some in known.items() if some}
+    return dict(sorted(means.items(), key=lambda item: item[1]))
 
 
 def main() -> int:
@@ -270,7 +329,8 @@ def main() -> int:
     found = [replayed(result, seed, args.targets) for seed in seeds]
     for one in found:
         print(
-            f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), losses "
+            f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), a "
+            f"sample goes with the {one['exponent']}th power of the learning rate, losses "
             f"{one['rms']:.3f} off one curve; times {percent(one['off'])} off on average, of the "
             f"static batches that made the curve {percent(one['off_static'])}; not simulated: "
             f"{', '.join(one['not_simulated'])}"
@@ -285,7 +345,10 @@ def main() -> int:
             if c:
                 off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
             print(f"   {name:20s} {off:>7}  measured/simulated s: {', '.join(columns)}")
-    record = {"what": "B8 and the simulator", "goal": GOAL, "seeds": found, **origin()}
+    means = by_policy(found)
+    print("mean of the seeds: " + ", ".join(f"{n} {percent(x)}" for n, x in means.items()))
+    record = {"what": "B8 and the simulator", "goal": GOAL, "policies": means, "seeds": found}
+    record |= origin()
     args.input.with_suffix(".replay.json").write_text(json.dumps(record) + "\n")
     return 0
 

@@ -36,6 +36,9 @@ class Truth:
     """c: Phi is this times the noise scale that is measured."""
     reference_batch: float = 1.0
     """Batch for which the learning rate was chosen, samples."""
+    rate_exponent: float = 0.0
+    """A sample is worth this power of what the schedule leaves of the learning rate
+    (`schedule.RateSchedule`); `per_sample` does not count it."""
 
     def per_sample(self, batch: Any, phi: Any) -> Any:
         """Progress of one sample.

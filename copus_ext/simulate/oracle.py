@@ -34,7 +34,13 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
         scenario: its course.
         speeds: of all configurations.
         target: progress at which the last segment ends.
+
+    Raises:
+        ValueError: a truth with a `rate_exponent`: what a segment takes would depend on the way to
+            it.
     """
+    if scenario.truth.rate_exponent:
+        raise ValueError("the oracle does not know the schedule of the learning rate")
     course = scenario.course
     edges = np.array(course.edges)
     lengths = np.clip(target - edges[:-1], 0.0, np.diff(edges))

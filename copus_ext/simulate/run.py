@@ -88,7 +88,7 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
     row, course = scenario.speeds(seed).fastest(contender.batch), scenario.course
     times: dict[str, float | None] = {}
     for target, progress in scenario.targets.items():
-        samples = course.samples(contender.batch, progress)
+        samples = scenario.schedule.samples(course.samples(contender.batch, progress))
         times[target] = samples / row.samples_per_s
         if samples > scenario.total_samples:
             times[target] = None
@@ -99,7 +99,8 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
         batch=contender.batch,
         layout=str(row.as_layout),
     )
-    samples = min(course.samples(contender.batch, scenario.last), scenario.total_samples)
+    needed = scenario.schedule.samples(course.samples(contender.batch, scenario.last))
+    samples = min(needed, scenario.total_samples)
     steps = math.ceil(samples / contender.batch)
     return Run(name=contender.name, times_s=times, changes=[first], steps=steps)
 
@@ -162,12 +163,13 @@ class _Runner:
         batch, left = self.row.global_batch_size, self.scenario.total_samples - self.consumed
         size = min(batch, left)
         speed = self.speeds.true(self.row).samples_per_s
-        before = self.progress
-        self.progress = self.course.advance(batch, before, size)
+        before, schedule = self.progress, self.scenario.schedule
+        worth = schedule.worth(self.consumed + size) - schedule.worth(self.consumed)
+        self.progress = self.course.advance(batch, before, worth)
         while waiting and waiting[0][1] <= self.progress:
             target, at = waiting.pop(0)
             part = self.course.samples(batch, at) - self.course.samples(batch, before)
-            self.out.times_s[target] = self.clock_s + part / speed
+            self.out.times_s[target] = self.clock_s + part * (size / worth) / speed
         seconds = batch / speed
         self.clock_s += seconds
         self.consumed += size

@@ -17,6 +17,7 @@ from copus_ext.perf.spec_file import read_json
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.simulate.course import Course, Truth
+from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
 from copus_ext.simulate.trajectory import Trajectory, power_law
 
@@ -63,7 +64,8 @@ class Scenario:
     beta2: float = 0.95
     """Of Adam: how long the learning rate follows a larger batch."""
     lr_decay: float = 0.1
-    """Part of the learning rate that a cosine leaves at the end; only `seesaw` looks at it."""
+    """Part of the learning rate that a cosine leaves at the end; `seesaw` looks at it, and a truth
+    with a `rate_exponent`."""
     gns_interval: int | None = None
     """Steps between measurements of the noise scale; None: as the controller does."""
     speed_error: float = 0.0
@@ -103,6 +105,16 @@ class Scenario:
         """What gets how far."""
         end = BEYOND * self.last
         return Course(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)
+
+    @cached_property
+    def schedule(self) -> RateSchedule:
+        """What the learning rate makes of a sample."""
+        return RateSchedule(
+            warmup_samples=self.warmup_samples,
+            total_samples=self.total_samples,
+            end_part=self.lr_decay,
+            exponent=self.truth.rate_exponent,
+        )
 
     @property
     def last(self) -> float:

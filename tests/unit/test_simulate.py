@@ -22,6 +22,7 @@ from copus_ext.simulate.gauge import Gauge
 from copus_ext.simulate.oracle import optima, optimum
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import Scenario, preset, presets
+from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import Speeds
 from copus_ext.simulate.trajectory import Trajectory, TrajectoryError, from_journal, power_law
 
@@ -88,6 +89,58 @@ def test_a_static_batch_takes_the_sum_of_its_intervals(batch: int) -> None:
             share = max(min(high, end) - low, 0.0)
             seconds += share * (1 + batch / (2 * phi)) / speed
         assert run.times_s[target] == pytest.approx(seconds, rel=1e-12)
+
+
+def test_a_schedule_says_what_samples_are_worth() -> None:
+    flat = RateSchedule(warmup_samples=100, total_samples=1100, end_part=1.0, exponent=1.0)
+    assert float(flat.worth(100)) == pytest.approx(50.0, rel=1e-3)
+    assert float(flat.worth(1100)) == pytest.approx(1050.0, rel=1e-3)
+    decaying = dataclasses.replace(flat, end_part=0.1)
+    assert float(decaying.rate(100)) == 1.0
+    assert float(decaying.rate(1100)) == pytest.approx(0.1)
+    assert float(decaying.worth(1100)) == pytest.approx(50 + 1000 * 0.55, rel=1e-3)
+    for worth in (3.0, 50.0, 400.0):
+        assert float(decaying.worth(decaying.samples(worth))) == pytest.approx(worth)
+    assert decaying.samples(601.0) == float("inf")
+    blind = dataclasses.replace(decaying, exponent=0.0)
+    assert (blind.worth(37), blind.samples(1e9)) == (37, 1e9)
+
+
+def test_a_sample_of_a_low_rate_gets_less_far() -> None:
+    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    scenario, without = small(truth=truth), small()
+    who = contenders(scenario.batches)["static_16"]
+    course, times = scenario.course, simulate(scenario, who, seed=0).times_s
+    speed = scenario.speeds().fastest(16).samples_per_s
+    samples = 0
+    progress = 0.0
+    while progress < SHORT["a"]:  # step by step, each at its own rate
+        rate = float(scenario.schedule.rate(samples + 0.5))
+        progress = course.advance(16, progress, rate**0.5)
+        samples += 1
+    assert times["a"] == pytest.approx(samples / speed, rel=1e-3)
+    after, before = times["a"], simulate(without, who, seed=0).times_s["a"]
+    assert after is not None and before is not None and after > 1.02 * before
+
+
+def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
+    from copus_ext.config import CopusConfig
+    from copus_ext.simulate.contenders import Contender
+
+    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=1.0)
+    scenario = small(truth=truth)
+    flags = CopusConfig(copus=True, copus_policy="static", copus_max_global_batch_size=128)
+    stays = simulate(scenario, Contender(name="stays", flags=flags), seed=0)
+    static = simulate(scenario, contenders(scenario.batches)["static_16"], seed=0)
+    assert stays.resizes == stays.relayouts == 0
+    for target, seconds in static.times_s.items():
+        assert seconds is not None and stays.times_s[target] == pytest.approx(seconds, rel=1e-3)
+
+
+def test_the_oracle_refuses_a_schedule() -> None:
+    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    with pytest.raises(ValueError, match="schedule of the learning rate"):
+        optima(small(truth=truth))
 
 
 def test_progress_does_not_depend_on_how_it_is_cut() -> None:
