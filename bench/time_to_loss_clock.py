@@ -144,6 +144,7 @@ def drawn_again(known: dict[str, Any], draw: np.random.Generator) -> dict[str, A
     """A link in a results file as it could have been timed: as many of its rounds, drawn with
     replacement, the same for all configurations."""
     rows = _rows(known)
+    _check_rounds(rows)
     number = len(rows[0][3]) if rows else 0
     picked = draw.integers(number, size=number).tolist() if number else []
     ways = [[*way, [some[i] for i in picked]] for *way, some in rows]
@@ -154,11 +155,15 @@ def _rows(known: dict[str, Any]) -> list[Any]:
     return known.get("clock", {}).get("ways", [])
 
 
+def _check_rounds(rows: list[Any]) -> None:
+    if len({len(some) for *_, some in rows}) > 1:
+        raise ValueError("configurations of one link were timed in different rounds; time it anew")
+
+
 def _evened(rows: list[Any]) -> np.ndarray:
     """Logarithms of seconds by configuration and round, each without what the median configuration
     was slower by in that round (one pass of Tukey's median polish)."""
-    if len({len(some) for *_, some in rows}) > 1:
-        raise ValueError("configurations of one link were timed in different rounds; time it anew")
+    _check_rounds(rows)
     logs = np.log([some for *_, some in rows])
     return logs - np.median(logs - np.median(logs, axis=1, keepdims=True), axis=0)
 

@@ -7,14 +7,13 @@ the savings computed from each draw.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from time_to_loss import Times, saved, saved_over_fastest, times
-from time_to_loss_clock import drawn_again
-from time_to_loss_policies import OURS, PLAIN, PLAIN_WHOLE, STATIC, Recipe, is_static
-from time_to_loss_timed import MARK, profiles_of, with_timed
+from time_to_loss_clock import drawn_again, scatter_of
+from time_to_loss_policies import MARK, OURS, PLAIN, PLAIN_WHOLE, STATIC, Recipe, is_static
+from time_to_loss_timed import profiles_of, with_timed
 
 DRAWS = 200
 INNER = 5, 95
@@ -39,27 +38,28 @@ def savings_of(found: Times, recipe: Recipe) -> Savings:
 
 
 def intervals(
-    result: dict[str, Any],
-    recipe: Recipe,
-    goals: list[float],
-    which: Callable[[Times, Recipe], Savings] = savings_of,
+    result: dict[str, Any], recipe: Recipe, goals: list[float]
 ) -> dict[str, dict[str, tuple[float, float]]]:
-    """[link][words] low and high mean saving over the draws.
+    """[link][words] low and high mean saving over the draws, of links timed twice or more.
 
     Args:
         result: of the results file.
         recipe: of the measurement.
         goals: the targets.
-        which: savings to look at.
     """
+    timed = {
+        link: known for link, known in result["links"].items() if scatter_of(known) is not None
+    }
+    if not timed:
+        return {}
     draw, profiles = np.random.default_rng(0), profiles_of(result)
     means: dict[str, dict[str, list[float]]] = {}
     for _ in range(DRAWS):
-        links = {link: drawn_again(known, draw) for link, known in result["links"].items()}
+        links = {link: drawn_again(known, draw) for link, known in timed.items()}
         runs = with_timed({**result, "links": links}, recipe, profiles)
-        for link in links:
+        for link in timed:
             found = times([run for run in runs if run["link"] == link], goals)
-            for words, rows in which(found, recipe).items():
+            for words, rows in savings_of(found, recipe).items():
                 if known := [part for row in rows for part in row]:
                     of_link = means.setdefault(link, {})
                     of_link.setdefault(words, []).append(statistics.fmean(known))

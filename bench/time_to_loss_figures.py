@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from time_to_loss import Times, curve_of, fastest, saved, summary
-from time_to_loss_policies import OURS, is_baseline, is_static
-from time_to_loss_timed import MARK
+from time_to_loss_policies import MARK, OURS, is_baseline, is_static
 
 Runs = list[dict[str, Any]]
 

@@ -33,6 +33,8 @@ MORE = (
     "no_ramp",
 )
 """Run if asked for by --policies."""
+MARK = "*"
+"""Behind the name of a policy that was trained on another link."""
 PLAIN, PLAIN_WHOLE = "plain", "plain_whole"
 """The first batch from where `adaptive_unprofiled` starts, without a controller, in micro-batches
 of one sample as it does or in one on each rank: the losses are those of the static batch, so that
@@ -236,7 +238,7 @@ def names_of(recipe: Recipe, asked: str = "") -> list[str]:
 
 def is_baseline(name: str) -> bool:
     """Whether a policy is one that ours is compared with."""
-    name = name.rstrip("*")
+    name = name.rstrip(MARK)
     return name.startswith(f"{STATIC}_") or name in (*BASELINES, "cbs_free", "norm_test_free")
 
 
@@ -247,7 +249,7 @@ def is_static(name: str) -> bool:
 
 def is_plain(name: str) -> bool:
     """Whether a policy is the start of ours that nobody measured, kept."""
-    return name.rstrip("*") in (PLAIN, PLAIN_WHOLE)
+    return name.rstrip(MARK) in (PLAIN, PLAIN_WHOLE)
 
 
 def is_blind_to_speed(name: str) -> bool:

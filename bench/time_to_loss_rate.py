@@ -17,8 +17,8 @@ from typing import Any
 
 from support import RESULTS, open_source, origin
 from time_to_loss import curve_of, saved, savings_line, summary, targets, times
-from time_to_loss_policies import STATIC, Recipe, is_static
-from time_to_loss_timed import MARK, with_timed
+from time_to_loss_policies import MARK, STATIC, Recipe, is_static
+from time_to_loss_timed import with_timed
 
 _TARGETS = 5
 

@@ -167,11 +167,14 @@ def progress_at(line: Any, goal: float) -> float | None:
 
 
 def own_clock(runs: Runs) -> Clock:
-    """Seconds of a step by configuration where nothing was timed in turn: medians over the runs."""
+    """Seconds of a step by configuration where nothing was timed in turn: medians over the runs,
+    without what measuring the noise scale took; a single step tells nothing."""
     found: dict[Way, list[float]] = {}
-    for speed in (s for run in runs for s in run["speeds"]):
+    pairs = ((run, speed) for run in runs for speed in run["speeds"])
+    for measured, speed in (pair for pair in pairs if pair[1]["steps"] > 1):
         way = speed["layout"], speed["micro_batch"], speed["batch"]
-        found.setdefault(way, []).append(speed["median_s"])
+        factor = 1 + MEASURING * is_measuring(measured)
+        found.setdefault(way, []).append(speed["median_s"] / factor)
     return {way: statistics.median(some) for way, some in found.items()}
 
 

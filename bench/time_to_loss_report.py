@@ -22,6 +22,7 @@ from time_to_loss_doubt import intervals, savings_of
 from time_to_loss_figures import draw
 from time_to_loss_policies import (
     ABLATIONS,
+    MARK,
     MORE,
     OURS,
     STATIC,
@@ -30,7 +31,7 @@ from time_to_loss_policies import (
     is_plain,
     is_static,
 )
-from time_to_loss_timed import MARK, with_timed
+from time_to_loss_timed import with_timed
 
 Runs = list[dict[str, Any]]
 Sure = dict[str, tuple[float, float]]

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from time_to_loss_clock import Way, clock_of
 from time_to_loss_policies import (
+    MARK,
     PLAIN,
     PLAIN_WHOLE,
     STATIC,
@@ -33,8 +34,6 @@ from time_to_loss_policies import (
     start_of,
 )
 
-MARK = "*"
-"""Behind the name of a policy that was trained on another link."""
 _NAMES = ("layout", "micro_batch", "batch")
 MEASURING = 0.011
 """Part that measuring the noise scale adds to a step (B2); what is timed does not measure it."""

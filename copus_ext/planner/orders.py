@@ -129,7 +129,7 @@ def anneal(cost: Cost, guide: Cost, starts: Orders, *, evaluations: int, seed: i
     helps.
 
     What is accepted depends on relative changes only, so that units do not matter. The number of
-    orders priced is fixed beforehand: the same input has the same answer on any machine.
+    orders priced is bounded beforehand: the same input has the same answer on any machine.
 
     Args:
         cost: [m, n] orders -> [m] positive costs.
@@ -191,7 +191,7 @@ def _moved(order: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.
 
 def _polish(cost: Cost, found: Found, *, most: int) -> Found:
     """Takes the best of all swaps until none helps, then the best of all turns of three, and so on
-    until neither helps, or so many orders were priced."""
+    until neither helps, or about so many orders were priced."""
     num, best, least = len(found.order), found.order, found.cost
     turns = num * (num - 1) * (num - 2) // 3
     near = [_cycles(num, size) for size in (2, 3) if size <= num and (size == 2 or turns <= most)]

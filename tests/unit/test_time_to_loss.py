@@ -340,6 +340,8 @@ def test_a_round_slow_for_all_and_a_disturbed_configuration_change_no_ratio() ->
     rows[0][-1].append(1.0)
     with pytest.raises(ValueError, match="different rounds"):
         clock.clock_of(known)
+    with pytest.raises(ValueError, match="different rounds"):
+        clock.drawn_again(known, np.random.default_rng(0))
 
 
 def test_rounds_are_drawn_again_for_all_configurations_alike() -> None:
@@ -388,6 +390,8 @@ def test_an_interval_is_as_wide_as_the_timing_is_unsure() -> None:
         }
         return found["a"]["adaptive_unprofiled saves over plain"]
 
+    untimed = {"links": {"a": {"clock": {"ways": []}}}, "runs": []}
+    assert doubt.intervals(untimed, recipe(), [2.0]) == {}
     assert intervals([1.0] * 4) == pytest.approx((0.75, 0.75), abs=0.01)
     low, high = intervals([0.8, 1.0, 1.0, 1.2])
     assert low < 0.74 and high > 0.76

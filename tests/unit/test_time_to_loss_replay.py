@@ -79,3 +79,12 @@ def test_policies_are_judged_by_the_mean_of_their_seeds() -> None:
         {"policies": {"a": {"off": 0.04}, "b": {"off": 0.01}}},
     ]
     assert replay.by_policy(seeds) == pytest.approx({"b": 0.01, "a": 0.03})
+
+
+def test_without_a_clock_the_runs_tell_what_a_step_takes() -> None:
+    way = {"layout": "tp1.pp1.dp2", "micro_batch": 1, "batch": 4}
+    static = {"flags": [], "speeds": [{**way, "steps": 9, "median_s": 1.0}]}
+    copus = {"flags": ["--copus"], "speeds": [{**way, "steps": 9, "median_s": 1.011}]}
+    once = {"flags": [], "speeds": [{**way, "steps": 1, "median_s": 50.0}]}
+    found = replay.own_clock([static, copus, once])
+    assert found == pytest.approx({("tp1.pp1.dp2", 1, 4): 1.0})
