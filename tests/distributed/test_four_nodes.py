@@ -1,0 +1,44 @@
+"""The shipped trainer on four nodes with slow links, torchrun on each: it leaves a layout that the
+links make wrong, and trains as if nothing had been. Needs root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from copus_ext.journal import NAME, read_journal
+from tests.helpers.jobs import TINY, losses_of, steps_of
+from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.star import star
+from tests.helpers.two_nodes import why_not
+from tools import replay
+
+STEPS = 16
+COPUS = ["--copus", "--copus-policy", "static", "--copus-layouts", "all"]
+
+
+def train(names: list[str], run_dir: Path, *flags: str) -> None:
+    worker = [ROOT / "tests" / "distributed" / "worker_on_node.py", ",".join(names)]
+    trainer = [ROOT / "pretrain_gpt.py", *TINY.split(), "--train-iters", str(STEPS), *flags]
+    program = [*worker, *trainer, "--run-dir", run_dir]
+    run_ranks(program, len(names), timeout_s=240, launcher="direct").check()
+
+
+def test_a_live_job_on_four_nodes_moves_and_trains_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if problem := why_not():
+        pytest.skip(problem)
+    with star(4, usual_mbit=8.0) as names:
+        train(names, tmp_path / "moved", *COPUS)
+        train(names, tmp_path / "plain")
+    moves = [r for r in read_journal(tmp_path / "moved" / NAME) if r["kind"] == "switch"]
+    assert moves and moves[0]["start"] == "tp1.pp1.dp4", "the links are slow for data parallelism"
+    assert all(move["outcome"]["kind"] == "moved" for move in moves)
+    seen = [step["consumed_samples"] for step in steps_of(tmp_path / "moved")]
+    assert seen == [8 * n for n in range(1, STEPS + 1)]
+    moved, plain = losses_of(tmp_path / "moved"), losses_of(tmp_path / "plain")
+    assert moved == pytest.approx(plain, rel=1e-4)
+    assert replay.main([str(tmp_path / "moved")]) == 0
+    assert "0 different" in capsys.readouterr().out
