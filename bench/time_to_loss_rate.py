@@ -1,12 +1,13 @@
 """Does B8's larger static batch win by its size, or by the learning rate that goes with it?
 
-    sudo python bench/time_to_loss_real.py --links 0 --policies static_4 --lr 7.0711e-4 \\
-        --output docs/results/time_to_loss_rate.json
+    sudo python bench/time_to_loss_real.py --links 0 --policies static_4,static_8,adaptive \\
+        --lr 7.0711e-4 --output docs/results/time_to_loss_rate.json
     python bench/time_to_loss_rate.py
 
-The first trains the first batch at the rate of the one that is twice as large. The second gives
-these runs the clock of B8's runs of that batch, because a rate does not change what a step takes,
-and says what both save over it. Writes `time_to_loss_rate.saved.json`.
+The first trains the first batch at the rate of the one that is twice as large; two more policies
+show what follows from there. The second gives its runs of the first batch the clock of B8's,
+because a rate does not change what a step takes, and says what they and the larger batch save over
+B8's first batch. Writes `time_to_loss_rate.saved.json`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 from typing import Any
 
 from support import RESULTS, open_source, origin
-from time_to_loss import curve_of, saved, savings_line, summary, targets, times
-from time_to_loss_policies import MARK, STATIC, Recipe, is_static
+from time_to_loss import saved, savings_line, summary, times
+from time_to_loss_policies import MARK, STATIC, Recipe
+from time_to_loss_report import goals_of
 from time_to_loss_timed import with_timed
 
 _TARGETS = 5
@@ -42,11 +44,7 @@ def main() -> int:
     first, larger = f"{STATIC}_{recipe.first_batch}", f"{STATIC}_{2 * recipe.first_batch}"
     raised = f"{first} at the rate of {larger}"
     runs = [{**r, "policy": r["policy"].rstrip(MARK)} for r in with_timed(result, recipe)]
-    statics: dict[str, list[Any]] = {}
-    for run in runs:
-        if is_static(run["policy"]):
-            statics.setdefault(run["policy"], []).append(curve_of(run))
-    goals = targets(statics, _TARGETS)
+    goals = goals_of(runs, _TARGETS)
     links: dict[str, Any] = {}
     print(f"learning rates {recipe.lr:g} and {rate:g}")
     for link in result["links"]:

@@ -4,12 +4,12 @@
 
 For every seed of the link that all policies were trained on: c, and how much the schedule of the
 learning rate counts, are those that lay the losses of all static batches on one curve over
-progress; the simulator then runs every policy over the
-speeds that were timed on that link and the noise scale that the runs saw, and its times to the
-targets stand beside the measured ones, set-up not counted. The static batches made the curve, so
+progress; the simulator then runs every policy over the speeds that were timed on that link and the
+noise scale that the runs saw, and its times to the targets stand beside the measured ones, set-up
+not counted. The static batches made the curve, so
 that only the others tell whether it predicts. Also the c that each run shows alone, by what its
 loss does where its batch changes: what a run could learn on its way. Writes `<input>.replay.json`.
-A minute.
+Some twenty seconds.
 """
 
 from __future__ import annotations

@@ -50,11 +50,7 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
     runs = with_timed(result, recipe)
     if not any(is_static(run["policy"]) for run in runs):
         return "no static run is there yet, and so no targets"
-    statics: dict[str, list[Any]] = {}
-    for run in runs:
-        if is_static(run["policy"]):
-            statics.setdefault(run["policy"].rstrip(MARK), []).append(curve_of(run))
-    goals = targets(statics, number)
+    goals = goals_of(runs, number)
     links = {link: _ordered([r for r in runs if r["link"] == link]) for link in result["links"]}
     links = {link: some for link, some in links.items() if some}
     found = {link: times(some, goals) for link, some in links.items()}
@@ -74,6 +70,15 @@ def report(result: dict[str, Any], number: int, path: Path) -> str:
     if len(commits) > 1:
         parts.append(f"NOTE: runs of several commits: {', '.join(commits)}")
     return "\n\n".join(parts)
+
+
+def goals_of(runs: Runs, number: int) -> list[float]:
+    """Losses to reach, by the static batches among some runs; see `targets`."""
+    statics: dict[str, list[Any]] = {}
+    for run in runs:
+        if is_static(run["policy"]):
+            statics.setdefault(run["policy"].rstrip(MARK), []).append(curve_of(run))
+    return targets(statics, number)
 
 
 def _ordered(runs: Runs) -> Runs:
