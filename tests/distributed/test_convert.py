@@ -24,7 +24,7 @@ from tests.helpers.launch import run_ranks
 transformers = pytest.importorskip("transformers")
 
 WORKER = Path(__file__).with_name("worker_convert.py")
-MODELS = ("hf-tied", "hf-untied", "hf-scaled")
+MODELS = ("hf-tied", "hf-untied", "hf-scaled", "hf-qwen2", "hf-qwen3")
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
 
@@ -34,12 +34,15 @@ def make_model(folder: Path) -> None:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
     if folder.name == "hf-scaled":
         rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **SCALING}
-    config = transformers.LlamaConfig(
+    family = folder.name.removeprefix("hf-")
+    config = transformers.AutoConfig.for_model(
+        family if family.startswith("qwen") else "llama",
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=8,
         vocab_size=101,
         max_position_embeddings=32,
         rms_norm_eps=1e-6,
@@ -47,11 +50,15 @@ def make_model(folder: Path) -> None:
         rope_parameters=rope,
         initializer_range=0.2,
     )
-    model = transformers.LlamaForCausalLM(config).float()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)
+
+
+def read(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +142,7 @@ def test_stock_megatron_core_reads_the_same_bits(output: Path, name: str) -> Non
 def test_an_imported_model_gives_the_logits_of_transformers(
     output: Path, name: str, tp: int
 ) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(output / name).float().eval()
+    model = read(output / name)
     with torch.no_grad():
         expected = model(tokens()).logits
     got = torch.load(output / f"logits-{name}-{tp}.pt", weights_only=True)
@@ -146,9 +153,9 @@ def test_an_imported_model_gives_the_logits_of_transformers(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name: str) -> None:
-    original = transformers.LlamaForCausalLM.from_pretrained(output / name).float().eval()
+    original = read(output / name)
     huggingface.save(output / f"imported-{name}-2", tmp_path / "hf", Wish(), shard_bytes=9000)
-    exported, loading = transformers.LlamaForCausalLM.from_pretrained(
+    exported, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
@@ -159,7 +166,7 @@ def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name:
 def test_transformers_reads_a_trained_checkpoint(output: Path, tmp_path: Path) -> None:
     source = output / "to_distributed"
     huggingface.save(source, tmp_path / "hf", Wish(dtype="fp32"), verify=True)
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    model = read(tmp_path / "hf")
     ids = torch.arange(64).reshape(2, 32)
     with torch.no_grad():
         loss = float(model(ids, labels=ids).loss)

@@ -186,6 +186,7 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     more = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]
     if config["rope_parameters"]["rope_type"] == "llama3":
         more += ["--use-rope-scaling", "--rope-scaling-factor", "8"]
+    more += {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"]}.get(config["model_type"], [])
     flags = [*more, *layout_flags(tp, 1, 1), "--load", str(converted)]
     run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
 

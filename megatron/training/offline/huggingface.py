@@ -1,4 +1,5 @@
-"""Weights to and from Hugging Face's Llama: safetensors and `config.json`; nothing is unpickled."""
+"""Weights to and from Hugging Face models like Llama: safetensors and `config.json`; nothing is
+unpickled."""
 
 from __future__ import annotations
 
@@ -37,6 +38,7 @@ from megatron.training.offline.target import DTYPES, Wish, arguments_of, check_v
 from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
 
 CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 SHARD_BYTES = 5_000_000_000
 _DIVISIBLE_BY = 128
 _CONTENT = {
@@ -69,7 +71,8 @@ def save(
     where that is unknown. Another number format than the stored one is made from the masters.
 
     Raises:
-        Refused: the checkpoint cannot be proved complete, or its network is no Llama.
+        Refused: the checkpoint cannot be proved complete, or `config.json` cannot express its
+            network.
         VerificationFailed: the result is not what it should be.
         UsageError: a wish that makes no sense for this format.
     """
@@ -85,6 +88,9 @@ def save(
     check_truth(archive, found)  # nothing to compare unless weights are made from masters
     vocab = _exported_rows(archive, wish, notes)
     config = llama.config_of(archive.arguments, vocab, dtype)
+    dropout = archive.arguments.get("hidden_dropout")
+    if dropout:
+        notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
     tensors = _exported(archive, found, dtype, vocab)
     with staged(source, destination) as folder:
         write_json(folder / CONFIG, config)
@@ -173,17 +179,20 @@ def load(
     verify: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Outcome:
-    """Makes a checkpoint of iteration 0 from a Hugging Face Llama, to start from with `--finetune`,
+    """Makes a checkpoint of iteration 0 from a Hugging Face model, to start from with `--finetune`,
     which makes the masters from the weights.
 
     The vocabulary is padded with zero rows for `wish.tp`, or to `wish.vocab` rows.
 
     Raises:
-        Refused: files or configuration are incomplete, or no Llama of this trainer.
+        Refused: files or configuration are incomplete, or ask for another network than this
+            trainer's.
         VerificationFailed: the result is not what it should be.
         UsageError: a wish that makes no sense.
     """
     arguments = llama.arguments_of(_read_config(source / CONFIG))
+    if (source / _ADAPTER).is_file():
+        raise Refused(f"{source / _ADAPTER} changes the weights; merge the adapter into its model")
     stored = SafetensorsFolder(source)
     dtype = _check_model(stored, arguments)
     true = arguments["vocab_size"]
@@ -250,7 +259,7 @@ def _check_model(stored: SafetensorsFolder, arguments: dict[str, Any]) -> torch.
         names.discard(head)
     for name in sorted(names ^ expected.keys()):
         known = "is unknown to" if name in names else "is missing from"
-        raise Refused(f"{name} {known} a Llama with this config.json ({stored.folder})")
+        raise Refused(f"{name} {known} a model with this config.json ({stored.folder})")
     dtype, _ = stored.describe(table)
     for name, shape in expected.items():
         if stored.describe(name) != (dtype, shape):
