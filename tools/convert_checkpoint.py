@@ -6,7 +6,7 @@ python tools/convert_checkpoint.py checkpoints llama-hf --format hf
 python tools/convert_checkpoint.py llama-hf checkpoints --tp 2
 
 One CPU process, no process group, no model. SRC is a --save directory, the folder of one iteration,
-or a Hugging Face Llama; DST must not exist. Exit codes: 0 done, 1 I/O, 2 usage, 3 refused,
+or a Hugging Face model; DST must not exist. Exit codes: 0 done, 1 I/O, 2 usage, 3 refused,
 4 verification failed; without 0 there is no DST.
 """
 
