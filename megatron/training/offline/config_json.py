@@ -7,7 +7,6 @@ train without an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +93,7 @@ _WITHOUT_EFFECT = {
         forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
         begin_suppress_tokens""",
     "read only where windows are on, which are refused": "max_window_layers",
-    "read by no release of transformers": "is_decoder max_sequence_length",
+    "read by none of these classes": "is_decoder max_sequence_length",
 }
 NEUTRAL = {name: why for why, names in _WITHOUT_EFFECT.items() for name in names.split()}
 """Field without an effect on the network -> why."""
@@ -131,8 +130,8 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def _is_usual_scale(scale: Any, config: Mapping[str, Any]) -> bool:
-    is_number = isinstance(scale, (int, float))
-    return is_number and math.isclose(scale, head_dim_of(config) ** -0.5, rel_tol=1e-6)
+    is_number = isinstance(scale, (int, float)) and scale > 0
+    return is_number and abs(scale * scale * head_dim_of(config) - 1) < 1e-6
 
 
 def _is_head_dim(scalar: Any, config: Mapping[str, Any]) -> bool:

@@ -178,14 +178,15 @@ def _has_biases(config: Mapping[str, Any], family: Family) -> bool:
     name = next(name for name, value in asked.items() if value)
     raise Refused(
         f"config.json: {name} is True; the trainer has a bias in all linear layers "
-        f"(attention_bias and mlp_bias of a Llama) or in none"
+        "(attention_bias and mlp_bias of a Llama) or in none"
     )
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:
     for name in (*_REQUIRED, *_OPTIONAL):
         value = config.get(name)
-        if (value is not None or name in _REQUIRED) and not (type(value) is int and value > 0):
+        is_size = type(value) is int and 0 < value < 2**63
+        if not is_size and (value is not None or name in _REQUIRED):
             raise Refused(f"config.json: {name} is {value!r}, no number of anything")
     for name in _SWITCHES:
         if type(config.get(name, False)) not in (bool, type(None)):

@@ -1,0 +1,335 @@
+"""Networks of Hugging Face models: every field of `config.json` is copied, neutral or refused, and
+logits are those of `transformers`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.checkpoint import model_state, sharding_metadata
+from megatron.training.config.model import ModelConfig
+from megatron.training.device import use_device
+from megatron.training.layout import Layout
+from megatron.training.model import build_model
+from megatron.training.offline import config_json, huggingface, llama
+from megatron.training.offline.archive import open_archive
+from megatron.training.offline.refusal import Refused
+from megatron.training.offline.target import Wish
+from megatron.training.parallel import build_groups, destroy_groups
+from tests.helpers.checkpoints import FLAGS
+
+safetensors = pytest.importorskip("safetensors.torch")
+transformers = pytest.importorskip("transformers")
+
+LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 61,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
+# What each family needs to be a network of this trainer, and a window that is switched off.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"sliding_window": 4},
+    "qwen3": {"sliding_window": 4},
+    "granite": {"attention_multiplier": 8**-0.5},
+}
+CLASSES = {
+    name: transformers.AutoConfig.for_model(name).__class__
+    for name in (*FAMILIES, *config_json.REFUSED_FAMILIES)
+    if name != "gemma3"  # which holds a gemma3_text
+}
+Logits = Callable[[Path], torch.Tensor]
+
+
+def ids() -> torch.Tensor:
+    """What the logits are computed of: as long as the positions of `TINY`."""
+    return torch.randint(0, 61, (2, 32), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Logits]:
+    """Gives the logits of a checkpoint in the trainer's own model, started with
+    `--use-checkpoint-args`."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    flags = "--micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+    flags += " --tokenizer-type NullTokenizer --seq-length 32"
+
+    def compute(checkpoint: Path) -> torch.Tensor:
+        archive = open_archive(checkpoint, step=None)
+        args = with_checkpoint_args(parse_args(flags.split()), archive.arguments)
+        rows = archive.arguments["padded_vocab_size"]
+        config = resolve(args, 1).replace(padded_vocab_size=rows)
+        model = build_model(config, groups, device, draw=False)
+        state = model_state(model, sharding_metadata(config, groups))
+        loaded: Any = dist_checkpointing.load(state, str(archive.folder))
+        (chunk,) = model.unwrapped
+        chunk.load_state_dict(loaded["model"])
+        chunk.eval()
+        with torch.no_grad():
+            return chunk(ids(), torch.arange(32).expand(2, 32), None)
+
+    with use_device("cpu") as device:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        groups = build_groups(Layout(tp=1, pp=1, vpp=1, dp=1), timeout_minutes=1)
+        yield compute
+        destroy_groups()
+        dist.destroy_process_group()
+
+
+def make_random(folder: Path, config: dict[str, Any]) -> torch.Tensor:
+    """Writes a model of transformers with random weights beside this very `config.json`; returns
+    its logits."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    read = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():
+        low, high = (0.5, 1.5) if "norm" in name else (-0.5, 0.5)
+        torch.nn.init.uniform_(parameter, low, high)
+    state = model.state_dict()
+    if read.tie_word_embeddings:
+        del state["lm_head.weight"]
+    safetensors.save_file(state, folder / "model.safetensors")
+    with torch.no_grad():
+        return model(ids()).logits
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **TINY, **FAMILIES[family], **changes}
+
+
+def check_same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.std() > 0.3  # or the comparison says nothing
+    assert (got[..., : expected.shape[-1]] - expected).abs().max() <= 2e-5 * expected.std()
+
+
+# The form of releases before 5.
+V4 = {"rope_parameters": None, "rope_theta": 100.0}
+BOTH_WAYS: dict[str, dict[str, Any]] = {
+    "llama": config_of("llama", architectures=["LlamaForCausalLM"]),
+    "biases": config_of("llama", attention_bias=True, mlp_bias=True),
+    "scaled": config_of("llama", rope_parameters={**LLAMA3, "rope_theta": 100.0}),
+    "scaled, transformers 4": config_of("llama", **V4, rope_scaling=LLAMA3),
+    "mistral": config_of("mistral"),
+    "mistral, wide window": config_of("mistral", sliding_window=32),
+    "qwen2": config_of("qwen2", tie_word_embeddings=True),
+    "qwen2, transformers 4": config_of("qwen2", **V4, max_window_layers=1),
+    "qwen2, wide window": config_of("qwen2", use_sliding_window=True, sliding_window=32),
+    "qwen3": config_of("qwen3", layer_types=["full_attention"] * 2),
+    "qwen3, scaled": config_of("qwen3", rope_parameters={**LLAMA3, "rope_theta": 100.0}),
+    "granite": config_of("granite", attention_bias=True, mlp_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_logits_are_those_of_transformers_both_ways(
+    tmp_path: Path, logits: Logits, name: str
+) -> None:
+    expected = make_random(tmp_path / "hf", BOTH_WAYS[name])
+    huggingface.load(tmp_path / "hf", tmp_path / "core", Wish(), verify=True)
+    check_same(logits(tmp_path / "core"), expected)
+    huggingface.save(tmp_path / "core", tmp_path / "out", Wish(), verify=True)
+    model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys"))
+    assert model.config.eos_token_id is None
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids()).logits, expected)
+
+
+def test_every_field_of_transformers_is_in_one_table() -> None:
+    tables = (config_json.USED, config_json.NEUTRAL.keys(), config_json.BOUND.keys())
+    known = set().union(*tables)
+    assert len(known) == sum(len(table) for table in tables)
+    for family, config in CLASSES.items():
+        assert config().to_dict().keys() <= known, family
+    # Written by releases before 5.
+    assert {"torch_dtype", "rope_theta", "rope_scaling", "pruned_heads", "is_decoder"} <= known
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_field_is_what_transformers_takes(family: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 61}
+    # 32 heads of width 1, so that a scale of 1 is the usual one.
+    sizes |= {"num_attention_heads": 32, "max_position_embeddings": 16}
+    whole = CLASSES[family](**sizes).to_dict()
+    assert whole["num_key_value_heads"] == (8 if family == "mistral" else 32)
+    arguments = llama.arguments_of({"model_type": family, **sizes})
+    assert arguments == llama.arguments_of(whole)
+
+
+# Another value than that of `config_of` for every field that is no neutral one.
+CHANGED: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 67,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 0.5,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    "rope_theta": 5.0,
+    "rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 4.0},
+    "hidden_act": "gelu",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 8,
+    "use_sliding_window": True,
+    "partial_rotary_factor": 0.5,
+    "rope_local_base_freq": 5.0,
+    "quantization_config": {"quant_method": "fp8"},
+    "compression_config": {"format": "int-quantized"},
+    "per_layer_config": {"1": {"head_dim": 4}},
+    "pruned_heads": {"0": [1]},
+    "auto_map": {"AutoModelForCausalLM": "modeling.Other"},
+    "is_causal": False,
+    "query_pre_attn_scalar": 256,
+    "attention_multiplier": 0.5,
+}
+SWITCHES = """attention_bias mlp_bias rope_interleaved use_mrope use_bidirectional_attention
+is_encoder_decoder add_cross_attention tie_encoder_decoder"""
+OTHERS = """sliding_window_pattern _sliding_window_pattern attn_logit_softcapping clip_qkv
+final_logit_softcapping embedding_multiplier residual_multiplier logits_scaling logit_scale
+cross_attention_hidden_size"""
+CHANGED |= dict.fromkeys(SWITCHES.split(), True) | dict.fromkeys(OTHERS.split(), 3)
+REFUSED = config_json.BOUND.keys() | {"attention_bias", "mlp_bias"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_other_field_is_copied_or_refused_by_name(
+    tmp_path: Path, logits: Logits, family: str
+) -> None:
+    fields = (config_json.USED | config_json.BOUND.keys()) - {"model_type", "architectures"}
+    is_qwen = family.startswith("qwen")  # whose window has no effect without its switch
+    assert fields == CHANGED.keys()
+    for name in sorted(fields):
+        config = config_of(family, **{name: CHANGED[name]})
+        if name in REFUSED and not (is_qwen and name == "sliding_window"):
+            with pytest.raises(Refused, match=rf"^config.json: {name} is ") as refusal:
+                llama.arguments_of(config)
+            assert f"is {CHANGED[name]!r}" in str(refusal.value)
+            continue
+        if name in ("rope_theta", "rope_scaling"):
+            config |= {**V4, name: CHANGED[name]}
+        if name == "head_dim" and family == "granite":
+            config["attention_multiplier"] = 0.5
+        expected = make_random(tmp_path / name, config)
+        huggingface.load(tmp_path / name, tmp_path / f"{name}-core", Wish())
+        check_same(logits(tmp_path / f"{name}-core"), expected)
+        arguments = open_archive(tmp_path / f"{name}-core", step=None).arguments
+        assert arguments["attention_dropout"] == (0.5 if name == "attention_dropout" else 0)
+        exported = llama.config_of(arguments, 61, torch.float32)
+        assert exported["attention_dropout"] == arguments["attention_dropout"]
+        assert arguments["hidden_dropout"] == 0
+
+
+NEUTRAL_VALUES = {
+    "chunk_size_feed_forward": 2,
+    "bos_token_id": 5,
+    "eos_token_id": [6, 7],
+    "pad_token_id": 3,
+    "initializer_range": 0.5,
+    "use_cache": False,
+    "pretraining_tp": 2,
+    "max_window_layers": 1,
+    "id2label": {"0": "a", "1": "b", "2": "c"},
+    "label2id": {"a": 0, "b": 1, "c": 2},
+    "problem_type": "regression",
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.0",
+    "max_length": 7,
+    "temperature": 0.5,
+    "is_llama_config": True,
+    "output_hidden_states": True,
+    "output_attentions": True,
+}
+BOUND_VALUES = {
+    "layer_types": ["full_attention"] * 2,
+    "sliding_window": 32,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "query_pre_attn_scalar": 8,
+    "attention_multiplier": 8**-0.5,
+    "is_causal": True,
+    "hidden_act": "silu",
+    "hidden_activation": "silu",
+    "logit_scale": 1,
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
+    **dict.fromkeys(("rope_interleaved", "use_mrope", "use_bidirectional_attention"), False),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neutral_fields_change_no_logit(tmp_path: Path, logits: Logits, family: str) -> None:
+    changed = NEUTRAL_VALUES.keys() | BOUND_VALUES.keys()
+    assert changed <= config_json.NEUTRAL.keys() | config_json.BOUND.keys()
+    # Without return_dict the model of transformers returns tuples.
+    left = CLASSES[family]().to_dict().keys() - config_json.USED - changed
+    assert left == {"_name_or_path", "return_dict", "is_encoder_decoder"}
+    plain = make_random(tmp_path / "plain", config_of(family))
+    expected = make_random(tmp_path / "hf", config_of(family, **NEUTRAL_VALUES, **BOUND_VALUES))
+    assert torch.equal(plain, expected)
+    huggingface.load(tmp_path / "hf", tmp_path / "core", Wish())
+    check_same(logits(tmp_path / "core"), expected)
+
+
+# Flags without a field: how weights are drawn, rows padded and outputs dropped; older spellings of
+# flags that are stored beside them.
+OF_NO_FIELD = """init_method_std hidden_dropout make_vocab_size_divisible_by
+pad_vocab_for_tensor_parallel_size padded_vocab_size vocab_size use_rotary_position_embeddings
+add_position_embedding"""
+# Flags that this trainer may not have, and Megatron-LM stores.
+STORED_BY_MEGATRON_LM = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
+mrope_section apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu quick_geglu
+glu_linear_offset activation_func_clamp_value qk_l2_norm attention_output_gate softmax_type
+multi_latent_attention window_size experimental_attention_variant linear_attention_freq
+num_experts mtp_num_layers spec is_hybrid_model heterogeneous_layers_config_path"""
+ANOTHER = {"normalization": "LayerNorm", "position_embedding_type": "none", "rotary_percent": 0.5}
+
+
+def test_every_flag_of_a_model_is_exported_or_refused() -> None:
+    flags = {**FLAGS, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
+    flags |= {"qk_layernorm": False, "add_qkv_bias": False, "squared_relu": False}
+    before = llama.config_of(flags, 100, torch.float32)
+    kept = []
+    fields = {f.name for f in dataclasses.fields(ModelConfig)}
+    for name in sorted(fields.union(STORED_BY_MEGATRON_LM.split())):
+        value = flags.get(name)
+        changed = not value if value is None or isinstance(value, bool) else value * 2
+        other = ANOTHER.get(name, changed)
+        try:
+            after = llama.config_of({**flags, name: other}, 100, torch.float32)
+        except Refused as refusal:
+            assert str(refusal).startswith(f"{name} is "), refusal
+            continue
+        if after == before:
+            kept.append(name)
+    assert sorted(kept) == sorted(OF_NO_FIELD.split())
