@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -14,12 +15,13 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tests.helpers import processes
+from tests.helpers.fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
-Launcher = Literal["torchrun", "direct"]
+Launcher = Literal["torchrun", "direct", "fresh"]
 
 CHILD_PATH = Path(__file__).resolve().parent / "child"
 _TAIL_CHARS = 6000
@@ -33,6 +35,9 @@ _OTHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_NTASKS"
 
 class RanksHung(AssertionError):
     """The ranks did not finish in time; the message holds their stacks."""
+
+
+_Child = subprocess.Popen[bytes] | ForkedProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +93,9 @@ def run_ranks(
         timeout_s: seconds after which the ranks are hung.
         env: added to this process's environment.
         cwd: working directory, the repository by default.
-        launcher: `direct`: one process per rank, without the seconds that torchrun's own imports
-            cost, and with the true code of the first failure; or `torchrun`, as users start it.
+        launcher: `direct`: one process per rank, forked from a server that has done the imports,
+            with the true code of the first failure. `fresh`: the same with new interpreters; so
+            is `direct` where the environment changes how Python starts. `torchrun`: as users do.
         ends_all: end all ranks when one has failed, as torchrun does; else each must end by itself.
 
     Raises:
@@ -101,33 +107,31 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, _guarded(mark):
         work = Path(folder)
         base = _environment(env or {}, mark, work)
-        children = []
+        children: list[_Child] = []
         with (work / "stdout").open("wb") as out, (work / "stderr").open("wb") as err:
+            is_forked = launcher == "direct" and _can_fork(program, base)
             for command, extra in _commands(program, nproc, launcher):
+                where: dict[str, Any] = {"env": {**base, **extra}, "cwd": cwd or ROOT}
+                where |= {"stdout": out, "stderr": err}
+                if is_forked:
+                    children.append(_fork_server().start(program, **where))
+                    continue
                 children.append(
                     subprocess.Popen(
-                        command,
-                        env={**base, **extra},
-                        cwd=cwd or ROOT,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
+                        command, **where, stdin=subprocess.DEVNULL, start_new_session=True
                     )
                 )
         code = _wait(children, begin + timeout_s, ends_all=ends_all)
         stacks = stacks_of(mark, work) if code is None else ""
         orphans = 0 if code is None else _count_after(mark, _ORPHAN_WAIT_S)
         left = processes.end_marked(mark)
-        for child in children:
-            child.wait()
         result = RanksResult(
             args=program,
             returncode=-signal.SIGKILL if code is None else code,
             stdout=(work / "stdout").read_text(errors="replace"),
             stderr=(work / "stderr").read_text(errors="replace"),
             wall_s=time.monotonic() - begin,
-            codes=tuple(child.returncode for child in children),
+            codes=tuple(child.wait() for child in children),
             orphans=orphans,
         )
     assert not left, f"processes {left} cannot be ended"
@@ -159,22 +163,46 @@ def _commands(
         yield [sys.executable, *program], {**ranks, **world, **master}
 
 
-def _environment(extra: Mapping[str, str], mark: str, work: Path) -> dict[str, str]:
+@functools.cache
+def _fork_server() -> ForkServer:
+    """The server of this test process; it ends when this process does."""
+    return ForkServer(_interpreter_environment())
+
+
+def _can_fork(program: list[str], env: Mapping[str, str]) -> bool:
+    """Whether a forked rank is what a fresh one with this environment would be."""
+
+    def is_read_at_start(name: str) -> bool:
+        return name.startswith(("PYTHON", "LD_", "OMP_", "MKL_", "MALLOC_", "TZ"))
+
+    def relevant(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if is_read_at_start(name)}
+
+    return program[0].endswith(".py") and relevant(env) == relevant(_interpreter_environment())
+
+
+def _interpreter_environment() -> dict[str, str]:
+    """What every rank has before a test adds to it."""
     dropped = (*_RANK_VARIABLES, *_OTHER_VARIABLES)
     env = {name: value for name, value in os.environ.items() if name not in dropped}
-    stacks = work / "stacks"
-    stacks.mkdir()
     env.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    env.update(
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-        PYTHONFAULTHANDLER="1",
-        COPUS_TEST_STACKS=str(stacks),
-    )
-    env.update(extra)
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    env["PYTHONFAULTHANDLER"] = "1"
     paths = (str(CHILD_PATH), str(ROOT), env.get("PYTHONPATH"))
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return env
+
+
+def _environment(extra: Mapping[str, str], mark: str, work: Path) -> dict[str, str]:
+    stacks = work / "stacks"
+    stacks.mkdir()
+    env = {**_interpreter_environment(), "COPUS_TEST_STACKS": str(stacks)}
+    if "PYTHONPATH" in extra:
+        paths = (env["PYTHONPATH"], extra["PYTHONPATH"])
+        extra = {**extra, "PYTHONPATH": os.pathsep.join(paths)}
+    env.update(extra)
     env[processes.MARK] = mark
     return env
 
@@ -187,9 +215,7 @@ def _count_after(mark: str, seconds: float) -> int:
     return left
 
 
-def _wait(
-    children: list[subprocess.Popen[bytes]], deadline: float, *, ends_all: bool
-) -> int | None:
+def _wait(children: list[_Child], deadline: float, *, ends_all: bool) -> int | None:
     """Returns the first code that is not 0, or 0, or None if the deadline passes before."""
     failed: int | None = None
     while True:

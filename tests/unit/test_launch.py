@@ -65,6 +65,30 @@ def test_lines_of_different_ranks_do_not_mix(tmp_path: Path, unbuffered: str) ->
     assert result.stdout == "second rank\nfirst rank\n"
 
 
+def test_a_forked_rank_is_as_clean_as_a_fresh_one(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        """
+        import atexit, os, pathlib, sys, threading
+        ours = [m for m in sys.modules if m.startswith(("megatron.training", "copus_ext"))]
+        print("ours", ours, "threads", threading.active_count(), "main", __name__, __file__)
+        print("path", sys.path[0], "cwd", os.getcwd(), "old", os.environ.get("FIRST"))
+        atexit.register(lambda: print("atexit ran"))
+        os.environ["FIRST"] = "1"
+        if "torch" in sys.modules:
+            print("forked")
+        """,
+    )
+    told = [
+        run_ranks(path, 1, timeout_s=60, launcher=launcher, cwd=tmp_path).check().stdout
+        for launcher in ("fresh", "direct", "direct")
+    ]
+    fresh, first, second = told
+    assert "ours [] threads 1 main __main__" in fresh and "old None" in fresh
+    assert fresh.endswith("atexit ran\n")
+    assert first == second == fresh.replace("atexit ran", "forked\natexit ran")
+
+
 def test_a_failing_rank_gives_its_code_and_ends_the_others(tmp_path: Path) -> None:
     path = script(
         tmp_path,
@@ -132,7 +156,7 @@ def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
             from tests.helpers.launch import run_ranks
 
             class Fixed:
-                hex = "driver-" + uuid.uuid4().hex
+                hex = uuid.uuid4().hex
 
             open({str(mark_file)!r}, "w").write(Fixed.hex)
             uuid.uuid4 = lambda: Fixed
