@@ -70,7 +70,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The client's end of a server process. It serves one test process at a time.
+    """The client's end of a server process, which is ready when this is made.
 
     Args:
         env: the environment of the server. Variables that only count when an interpreter starts
@@ -92,6 +92,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self.receive(timeout_s=None)
 
     def start(
         self,
@@ -201,7 +202,7 @@ class _Jobs:
                 for fd in job["fds"]:
                     os.close(fd)
                 self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
-                self._send({"pid": pid})
+                self.send({"pid": pid})
 
     def _receive(self) -> dict[str, Any] | None:
         header, fds, _, _ = socket.recv_fds(self.connection, 1, 2)
@@ -218,9 +219,10 @@ class _Jobs:
         _, status = os.waitpid(pid, 0)
         self.selector.unregister(pidfd)
         os.close(pidfd)
-        self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        self.send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _send(self, message: dict[str, int]) -> None:
+    def send(self, message: dict[str, int]) -> None:
+        """Tells the client, if it is still there."""
         with contextlib.suppress(BrokenPipeError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -262,7 +264,9 @@ def main() -> None:
     gc.freeze()
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"{threads} threads: a fork would lose them"
-    job = _Jobs(socket.socket(fileno=int(sys.argv[1]))).next_in_child()
+    jobs = _Jobs(socket.socket(fileno=int(sys.argv[1])))
+    jobs.send({"ready": os.getpid()})
+    job = jobs.next_in_child()
     if job is None:
         return
     importlib.import_module("copus_test_child").prepare()

@@ -160,7 +160,7 @@ def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
 
             open({str(mark_file)!r}, "w").write(Fixed.hex)
             uuid.uuid4 = lambda: Fixed
-            run_ranks({str(path)!r}, 2, timeout_s=600, launcher="direct")
+            run_ranks({str(path)!r}, 2, timeout_s=600, launcher="fresh")
             """
         )
     )
