@@ -54,7 +54,10 @@ def main(argv: list[str] | None = None) -> int:
 
         if args.use_checkpoint_args and args.load:
             stored = read_arguments(
-                Path(args.load), step=args.ckpt_step, fallback=args.ckpt_fallback
+                Path(args.load),
+                step=args.ckpt_step,
+                fallback=args.ckpt_fallback,
+                trust_unverified=args.ckpt_trust_unverified,
             )
             args = with_checkpoint_args(args, stored)
         config = resolve(

@@ -35,6 +35,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("source", metavar="SRC", type=Path)
     p.add_argument("destination", metavar="DST", type=Path)
     p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest complete")
+    p.add_argument(
+        "--ckpt-trust-unverified",
+        action="store_true",
+        help="read SRC, of COPUS, though its manifest.json is gone: changed bytes stay unseen",
+    )
     target = p.add_argument_group("target; what is not given stays as stored")
     target.add_argument("--tp", type=int, help="tensor parallel size")
     target.add_argument("--pp", type=int, help="pipeline parallel size")
@@ -81,11 +86,17 @@ def run(args: argparse.Namespace) -> int:
             wish,
             step=args.ckpt_step,
             verify=args.verify,
+            trust_unverified=args.ckpt_trust_unverified,
             shard_bytes=int(args.max_shard_gb * 1e9),
         )
     else:
         outcome = convert(
-            args.source, args.destination, wish, step=args.ckpt_step, verify=args.verify
+            args.source,
+            args.destination,
+            wish,
+            step=args.ckpt_step,
+            verify=args.verify,
+            trust_unverified=args.ckpt_trust_unverified,
         )
     if args.json:
         print(json.dumps({"status": "done", **outcome.to_json()}))

@@ -34,6 +34,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("source", metavar="SRC", type=Path)
     p.add_argument("--ckpt-step", type=int, help="iteration; default: the latest complete")
     p.add_argument("--verify", action="store_true", help="compare checksums, weights and masters")
+    p.add_argument(
+        "--ckpt-trust-unverified",
+        action="store_true",
+        help="a lost manifest.json is no damage: changed bytes stay unseen",
+    )
     p.add_argument("--json", action="store_true")
     return p
 
@@ -59,8 +64,7 @@ def text_of(record: dict[str, Any]) -> str:
     for size, values in record.get("loads_under", {}).items():
         shown = ", ".join(map(str, values)) or "any"
         lines.append(f"loads under --{size} {shown}")
-    if not record["has_manifest"]:
-        lines.append("it has no manifest.json: its bytes cannot be verified")
+    lines += [f"note: {note}" for note in record["notes"]]
     if record["problem"] is None:
         how = "and every byte is as it was written" if record["verified"] else "by its index"
         lines.append(f"complete: every tensor is there and filled once, {how}")
@@ -77,7 +81,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"SRC {args.source} is a Hugging Face model; convert_checkpoint.py checks and reads it"
         )
-    record = describe(open_archive(args.source, step=args.ckpt_step), verify=args.verify)
+    archive = open_archive(
+        args.source, step=args.ckpt_step, trust_unverified=args.ckpt_trust_unverified
+    )
+    record = describe(archive, verify=args.verify)
     print(json.dumps(record) if args.json else text_of(record))
     if record["problem"] is not None:
         print(f"inspect_checkpoint.py: error: {record['problem']}", file=sys.stderr)

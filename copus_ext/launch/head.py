@@ -18,7 +18,7 @@ from copus_ext.launch.options import Options
 from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.say import say
 from copus_ext.launch.slurm_watch import SIGNAL_LEAD, watch_of
-from copus_ext.launch.stored import stored_arguments
+from copus_ext.launch.stored import TRUST, stored_arguments
 from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
 from copus_ext.launch.workers import Workers
 from copus_ext.reconfigure.relaunch import Request, read_request, resumed
@@ -93,7 +93,8 @@ class Head(Node):
         """The flags of the latest checkpoint in a folder."""
         latest = files.read_latest(save)
         found = None if latest is None else saved_with(self.run_dir, save, latest)
-        return found or stored_arguments(save, self.tick)
+        trust = TRUST in self.options.flags
+        return found or stored_arguments(save, self.tick, trust_unverified=trust)
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
         """What has to be done often; on the head with an eye on the job's time limit."""

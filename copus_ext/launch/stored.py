@@ -1,7 +1,7 @@
 """The flags that a checkpoint was saved with, read by a process of its own: the supervisor needs no
 torch, and a damaged file cannot take it along.
 
-python -m copus_ext.launch.stored FOLDER [ITERATION]
+python -m copus_ext.launch.stored FOLDER ITERATION [--ckpt-trust-unverified]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from copus_ext.reconfigure.checked import one_line
 from megatron.training import checkpoint_files as files
 
+TRUST = "--ckpt-trust-unverified"
 _WAIT_S = 600.0
 """For all tries together."""
 _POLL_S = 0.1
@@ -26,13 +27,16 @@ _MOST_BYTES = 1 << 22
 _TRIES = 3
 
 
-def stored_arguments(save: Path, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def stored_arguments(
+    save: Path, tick: Callable[[], None] = lambda: None, *, trust_unverified: bool = False
+) -> dict[str, Any]:
     """The flags of the latest checkpoint that can be read. Takes the seconds that torch needs to be
     imported.
 
     Args:
         save: where the checkpoints are.
         tick: called often meanwhile.
+        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         ValueError: one line: there is none, none can be read, or another trainer wrote it.
@@ -42,16 +46,24 @@ def stored_arguments(save: Path, tick: Callable[[], None] = lambda: None) -> dic
     problem, deadline_s = f"{save} holds no checkpoint", time.monotonic() + _WAIT_S
     for iteration in [i for i in (latest, *older) if i is not None][:_TRIES]:
         try:
-            return _arguments_of(save, iteration, deadline_s, tick)
+            return _arguments_of(
+                save, iteration, deadline_s, tick, trust_unverified=trust_unverified
+            )
         except ValueError as error:
             problem = str(error)
     raise ValueError(problem)
 
 
 def _arguments_of(
-    save: Path, iteration: int, deadline_s: float, tick: Callable[[], None]
+    save: Path,
+    iteration: int,
+    deadline_s: float,
+    tick: Callable[[], None],
+    *,
+    trust_unverified: bool,
 ) -> dict[str, Any]:
     command = [sys.executable, "-m", "copus_ext.launch.stored", str(save), str(iteration)]
+    command += [TRUST] * trust_unverified
     try:
         code, output, errors = _run(command, deadline_s, tick)
     except OSError as error:
@@ -103,9 +115,9 @@ def main(argv: list[str]) -> int:
     import_core()
     from megatron.training.restore import read_arguments
 
-    folder, iteration = argv
+    folder, iteration, *trust = argv
     try:
-        stored = read_arguments(Path(folder), step=int(iteration))
+        stored = read_arguments(Path(folder), step=int(iteration), trust_unverified=TRUST in trust)
     except TrainingFailure as error:
         print(error, file=sys.stderr)
         return 1

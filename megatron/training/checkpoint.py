@@ -96,7 +96,7 @@ def common_state(
         "iteration": state.iteration,
         "num_floating_point_operations_so_far": state.floating_point_operations,
         "opt_param_scheduler": scheduler.state_dict(),
-        "copus": {
+        files.OUR_KEY: {
             "version": 1,
             "train_state": state.to_json(),
             "horizon": Horizon.of(config).to_json(),

@@ -16,13 +16,18 @@ import contextlib
 import json
 import os
 import shutil
+import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 CORE_MARK = "metadata.json"
+COMMON = "common.pt"
+OUR_KEY = "copus"
+"""Entry of the common state in every checkpoint that COPUS trained, and in no other."""
 LEAST_ROOM = 3
 """Checkpoints that the disk should still take."""
 _UNFINISHED = ".unfinished"
@@ -191,7 +196,7 @@ def write_manifest(folder: Path, iteration: int, sums: dict[str, tuple[int, int]
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[int, int]] | None:
-    """Size and CRC-32 by file name, or None if the checkpoint has no manifest (another trainer's).
+    """Size and CRC-32 by file name, or None if there is no manifest; see `unverified`.
 
     Raises:
         ValueError: the manifest is not what `write_manifest` writes.
@@ -217,10 +222,11 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
         folder: of one iteration.
         rank: which share of the files to read; missing files are everybody's.
         world_size: number of ranks that share the reading.
-        contents: compare checksums, not only sizes.
+        contents: compare all checksums; otherwise sizes, and the checksum of the common state.
 
     Returns:
-        An empty list when nothing is wrong, or when there is no manifest to compare with.
+        An empty list when nothing is wrong, or when there is no manifest to compare with and the
+        common state is whole.
     """
     if not (folder / CORE_MARK).is_file():
         return [f"{folder} is half-written: it has no {CORE_MARK}"]
@@ -230,17 +236,59 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
         manifest = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
+    if manifest is None:
+        return _torn(folder / COMMON)
     problems = []
-    for name in share(sorted(manifest or {}), rank, world_size):
-        size, crc = (manifest or {})[name]
+    for name in share(sorted(manifest), rank, world_size):
+        size, crc = manifest[name]
         path = folder / name
         if not path.is_file():
             problems.append(f"{path} is missing")
         elif path.stat().st_size != size:
             problems.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
-        elif contents and checksum(path)[1] != crc:
+        elif (contents or name == COMMON) and checksum(path)[1] != crc:
             problems.append(f"{path} has changed since it was written (checksum)")
     return problems
+
+
+def _torn(path: Path) -> list[str]:
+    """What is wrong with the archive of a common state, by the checksums that every zip file holds:
+    torch does not compare them, and one changed byte may hide who wrote it."""
+    if not zipfile.is_zipfile(path):
+        return []  # torch says why it cannot read it
+    try:
+        with zipfile.ZipFile(path) as archive:
+            changed = archive.testzip()
+    except OSError:
+        raise
+    except Exception as error:  # zipfile raises many kinds; all mean a damaged file
+        return [f"{path} is damaged ({error})"]
+    return [f"{path} has changed since it was written ({changed})"] if changed else []
+
+
+def unverified(folder: Path, common: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
+    """Why a checkpoint counts as damaged though no byte is known to be: COPUS wrote it, and its
+    manifest is gone or lists only a part.
+
+    Args:
+        folder: of one iteration.
+        common: its common state.
+        names: files that it consists of.
+
+    Returns:
+        One line that names the flag to load it all the same. None for a checkpoint of Megatron-LM,
+        which writes no manifest.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        problem = f"has lost its {MANIFEST}" if OUR_KEY in common else None
+    else:
+        unlisted = sorted(set(names) - manifest.keys())
+        problem = f"has a {MANIFEST} that does not list {unlisted[0]}" if unlisted else None
+    return problem and (
+        f"{folder} {problem}, so nothing says whether its bytes have changed "
+        "(--ckpt-trust-unverified loads it all the same)"
+    )
 
 
 def stored_bytes(folder: Path) -> int:

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.training.checkpoint_files import COMMON, CORE_MARK
+
 METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CORE = "megatron.core.dist_checkpointing.strategies.torch"
@@ -128,10 +130,16 @@ def read_index(path: Path) -> Metadata:
     return metadata
 
 
+def file_names(metadata: Metadata) -> list[str]:
+    """The files that a checkpoint consists of, sorted: index, what the index uses, common state and
+    mark."""
+    used = {where.relative_path for where in (metadata.storage_data or {}).values()}
+    return sorted(used | {COMMON, METADATA, CORE_MARK})
+
+
 def stray_file(folder: Path, metadata: Metadata) -> Path | None:
-    """The first file an index sends to that is not a plain file in its folder, or None."""
-    names = {where.relative_path for where in (metadata.storage_data or {}).values()}
-    for name in sorted(names):
+    """The first file of a checkpoint that is not a plain file in its folder, or None."""
+    for name in file_names(metadata):
         path = folder / name
         if Path(name).name != name or path.is_symlink():
             return path

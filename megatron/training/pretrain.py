@@ -277,6 +277,7 @@ def _find_checkpoint(config: Config) -> Stored | None:
         step=config.checkpoint.ckpt_step,
         verify=config.checkpoint.verify_checkpoint,
         fallback=config.checkpoint.ckpt_fallback,
+        trust_unverified=config.checkpoint.ckpt_trust_unverified,
     )
     if stored is None:
         message = f"--load {config.checkpoint.load} holds no checkpoint"

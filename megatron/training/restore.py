@@ -20,15 +20,13 @@ from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
-from megatron.training.checkpoint_index import METADATA, BadIndex, read_index, stray_file
+from megatron.training.checkpoint_index import METADATA, file_names, read_index, stray_file
 from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.horizon import Horizon
 from megatron.training.state import TrainState
 
 logger = logging.getLogger(__name__)
-
-_COMMON = "common.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,12 @@ def _offer(load: Path, complete: list[int]) -> str:
 
 
 def read_stored(
-    load: Path, *, step: int | None, verify: bool, fallback: bool = False
+    load: Path,
+    *,
+    step: int | None,
+    verify: bool,
+    fallback: bool = False,
+    trust_unverified: bool = False,
 ) -> Stored | None:
     """Finds a checkpoint, checks its bytes (each rank its share) and reads what it says. Collective
     over the world.
@@ -108,6 +111,7 @@ def read_stored(
         step: `--ckpt-step`.
         verify: compare checksums, not only sizes.
         fallback: take the newest intact one before the latest where that is damaged.
+        trust_unverified: take one of COPUS whose manifest is gone or lists only a part.
 
     Returns:
         What is stored, or None when the directory never held a checkpoint.
@@ -126,7 +130,7 @@ def read_stored(
         raise TrainingFailure(failure)
     for iteration in tries:
         folder = files.folder_of(load, iteration)
-        problem = _problem_with(folder, verify=verify)
+        problem = _problem_with(folder, verify=verify, trust_unverified=trust_unverified)
         if problem is None:
             stored = _read_common(folder, iteration, tuple(passed))
             if isinstance(stored, Stored):
@@ -140,32 +144,56 @@ def read_stored(
     raise TrainingFailure(f"checkpoint is damaged: {passed[0]}{rest}; {_offer(load, older)}")
 
 
-def _problem_with(folder: Path, *, verify: bool) -> str | None:
+def _problem_with(folder: Path, *, verify: bool, trust_unverified: bool) -> str | None:
     """What is wrong with the files of a checkpoint, on every rank. Collective over the world."""
-    is_first = dist.get_rank() == 0
     try:
         found = files.damage(
             folder, rank=dist.get_rank(), world_size=dist.get_world_size(), contents=verify
         )
-        if is_first and not found:
-            stray = stray_file(folder, read_index(folder / METADATA))
-            found = [f"{stray} lies outside the checkpoint"] if stray is not None else []
-    except (OSError, BadIndex) as error:
+        if dist.get_rank() == 0 and not found:
+            found = _doubts(folder, trust_unverified=trust_unverified)
+    except (OSError, ValueError) as error:
         found = [f"{folder}: {error}" if isinstance(error, OSError) else str(error)]
     damage = [line for lines in everyone(found) for line in lines]
-    if not damage and is_first and files.read_manifest(folder) is None:
-        logger.warning("%s has no %s: its bytes are not verified", folder, files.MANIFEST)
     return damage[0] if damage else None
 
 
-def read_arguments(load: Path, *, step: int | None, fallback: bool = True) -> dict[str, Any]:
+def _doubts(folder: Path, *, trust_unverified: bool) -> list[str]:
+    """What speaks against files in which no damage was found. Says so where there is nothing that
+    could have shown any.
+
+    Raises:
+        ValueError: index or common state cannot be read.
+    """
+    index = read_index(folder / METADATA)
+    stray = stray_file(folder, index)
+    if stray is not None:
+        return [f"{stray} lies outside the checkpoint"]
+    doubt = files.unverified(folder, _load_common(folder), file_names(index))
+    if doubt is not None and not trust_unverified:
+        return [doubt]
+    if doubt is not None:
+        logger.warning("checkpoint is loaded unverified: %s", doubt)
+    elif files.read_manifest(folder) is None:
+        logger.warning(
+            "checkpoint is loaded unverified: %s is of Megatron-LM, which writes no %s",
+            folder,
+            files.MANIFEST,
+        )
+    return []
+
+
+def read_arguments(
+    load: Path, *, step: int | None, fallback: bool = True, trust_unverified: bool = False
+) -> dict[str, Any]:
     """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
-    group.
+    group. Compares the sizes of all files, and the checksum of the one that holds the flags.
 
     Args:
         load: `--load`.
         step: `--ckpt-step`.
         fallback: `--ckpt-fallback`.
+        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         TrainingFailure: there is no checkpoint, or it cannot be read.
@@ -177,10 +205,16 @@ def read_arguments(load: Path, *, step: int | None, fallback: bool = True) -> di
         try:
             damage = files.damage(folder, contents=False)
             if not damage:
-                return vars(_load_common(folder)["args"])
+                common = _load_common(folder)
+                doubt = None if trust_unverified else files.unverified(folder, common)
+                if doubt is None:
+                    return vars(common["args"])
+                damage = [doubt]
             problems += damage
-        except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
-            problems.append(f"{folder / _COMMON} cannot be read: {type(error).__name__}: {error}")
+        except _Unreadable as error:
+            problems.append(str(error))
+        except Exception as error:  # whatever lies in place of the flags
+            problems.append(str(_Unreadable(folder, error)))
     if not problems:
         raise TrainingFailure(
             f"--use-checkpoint-args needs a checkpoint, and --load {load} has none"
@@ -188,9 +222,34 @@ def read_arguments(load: Path, *, step: int | None, fallback: bool = True) -> di
     raise TrainingFailure(problems[0])
 
 
+class _Unreadable(ValueError):
+    """The common state of a checkpoint cannot be read."""
+
+    def __init__(self, folder: Path, error: Exception) -> None:
+        """Says so in one line.
+
+        Args:
+            folder: of the iteration.
+            error: what torch, or the reading of what it found, raised.
+        """
+        text = " ".join(str(error).split())[:300]
+        super().__init__(f"{folder / files.COMMON} cannot be read: {type(error).__name__}: {text}")
+
+
 def _load_common(folder: Path) -> dict[str, Any]:
+    """The common state of a checkpoint.
+
+    Raises:
+        _Unreadable: torch cannot read it, or it is no dictionary.
+    """
     register_safe_globals()
-    return torch.load(folder / _COMMON, map_location="cpu", weights_only=True)
+    try:
+        common = torch.load(folder / files.COMMON, map_location="cpu", weights_only=True)
+        if not isinstance(common, dict):
+            raise TypeError(f"it holds a {type(common).__name__} instead of a dictionary")
+    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
+        raise _Unreadable(folder, error) from error
+    return common
 
 
 def _read_common(folder: Path, iteration: int, passed_over: tuple[str, ...]) -> Stored | str:
@@ -198,9 +257,10 @@ def _read_common(folder: Path, iteration: int, passed_over: tuple[str, ...]) -> 
     problem, stored = None, None
     try:
         stored = _stored(_load_common(folder), folder, iteration, passed_over)
-    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
-        text = " ".join(str(error).split())[:300]
-        problem = f"{folder / _COMMON} cannot be read: {type(error).__name__}: {text}"
+    except _Unreadable as error:
+        problem = str(error)
+    except Exception as error:  # whatever lies in place of a counter
+        problem = str(_Unreadable(folder, error))
     if problem := first_problem(problem):
         return problem
     assert stored is not None
@@ -211,7 +271,7 @@ def _stored(
     common: dict[str, Any], folder: Path, iteration: int, passed_over: tuple[str, ...]
 ) -> Stored:
     arguments = vars(common.get("args", argparse.Namespace()))
-    ours = common.get("copus")
+    ours = common.get(files.OUR_KEY)
     if ours:
         state = TrainState.from_json(ours["train_state"])
     else:

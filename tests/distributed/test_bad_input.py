@@ -93,11 +93,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_becomes_what_it_was(
 
     newest = next(files.folder_of(save, 6).glob("*.distcp"))
     flip_byte(newest)
-    (files.folder_of(save, 4) / "common.pt").write_bytes(b"torn")
+    flip_byte(next(files.folder_of(save, 4).glob("*.distcp")))
+    (files.folder_of(save, 4) / files.MANIFEST).unlink()
     line = the_error(train([*load, "--no-ckpt-fallback"], 2, tmp_path), 1)
     assert newest.name in line and "--ckpt-step 4" in line
     line = the_error(train([*load, "--ckpt-step", "4"], 1, tmp_path), 1)
-    assert "common.pt" in line and "--ckpt-step 2" in line
+    assert all(word in line for word in (files.MANIFEST, "--ckpt-trust-unverified")), line
+    assert "--ckpt-step 2" in line
 
     again = train(load, 2, tmp_path).check()
     said = [line for line in again.stdout.splitlines() if line.startswith("ALERT: ")]
@@ -105,7 +107,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_becomes_what_it_was(
     assert "(iteration 2)" in again.stdout
     records = read_metrics(tmp_path)
     faults = [r["line"] for r in records if r["kind"] == "fault"]
-    assert len(faults) == 2 and newest.name in faults[0] and "common.pt" in faults[1]
+    assert len(faults) == 2 and newest.name in faults[0] and files.MANIFEST in faults[1]
     steps = [r for r in records if r["kind"] == "step"]
     assert [s["consumed_samples"] for s in steps] == [8, 16, 24, 32, 40, 48]
     assert losses_of(tmp_path) == whole

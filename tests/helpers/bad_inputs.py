@@ -262,7 +262,7 @@ class Checkpoints:
 
         if self._whole is None or not self._whole.exists():
             self._whole = folder.parent / "whole"
-            make_checkpoint(self._whole)
+            make_checkpoint(self._whole, ours=True)
         root = folder / "save"
         shutil.copytree(self._whole, root)
         victim = rng.choice(sorted(path for path in root.rglob("*") if path.is_file()))
@@ -283,15 +283,15 @@ def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
 
 
 def _is_damaged(folder: Path) -> bool:
-    """Whether the manifest and the files differ. A manifest that says the same in other words is
-    none the worse; without one the checkpoint counts as another trainer's."""
+    """Whether the manifest is gone, or it and the files differ. One that says the same in other
+    words is none the worse."""
     from megatron.training import checkpoint_files as files
 
     try:
         listed = files.read_manifest(folder)
     except ValueError:
         return True
-    return listed not in (None, files.checksums(folder, files.data_files(folder)))
+    return listed != files.checksums(folder, files.data_files(folder))
 
 
 def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:

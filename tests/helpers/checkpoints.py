@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from megatron.training import checkpoint_files as files
+from megatron.training.horizon import Horizon
 from megatron.training.offline import contents
 from megatron.training.offline.checks import Contents
 from megatron.training.offline.coverage import Chunk
 from megatron.training.offline.target import DTYPES
 from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
 from megatron.training.rectangles import flat_to_rects
+from megatron.training.state import TrainState
 
 FLAGS: dict[str, Any] = {
     "num_layers": 4,
@@ -52,6 +54,14 @@ FLAGS: dict[str, Any] = {
     "rotary_base": 10000,
 }
 ITERATION = 5
+HORIZON = Horizon(
+    initial_global_batch_size=8,
+    train_samples=80,
+    lr_decay_samples=80,
+    lr_warmup_samples=0,
+    lr_wsd_decay_samples=None,
+    eval_samples=0,
+)
 _CUT = ("linear_proj.weight", "linear_fc2.weight", "word_embeddings.weight")
 GROUPS = {"param_groups": [{"lr": 1e-3, "step": ITERATION}, {"lr": 1e-3, "step": ITERATION}]}
 
@@ -92,6 +102,7 @@ def make_checkpoint(
     blobs: dict[str, bytes] | None = None,
     content: dict[str, Any] | None = None,
     file_bytes: int = FILE_BYTES,
+    ours: bool = False,
     **flags: Any,
 ) -> Path:
     """Writes a `--save` directory with one iteration.
@@ -104,6 +115,7 @@ def make_checkpoint(
         blobs: stored objects.
         content: content metadata.
         file_bytes: tensors that share a file.
+        ours: COPUS wrote it, not Megatron-LM.
         flags: stored flags other than `FLAGS`.
     """
     arguments = {**FLAGS, **flags, "params_dtype": dtype, "bf16": dtype == "bf16"}
@@ -124,6 +136,12 @@ def make_checkpoint(
         }
     elif optimizer == "plain":
         common["optimizer"] = GROUPS if dtype == "fp32" else {"optimizer": GROUPS}
+    if ours:
+        common[files.OUR_KEY] = {
+            "train_state": TrainState(iteration=ITERATION, consumed_samples=40).to_json(),
+            "horizon": HORIZON.to_json(),
+            "layout": {"tp": 2, "pp": 1, "vpp": 1, "dp": 2},
+        }
     write_common(folder, common)
     files.finish(root, ITERATION, files.checksums(folder, files.data_files(folder)))
     return root

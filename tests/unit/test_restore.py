@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from copus_ext.launch import stored
 from megatron.training import checkpoint_files as files
 from megatron.training.data_identity import changes, identity_of
 from megatron.training.errors import TrainingFailure
-from megatron.training.restore import choices
+from megatron.training.restore import Stored, choices, read_arguments, read_stored
+from tests.helpers.checkpoints import ITERATION, make_checkpoint
+from tools import convert_checkpoint, inspect_checkpoint
 
 
 def make(root: Path, iteration: int) -> Path:
@@ -112,3 +123,135 @@ def test_an_index_larger_than_what_is_read_shows_changes_at_both_ends(tmp_path: 
             file.seek(at, 0 if at > 0 else 2)
             file.write(b"1")
         assert changes(stored, identity_of([name])) == [f"{name}.idx has other documents"]
+
+
+OLDER = ITERATION - 1
+TRUST = "--ckpt-trust-unverified"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `--save` directory of COPUS with two checkpoints."""
+    root = make_checkpoint(tmp_path_factory.mktemp("whole") / "save", ours=True)
+    shutil.copytree(files.folder_of(root, ITERATION), files.folder_of(root, OLDER))
+    return root
+
+
+@pytest.fixture
+def ours(two_whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(two_whole, tmp_path / "ours")
+
+
+def lose_manifest(root: Path, iteration: int = ITERATION) -> Path:
+    folder = files.folder_of(root, iteration)
+    (folder / files.MANIFEST).unlink()
+    return folder
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        old = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([old ^ 1 << bit]))
+
+
+def latest(root: Path, **how: Any) -> Stored:
+    found = read_stored(root, step=None, **{"verify": True, "fallback": True, **how})
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"])
+def test_no_damage_of_the_latest_is_trained_on(
+    alone: None, two_whole: Path, tmp_path: Path, name: str, has_manifest: bool
+) -> None:
+    size = (files.folder_of(two_whole, ITERATION) / name).stat().st_size
+    for number, place in enumerate((0.0, 0.3, 0.6, 0.99, "cut", "gone")):
+        root = shutil.copytree(two_whole, tmp_path / str(number))
+        folder = files.folder_of(root, ITERATION)
+        if not has_manifest:
+            lose_manifest(root)
+        if isinstance(place, float):
+            flip(folder / name, int(place * size), number)
+        elif place == "cut":
+            os.truncate(folder / name, size // 2)
+        else:
+            (folder / name).unlink()
+        found = latest(root)
+        assert found.folder == files.folder_of(root, OLDER), (name, place)
+        assert len(found.passed_over) == 1 and str(folder) in found.passed_over[0]
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_one_of_ours_without_a_manifest_is_damaged_for_every_reader(
+    alone: None, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], emptied: bool
+) -> None:
+    found = latest(ours)
+    assert found.iteration == ITERATION and not found.passed_over
+    folder = lose_manifest(ours)
+    if emptied:
+        files.write_manifest(folder, ITERATION, {})
+    found = latest(ours)
+    assert found.folder == files.folder_of(ours, OLDER)
+    assert files.MANIFEST in found.passed_over[0] and TRUST in found.passed_over[0]
+    with pytest.raises(TrainingFailure, match=rf"{files.MANIFEST}.*{TRUST}.*--ckpt-step {OLDER}"):
+        latest(ours, fallback=False)
+    assert latest(ours, trust_unverified=True).folder == folder
+    assert inspect_checkpoint.main([str(ours)]) == 3
+    assert convert_checkpoint.main([str(ours), str(tmp_path / "made")]) == 3
+    assert capsys.readouterr().err.count(TRUST) == 2
+    assert inspect_checkpoint.main([str(ours), TRUST, "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "every byte" not in out and "cannot be verified" in out
+    assert convert_checkpoint.main([str(ours), str(tmp_path / "made"), TRUST]) == 0
+    assert "cannot be verified" in capsys.readouterr().out
+
+
+def test_the_flags_are_taken_from_the_checkpoint_that_is_loaded(
+    ours: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = files.folder_of(ours, ITERATION) / files.COMMON
+    state = torch.load(common, weights_only=False)
+    state["args"].hidden_size = 999
+    torch.save(state, common)
+    folder = lose_manifest(ours)
+    for has_manifest in (False, True):  # without one, and with one that says what was there before
+        if has_manifest:
+            shutil.copy(files.folder_of(ours, OLDER) / files.MANIFEST, folder)
+        assert read_arguments(ours, step=None)["hidden_size"] == 16
+        with pytest.raises(TrainingFailure, match=str(folder)):
+            read_arguments(ours, step=ITERATION)
+    lose_manifest(ours)
+    assert stored.main([str(ours), str(ITERATION)]) == 1 and TRUST in capsys.readouterr().err
+    for read in (partial(read_arguments, step=None), stored.stored_arguments):
+        assert read(ours, trust_unverified=True)["hidden_size"] == 999
+
+
+def test_a_changed_name_does_not_make_one_of_ours_another_trainers(alone: None, ours: Path) -> None:
+    common = lose_manifest(ours) / files.COMMON
+    flip(common, common.read_bytes().index(files.OUR_KEY.encode()), 1)
+    assert latest(ours).folder == files.folder_of(ours, OLDER)
+    assert "common.pt has changed" in latest(ours).passed_over[0]
+
+
+def test_one_of_megatron_lm_is_loaded_and_called_unverified(
+    alone: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = make_checkpoint(tmp_path / "theirs")
+    caplog.set_level(logging.WARNING)
+    assert latest(root).iteration == ITERATION and not caplog.messages
+    folder = lose_manifest(root)
+    assert latest(root).folder == folder and latest(root).horizon is None
+    assert read_arguments(root, step=None)["hidden_size"] == 16
+    line = caplog.messages[0]
+    assert all(word in line for word in ("unverified", str(folder), "Megatron-LM"))

@@ -52,6 +52,9 @@ class CheckpointConfig:
     ckpt_fallback: bool = option(True, "--no-ckpt-fallback")
     """Where the latest checkpoint is damaged, half-written or missing, load the newest one before
     it that is complete."""
+    ckpt_trust_unverified: bool = option(False)
+    """Load a checkpoint of COPUS although its manifest.json is gone or lists only a part, which
+    counts as damage otherwise. Bytes that have changed are then trained on without a word."""
     allow_changed_data: bool = option(False)
     """Go on from a checkpoint although the data sets are not those it was trained on."""
     copus_on_save_failure: str = option("stop", choices=("stop", "continue"))

@@ -28,12 +28,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_index import METADATA, BadIndex, read_index
+from megatron.training.checkpoint_files import COMMON
+from megatron.training.checkpoint_index import METADATA, BadIndex, file_names, read_index
 from megatron.training.errors import UsageError
 from megatron.training.offline.coverage import Chunk
 from megatron.training.offline.refusal import Refused
-
-COMMON = "common.pt"
 
 
 class _Into(LoadPlanner):
@@ -98,14 +97,16 @@ class Archive:
 
     Args:
         folder: of the iteration.
+        trust_unverified: whether one of COPUS counts as whole though its manifest is gone or lists
+            only a part.
 
     Raises:
         Refused: it is no `torch_dist` checkpoint, or its index or common state cannot be read.
         OSError: a file cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, trust_unverified: bool = False) -> None:
+        self.folder, self.trust_unverified = folder, trust_unverified
         _check_format(folder)
         self.common = _read_common(folder / COMMON)
         try:
@@ -143,9 +144,8 @@ class Archive:
         return self.metadata.storage_data or {}
 
     def file_names(self) -> list[str]:
-        """The files it consists of: the index, what the index uses, common state and mark."""
-        used = {where.relative_path for where in self.storage().values()}
-        return sorted(used | {COMMON, METADATA, files.CORE_MARK})
+        """The files it consists of."""
+        return file_names(self.metadata)
 
     def read(self, key: str, part: Chunk | None = None) -> torch.Tensor:
         """One tensor or a rectangle of it. Holds the result and one stored chunk in memory.
@@ -200,9 +200,14 @@ class Archive:
             raise Refused(f"{key} in {self.folder} cannot be read: {text}") from error
 
 
-def open_archive(source: Path, *, step: int | None) -> Archive:
+def open_archive(source: Path, *, step: int | None, trust_unverified: bool = False) -> Archive:
     """Opens a folder of one iteration, or the latest complete (or the asked-for) one of a `--save`
     directory.
+
+    Args:
+        source: the folder, or the directory.
+        step: iteration that is asked for.
+        trust_unverified: see `Archive`.
 
     Raises:
         Refused: there is no complete checkpoint, or it is of another format.
@@ -216,7 +221,7 @@ def open_archive(source: Path, *, step: int | None) -> Archive:
     if is_one or source.name.startswith("iter_"):
         if step is not None:
             raise UsageError(f"--ckpt-step {step}: SRC {source} is the folder of one iteration")
-        return Archive(source)
+        return Archive(source, trust_unverified=trust_unverified)
     complete = files.complete_iterations(source)
     try:
         wanted = step if step is not None else files.read_latest(source)
@@ -235,7 +240,7 @@ def open_archive(source: Path, *, step: int | None) -> Archive:
             f"{folder} is {'half-written' if folder.exists() else 'missing'}; complete are: "
             f"{have}; name one with --ckpt-step"
         )
-    return Archive(files.folder_of(source, wanted))
+    return Archive(files.folder_of(source, wanted), trust_unverified=trust_unverified)
 
 
 def _check_format(folder: Path) -> None:

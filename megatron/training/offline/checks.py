@@ -67,7 +67,8 @@ def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
         A note if there is no manifest to compare with.
 
     Raises:
-        Refused: a file is missing, cut or changed, lies elsewhere, or is not in the manifest.
+        Refused: a file is missing, cut or changed, or lies elsewhere; or, in a checkpoint that
+            COPUS wrote and that is not trusted, nothing says so of a file.
     """
     for name in archive.file_names():
         path = archive.folder / name
@@ -76,13 +77,12 @@ def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
     problems = files.damage(archive.folder, contents=checksums)
     if problems:
         raise Refused("; ".join(problems[:3]))
-    manifest = files.read_manifest(archive.folder)
-    if manifest is None:
-        return [f"{archive.folder} has no {files.MANIFEST}: its bytes cannot be verified"]
-    unlisted = sorted(set(archive.file_names()) - manifest.keys())
-    if unlisted:
-        path = archive.folder / files.MANIFEST
-        raise Refused(f"{path} does not list {unlisted[0]}: remove it to go on without checksums")
+    doubt = files.unverified(archive.folder, archive.common, archive.file_names())
+    if doubt is not None and not archive.trust_unverified:
+        raise Refused(doubt)
+    if doubt is not None or files.read_manifest(archive.folder) is None:
+        lacking = f"has no {files.MANIFEST} that lists all its files"
+        return [f"{archive.folder} {lacking}: its bytes cannot be verified"]
     return []
 
 

@@ -69,6 +69,7 @@ def convert(
     *,
     step: int | None = None,
     verify: bool = False,
+    trust_unverified: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Outcome:
     """Converts a checkpoint into a new `--save` directory. Never changes the source.
@@ -79,6 +80,7 @@ def convert(
         wish: what shall change.
         step: iteration of `source`; default the latest complete one.
         verify: also prove that weights are their masters, and compare every tensor written.
+        trust_unverified: see `Archive`.
         file_bytes: tensors that share a file, see `writing`.
 
     Raises:
@@ -87,7 +89,7 @@ def convert(
         UsageError: a wish or a destination that makes no sense.
         OSError: the file system refuses.
     """
-    archive = open_archive(source, step=step)
+    archive = open_archive(source, step=step, trust_unverified=trust_unverified)
     notes = check_files(archive)
     if wish.optimizer == "none":
         found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)

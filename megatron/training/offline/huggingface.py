@@ -63,6 +63,7 @@ def save(
     *,
     step: int | None = None,
     verify: bool = False,
+    trust_unverified: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Outcome:
     """Writes the weights of a checkpoint as a Hugging Face model.
@@ -81,7 +82,7 @@ def save(
             raise UsageError(f"--{name} goes with checkpoints; a Hugging Face model has no layout")
     if wish.optimizer not in (None, "none"):
         raise UsageError(f"--optimizer {wish.optimizer}: Hugging Face models hold weights only")
-    archive = open_archive(source, step=step)
+    archive = open_archive(source, step=step, trust_unverified=trust_unverified)
     notes = check_files(archive)
     found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
     dtype = DTYPES[wish.dtype] if wish.dtype else found.dtype

@@ -41,9 +41,9 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
         "num_objects": len(archive.blobs),
         "has_manifest": (archive.folder / files.MANIFEST).is_file(),
     }
-    problem, code, found = None, 0, None
+    problem, code, found, notes = None, 0, None, []
     try:
-        check_files(archive, checksums=False)
+        notes = check_files(archive, checksums=False)
         found = check_contents(archive)
         record |= {"dtype": _name(found.dtype), "optimizer": found.optimizer}
         record["loads_under"] = loads_under(arguments)
@@ -55,8 +55,8 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
             check_truth(archive, found)
         except Refused as error:
             problem, code = str(error), 4
-    is_verified = verify and code == 0 and record["has_manifest"]
-    record |= {"verified": is_verified, "problem": problem, "exit_code": code}
+    is_verified = verify and code == 0 and not notes
+    record |= {"verified": is_verified, "notes": notes, "problem": problem, "exit_code": code}
     return record
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron.training.batch_schedule import make_schedule
+from megatron.training.checkpoint_files import OUR_KEY
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, layout_problems
 from megatron.training.offline import contents
@@ -211,8 +212,8 @@ def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dic
             new["optimizer"] = _optimizer_state(new["optimizer"], arguments, target)
     else:
         new.pop("optimizer", None)
-    if "copus" in new:
-        new["copus"]["layout"] = target.layout.to_json()
+    if OUR_KEY in new:
+        new[OUR_KEY]["layout"] = target.layout.to_json()
     if target.optimizer == "distributed":
         content = new.get("content_metadata") or {}
         new["content_metadata"] = {**content, "distrib_optim_sharding_type": "fully_reshardable"}
