@@ -208,7 +208,8 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
 
     Args:
         args: from `parse_args`; flags given on the command line keep their value.
-        stored: `Config.flat()` of the run that wrote the checkpoint.
+        stored: `Config.flat()` of the run that wrote the checkpoint, or the flags of Megatron-LM,
+            where None says that a flag was not given.
 
     Returns:
         New arguments for `resolve`.
@@ -217,7 +218,7 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
     values = dict(vars(args))
     for name in (shape | tokenizer) - args.explicit_flags:
-        if name in stored and name in values:
+        if stored.get(name) is not None and name in values:
             value = stored[name]
             values[name] = tuple(value) if isinstance(value, list) else value
     return argparse.Namespace(**values)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megatron.training.batch_schedule import parse_steps
 from megatron.training.config.draft import Draft, Environment, flag_of
-from megatron.training.horizon import derive_horizon, schedule_of
+from megatron.training.horizon import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.layout import Layout, layout_problems, recompute_problems
 from megatron.training.pipeline_flags import cut_of_flags, virtual_size
 
@@ -117,6 +117,15 @@ def derive(draft: Draft, environment: Environment) -> None:
         draft.stop_if_problems()
 
 
+def fill_in(draft: Draft) -> None:
+    """Fills in what follows from flags alone, whatever the machine and the layout, as `derive`
+    does. Raises for no flags that a launch would refuse: the draft notes the problems."""
+    anywhere = Environment(world_size=1, cuda=False, transformer_engine=False, apex=False)
+    _derive_model(draft, anywhere)
+    derive_weight_decay(draft)
+    _derive_rest(draft, anywhere)
+
+
 def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
     """Returns the rows of the embedding table.
 
@@ -204,6 +213,8 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
                 "--group-query-attention"
             )
         draft["num_query_groups"] = heads
+    # megatron-core adds the bias of these projections for either flag.
+    draft["add_qkv_bias"] = draft["add_qkv_bias"] or draft["add_bias_linear"]
     groups = draft["num_query_groups"]
     draft.require(
         heads % groups == 0,

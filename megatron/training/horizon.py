@@ -138,7 +138,7 @@ def derive_horizon(draft: Draft, environment: Environment) -> None:
         draft["min_lr"] <= draft["lr"],
         f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}; lower it",
     )
-    _derive_weight_decay(draft)
+    derive_weight_decay(draft)
 
 
 def _check_units(draft: Draft) -> None:
@@ -168,7 +168,8 @@ def _check_units(draft: Draft) -> None:
         )
 
 
-def _derive_weight_decay(draft: Draft) -> None:
+def derive_weight_decay(draft: Draft) -> None:
+    """Fills in first and last weight decay where it is constant."""
     constant = draft["weight_decay_incr_style"] == "constant"
     start, end = draft["start_weight_decay"], draft["end_weight_decay"]
     if constant:

@@ -8,7 +8,9 @@ holds is run: see docs/security.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training import checkpoint_files as files
 from megatron.training.agree import everyone, first_problem, from_rank_zero
 from megatron.training.checkpoint_index import METADATA, file_names, read_index, stray_file
-from megatron.training.config import Config
+from megatron.training.config import GROUPS, Config
+from megatron.training.config.draft import Draft
+from megatron.training.config.fields import option_specs
+from megatron.training.derive import fill_in
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.horizon import Horizon
 from megatron.training.state import TrainState
@@ -275,12 +281,12 @@ def _stored(
     if ours:
         state = TrainState.from_json(ours["train_state"])
     else:
-        consumed = int(arguments.get("consumed_train_samples", 0))
+        consumed = int(arguments.get("consumed_train_samples") or 0)
         state = TrainState(
             iteration=int(common.get("iteration", iteration)),
             consumed_samples=consumed,
             lr_samples=consumed,
-            skipped_samples=int(arguments.get("skipped_train_samples", 0)),
+            skipped_samples=int(arguments.get("skipped_train_samples") or 0),
         )
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     data = ours.get("data") if ours else None
@@ -337,28 +343,73 @@ def check_same_run(config: Config, stored: Stored) -> None:
     Raises:
         UsageError: naming the flag, both values and the fix.
     """
-    now = config.flat()
+    now, then = config.flat(), _filled_in(stored.arguments, config)
     required = dict(_MUST_MATCH)
     if not config.checkpoint.finetune:
         required |= _MUST_MATCH_TO_CONTINUE
     for name, flag in required.items():
-        if name in stored.arguments and stored.arguments[name] != now[name]:
+        if _differs(name, now, then):
             raise UsageError(
                 f"{flag} is {now[name]!r} but checkpoint {stored.folder} was trained with "
-                f"{stored.arguments[name]!r}; give the same value"
+                f"{then[name]!r}; give the same value"
                 + ("" if name in _MUST_MATCH else ", or --finetune to start another run from it")
             )
     if config.checkpoint.finetune or config.optim.override_opt_param_scheduler:
         return
     for name, flag in _MUST_MATCH_WITHOUT_OVERRIDE.items():
-        if name in stored.arguments and stored.arguments[name] != now[name]:
+        if _differs(name, now, then):
             raise UsageError(
                 f"{flag} is {now[name]!r} but checkpoint {stored.folder} was trained with "
-                f"{stored.arguments[name]!r}; give --override-opt-param-scheduler to use the new "
+                f"{then[name]!r}; give --override-opt-param-scheduler to use the new "
                 "value, or --use-checkpoint-opt-param-scheduler to keep the old one"
             )
 
 
+def _filled_in(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The flags of a checkpoint as this trainer's own would come out: what was left open is derived
+    by the rules of a launch.
+
+    Megatron-LM stores None, or the default of its parser, for a flag that was not given and where
+    it derives nothing; 1 group of queries without `--group-query-attention`, for example. What a
+    checkpoint does not tell at all is left out.
+    """
+    known = {spec.dest: spec for group in GROUPS.values() for spec in option_specs(group)}
+    values: dict[str, Any] = {n: spec.default for n, spec in known.items()}
+    told = {n for n in known if n in stored}
+    told -= {n for n in told if stored[n] is None and known[n].required}
+    if stored.get("data_args_path"):  # the paths stand in that file
+        told -= {"data_path", "split"}
+    now = config.flat()
+    for name in known:
+        if name not in told:
+            values[name] = now[name]
+        elif stored[name] is not None:
+            values[name] = stored[name]
+    draft = Draft(values=values, explicit=frozenset())
+    fill_in(draft)
+    return {name: draft[name] for name in told}
+
+
+def _differs(name: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    """Whether a flag says something else now than in the checkpoint, which may not tell it."""
+    if name not in then:
+        return False
+    if name == "split" and not (now["data_path"] or then.get("data_path")):
+        return False  # invented samples, and data sets that are divided already, know no shares
+    return _meaning(name, now[name]) != _meaning(name, then[name])
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """A value in the form in which values that mean the same are equal."""
+    if name == "data_path":
+        return list(value or [])
+    if name == "split" and value is not None:
+        with contextlib.suppress(ValueError, ZeroDivisionError, AssertionError):
+            return parse_and_normalize_split(value)
+    return value
+
+
 def adopt_schedule_arguments(stored: Stored) -> dict[str, Any]:
     """The learning-rate settings as stored, for `--use-checkpoint-opt-param-scheduler`."""
-    return {n: stored.arguments[n] for n in _MUST_MATCH_WITHOUT_OVERRIDE if n in stored.arguments}
+    names = _MUST_MATCH_WITHOUT_OVERRIDE
+    return {n: value for n in names if (value := stored.arguments.get(n)) is not None}

@@ -48,7 +48,7 @@ def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -
     checkpoint's number stays.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
-    if stored is None or "padded_vocab_size" not in stored.arguments:
+    if stored is None or stored.arguments.get("padded_vocab_size") is None:
         largest = max(tp, model.pad_vocab_for_tensor_parallel_size)
         padded = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, largest)
         if padded % tp:

@@ -45,7 +45,8 @@ def test_nothing_in_a_checkpoint_is_run(told: dict[str, dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["objects", "same data", "other data allowed", "other data, another run"]
+    "name",
+    ["objects", "of Megatron-LM", "same data", "other data allowed", "other data, another run"],
 )
 def test_what_does_no_harm_is_loaded(told: dict[str, dict[str, Any]], name: str) -> None:
     assert told[name]["result"][-2:] == ALL[-2:], told[name]

@@ -174,6 +174,14 @@ def change_data(cases: Cases) -> None:
     del common["copus"]["data"]
     torch.save(common, folder / "common.pt")
     cases.seal(folder)
+    # Megatron-LM has no entry of ours, no manifest, and leaves open what it does not need.
+    theirs, folder = cases.copy("theirs")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    del common["copus"]
+    vars(common["args"]).update(num_query_groups=1, kv_channels=None, ffn_hidden_size=None)
+    torch.save(common, folder / "common.pt")
+    (folder / "manifest.json").unlink()
+    cases.resume("of Megatron-LM", theirs)
     cases.resume("same data", cases.save)
     write_corpus(cases.prefix, 70)
     cases.resume("other data", cases.save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -16,9 +17,13 @@ import torch.distributed as dist
 
 from copus_ext.launch import stored
 from megatron.training import checkpoint_files as files
+from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.config import Config
 from megatron.training.data_identity import changes, identity_of
-from megatron.training.errors import TrainingFailure
+from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.restore import Stored, choices, read_arguments, read_stored
+from megatron.training.settle import settle
+from megatron.training.state import TrainState
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
 from tools import convert_checkpoint, inspect_checkpoint
 
@@ -255,3 +260,131 @@ def test_one_of_megatron_lm_is_loaded_and_called_unverified(
     assert read_arguments(root, step=None)["hidden_size"] == 16
     line = caplog.messages[0]
     assert all(word in line for word in ("unverified", str(folder), "Megatron-LM"))
+
+
+SHAPE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 4 --lr 1e-3
+--tokenizer-type NullTokenizer --vocab-size 127"""
+LLAMA = """--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --mock-data"""
+BLEND = ["0.5", "a", "0.5", "b"]
+OF_MEGATRON_LM: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "ffn_hidden_size": 256,
+    "num_attention_heads": 4,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "kv_channels": 16,
+    "position_embedding_type": "learned_absolute",
+    "use_rotary_position_embeddings": False,
+    "add_position_embedding": True,
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": False,
+    "max_position_embeddings": 32,
+    "seq_length": 32,
+    "seed": 1234,
+    "mock_data": True,
+    "data_path": None,
+    "train_data_path": None,
+    "valid_data_path": None,
+    "test_data_path": None,
+    "split": None,
+    "use_distributed_optimizer": False,
+    "lr": 0.001,
+    "min_lr": 0.0,
+    "lr_decay_style": "linear",
+    "weight_decay": 0.01,
+    "start_weight_decay": 0.01,
+    "end_weight_decay": 0.01,
+    "weight_decay_incr_style": "constant",
+    "padded_vocab_size": 128,
+    "vocab_size": 127,
+}
+"""What core_v0.16.1 of Megatron-LM stores for `SHAPE --mock-data`: its parser's values, checked."""
+OF_LLAMA = {
+    "ffn_hidden_size": 128,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": True,
+}
+OF_BLEND = {"mock_data": False, "data_path": BLEND, "split": "99,1,0"}
+
+
+def resumed(flags: str, stored: dict[str, Any]) -> Config:
+    """What becomes of the flags of a run that goes on from a checkpoint of Megatron-LM."""
+    found = Stored(
+        folder=Path("iter_0000002"),
+        iteration=2,
+        state=TrainState(iteration=2),
+        horizon=None,
+        arguments={**OF_MEGATRON_LM, **stored},
+        metadata={},
+    )
+    config = resolve(parse_args([*SHAPE.split(), *flags.split()]), 1)
+    return settle(config, found, vocab_size=128)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stored"),
+    [
+        ("--mock-data", {}),
+        ("--mock-data --split 1,0,0", {}),
+        (LLAMA, OF_LLAMA),
+        (f"{LLAMA} --use-rotary-position-embeddings", OF_LLAMA),
+        (f"--data-path {' '.join(BLEND)} --split 990,10,0", OF_BLEND),
+        ("--data-path a", {"mock_data": False, "data_path": ["a"], "split": "969, 30, 1"}),
+        ("--data-path a", {"mock_data": False, "data_args_path": "paths.txt"}),
+        ("--train-data-path a", {"mock_data": False, "train_data_path": ["a"]}),
+        # Other tools than its trainer leave more of them open.
+        ("--mock-data", dict.fromkeys(OF_MEGATRON_LM)),
+        ("--mock-data", {"kv_channels": None, "ffn_hidden_size": None, "num_query_groups": None}),
+        (LLAMA, {**OF_LLAMA, "ffn_hidden_size": None, "min_lr": None, "end_weight_decay": None}),
+    ],
+)
+def test_what_megatron_lm_leaves_open_is_its_default(flags: str, stored: dict[str, Any]) -> None:
+    config = resumed(flags, stored)
+    assert config.model.padded_vocab_size == 128
+    kept = resumed(f"{flags} --use-checkpoint-opt-param-scheduler", stored)
+    assert kept.optim == dataclasses.replace(config.optim, use_checkpoint_opt_param_scheduler=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stored", "words"),
+    [
+        ("--mock-data --group-query-attention --num-query-groups 2", {}, "--num-query-groups is 2"),
+        ("--mock-data", {"group_query_attention": True}, "--num-query-groups is 4 .* with 1;"),
+        ("--mock-data --disable-bias-linear", {}, "--disable-bias-linear is False .* with True"),
+        ("--mock-data", {"ffn_hidden_size": None, "swiglu": True}, "--ffn-hidden-size .* with 128"),
+        ("--mock-data --kv-channels 32", {"kv_channels": None}, "--kv-channels is 32 .* with 16"),
+        ("--data-path a", {}, "--data-path is .* with None; .*--finetune"),
+        ("--mock-data", OF_BLEND, "--data-path is None .*'0.5', 'a'"),
+        (f"--data-path {' '.join(BLEND)}", OF_BLEND, "--split is '969, 30, 1' .* with '99,1,0'"),
+        (f"--data-path {' '.join(BLEND)}", {**OF_BLEND, "data_path": ["a"]}, "--data-path"),
+        ("--mock-data --min-lr 1e-4", {"min_lr": None}, "--min-lr is 0.0001 .* with 0.0"),
+        ("--mock-data --weight-decay 0.1", {"end_weight_decay": None}, "--start-weight-decay"),
+    ],
+)
+def test_what_differs_from_megatron_lms_checkpoint_is_refused(
+    flags: str, stored: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        resumed(flags, stored)
+
+
+def test_the_shape_is_taken_from_a_checkpoint_that_leaves_flags_open() -> None:
+    given = SHAPE.replace("--hidden-size 64", "").replace("--num-layers 2", "") + " --mock-data"
+    args = parse_args(given.split())
+    stored = {**OF_MEGATRON_LM, "num_query_groups": None, "rotary_base": None}
+    model = resolve(with_checkpoint_args(args, stored), 1).model
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (2, 64, 256)
+    assert (model.num_query_groups, model.rotary_base) == (4, 10000)
