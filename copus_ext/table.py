@@ -278,10 +278,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
 
 
 def _model(config: Config) -> ModelSpec:
-    values = config.flat()
-    # The padded vocabulary is what the run holds under every tensor size.
-    values |= {"vocab_size": values["padded_vocab_size"], "make_vocab_size_divisible_by": 1}
-    return ModelSpec.from_arguments(SimpleNamespace(**values))
+    return ModelSpec.from_arguments(SimpleNamespace(**config.flat()))
 
 
 def _cluster(

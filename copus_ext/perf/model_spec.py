@@ -14,8 +14,8 @@ from copus_ext.perf.spec_file import read_json
 _DENSE_TYPES = {
     "llama": {"gated": True, "bias": False, "normalization": "RMSNorm"},
     "mistral": {"gated": True, "bias": False, "normalization": "RMSNorm"},
-    "qwen2": {"gated": True, "bias": False, "normalization": "RMSNorm"},
-    "qwen3": {"gated": True, "bias": False, "normalization": "RMSNorm"},
+    "qwen2": {"gated": True, "bias": False, "normalization": "RMSNorm", "qkv_bias": True},
+    "qwen3": {"gated": True, "bias": False, "normalization": "RMSNorm", "qk_layernorm": True},
     "gpt2": {"gated": False, "bias": True, "normalization": "LayerNorm"},
 }
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
@@ -56,6 +56,10 @@ class ModelSpec:
     """Gated MLP (SwiGLU)."""
     bias: bool = True
     """Biases in linear layers."""
+    qkv_bias: bool = False
+    """Bias of the query, key and value projection even without `bias`."""
+    qk_layernorm: bool = False
+    """Queries and keys are normalised."""
     normalization: str = "LayerNorm"
     """LayerNorm or RMSNorm."""
     tied: bool = True
@@ -120,8 +124,12 @@ class ModelSpec:
         matrices = 3 if self.gated else 2
         norm = h * (1 if self.normalization == "RMSNorm" else 2)
         layer = h * width + self.num_attention_heads * k * h + matrices * h * self.ffn + 2 * norm
+        if self.bias or self.qkv_bias:
+            layer += width
         if self.bias:
-            layer += width + (matrices - 1) * self.ffn + 2 * h
+            layer += (matrices - 1) * self.ffn + 2 * h
+        if self.qk_layernorm:
+            layer += 2 * k * (norm // h)
         tables = int(self.padded_vocab_size(1)) * h * (1 if self.tied else 2)
         return self.num_layers * layer + tables + self.learned_positions * h + norm
 
@@ -187,7 +195,8 @@ class ModelSpec:
 
     @classmethod
     def from_arguments(cls, args: Any) -> ModelSpec:
-        """Reads parsed flags, or anything with the same attributes.
+        """Reads parsed flags, or anything with the same attributes. The padded vocabulary of a
+        configuration that ran stands for the vocabulary under every tensor size.
 
         Raises:
             SpecError: a flag of the shape is missing.
@@ -196,6 +205,7 @@ class ModelSpec:
             if getattr(args, name) is None:
                 raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
         learned = args.position_embedding_type == "learned_absolute"
+        padded = getattr(args, "padded_vocab_size", None)
         return cls(
             name="megatron-args",
             num_layers=args.num_layers,
@@ -205,10 +215,12 @@ class ModelSpec:
             ffn_hidden_size=args.ffn_hidden_size,
             num_query_groups=args.num_query_groups if args.group_query_attention else None,
             kv_channels=args.kv_channels,
-            vocab_size=args.vocab_size or 51200,
-            make_vocab_size_divisible_by=args.make_vocab_size_divisible_by,
+            vocab_size=padded or _vocab_size(args),
+            make_vocab_size_divisible_by=1 if padded else args.make_vocab_size_divisible_by,
             gated=args.swiglu,
             bias=args.add_bias_linear,
+            qkv_bias=args.add_qkv_bias,
+            qk_layernorm=args.qk_layernorm,
             normalization=args.normalization,
             tied=not args.untie_embeddings_and_output_weights,
             learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
@@ -273,6 +285,14 @@ class ModelSpec:
         )
 
 
+def _vocab_size(args: Any) -> int:
+    """Tokens of the tokenizer that flags name, as far as they tell without its files."""
+    from megatron.training.tokenizer import told_vocab_size
+
+    told = told_vocab_size(getattr(args, "tokenizer_type", None), args.vocab_size)
+    return told or ModelSpec.vocab_size
+
+
 def _llama(name: str, **shape: Any) -> ModelSpec:
     common = {"gated": True, "bias": False, "normalization": "RMSNorm", "tied": False}
     return ModelSpec(name=name, **{**common, **shape})
@@ -328,6 +348,7 @@ PRESETS = {
             num_query_groups=8,
             kv_channels=128,
             ffn_hidden_size=27648,
+            qkv_bias=True,
             vocab_size=152064,
             seq_length=2048,
         ),

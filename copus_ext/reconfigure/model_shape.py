@@ -116,8 +116,6 @@ def shape_of_spec(
     overlap_grad_reduce: bool = False,
     ddp_bucket_size: int | None = None,
     use_tp_pp_dp_mapping: bool = False,
-    qkv_bias: bool = False,
-    qk_layernorm: bool = False,
 ) -> ModelShape:
     """Reads the planner's description of a model.
 
@@ -128,8 +126,6 @@ def shape_of_spec(
         overlap_grad_reduce: as above.
         ddp_bucket_size: as above.
         use_tp_pp_dp_mapping: as above.
-        qkv_bias: the description does not say.
-        qk_layernorm: the description does not say.
     """
     return ModelShape(
         num_layers=spec.num_layers,
@@ -142,9 +138,9 @@ def shape_of_spec(
         learned_positions=spec.learned_positions,
         gated=spec.gated,
         linear_bias=spec.bias,
-        qkv_bias=qkv_bias,
+        qkv_bias=spec.qkv_bias,
         normalization=spec.normalization,
-        qk_layernorm=qk_layernorm,
+        qk_layernorm=spec.qk_layernorm,
         tied=spec.tied,
         fused_norm=not spec.local,
         use_distributed_optimizer=use_distributed_optimizer,

@@ -111,6 +111,21 @@ def build_tokenizer(
     )
 
 
+def told_vocab_size(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
+    """Tokens of a tokenizer, or None if its flags do not tell without its files.
+
+    Args:
+        tokenizer_type: see `build_tokenizer`.
+        vocab_size: `--vocab-size`.
+    """
+    if tokenizer_type not in (BYTE_LEVEL, "NullTokenizer"):
+        return vocab_size
+    try:
+        return build_tokenizer(tokenizer_type=tokenizer_type, vocab_size=vocab_size).vocab_size
+    except UsageError:
+        return None
+
+
 class ByteLevelTokenizer:
     """The 256 byte values of UTF-8, and an end-of-document token."""
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from copus_ext.perf.cluster_spec import ClusterSpec, here, kind_of, preset
 from copus_ext.perf.constants import Constants
@@ -16,6 +20,17 @@ from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.rows import RECOMPUTE_FULL, Rows, concatenate
 from copus_ext.perf.step import PARTS, least_step_s, step_time
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows
+from copus_ext.report import summary
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.build import groups_of
+from megatron.training.device import Device, use_device
+from megatron.training.model import build_model
+from megatron.training.parallel import destroy_groups
+from megatron.training.pretrain import tokenizer_flags
+from megatron.training.settle import settle
+from megatron.training.tokenizer import build_tokenizer
+from tests.helpers.examples import with_values
+from tests.helpers.jobs import TINY, TINY_GPT2
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
@@ -42,6 +57,50 @@ ROWS = some_rows()
 )
 def test_known_models_have_their_known_size(name: str, billions: float) -> None:
     assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+WITHOUT_SIZE = {"--tokenizer-type": "ByteLevelTokenizer", "--vocab-size": None}
+BYTES = " ".join(with_values(TINY, WITHOUT_SIZE))
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """A world of one CPU rank."""
+    with use_device("cpu", backend="gloo") as found:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield found
+        finally:
+            destroy_groups()
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TINY,
+        BYTES,
+        f"{BYTES} --pad-vocab-for-tensor-parallel-size 1 --make-vocab-size-divisible-by 1",
+        f"{TINY} --qk-layernorm --add-qkv-bias --ffn-hidden-size 200",
+        TINY_GPT2,
+        f"{TINY_GPT2} --qk-layernorm --kv-channels 16",
+    ],
+)
+def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: str) -> None:
+    words = [*flags.split(), "--train-iters", "1"]
+    config = resolve(parse_args(words), 1)
+    tokens = build_tokenizer(**tokenizer_flags(config)).vocab_size
+    config = settle(config, None, vocab_size=tokens)
+    model = build_model(config, groups_of(config), device)
+    built = sum(p.numel() for chunk in model.chunks for p in chunk.parameters())
+    recorded = json.loads(json.dumps(config.flat()))
+    assert ModelSpec.from_arguments(SimpleNamespace(**recorded)).num_parameters == built
+    assert summary.model(recorded).startswith(f"{summary.amount(built)} parameters: 4 layers")
+    alone = ModelSpec.from_megatron_flags(words)
+    assert alone.vocab_size == tokens
+    rows = config.model.padded_vocab_size
+    alone = dataclasses.replace(alone, vocab_size=rows, make_vocab_size_divisible_by=1)
+    assert alone.num_parameters == built
 
 
 def test_parts_add_up_and_none_is_negative() -> None:

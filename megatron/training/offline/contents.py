@@ -6,9 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.errors import UsageError
 from megatron.training.offline.refusal import Refused
-from megatron.training.tokenizer import BYTE_LEVEL, build_tokenizer
+from megatron.training.tokenizer import told_vocab_size
 
 LAYERS = "decoder.layers."
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -79,13 +78,7 @@ def head_width(arguments: Mapping[str, Any]) -> int:
 
 def true_vocab_size(arguments: Mapping[str, Any]) -> int | None:
     """Tokens of the tokenizer, or None if the flags do not tell without its files."""
-    kind, size = arguments.get("tokenizer_type"), arguments.get("vocab_size")
-    if kind in (BYTE_LEVEL, "NullTokenizer"):
-        try:
-            return build_tokenizer(tokenizer_type=kind, vocab_size=size).vocab_size
-        except UsageError:
-            return None
-    return size
+    return told_vocab_size(arguments.get("tokenizer_type"), arguments.get("vocab_size"))
 
 
 def expected_weights(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
