@@ -56,7 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--log-interval", type=int, default=1000, help="documents between two lines of progress"
     )
     parser.add_argument(
-        "--skip-bad-lines", action="store_true", help="count lines that are not JSON and go on"
+        "--skip-bad-lines",
+        action="store_true",
+        help="count documents that cannot be read or tokenized, such as lines that are not JSON, "
+        "and go on",
     )
     return parser
 

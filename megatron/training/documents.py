@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.training.errors import UsageError
 
+MEND = "mend it or give --skip-bad-lines"
+"""Ends the line about a document that cannot be read."""
 _JSON_SUFFIXES = (".jsonl", ".json")
 
 
@@ -38,17 +42,15 @@ class Document:
         """One text per key; a text file gives the same text for all. Broken UTF-8 becomes U+FFFD.
 
         Raises:
-            UsageError: A line is not a JSON object with a string under each key.
+            UsageError: A line is not a JSON object with a string of characters under each key.
         """
         text = self.raw.decode("utf-8", errors="replace")
         if not self.is_json:
             return [text] * len(keys)
         try:
             record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UsageError(
-                f"{self.where} is not JSON ({error.msg}); mend it or give --skip-bad-lines"
-            ) from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{self.where} is not JSON ({_reason(error)}); {MEND}") from error
         found = [record.get(key) if isinstance(record, dict) else None for key in keys]
         for key, value in zip(keys, found, strict=True):
             if not isinstance(value, str):
@@ -56,7 +58,21 @@ class Document:
                     f"{self.where} has no text under {key}; "
                     "name the right --json-keys or give --skip-bad-lines"
                 )
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError as error:
+                half = ascii(value[error.start])[1:-1]
+                raise UsageError(
+                    f"{self.where} has {half} under {key}, half of a pair and no character; {MEND}"
+                ) from error
         return [value for value in found if isinstance(value, str)]
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    # Python itself limits the digits of a number.
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
@@ -109,8 +125,8 @@ def read_documents(files: list[Path]) -> Iterator[Document]:
     for path in files:
         try:
             yield from _read_file(path)
-        # A truncated .gz ends in EOFError.
-        except (OSError, EOFError) as error:
+        # A truncated .gz ends in EOFError, a changed one in zlib's own.
+        except (OSError, EOFError, zlib.error) as error:
             raise UsageError(f"cannot read {path}: {error}; check --input") from error
 
 
@@ -122,5 +138,7 @@ def _read_file(path: Path) -> Iterator[Document]:
             yield Document(where=str(path), raw=stream.read(), is_json=False)
             return
         for number, line in enumerate(stream, start=1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield Document(where=f"{path}:{number}", raw=line, is_json=True)

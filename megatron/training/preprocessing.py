@@ -20,7 +20,13 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tqdm import tqdm
 
-from megatron.training.documents import Document, find_inputs, read_documents, stdlib_sources
+from megatron.training.documents import (
+    MEND,
+    Document,
+    find_inputs,
+    read_documents,
+    stdlib_sources,
+)
 from megatron.training.errors import TrainingFailure, UsageError
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
@@ -61,7 +67,7 @@ class Job:
     log_interval: int = 1000
     """Documents between two lines of progress where there is no progress bar."""
     skip_bad_lines: bool = False
-    """Whether lines that are not JSON are counted instead of refused."""
+    """Whether documents that cannot be read or tokenized are counted instead of refused."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that make no sense."""
@@ -101,7 +107,7 @@ class Result:
     num_empty: int
     """Documents left out because they hold no text."""
     num_bad: int
-    """JSON lines left out because they could not be read."""
+    """Documents left out because they could not be read or tokenized."""
     num_broken: int
     """Documents in which bytes that are no UTF-8 were replaced."""
     seconds: float
@@ -144,8 +150,12 @@ class Encoder:
             arrays = tuple(self._encode(text) for text in document.texts(self._keys))
         except UsageError as error:
             return Encoded(tokens=(), error=str(error))
-        except ValueError as error:
-            return Encoded(tokens=(), error=f"{document.where} cannot be tokenized: {error}")
+        except MemoryError:
+            raise
+        except Exception as error:  # the packages raise many kinds
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            line = f"{document.where} cannot be tokenized ({reason}); {MEND}"
+            return Encoded(tokens=(), error=line)
         return Encoded(tokens=arrays, is_broken=document.is_broken())
 
     def _encode(self, text: str) -> numpy.ndarray:

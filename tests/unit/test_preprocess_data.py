@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -20,6 +22,8 @@ from megatron.training import preprocessing
 from megatron.training.documents import stdlib_sources
 from megatron.training.errors import UsageError
 from megatron.training.preprocessing import Job, preprocess
+from megatron.training.tokenizer import TOKENIZER_TYPES
+from tests.helpers.tokenizer_files import flags_of
 
 pytestmark = pytest.mark.unit
 
@@ -94,14 +98,93 @@ def test_workers_change_nothing(tmp_path, monkeypatch):
     assert several.num_empty == alone.num_empty == 29
 
 
+LONE = r'{"text": "\ud800 lone"}'
+BAD = {
+    "{not json": "is not JSON",
+    '["a list"]': "no text under text",
+    "null": "no text under text",
+    '{"other": "key"}': "no text under text",
+    '{"text": 3}': "no text under text",
+    '{"text": null}': "no text under text",
+    LONE: r"\ud800 under text",
+    r'{"text": "swapped \udc00\ud800"}': r"\udc00 under text",
+    '{"text": "raw \0"}': "is not JSON",
+    '{"text": "deep", "x": ' + "[" * 200_000 + "]" * 200_000 + "}": "nested too deeply",
+    '{"text": "large", "x": ' + "9" * 5000 + "}": "a number is too long",
+}
+"""Lines that are no document, and what is said of each."""
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("bad", ["{not json", '["a list"]', '{"other": "key"}', '{"text": 3}'])
+@pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
 def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, bad, workers):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"text": "fine"}) + "\n" + bad + "\n")
-    with pytest.raises(UsageError, match=r"data\.jsonl:2"):
+    with pytest.raises(UsageError, match=r"data\.jsonl:2 .*--skip-bad-lines") as caught:
         preprocess(job(tmp_path, path, workers=workers))
+    assert BAD[bad] in str(caught.value) and "\n" not in str(caught.value)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_no_tokenizer_meets_what_is_no_text(tmp_path, kind):
+    path = tmp_path / "data.jsonl"
+    odd = [json.dumps({"text": text}) for text in ("1 2", "", "\ud83c\udf88 \0", "3\0 4")]
+    path.write_text("\n".join([*odd, *BAD, json.dumps({"text": "5"})]))
+    with_files = job(tmp_path, path, **flags_of(kind, tmp_path))
+    last = str(len(odd) + len(BAD) + 1)
+    for workers in (1, 2):
+        skipping = dataclasses.replace(with_files, skip_bad_lines=True, workers=workers)
+        (result,) = preprocess(skipping)
+        # This one takes numbers alone.
+        also = 2 if kind == "NullTokenizer" else 0
+        assert (result.num_bad, result.num_empty) == (len(BAD) + also, 1)
+        assert result.num_documents + result.num_bad + result.num_empty == int(last)
+    path.write_text(LONE)
+    with pytest.raises(UsageError, match=r"data\.jsonl:1 has .*ud800.*--skip-bad-lines"):
+        preprocess(with_files)
+
+
+def test_a_text_that_its_tokenizer_refuses_is_one_line_and_skipped_when_asked(tmp_path):
+    good, bad, long = (tmp_path / f"{name}.txt" for name in ("good", "bad", "long"))
+    good.write_text("1 2")
+    bad.write_bytes(b"caf\xe9 \xed\xa0\x80")
+    long.write_text("9" * 30)
+    null = {"tokenizer_type": "NullTokenizer", "vocab_size": 9}
+    for path in (bad, long):
+        with pytest.raises(UsageError, match=rf"{path.name} cannot be tok.*--skip-bad-lines"):
+            preprocess(job(tmp_path, good, path, **null))
+    (result,) = preprocess(job(tmp_path, good, bad, long, **null, skip_bad_lines=True))
+    assert (result.num_documents, result.num_bad) == (1, 2)
+    (result,) = preprocess(job(tmp_path, good, bad))
+    assert (result.num_documents, result.num_broken) == (2, 1)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b'{"text": "first"}\n{"text": "second"}\n')
+    preprocess(job(tmp_path, path))
+    assert documents_of(tmp_path / "out/set") == [b"first", b"second"]
+    path.write_bytes('{"text": "of two bytes"}\n'.encode("utf-16"))
+    with pytest.raises(UsageError, match=r"data\.jsonl:1 is not JSON.*--skip-bad-lines"):
+        preprocess(job(tmp_path, path))
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz", "data.txt"])
+def test_files_without_a_text_are_one_line(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b"") if name.endswith(".gz") else b"")
+    with pytest.raises(UsageError, match="no text to write for text; check --input"):
+        preprocess(job(tmp_path, path))
+
+
+def test_a_damaged_archive_is_one_line(tmp_path):
+    whole = gzip.compress(json.dumps({"text": "x" * 5000}).encode(), compresslevel=0)
+    path = tmp_path / "data.jsonl.gz"
+    for at in (2, 12, 2000, len(whole) - 6):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with pytest.raises(UsageError, match=r"data\.jsonl\.gz"):
+            preprocess(job(tmp_path, path))
 
 
 def test_bad_lines_are_counted_when_asked(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import builtins
 import json
 import pickle
@@ -15,10 +14,9 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron.training.errors import UsageError
 from megatron.training.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from tests.helpers.tokenizer_files import CODE, PROSE, fast_file, flags_of
 
 pytestmark = pytest.mark.unit
-
-TEXT = "def f(x):\n\treturn 'grüße 🎈'  # two  blanks\n"
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
@@ -103,24 +101,7 @@ class _Refuse:
         return None
 
 
-@pytest.fixture
-def fast_file(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([TEXT] * 5, trainer)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
-
-
-def check(tokenizer, text=TEXT):
+def check(tokenizer, text):
     ids = tokenizer.tokenize(text)
     assert ids and all(0 <= token < tokenizer.vocab_size for token in ids)
     assert 0 <= tokenizer.eod < tokenizer.vocab_size and tokenizer.eod not in ids
@@ -138,66 +119,27 @@ def check(tokenizer, text=TEXT):
     )
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_hugging_face(fast_file, folder):
-    check(
-        build_tokenizer(
-            tokenizer_type="HuggingFaceTokenizer",
-            tokenizer_model=str(fast_file.parent if folder else fast_file),
-        )
-    )
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES[2:])
+def test_files_give_back_what_they_are_made_for(kind, tmp_path):
+    text = CODE if kind in ("GPT2BPETokenizer", "HuggingFaceTokenizer") else PROSE
+    check(build_tokenizer(**flags_of(kind, tmp_path)), text)
 
 
-def test_gpt2(fast_file):
-    model = json.loads(fast_file.read_text())["model"]
-    vocab, merges = fast_file.with_name("vocab.json"), fast_file.with_name("merges.txt")
-    vocab.write_text(json.dumps(model["vocab"]))
-    merges.write_text("".join(" ".join(pair) + "\n" for pair in model["merges"]))
-    tokenizer = build_tokenizer(tokenizer_type=None, vocab_file=str(vocab), merge_file=str(merges))
-    check(tokenizer)
-    same = build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(fast_file))
-    assert tokenizer.tokenize(TEXT) == same.tokenize(TEXT)
+def test_hugging_face_and_gpt2_read_the_same(tmp_path):
+    flags = {**flags_of("GPT2BPETokenizer", tmp_path), "tokenizer_type": None}
+    ids = build_tokenizer(**flags).tokenize(CODE)
+    for model in (tmp_path, tmp_path / "tokenizer.json"):
+        same = build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(model))
+        check(same, CODE)
+        assert same.tokenize(CODE) == ids
 
 
-def test_hugging_face_without_an_end_of_document(fast_file):
-    record = json.loads(fast_file.read_text().replace("<|endoftext|>", "<|other|>"))
-    fast_file.write_text(json.dumps(record))
+def test_hugging_face_without_an_end_of_document(tmp_path):
+    path = fast_file(tmp_path)
+    record = json.loads(path.read_text().replace("<|endoftext|>", "<|other|>"))
+    path.write_text(json.dumps(record))
     with pytest.raises(UsageError, match="end-of-document"):
-        build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(fast_file))
-
-
-def test_sentence_piece(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    text = "the cat sat on the mat and the dog sat on the cat"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([text] * 10),
-        model_prefix=str(tmp_path / "model"),
-        vocab_size=30,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    for kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        check(
-            build_tokenizer(tokenizer_type=kind, tokenizer_model=str(tmp_path / "model.model")),
-            text,
-        )
-
-
-def test_tiktoken(tmp_path):
-    pytest.importorskip("tiktoken")
-    tokens = [
-        {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": ""}
-        for i in range(256)
-    ]
-    path = tmp_path / "vocab.json"
-    path.write_text(json.dumps(tokens))
-    tokenizer = build_tokenizer(
-        tokenizer_type="TikTokenizer",
-        tokenizer_model=str(path),
-        tiktoken_num_special_tokens=10,
-        vocab_size=266,
-    )
-    check(tokenizer, "plain text")
+        build_tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
 
 
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES[3:])
