@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
-    # Heavy imports stay in here: helper processes that write checkpoints import this module again.
+    # Heavy imports come after: a rank whose launcher has gone is to end at once.
     from copus_ext.launch.rank_side import end_with_launcher, leave_error
 
     end_with_launcher()

@@ -153,9 +153,8 @@ class Bench:
         )
 
     def save(self) -> float:
-        """Saves a checkpoint; seconds. What an earlier start would have done is not counted."""
+        """Saves a checkpoint; seconds."""
         job = self.job
-        job.checkpointer.warm_up.join()
         dist.barrier()
         begin = time.monotonic()
         job.checkpointer.save(job.model, job.optimizer, job.scheduler, job.state)

@@ -3,29 +3,23 @@ looks. Nothing here needs torch, or a supervisor."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 
 from copus_ext.reconfigure.relaunch import is_supervised
+from megatron.training.children import end_with_parent
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Lets Linux kill this process when its launcher has gone; only under a supervisor, which
-    starts the run again."""
-    if not is_supervised() or sys.platform != "linux":
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it went before
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Ends this process when its launcher has gone; only under a supervisor, which starts the run
+    again."""
+    if is_supervised():
+        end_with_parent(os.getppid())
 
 
 def leave_error(error: BaseException, *, is_told: bool = False) -> None:

@@ -92,7 +92,7 @@ class Workers:
     def ask_to_stop(self) -> None:
         """Signals the ranks themselves, which save and leave; while there are none, all is ended.
 
-        Their helpers get no signal: they are needed to save.
+        The processes that read data and write checkpoints get none: they are needed to save.
         """
         ranks = _ranks_of(self._child.pid)
         for rank in ranks:
@@ -150,7 +150,7 @@ def _ranks_of(launcher: int) -> list[psutil.Process]:
 
 def end_launch(name: str, supervisor: str) -> None:
     """Kills what is left of a launch on a node: the processes that bear its name and that of their
-    supervisor, which no others do; those that write checkpoints outlive a rank that was killed."""
+    supervisor, which no others do; some may have left the process group of their rank."""
     for _ in range(2):  # a dying parent may have started one more between two looks
         left = [process for process in psutil.process_iter() if _bears(process, name, supervisor)]
         for process in left:

@@ -2,7 +2,7 @@
 
 megatron-core writes `common.pt`, `.metadata` and `metadata.json` on rank 0 while the others go on
 into a collective; were rank 0 to leave there with an error, they would wait for it until the
-timeout. So they would for a rank that cannot take its results from a helper that has died.
+timeout.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.agree import first_problem
 from megatron.training.failed_saves import root_cause
+from megatron.training.save_process import WriteResults
 
 
 class AgreedCommonSave(TorchCommonSaveStrategy):
@@ -44,22 +45,12 @@ class AgreedCommonSave(TorchCommonSaveStrategy):
             raise OSError(problem)
 
 
-_retrieve = FileSystemWriterAsync.retrieve_write_results
-
-
-def _results(self: FileSystemWriterAsync) -> Any:
-    """What this rank has written, or in its stead an error that goes into the gathering."""
-    try:
-        return _retrieve(self)
-    except Exception as error:  # EOFError and kin, when the helper has died
-        return _wrap_exception(error)
-
-
 def register() -> None:
-    """Makes `AgreedCommonSave` the one megatron-core uses in this process, and its writers tell of
-    results that are lost."""
+    """Makes `AgreedCommonSave` the one megatron-core uses in this process, and has its writers hand
+    over by `WriteResults`. Its own queue needs a process beside each rank, which outlives a rank
+    that is killed."""
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, AgreedCommonSave("torch", 1))
-    FileSystemWriterAsync.retrieve_write_results = _results
+    filesystem_async._get_write_results_queue = WriteResults
 
 
 def finish_in_step(request: AsyncRequest) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from megatron.training.failed_saves import FailedSaves, root_cause, way_out, wha
 from megatron.training.horizon import Horizon
 from megatron.training.model import Model
 from megatron.training.optimizer_state import sharded_optimizer_state
-from megatron.training.save_process import SaveProcess, forget_results, start_helper
+from megatron.training.save_process import SaveProcess
 from megatron.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -154,9 +153,6 @@ class Checkpointer:
         self.timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
         agreed_save.register()
         self.pending: _Pending | None = None
-        # The first save needs a helper process: started beside the first steps.
-        self.warm_up = threading.Thread(target=start_helper, daemon=True)
-        self.warm_up.start()
 
     def save(
         self,
@@ -182,7 +178,6 @@ class Checkpointer:
         """
         # What became of the one before does not matter if this one must succeed.
         self._settle(blocking=True, must=None if must else False)
-        self.warm_up.join()
         started = time.monotonic()
         iteration = state.iteration
         self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
@@ -207,12 +202,6 @@ class Checkpointer:
     ) -> tuple[SaveProcess | None, str | None]:
         """Starts the processes that write. Returns this rank's, and the problem, on every rank."""
         process, problem = None, None
-        try:
-            forget_results()
-        except Exception as error:  # of this rank's helper alone
-            problem = root_cause(error)
-        if problem := first_problem(problem):
-            return None, problem
         try:
             for chunk in model.chunks:
                 if chunk.ddp_config.overlap_param_gather:
@@ -283,9 +272,9 @@ class Checkpointer:
             logger.debug("saving failed", exc_info=True)
             problem = root_cause(error)
         self.pending = None
+        pending.process.end()
         problem = first_problem(problem) or self._commit(pending)
         if problem is not None:
-            pending.process.end()
             self._fail(problem, pending.iteration, must=must)
         return problem is None
 

@@ -20,6 +20,7 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tqdm import tqdm
 
+from megatron.training.children import end_with_parent
 from megatron.training.documents import (
     MEND,
     Document,
@@ -291,7 +292,8 @@ def _encode_all(job: Job, documents: Iterable[Document]) -> Generator[Encoded, N
         job.workers,
         # A fresh interpreter would import torch once more for each worker.
         mp_context=multiprocessing.get_context("fork" if "fork" in methods else "spawn"),
-        initializer=_worker_signals,
+        initializer=_start_worker,
+        initargs=(os.getpid(),),
     )
     try:
         with _stop_signals_held():
@@ -346,7 +348,8 @@ def _stop_signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _worker_signals() -> None:
+def _start_worker(parent: int) -> None:
+    end_with_parent(parent)
     # Ctrl-C reaches every process of the terminal; the parent alone answers it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

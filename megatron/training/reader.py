@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import signal
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, replace
@@ -10,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.training.children import end_with_parent
 from megatron.training.errors import UsageError
 from megatron.training.sampling import PADDING, evaluation_indices, micro_batch_indices
 
@@ -70,7 +73,7 @@ class BatchReader:
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=functools.partial(_start_worker, os.getpid()),
             # An iterator draws a seed when it is made; the model's stream must not move by that.
             generator=torch.Generator(),
         )
@@ -236,9 +239,9 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _start_worker(parent: int, worker: int) -> None:
+    end_with_parent(parent)
     # A stop signal reaches the whole process group; the trainer finishes its step first and still
-    # needs the data. Workers end when the loader is closed, or by themselves when the parent is
-    # gone.
+    # needs the data. Workers end when the loader is closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -1,74 +1,70 @@
 """The processes that write a checkpoint: started, watched, and ended when they hang.
 
-megatron-core forks a process on each rank that has something to write; it reports to a helper that
-lives as long as the rank. Either may be killed, or wait for a file system that never answers. Then
-the save has failed, on all ranks, and the next one starts afresh.
+megatron-core forks a process on each rank that has something to write. It may be killed, or wait
+for a file system that never answers. Then the save has failed, on all ranks, and the next one
+starts afresh.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
 import functools
 import os
 import pickle
 import queue
-import signal
-import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import IO, Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import (
     AsyncRequest,
     TemporalAsyncCaller,
 )
 
 from megatron.training.agree import first_problem
-from megatron.training.signals import shielded_children
+from megatron.training.children import end_with_parent, kill_children
 
 _DONE, _BUSY, _LATE = range(3)
 _POLL_S = 0.05
-_ANSWER_S = 60.0
-_LOST = (OSError, EOFError)
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class ResultsQueue:
-    """The helper's queue as megatron-core uses it, but of bytes: to take the results themselves the
-    helper would have to import torch.
+class WriteResults:
+    """What the process of one save hands to the one that forked it, once; a queue to megatron-core.
 
-    Args:
-        inner: of the helper.
+    It is a file without a name: it holds any number of bytes, nobody waits for it, and what a
+    killed process has left in it concerns no later save.
     """
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.qsize = inner.qsize
-
-    @property
-    def helper(self) -> Any:
-        """The process of the helper."""
-        return self.inner._manager._process
+    def __init__(self) -> None:
+        self._file = _unnamed_file()
 
     def put(self, results: Any) -> None:
-        """Hands over what was written."""
-        self.inner.put(pickle.dumps(results))
+        """Hands over what was written; in the forked process."""
+        pickle.dump(results, self._file)
+        self._file.flush()
 
     def get_nowait(self) -> Any:
         """Takes what was written.
 
         Raises:
-            queue.Empty: nothing has come.
+            queue.Empty: nothing has come, or not all of it.
         """
-        return pickle.loads(self.inner.get_nowait())
+        self._file.seek(0)
+        try:
+            return pickle.load(self._file)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise queue.Empty from error
+
+
+def _unnamed_file() -> IO[bytes]:
+    """In memory where the system can, as a full disk is no reason not to save to another."""
+    with contextlib.suppress(AttributeError, OSError):
+        return open(os.memfd_create("written"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 class SaveProcess:
@@ -81,7 +77,8 @@ class SaveProcess:
 
     def __init__(self, request: AsyncRequest, *, timeout_s: float) -> None:
         if request.async_fn is not None:
-            request = request._replace(async_fn=functools.partial(_write, request.async_fn))
+            write = functools.partial(_write, os.getpid(), request.async_fn)
+            request = request._replace(async_fn=write)
         self._request = request
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
@@ -94,6 +91,8 @@ class SaveProcess:
             OSError: on this rank alone, when it cannot be started.
         """
         self._caller.schedule_async_call(self._request.freeze())
+        # Before multiprocessing's own, which would wait for it where the run has failed.
+        atexit.register(self.end)
 
     def is_written(self, *, blocking: bool) -> bool:
         """Whether the processes of all ranks have ended. Collective over the world.
@@ -140,102 +139,30 @@ class SaveProcess:
             finalize()
 
     def _loss(self) -> str | None:
-        """Which of this rank's processes has died."""
-        process = self._caller.process
-        rank = dist.get_rank()
-        if process is not None and process.exitcode:
-            return f"the process of rank {rank} that writes it ended with {process.exitcode}"
-        if not _helper_answers():
-            return f"the process of rank {rank} that collects what was written is gone"
-        return None
+        """What is lost on this rank, if its process has died."""
+        process, rank = self._caller.process, dist.get_rank()
+        if process is None or not process.exitcode:
+            return None
+        return f"the process of rank {rank} that writes it ended with {process.exitcode}"
 
     def end(self) -> None:
-        """Kills what may still run of it on this rank, and lets go of it."""
+        """Kills what may still run of it on this rank. Call whatever became of it."""
+        atexit.unregister(self.end)
         process = self._caller.process
-        if process is None:
-            return
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                child.kill()
-        process.kill()
-        process.join(1.0)
+        if process is not None and process.pid is not None and process.is_alive():
+            kill_children(process.pid)
+            process.kill()
+            process.join(1.0)
 
 
-def _write(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _write(rank: int, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Runs in the process that writes: neither it nor those it starts outlive their parent, whose
-    results nobody would take."""
-    _end_with_parent()
-    os.register_at_fork(after_in_child=_end_with_parent)
-    write(*args, **kwargs)
+    results nobody would take.
 
-
-def _end_with_parent() -> None:
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def start_helper() -> None:
-    """Starts the process that collects results, unless there is one."""
-    with shielded_children():
-        _helper()
-
-
-def _helper_answers() -> bool:
-    """Whether the helper is there; if not, the next save starts another."""
-    try:
-        _ask(_helper().qsize)
-    except _LOST:
-        _drop_helper()
-        return False
-    return True
-
-
-def forget_results() -> None:
-    """Empties the helper of what a failed save has left, which the next would take for its own;
-    starts another if it has died. Call before a save is planned."""
-    start_helper()
-    try:
-        _ask(functools.partial(_empty, _helper()))
-    except _LOST:
-        _drop_helper()
-        start_helper()
-
-
-def _empty(results: ResultsQueue) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            results.get_nowait()
-
-
-def _ask(question: Callable[[], Any]) -> None:
-    """Asks the helper, and does not wait for one that is stopped.
-
-    Raises:
-        OSError, EOFError: it is gone, or does not answer.
+    Args:
+        rank: process id of the rank.
+        write: of megatron-core, with its arguments.
     """
-    answer: Future[Any] = Future()
-
-    def ask() -> None:
-        try:
-            answer.set_result(question())
-        except Exception as error:  # raised again below
-            answer.set_exception(error)
-
-    threading.Thread(target=ask, daemon=True).start()
-    answer.result(timeout=_ANSWER_S)
-
-
-def _drop_helper() -> None:
-    """Kills the helper first: letting go of one that is stopped would wait for it."""
-    results: Any = filesystem_async._results_queue
-    if results is not None:
-        results.helper.kill()
-    filesystem_async._results_queue = None
-
-
-def _helper() -> ResultsQueue:
-    results: Any = filesystem_async._get_write_results_queue()
-    if not isinstance(results, ResultsQueue):
-        results = ResultsQueue(results)
-        filesystem_async._results_queue = results  # pyright: ignore[reportAttributeAccessIssue]
-    return results
+    end_with_parent(rank)
+    os.register_at_fork(after_in_child=functools.partial(end_with_parent, os.getpid()))
+    write(*args, **kwargs)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -104,8 +102,7 @@ class StopSignals:
 
     The first one is kept, later ones change nothing, so a second signal during a save is harmless.
     Forked children inherit this: a signal that a scheduler sends to every process of the job does
-    not end a child that is writing a checkpoint. Children with an interpreter of their own do not
-    inherit it; start those inside `shielded_children`.
+    not end a child that is writing a checkpoint.
     """
 
     def __init__(self, names: Iterable[str] = STOP_SIGNALS) -> None:
@@ -153,25 +150,6 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:
             self._received = signal.Signals(number).name
-
-
-@contextmanager
-def shielded_children(names: Iterable[str] = STOP_SIGNALS) -> Iterator[None]:
-    """Processes started inside never see the named signals; this process gets them late, not never.
-
-    Schedulers signal every process of a job. The process that collects the results of a checkpoint
-    save is a new interpreter with default handlers: SIGUSR1 would end it in the middle of the very
-    save that the signal asked for. Blocked signals stay blocked across fork and exec.
-    """
-    numbers = {_signal_of(name) for name in names}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        # multiprocessing starts its tracker before the first child, and unblocks SIGTERM after it.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def stop_reason(

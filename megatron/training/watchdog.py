@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from megatron.training.children import kill_children
 from megatron.training.control import HEARTBEATS, STACKS
 from megatron.training.errors import UsageError
 
@@ -267,11 +266,9 @@ class Watchdog:
 
 
 def leave_at_once(code: int) -> None:
-    """Ends this process where nothing can be cancelled, and its children: what ends the helpers of
-    a checkpoint's writer at a proper exit does not run here."""
+    """Ends this process where nothing can be cancelled, and its children: what ends them at a
+    proper exit does not run here."""
     try:
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_children(os.getpid())
     finally:
         os._exit(code)

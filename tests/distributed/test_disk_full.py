@@ -107,7 +107,7 @@ def test_whatever_fails_on_one_rank_the_next_save_works_and_three_in_a_row_end_i
     failed = {r["iteration"]: r["reason"] for r in records if r["kind"] == "checkpoint.failed"}
     assert list(failed) == list(FAULTS)
     for iteration, (fault, rank) in FAULTS.items():
-        said = {"killed": f"rank {rank}", "helper": f"rank {rank}", "hung": "has not ended"}
+        said = {"killed": f"rank {rank}", "results": f"rank {rank}", "hung": "has not ended"}
         assert said.get(fault, "No space left") in failed[iteration], failed[iteration]
     good = [i for i in range(1, max(FAULTS)) if i not in FAULTS]
     assert [r["iteration"] for r in records if r["kind"] == "checkpoint.commit"] == good

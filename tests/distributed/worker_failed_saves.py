@@ -28,7 +28,7 @@ FAULTS = {
     8: ("metadata.json", 0),
     10: ("killed", 1),
     12: ("hung", 1),
-    14: ("helper", 1),
+    14: ("results", 1),
     16: ("data", 0),
     17: ("common.pt", 0),
     18: ("data", 1),
@@ -58,7 +58,6 @@ class Faults:
     """Breaks functions of megatron-core and torch for the checkpoints of some iterations."""
 
     def __init__(self, faults: dict[int, tuple[str, int]], rank: int) -> None:
-        self.helper = 0
         self.mine = {f"iter_{i:07d}": name for i, (name, on) in faults.items() if on == rank}
 
     def meets(self, path: Any, *names: str) -> str | None:
@@ -78,7 +77,7 @@ class Faults:
 
     def write_item(self, real: Callable[..., Any]) -> Any:
         """Writes, in the process of one file, what the fault lets through."""
-        harm = {"data": full, "killed": die, "hung": hang, "helper": self.lose_helper}
+        harm = {"data": full, "killed": die, "hung": hang}
 
         @functools.wraps(real)
         def run(transforms: Any, stream: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,20 +88,16 @@ class Faults:
 
         return run
 
-    def lose_helper(self) -> None:
-        """Kills the process that collects what was written."""
-        os.kill(self.helper, signal.SIGKILL)
-
     def start(self, real: Callable[..., Any]) -> Any:
-        """Waits for a second only where the fault is to hang."""
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        """Waits for a second only where the fault is to hang; hands nothing over where that is
+        what fails."""
 
         def run(process: Any, request: Any, *, timeout_s: float) -> None:
-            queue: Any = filesystem_async._results_queue
-            self.helper = queue.helper.pid
             buckets = request.async_fn_args[1] if request.async_fn_args else []
-            is_hung = any(self.meets(bucket[0], "hung") for bucket in buckets)
-            real(process, request, timeout_s=1.0 if is_hung else timeout_s)
+            found = {self.meets(bucket[0], "hung", "results") for bucket in buckets}
+            if "results" in found:
+                request.async_fn_args[2].put = lambda results: full()
+            real(process, request, timeout_s=1.0 if "hung" in found else timeout_s)
 
         return run
 

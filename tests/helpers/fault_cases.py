@@ -71,6 +71,8 @@ def strike(run: Run, kill: Kill) -> str:
         What was killed where, or nothing if nothing was: the run was done before.
     """
     is_there = come(run, kill.moment, kill.after_s)
+    if is_there and kill.victim == "writer":  # lives only while a checkpoint is written
+        wait_until(lambda: bool(run.find("writer")) or run.code is not None, MOST_S)
     victims = run.find(kill.victim) if is_there else []
     for pid in victims:
         send(pid, signal.SIGKILL)

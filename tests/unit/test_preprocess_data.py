@@ -240,7 +240,9 @@ def test_the_tool_prints_what_to_use(tmp_path, capsys):
     assert f"--data-path {prefix}_text_document" in capsys.readouterr().out
 
 
-def test_interrupt_leaves_nothing(tmp_path):
+def interrupted(tmp_path, number):
+    """A tool with two workers that got a signal at work: its code, what it says to its end, and its
+    output folder."""
     big = tmp_path / "big.jsonl"
     big.write_text((json.dumps({"text": "word " * 200}) + "\n") * 60_000)
     out = tmp_path / "out"
@@ -253,11 +255,21 @@ def test_interrupt_leaves_nothing(tmp_path):
     deadline = time.monotonic() + 60
     while not out.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 1, error
+    return process.returncode, error, out
+
+
+def test_interrupt_leaves_nothing(tmp_path):
+    code, error, out = interrupted(tmp_path, signal.SIGTERM)
+    assert code == 1, error
     assert "interrupted" in error
     assert list(out.iterdir()) == []
+
+
+def test_workers_end_with_a_tool_that_is_killed(tmp_path):
+    code, _, _ = interrupted(tmp_path, signal.SIGKILL)
+    assert code == -signal.SIGKILL
 
 
 def test_standard_library_sources_are_complete_and_ordered(tmp_path):

@@ -157,9 +157,15 @@ def test_the_fused_kernel_updates_in_place_on_this_device(name: str) -> None:
     assert step.item() == 1, "the kernel must leave the step count alone"
 
 
-def test_the_queue_of_the_writers_is_made_once_by_one_function() -> None:
-    assert parameters_of(filesystem_async._get_write_results_queue) == []
-    assert "_results_queue" in vars(filesystem_async)
+def test_a_writer_asks_one_function_for_its_queue_and_calls_two_methods_of_it() -> None:
+    writer = filesystem_async.FileSystemWriterAsync
+    made = inspect.getsource(writer.prepare_write_data)
+    assert made.count("self.results_queue = _get_write_results_queue()") == 1
+    written = inspect.getsource(writer.write_preloaded_data_multiproc)
+    assert written.count("global_results_queue") == 3, "parameter, docstring, use"
+    assert "global_results_queue.put(write_results_or_exc)" in written
+    taken = inspect.getsource(writer.retrieve_write_results)
+    assert "self.results_queue.get_nowait()" in taken and "except queue.Empty" in taken
 
 
 def test_the_common_state_is_saved_by_the_strategy_that_is_registered() -> None:

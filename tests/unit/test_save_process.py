@@ -2,42 +2,90 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import queue
 import signal
-from pathlib import Path
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch.distributed.checkpoint.api import _is_wrapped_exception
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron.training import agreed_save, save_process
+from megatron.training import agreed_save
+from megatron.training.save_process import WriteResults
 
-
-def test_a_helper_that_is_stopped_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_process, "_ANSWER_S", 1.0)
-    try:
-        for settle in (save_process._helper_answers, save_process.forget_results):
-            save_process.start_helper()
-            process = save_process._helper().helper
-            os.kill(process.pid, signal.SIGSTOP)
-            assert settle() is not True
-            process.join(10.0)
-            assert process.exitcode == -signal.SIGKILL
-    finally:
-        save_process._drop_helper()
+FORKED = multiprocessing.get_context("fork")
+PARENT = """
+import os, sys, time
+from megatron.training.children import end_with_parent
+parent = os.getpid()
+if os.fork() == 0:
+    end_with_parent(parent)
+    os.write(1, b"ready")
+    time.sleep(1000)
+time.sleep(1000)
+"""
 
 
-def test_a_helper_that_dies_late_is_an_error_that_others_are_told_of(tmp_path: Path) -> None:
+def test_a_forked_process_hands_over_more_than_a_pipe_holds() -> None:
+    results, sent = WriteResults(), {0: ["x" * 10_000_000]}
+    process = FORKED.Process(target=results.put, args=(sent,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and results.get_nowait() == sent
+
+
+def test_half_of_what_was_written_is_nothing() -> None:
+    def write() -> None:
+        results.put({0: ["x" * 1000]})
+        os.ftruncate(results._file.fileno(), 500)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    results = WriteResults()
+    process = FORKED.Process(target=write)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(queue.Empty):
+        results.get_nowait()
+    with pytest.raises(queue.Empty):
+        WriteResults().get_nowait()
+
+
+def test_where_memory_has_no_files_a_temporary_file_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(name)
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    results = WriteResults()
+    results.put([1])
+    assert results.get_nowait() == [1]
+
+
+def test_each_save_of_megatron_core_gets_results_of_its_own() -> None:
     agreed_save.register()
-    writer: Any = FileSystemWriterAsync(tmp_path)
-    save_process.start_helper()
-    results: Any = save_process._helper()
-    writer.write_buckets, writer.results_queue = [], results
-    save_process._drop_helper()
-    results.helper.join(10.0)
-    assert _is_wrapped_exception(writer.retrieve_write_results())
+    get: Any = filesystem_async._get_write_results_queue
+    first, second = get(), get()
+    assert isinstance(first, WriteResults)
+    first.put([1])
+    with pytest.raises(queue.Empty):
+        second.get_nowait()
+
+
+def test_a_child_of_a_killed_process_ends_and_lets_go_of_its_output() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdout.read(5) == b"ready"
+    parent.kill()
+    assert parent.communicate(timeout=60)[0] == b""
+
+
+def test_a_child_whose_parent_went_before_it_could_ask_ends_too() -> None:
+    code = "from megatron.training.children import end_with_parent; end_with_parent(2**30)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=60)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_any_error_of_a_finalization_is_met_and_raised() -> None:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.training.control import TIME_LIMIT
-from megatron.training.signals import (
-    STOP_SIGNALS,
-    StopReason,
-    StopSignals,
-    shielded_children,
-    stop_reason,
-)
+from megatron.training.signals import STOP_SIGNALS, StopReason, StopSignals, stop_reason
 
 reasons = st.sampled_from(
     [
@@ -94,52 +85,6 @@ def test_only_the_main_thread_may_install() -> None:
 def test_bad_signal_names_are_refused_with_a_better_one(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*SIGTERM"):
         StopSignals((name,))
-
-
-@pytest.mark.parametrize("name", STOP_SIGNALS)
-@pytest.mark.parametrize("shielded", [True, False])
-def test_only_shielded_children_outlive_the_signal(name: str, shielded: bool) -> None:
-    code = f"import os, signal; os.kill(os.getpid(), signal.{name}); print('alive')"
-    with StopSignals((name,)):
-        if shielded:
-            with shielded_children((name,)):
-                child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        else:
-            child = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert child.returncode == (0 if shielded else -signal.Signals[name])
-    assert child.stdout.strip() == (b"alive" if shielded else b"")
-
-
-@pytest.mark.parametrize("name", STOP_SIGNALS)
-def test_the_first_child_of_multiprocessing_is_shielded_too(tmp_path: Path, name: str) -> None:
-    """Its tracker, which starts with the first child, lets SIGTERM through again."""
-    program = tmp_path / "program.py"
-    lines = [
-        "import multiprocessing, os, signal",
-        "from megatron.training.signals import StopSignals, shielded_children",
-        "def struck():",
-        f"    os.kill(os.getpid(), signal.{name})",
-        "if __name__ == '__main__':",
-        "    with StopSignals():",
-        "        with shielded_children():",
-        "            child = multiprocessing.get_context('spawn').Process(target=struck)",
-        "            child.start()",
-        "        child.join()",
-        "        signal.raise_signal(signal.SIGTERM)",
-        "        print(child.exitcode)",
-    ]
-    program.write_text("\n".join(lines))
-    done = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "0")
-
-
-def test_a_signal_while_shielding_arrives_afterwards() -> None:
-    with StopSignals() as stop:
-        with shielded_children():
-            # To this thread: a test runner has others that take a signal of the process at once.
-            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-            assert stop.received is None
-        assert stop.received == "SIGTERM"
 
 
 @given(

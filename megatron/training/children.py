@@ -1,0 +1,37 @@
+"""Processes that this one has started: they end with it, or before."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def end_with_parent(parent: int) -> None:
+    """Has Linux kill this process when its parent ends, however that goes; elsewhere nothing.
+
+    To be exact, when the thread that started it ends: start it from the main thread.
+
+    Args:
+        parent: process id; where it has gone already, this process ends here.
+    """
+    if _LIBC is None:
+        return
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_children(pid: int) -> None:
+    """Kills all that a process has started, and what that has started."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()

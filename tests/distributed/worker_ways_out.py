@@ -1,0 +1,91 @@
+"""Trains like pretrain_gpt.py, and leaves the way that COPUS_TEST_WAY says.
+
+worker_ways_out.py FLAGS
+
+COPUS_TEST_WAY is JSON: `at` the `start`, in the `step` of `iteration`, or at its `end`; `how`, of
+`HOW`; `rank` that leaves, all by default; `writers_hang`, whether checkpoints are never written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+from tests.helpers.jobs import prepare
+
+SAID = "this way out"
+HOW = ("error", "usage", "SIGINT", "SIGTERM", "SIGKILL")
+
+
+def leave(how: str) -> None:
+    """Leaves this rank, or has it leave."""
+    from megatron.training.errors import UsageError
+
+    if how.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[how])
+    else:
+        raise {"error": ValueError, "usage": UsageError}[how](SAID)
+
+
+def leaving(way: dict[str, Any]) -> Any:
+    """A callback that leaves."""
+    from megatron.training.callbacks import Callback, CallbackContext
+
+    class Leave(Callback):
+        """Leaves where and how it is told."""
+
+        def on_train_start(self, context: CallbackContext) -> None:
+            self.leave("start", 1)
+            self.iteration = context.state.iteration
+            context.model[0].register_forward_pre_hook(self.forward)
+
+        def forward(self, *_: Any) -> None:
+            """Within a step."""
+            self.leave("step", self.iteration + 1)
+
+        def on_train_step_end(self, context: CallbackContext) -> None:
+            self.iteration = context.state.iteration
+            self.leave("end", self.iteration)
+
+        def leave(self, at: str, iteration: int) -> None:
+            """If it is the place."""
+            is_me = way.get("rank", rank()) == rank()
+            if is_me and (way["at"], way.get("iteration", 1)) == (at, iteration):
+                leave(way["how"])
+
+    return Leave()
+
+
+def rank() -> int:
+    """This one's."""
+    return int(os.environ["RANK"])
+
+
+def hang(*_: Any, **__: Any) -> None:
+    """Waits as on a file system that does not answer."""
+    time.sleep(1000)
+
+
+def main() -> int:
+    """Trains; the code of pretrain_gpt.py."""
+    prepare()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    import pretrain_gpt
+
+    way = json.loads(os.environ["COPUS_TEST_WAY"])
+    write = hang if way.get("writers_hang") else filesystem_async._write_item
+    with (
+        mock.patch.object(filesystem_async, "_write_item", write),
+        mock.patch.object(pretrain_gpt, "controllers", lambda args: [leaving(way)]),
+    ):
+        return pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
