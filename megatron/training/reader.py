@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import signal
@@ -152,10 +153,13 @@ class BatchReader:
         self._next = None
         # torch offers no call for this: workers end when nobody holds their iterator any more, but
         # a batch that was taken to its end still does.
-        stop = getattr(self._loader._iterator, "_shutdown_workers", None)
-        if stop is not None:
-            stop()
+        iterator: Any = self._loader._iterator
+        if iterator is not None:
+            iterator._shutdown_workers()
+            for worker in iterator._workers:  # one that still reads has ignored SIGTERM
+                worker.kill()
         self._loader._iterator = None
+        atexit.unregister(self.close)
 
     def _check_end(self, end: int) -> None:
         if end > self._num_samples:
@@ -167,6 +171,10 @@ class BatchReader:
     def _start(self, rows: Iterable[list[int]]) -> None:
         self._plan.rows = rows
         self._batches = iter(self._loader)
+        if self._loader._iterator is not None:
+            # Before multiprocessing's own, which would wait for them where the run has failed.
+            atexit.unregister(self.close)
+            atexit.register(self.close)
 
     def _serve(
         self, rows: list[list[int]], following: _Position | None

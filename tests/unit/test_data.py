@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +391,33 @@ def test_close_stops_the_workers():
     for worker in workers:
         worker.join(timeout=10)
     assert not any(worker.is_alive() for worker in workers)
+
+
+class Stuck(Numbered):
+    """Its samples from 4 on never come."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.waits = torch.multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= 4:
+            self.waits.set()
+            time.sleep(1000)
+        return super().__getitem__(index)
+
+
+def test_close_stops_a_worker_that_waits_for_a_sample(monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    samples = Stuck(40)
+    reader = BatchReader(samples, num_workers=1)
+    take(reader, 0, 4, 2)
+    assert samples.waits.wait(60)
+    iterator: Any = reader._loader._iterator
+    (worker,) = iterator._workers
+    reader.close()
+    worker.join(timeout=60)
+    assert worker.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

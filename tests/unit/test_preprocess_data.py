@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -240,6 +241,10 @@ def test_the_tool_prints_what_to_use(tmp_path, capsys):
     assert f"--data-path {prefix}_text_document" in capsys.readouterr().out
 
 
+def is_at_work(pid, out):
+    return out.exists() and len(psutil.Process(pid).children()) == 2
+
+
 def interrupted(tmp_path, number):
     """A tool with two workers that got a signal at work: its code, what it says to its end, and its
     output folder."""
@@ -253,7 +258,7 @@ def interrupted(tmp_path, number):
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not out.exists() and time.monotonic() < deadline:
+    while not is_at_work(process.pid, out) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
