@@ -164,7 +164,7 @@ class NoiseObserver:
     def ratios(self, names: Iterable[str]) -> dict[str, float | None]:
         """phi in samples of some parameter sets, of those that were measured."""
         kept = [] if self.is_broken else [name for name in names if name in self._averages]
-        return {name: self._averages[name].read().ratio for name in kept}
+        return {name: self._averages[name].ratio for name in kept}
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""

@@ -8,10 +8,17 @@ noise scale a fifth too small.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from copus_ext.noise.estimators import Estimate
+from copus_ext.noise.interval import (
+    Z_95,
+    Interval,
+    ratio_interval,
+    skewed_bounds,
+    student_quantile,
+)
 
 MIN_HALF_LIFE_TOKENS = 0.44e6
 """What the paper's factor 0.95 per step amounts to at its first batch (16 x 2,048 tokens)."""
@@ -21,8 +28,8 @@ MAX_HALF_LIFE_FRACTION = 0.25
 MIN_HALF_LIFE_STEPS = 16
 ENOUGH_MEASUREMENTS, LARGEST_INTERVAL = 64, 16
 """In a half-life, if every step is not measured; and the most steps from one to the next."""
-Z_95 = 1.959963984540054
-"""Two-sided 95 % of a normal distribution."""
+MIN_EFFECTIVE_STEPS = 4.0
+"""Measurements that an average must be worth, at least, before its scatter says anything."""
 _BLIND_DRIFT = 0.05
 
 
@@ -49,22 +56,9 @@ def half_life_of_factor(alpha: float, tokens_per_step: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Interval:
-    """The ratio V/|G|^2 and how well it is known."""
-
-    ratio: float | None
-    """Smoothed V over smoothed |G|^2; None when that is not positive."""
-    low: float | None
-    """Lower end; None when nothing was measured."""
-    high: float | None
-    """Upper end; None when unbounded."""
-    log_variance: float | None
-    """Variance of ln(ratio) by the delta method; None where there is no ratio."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Smoothed:
-    """Exponential averages of |G|^2 and V and the covariance of these averages.
+    """Exponential averages of |G|^2 and V, the covariance of these averages, and the moments of the
+    single measurements around them.
 
     Belongs to parameters and data: valid across changes of batch and layout as it is.
     """
@@ -77,12 +71,28 @@ class Smoothed:
     """Sum of the weights, below 1 until the average is warm."""
     weight2: float = 0.0
     """Sum of the squared weights."""
+    weight3: float = 0.0
+    """Sum of the cubed weights."""
     p_gg: float = 0.0
     """Weighted scatter of |G|^2 around the average."""
     p_vv: float = 0.0
     """Weighted scatter of V."""
     p_gv: float = 0.0
     """Mixed scatter."""
+    m_gg: float = 0.0
+    """Weighted sum of (|G|^2 - its average)^2. The scatter above has squared weights."""
+    m_gv: float = 0.0
+    """Weighted sum of the product of both deviations; the names say which in the sums below."""
+    m_vv: float = 0.0
+    """See `m_gv`."""
+    m_ggg: float = 0.0
+    """See `m_gv`."""
+    m_ggv: float = 0.0
+    """See `m_gv`."""
+    m_gvv: float = 0.0
+    """See `m_gv`."""
+    m_vvv: float = 0.0
+    """See `m_gv`."""
 
     @property
     def g2(self) -> float:
@@ -108,40 +118,45 @@ class Smoothed:
             half_life: tokens after which a measurement counts half.
         """
         a = -math.expm1(-tokens / half_life * math.log(2))
-        keep = 1 - a
-        weight = keep * self.weight + a
-        sum_g2 = keep * self.sum_g2 + a * new.g2
-        sum_v = keep * self.sum_v + a * new.v
-        p_gg, p_vv, p_gv = self.p_gg, self.p_vv, self.p_gv
-        if self.weight:
-            g_old, g_new = new.g2 - self.g2, new.g2 - sum_g2 / weight
-            v_old, v_new = new.v - self.v, new.v - sum_v / weight
-            p_gg = keep**2 * p_gg + a**2 * g_old * g_new
-            p_vv = keep**2 * p_vv + a**2 * v_old * v_new
-            p_gv = keep**2 * p_gv + a**2 * (g_old * v_new + v_old * g_new) / 2
+        if not self.weight:
+            sums = {"sum_g2": a * new.g2, "sum_v": a * new.v}
+            return Smoothed(**sums, weight=a, weight2=a**2, weight3=a**3)
+        old = self._scaled(1 - a)
+        weight = old.weight + a
+        sum_g2, sum_v = old.sum_g2 + a * new.g2, old.sum_v + a * new.v
+        g, v = new.g2 - self.g2, new.v - self.v
+        g_after, v_after = new.g2 - sum_g2 / weight, new.v - sum_v / weight
+        # Moments of two sets put together: all of before, and one more measurement.
+        share, pair = a / weight, a * old.weight / weight
+        cube = pair * (old.weight - a) / weight
         return Smoothed(
             sum_g2=sum_g2,
             sum_v=sum_v,
             weight=weight,
-            weight2=keep**2 * self.weight2 + a**2,
-            p_gg=p_gg,
-            p_vv=p_vv,
-            p_gv=p_gv,
+            weight2=old.weight2 + a**2,
+            weight3=old.weight3 + a**3,
+            p_gg=old.p_gg + a**2 * g * g_after,
+            p_vv=old.p_vv + a**2 * v * v_after,
+            p_gv=old.p_gv + a**2 * (g * v_after + v * g_after) / 2,
+            m_gg=old.m_gg + pair * g * g,
+            m_gv=old.m_gv + pair * g * v,
+            m_vv=old.m_vv + pair * v * v,
+            m_ggg=old.m_ggg + cube * g**3 - share * 3 * g * old.m_gg,
+            m_ggv=old.m_ggv + cube * g**2 * v - share * (2 * g * old.m_gv + v * old.m_gg),
+            m_gvv=old.m_gvv + cube * g * v**2 - share * (2 * v * old.m_gv + g * old.m_vv),
+            m_vvv=old.m_vvv + cube * v**3 - share * 3 * v * old.m_vv,
         )
+
+    def _scaled(self, k: float) -> Smoothed:
+        """All weights times `k`."""
+        sums = {name: k * value for name, value in vars(self).items()}
+        squared = {name: k * sums[name] for name in ("weight2", "p_gg", "p_vv", "p_gv")}
+        return Smoothed(**(sums | squared | {"weight3": k * k * sums["weight3"]}))
 
     def decay(self, *, tokens: float, half_life: float) -> Smoothed:
         """Ages what is known by tokens that nothing was measured in; the value stays, its weight
         against what comes does not."""
-        k = 2.0 ** (-tokens / half_life)
-        return Smoothed(
-            sum_g2=k * self.sum_g2,
-            sum_v=k * self.sum_v,
-            weight=k * self.weight,
-            weight2=k * k * self.weight2,
-            p_gg=k * k * self.p_gg,
-            p_vv=k * k * self.p_vv,
-            p_gv=k * k * self.p_gv,
-        )
+        return self._scaled(2.0 ** (-tokens / half_life))
 
     def doubt(self, factor: float) -> Smoothed:
         """Widens the covariance: by 2 after a change of batch or learning rate, by 4 after one of
@@ -157,61 +172,52 @@ class Smoothed:
         grow = tokens / half_life * _BLIND_DRIFT**2 * self.weight**2
         return replace(self, p_gg=self.p_gg + grow * self.g2**2, p_vv=self.p_vv + grow * self.v**2)
 
-    def read(self, z: float = Z_95) -> Interval:
-        """The ratio with Fieller's interval at `z` standard deviations.
+    @property
+    def ratio(self) -> float | None:
+        """V over |G|^2; None while that is not positive."""
+        return max(self.v, 0.0) / self.g2 if self.weight and self.g2 > 0 else None
 
-        Unbounded above when |G|^2 is not known to be positive. Few measurements say little about
-        their own spread: their scatter is corrected for that, and the quantile is Student's.
+    def read(self, z: float = Z_95) -> Interval:
+        """The ratio with its interval, whose ends miss as often as a normal tail beyond `z`.
+
+        Unbounded above when |G|^2 is not known to be positive. The scatter of few measurements is
+        itself uncertain: the quantile is Student's. Squared weights, with which it is summed, are
+        worth half as many measurements as the average is.
         """
         if not self.weight:
-            return Interval(ratio=None, low=None, high=None, log_variance=None)
-        freedom = self.effective_steps - 1
-        if freedom < 1e-6:
-            ratio = max(self.v, 0.0) / self.g2 if self.g2 > 0 else None
-            return Interval(ratio=ratio, low=0.0, high=None, log_variance=None)
-        # Scatter over weight^2 expects (n-1)/n of the variance; Cornish-Fisher for the quantile.
-        w2 = self.weight**2 * freedom / (freedom + 1)
-        z *= 1 + (z * z + 1) / (4 * freedom)
-        return ratio_interval(self.g2, self.v, self.p_gg / w2, self.p_vv / w2, self.p_gv / w2, z=z)
+            return Interval(ratio=None, low=None, high=None)
+        n = self.effective_steps
+        if n < MIN_EFFECTIVE_STEPS:
+            return Interval(ratio=self.ratio, low=0.0, high=None)
+        # Scatter over weight^2 expects (n-1)/n of the variance.
+        w2 = self.weight**2 * (n - 1) / n
+        bounds = skewed_bounds(student_quantile(z, n / 2), self._skewness())
+        return ratio_interval(
+            self.g2, self.v, self.p_gg / w2, self.p_vv / w2, self.p_gv / w2, bounds=bounds
+        )
+
+    def _skewness(self) -> float:
+        """Skewness of the average of V - r |G|^2 at the measured ratio r; without one, of -|G|^2,
+        which is all that counts where r is large.
+
+        That of single measurements, with the usual correction for few of them, times what averaging
+        leaves of it.
+        """
+        x, y = (self.v, self.g2) if self.g2 > 0 else (1.0, 0.0)
+        square = y * y * self.m_vv - 2 * x * y * self.m_gv + x * x * self.m_gg
+        if not square > 0:
+            return 0.0
+        cube = y**3 * self.m_vvv - 3 * x * y * y * self.m_gvv
+        cube += 3 * x * x * y * self.m_ggv - x**3 * self.m_ggg
+        n = self.effective_steps
+        single = cube / square**1.5 * math.sqrt(self.weight) * math.sqrt(n * (n - 1)) / (n - 2)
+        return single * self.weight3 / self.weight2**1.5
 
     def to_json(self) -> dict[str, float]:
         """Plain JSON types; floats survive exactly."""
-        return asdict(self)
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Smoothed:
         """Inverse of `to_json`."""
         return cls(**data)
-
-
-def ratio_interval(
-    g2: float, v: float, var_g2: float, var_v: float, covariance: float, *, z: float
-) -> Interval:
-    """Fieller's interval of v/g2: all ratios r for which v - r g2 is within z deviations of 0."""
-    v = max(v, 0.0)
-    # (v - r g2)^2 <= z^2 (var_v - 2 r cov + r^2 var_g2), a quadratic p r^2 - 2 q r + s <= 0.
-    zz = z * z
-    p = g2 * g2 - zz * var_g2
-    q = g2 * v - zz * covariance
-    s = v * v - zz * var_v
-    root = q * q - p * s
-    if g2 <= 0 or p <= 0:
-        # The set reaches to infinity: what is left of it below is its other end.
-        low = 0.0 if root < 0 or s <= 0 else _lower_end(p, q, s, root)
-        ratio = v / g2 if g2 > 0 else None
-        return Interval(ratio=ratio, low=low, high=None, log_variance=None)
-    width = math.sqrt(max(root, 0.0))
-    variance = None
-    if v > 0:
-        variance = var_v / v**2 + var_g2 / g2**2 - 2 * covariance / (v * g2)
-    return Interval(
-        ratio=v / g2, low=max((q - width) / p, 0.0), high=(q + width) / p, log_variance=variance
-    )
-
-
-def _lower_end(p: float, q: float, s: float, root: float) -> float:
-    """The positive end of an unbounded Fieller set that contains large ratios."""
-    if p == 0:
-        return max(s / (2 * q), 0.0) if q > 0 else 0.0
-    ends = sorted(((q - math.sqrt(root)) / p, (q + math.sqrt(root)) / p))
-    return max(ends[1], 0.0)
