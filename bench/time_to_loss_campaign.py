@@ -68,6 +68,8 @@ class Campaign:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
+        from copus_ext.config import PUBLISHED_NOISE_SCALE_MULTIPLIER
+
         self.args, size = args, SIZES[args.size]
         batches = tuple(int(b) for b in (args.batches or size["batches"]).split(","))
         evaluations = args.evaluations or size["evaluations"]
@@ -87,7 +89,7 @@ class Campaign:
             beta2=0.95,
             eval_samples=args.eval_samples or size["eval_samples"],
             evaluations=evaluations,
-            calibration=args.calibration,
+            calibration=args.calibration or PUBLISHED_NOISE_SCALE_MULTIPLIER,
         )
         self.links = args.links.split(",")
         self.seeds = [int(s) for s in args.seeds.split(",")]

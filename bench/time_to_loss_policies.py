@@ -306,7 +306,7 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
 
     if name in BY_NOISE_ALONE:
         own = fixed("cbs" if name.startswith("cbs") else name)
-        own += ["--copus-calibration", f"{recipe.calibration:g}"]
+        own += ["--copus-noise-scale-multiplier", f"{recipe.calibration:g}"]
         return [*recipe.of(start_of(name, recipe, profile)), *copus, *known, *own]
     ways = {
         "cbs_free": (small, [*fixed("cbs"), *free]),
@@ -315,8 +315,8 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
         "only_batch": (small, []),
         "only_layout": (small, [*fixed("static"), *free]),
         "objective_copus": (small, [*free, "--copus-objective", "copus"]),
-        "c_2": (small, [*free, "--copus-calibration", "2"]),
-        "c_8": (small, [*free, "--copus-calibration", "8"]),
+        "c_2": (small, [*free, "--copus-noise-scale-multiplier", "2"]),
+        "c_8": (small, [*free, "--copus-noise-scale-multiplier", "8"]),
         "lr_model": (small, [*free, "--copus-objective", "lr_model"]),
         "paper_rule": (small, [*free, "--copus-switch-rule", "paper"]),
         "paper": (small, [*free, *fixed("copus")]),

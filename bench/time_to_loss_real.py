@@ -227,7 +227,7 @@ def parse() -> argparse.Namespace:
     p.add_argument("--eval-samples", type=int, help="held-out samples of an evaluation")
     p.add_argument("--lr", type=float, default=5e-4, help="at the first batch")
     p.add_argument("--decay", choices=("cosine", "constant"), default="cosine")
-    p.add_argument("--calibration", type=float, default=2.0, help="c of the baselines")
+    p.add_argument("--calibration", type=float, help="c of the baselines; default: as published")
     p.add_argument("--targets", type=int, default=5)
     p.add_argument("--data-path", help="prefix of an indexed data set; default: made")
     p.add_argument("--work", default=str(ROOT / "runs" / "time_to_loss_real"))

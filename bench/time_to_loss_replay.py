@@ -255,7 +255,7 @@ def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Any:
     values = {"copus": True, "copus_max_global_batch_size": recipe.batches[-1], **known[policy]}
     start = "small"
     if policy in ("cbs_large", "norm_test", "doubling", "seesaw"):
-        values["copus_calibration"] = recipe.calibration
+        values["copus_noise_scale_multiplier"] = recipe.calibration
         small = layout_of(start_of("cbs_small", recipe, profile))
         start = "small" if layout_of(start_of(policy, recipe, profile)) == small else "large"
     return Contender(name=policy, start=start, flags=CopusConfig(**values))

@@ -78,7 +78,7 @@ def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: lis
     everybody = contenders(scenario.batches)
     more = [(name, c) for name in BELIEVERS for c in BELIEVED]
     for name, c in [*more, *((name, 8.0) for name in STRONG)]:
-        other = contenders(scenario.batches, calibration=c)[name]
+        other = contenders(scenario.batches, noise_scale_multiplier=c)[name]
         new = f"{name}_c{c:g}"
         everybody[new] = dataclasses.replace(other, name=new)
     usual = {*contenders(scenario.batches), *SHOWN}

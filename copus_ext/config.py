@@ -8,6 +8,14 @@ from copus_ext.goodput.objectives import OBJECTIVES
 from copus_ext.goodput.policies import POLICIES
 from megatron.training.config.fields import option
 
+# Defaults that depend on the run or on another flag; every other one stands at its flag.
+NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 4.0, 2.0
+"""c of ours, and of what is published (docs/decisions/020)."""
+MOST_GROWTH, MOST_SHRINKING = 64, 8
+"""Times that the batch may grow, or shrink where that is allowed, from the first."""
+DECISION_STEPS = 20
+"""Steps between two decisions."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CopusConfig:
@@ -27,9 +35,11 @@ class CopusConfig:
     copus_switch_rule: str = option("forward", choices=("forward", "paper"))
     """forward: a gain must be sure, and pay for its pause over the rest of the run. paper: it must
     be a tenth."""
-    copus_calibration: float | None = option(None)
-    """The noise scale that counts, Phi, is this times the measured one. Default: 4; 2 with the
-    objective copus, and with the policies that are published so."""
+    copus_noise_scale_multiplier: float | None = option(
+        None, "--copus-noise-scale-multiplier", "--copus-calibration"
+    )
+    """c: the critical batch size, Phi, is this times the measured noise scale. Default: 4; 2 with
+    the objective copus, and with the policies that are published so."""
     copus_interval: float | None = option(None)
     """Tokens between two decisions. Default: those of 20 steps."""
     copus_min_global_batch_size: int | None = option(None)

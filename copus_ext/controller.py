@@ -17,8 +17,8 @@ from copus_ext.goodput import costs, policies
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import History, key_of, new_record
 from copus_ext.goodput.rates import Ramp
-from copus_ext.goodput.situation import Decision, Situation
-from copus_ext.goodput.summary import decision_line
+from copus_ext.goodput.situation import Decision, Row, Situation
+from copus_ext.goodput.summary import FAILED, UNDECIDED, decision_line, length_line
 from copus_ext.journal import Journal
 from copus_ext.ledger import Ledger, Present
 from copus_ext.link import time_link
@@ -27,6 +27,7 @@ from copus_ext.outlook import Outlook
 from copus_ext.reconfigure.phases import Outcome
 from copus_ext.watch import NoiseWatch
 from megatron.training.agree import from_rank_zero
+from megatron.training.batch_schedule import steps_for
 from megatron.training.callbacks import Callback, CallbackContext
 from megatron.training.errors import Relaunch, UsageError
 from megatron.training.layout import Layout, batch_problems
@@ -63,7 +64,7 @@ class Controller(Callback):
         self.failed = False
         self.outlook: Outlook | None = None
         self.moves: Moves | None = None
-        self._last: Decision | None = None
+        self._news = UNDECIDED
         self.home: Layout | None = None
         self._was_paused = False
         self.keeps_settings = self._acts
@@ -206,6 +207,8 @@ class Controller(Callback):
         if not self.failed and self._is_due(context):
             decision = self._decide(context)
             if decision is not None and self._acts:
+                if decision.kind != "stay":
+                    self._news = ""  # it is told when it is done
                 if decision.kind == "batch":
                     ramp = self._ramp_to(decision.to.global_batch_size, context)
                     self._obey(decision, context, before=Present.of(context), ramp=ramp)
@@ -305,12 +308,12 @@ class Controller(Callback):
         record["last_decision_samples"] = step.consumed_samples
         record["answered_batch"] = self._scheduled(context)
         if answer is None or "failed" in answer:
-            self.failed = True
+            self.failed, self._news = True, FAILED
             return None
         record["num_decisions"] = number
         decision = Decision.from_json(answer["decision"])
         self.ledger.history.decided(decision, consumed_samples=step.consumed_samples)
-        self._last = decision
+        self._news = decision_line(decision)
         return decision
 
     def _decide_here(self, context: CallbackContext, number: int) -> dict[str, Any]:
@@ -355,8 +358,29 @@ class Controller(Callback):
             before=before,
             layout=str(decision.to.as_layout),
             ramp=ramp,
-            noise_samples=phi and self.rules.calibration * phi,
+            critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
+            length=self._length(context, before, decision.to),
         )
+
+    def _length(self, context: CallbackContext, before: Present, to: Row) -> str:
+        """What a change makes of the number of steps, a line; empty if it stays."""
+        step, total = context.step, context.config.batch.train_samples
+        assert step is not None
+        sizes = (
+            (before.batch, Layout.from_text(before.layout)),
+            (to.global_batch_size, to.as_layout),
+        )
+        ends = [
+            step.iteration
+            + steps_for(
+                total - step.consumed_samples,
+                batch,
+                # A loop that keeps its micro-batch drops a rest that is less than a batch.
+                least=layout.batch_unit if self.changes_micro_batch else batch,
+            )
+            for batch, layout in sizes
+        ]
+        return "" if ends[0] == ends[1] else length_line(total, before=ends[0], after=ends[1])
 
     def _wanted(self, context: CallbackContext) -> StepSettings:
         """How the next step is to be taken."""
@@ -376,11 +400,11 @@ class Controller(Callback):
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
     def on_log(self, context: CallbackContext) -> None:
-        """Adds lines below the log line."""
+        """Adds lines below the log line: the noise scale, and once what was decided."""
         self.watch.on_log(context)
-        context.log_fragments.append(
-            decision_line(self._last, mode=self.flags.copus_mode, failed=self.failed)
-        )
+        if self._news:
+            context.log_fragments.append(self._news)
+            self._news = ""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """Notes how old the last checkpoint is."""

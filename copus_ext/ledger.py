@@ -165,7 +165,8 @@ class Ledger:
         before: Present,
         layout: str,
         ramp: Ramp | None,
-        noise_samples: float | None,
+        critical_batch_size: float | None,
+        length: str,
     ) -> None:
         """Takes a change in that follows or, of a layout, has come about.
 
@@ -175,7 +176,8 @@ class Ledger:
             before: how it was taken.
             layout: of the steps that follow.
             ramp: the learning rate's way to another batch.
-            noise_samples: Phi.
+            critical_batch_size: c times the noise scale, samples.
+            length: how it changes the number of steps, a line; empty if it does not.
         """
         record, to = self.history.record, decision.to
         self.grade(now=True)
@@ -200,7 +202,7 @@ class Ledger:
             from_batch=before.batch,
             consumed_samples=step.consumed_samples,
             ramp=ramp,
-            noise_samples=noise_samples,
+            critical_batch_size=critical_batch_size,
         )
         if dist.get_rank() == 0:
-            print(f"copus: {decision.reason}", flush=True)
+            print(f"copus: {decision.reason}", *filter(None, [length]), sep="\n", flush=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from copus_ext.config import CopusConfig
+from copus_ext.config import (
+    DECISION_STEPS,
+    MOST_GROWTH,
+    MOST_SHRINKING,
+    NOISE_SCALE_MULTIPLIER,
+    PUBLISHED_NOISE_SCALE_MULTIPLIER,
+    CopusConfig,
+)
 from copus_ext.goodput import policies
 from copus_ext.goodput.history import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.goodput.rates import RateRules, ramp_steps
@@ -16,13 +23,11 @@ from megatron.training.errors import UsageError
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
-_LARGEST, _SMALLEST = 64, 8
-"""Times that the batch may grow or shrink from the first, if nothing else is said."""
-CALIBRATION, PAPERS_CALIBRATION = 4.0, 2.0
-"""c if nothing is said: of ours, and of what is published (docs/decisions/020)."""
+GROWTH = 2.0
+"""Most by which the batch grows at once."""
 _ANY = 1e9
-_DECISION_STEPS = 20
-"""Steps between decisions if no interval is given."""
+MIN_EFFECTIVE_STEPS = 20.0
+"""Measurements that the noise scale must be worth before it counts."""
 _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 """Before the first where layouts may change: from then on the present one's speed is known, and of
 configurations of the present batch nothing else needs to be."""
@@ -44,7 +49,7 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             "--copus-layouts current, or --copus-mode observe to see what it would do"
         )
     positive = {
-        "--copus-calibration": flags.copus_calibration,
+        "--copus-noise-scale-multiplier": flags.copus_noise_scale_multiplier,
         "--copus-interval": flags.copus_interval,
         "--copus-min-global-batch-size": flags.copus_min_global_batch_size,
         "--copus-max-global-batch-size": flags.copus_max_global_batch_size,
@@ -103,8 +108,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
 def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
     least = flags.copus_min_global_batch_size
     if least is None:
-        least = max(first // _SMALLEST, 1) if flags.copus_allow_shrink else first
-    return least, flags.copus_max_global_batch_size or _LARGEST * first
+        least = max(first // MOST_SHRINKING, 1) if flags.copus_allow_shrink else first
+    return least, flags.copus_max_global_batch_size or MOST_GROWTH * first
 
 
 def _user_grid(flags: CopusConfig) -> list[int]:
@@ -139,7 +144,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         least, most = (pick(size for _, size in schedule) for pick in (min, max))
     doublings = range(-int(math.log2(first)), int(math.log2(max(most // first, 1))) + 1)
     plain = {int(first * 2.0**k) for k in doublings if (first * 2.0**k).is_integer()}
-    unit = layout.dp * (layout.pp if layout.vpp > 1 else 1)
+    unit = layout.batch_unit
     # A layout of a later launch may not cut the first batch: the nearest below stands for it.
     sizes = {size // unit * unit for size in plain if least <= size <= most}
     more = {*_user_grid(flags), *(size for _, size in schedule)}
@@ -151,12 +156,13 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         policy=flags.copus_policy,
         objective="copus" if is_paper else flags.copus_objective,
         switch_rule="paper" if is_paper else switch_rule,
-        calibration=_calibration(flags),
+        noise_scale_multiplier=_noise_scale_multiplier(flags),
         reference_batch=flags.copus_reference_batch_size or first,
         first_batch=first,
         grid=tuple(sorted(sizes - {0})),
         allow_shrink=flags.copus_allow_shrink or bool(schedule),
-        growth=_ANY if schedule else 2.0,
+        growth=_ANY if schedule else GROWTH,
+        min_effective_steps=MIN_EFFECTIVE_STEPS,
         norm_test_eta=flags.copus_norm_test_eta,
         schedule=schedule,
         doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
@@ -165,12 +171,12 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
     )
 
 
-def _calibration(flags: CopusConfig) -> float:
+def _noise_scale_multiplier(flags: CopusConfig) -> float:
     """c. The root of the batch in the objective `copus` stands in for a larger one."""
-    if flags.copus_calibration is not None:
-        return flags.copus_calibration
+    if flags.copus_noise_scale_multiplier is not None:
+        return flags.copus_noise_scale_multiplier
     weighs = flags.copus_policy == "adaptive" and flags.copus_objective != "copus"
-    return CALIBRATION if weighs else PAPERS_CALIBRATION
+    return NOISE_SCALE_MULTIPLIER if weighs else PUBLISHED_NOISE_SCALE_MULTIPLIER
 
 
 def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
@@ -199,7 +205,7 @@ def samples_to_decision(flags: CopusConfig, config: Config, batch: int, *, is_fi
         batch: samples of a step.
         is_first: whether nothing has been decided yet.
     """
-    samples: float = _DECISION_STEPS * batch
+    samples: float = DECISION_STEPS * batch
     if flags.copus_interval is not None:
         samples = flags.copus_interval / config.batch.seq_length
     is_early = is_first and flags.copus_layouts == "all"

@@ -262,9 +262,8 @@ def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
             else "this layout and batch leave nothing to compare (docs/gns.md)"
         )
         return f" noise scale: {why} |"
-    low, high = (
-        "unknown" if x is None else f"{x:.1f}" for x in (noise.low_samples, noise.high_samples)
-    )
+    low = "unknown" if noise.low_samples is None else f"{noise.low_samples:.1f}"
+    high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     return (
         f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "

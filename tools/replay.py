@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("journal", type=Path, help="journal.jsonl, or the directory of a run")
     p.add_argument("--all", action="store_true", help="print decisions to stay, too")
-    p.add_argument("--calibration", type=float, help="decide with another c instead, and compare")
+    p.add_argument(
+        "--noise-scale-multiplier",
+        "--calibration",
+        type=float,
+        help="decide with another multiplier of the noise scale instead, and compare",
+    )
     p.add_argument("--objective", help="decide with another objective instead, and compare")
     return p
 
@@ -48,15 +53,21 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
         situation = dataclasses.replace(situation, rules=rules)
     # Through JSON, as the journal's: tuples become lists, floats stay.
     again = json.loads(json.dumps(decide(situation).to_json()))
-    return again == record["decision"], again
+    return _numbers(again) == _numbers(record["decision"]), again
+
+
+def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
+    """A decision without its words, which another version may choose otherwise."""
+    candidates = [{**c, "verdict": c["verdict"] == "chosen"} for c in decision["candidates"]]
+    return {**decision, "reason": "", "candidates": candidates}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Replays and prints; returns the exit code."""
     args = parser().parse_args(argv)
     path = args.journal / NAME if args.journal.is_dir() else args.journal
-    names = {"calibration": args.calibration, "objective": args.objective}
-    changes = {name: value for name, value in names.items() if value is not None}
+    names = ("noise_scale_multiplier", "objective")
+    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     same = different = 0
     try:
         for record in read_journal(path):

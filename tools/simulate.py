@@ -49,12 +49,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
     p.add_argument("--assumed-cost-s", type=float, help="what the controller takes it to cost")
     p.add_argument(
-        "--calibration", type=float, help="c that the policies assume; default: that of each"
+        "--noise-scale-multiplier",
+        "--calibration",
+        type=float,
+        help="critical batch size over noise scale, as the policies assume; default: that of each",
     )
     p.add_argument(
+        "--true-noise-scale-multiplier",
         "--true-calibration",
         type=float,
-        help="c as it is: the noise scale that is measured is the preset's Phi over it; default 8",
+        help="the same as it is: the measured noise scale is the preset's critical batch size over "
+        "it; default 8",
     )
     p.add_argument(
         "--truth",
@@ -79,8 +84,8 @@ def scenario_of(args: argparse.Namespace) -> Any:
     if args.preset is None:
         raise UsageProblem("give --preset; --list shows them")
     scenario = preset(args.preset)
-    if args.true_calibration is not None:
-        scenario = scenario.recalibrated(args.true_calibration)
+    if args.true_noise_scale_multiplier is not None:
+        scenario = scenario.recalibrated(args.true_noise_scale_multiplier)
     values: dict[str, Any] = {
         "switch_cost_s": args.switch_cost_s,
         "assumed_cost_s": args.assumed_cost_s,
@@ -114,8 +119,8 @@ def check(args: argparse.Namespace) -> None:
         "--switch-cost-s": (args.switch_cost_s, 0.0),
         "--assumed-cost-s": (args.assumed_cost_s, 0.0),
         "--speed-error": (args.speed_error, 0.0),
-        "--calibration": (args.calibration, 1e-6),
-        "--true-calibration": (args.true_calibration, 1e-6),
+        "--noise-scale-multiplier": (args.noise_scale_multiplier, 1e-6),
+        "--true-noise-scale-multiplier": (args.true_noise_scale_multiplier, 1e-6),
     }
     for flag, (value, least) in numbers.items():
         if value is not None and not least <= value < 1e9:
@@ -151,7 +156,7 @@ def answer(args: argparse.Namespace) -> int:
         return listed()
     check(args)
     scenario = scenario_of(args)
-    everybody = contenders(scenario.batches, calibration=args.calibration)
+    everybody = contenders(scenario.batches, noise_scale_multiplier=args.noise_scale_multiplier)
     names = None if args.policies is None else [n.strip() for n in args.policies.split(",")]
     who = chosen(everybody, names)
     seeds = range(args.first_seed, args.first_seed + args.seeds)

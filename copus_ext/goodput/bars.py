@@ -75,7 +75,7 @@ def barred(s: Situation, row: Row, *, small: bool) -> str:
 
 def _would_swing(s: Situation) -> bool:
     """Whether growing now could undo a shrinking on account of mere noise."""
-    then, now = s.noise_when_shrunk, s.noise_samples
+    then, now = s.noise_when_shrunk, s.critical_batch_size
     return then is not None and now is not None and now < _SWING * then
 
 

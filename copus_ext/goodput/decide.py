@@ -26,7 +26,7 @@ class _Goal:
     """ln(worth) of every row; minus infinity where it is not positive."""
     batch: float | None
     """The batch aimed at, samples."""
-    noise: float
+    critical_batch_size: float
     """Phi, samples."""
 
 
@@ -83,8 +83,8 @@ def _unknown(s: Situation) -> str:
         return WARMING_UP
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps >= least:
-        return "the noise scale: nothing but noise is seen in the gradient"
-    return f"the noise scale: not known yet ({steps:.0f} of {least:.0f} steps)"
+        return "the noise scale is not known: the gradient shows nothing but noise"
+    return f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
 
 
 def _stay(
@@ -108,7 +108,7 @@ def _stay(
 
 def _goal(s: Situation) -> _Goal | None:
     """What the policy wants; None where it lacks the noise scale."""
-    policy, noise = s.rules.policy, s.noise_samples
+    policy, noise = s.rules.policy, s.critical_batch_size
     if policies.needs_noise(policy) and (
         noise is None or noise <= 0 or s.noise.effective_steps < s.rules.min_effective_steps
     ):
@@ -118,14 +118,17 @@ def _goal(s: Situation) -> _Goal | None:
         worths = _log_worths(s, s.rows, noise)
         own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
         best = max(own, key=lambda i: worths[i])
-        return _Goal(log_worth=worths, batch=float(s.rows[best].global_batch_size), noise=noise)
+        return _Goal(
+            log_worth=worths, batch=float(s.rows[best].global_batch_size), critical_batch_size=noise
+        )
     batch = policies.target_batch(s)
     if batch is None:
         return None
     sizes = sorted({row.global_batch_size for row in s.rows})
     snapped = policies.snap(batch, grid(s) or sizes, policy=policy)
     within = _reachable(s, snapped, sizes)
-    return _Goal(log_worth=_speeds(s, within), batch=batch, noise=noise or _SAME_BATCH_NOISE)
+    critical = noise or _SAME_BATCH_NOISE
+    return _Goal(log_worth=_speeds(s, within), batch=batch, critical_batch_size=critical)
 
 
 def _present_batch(s: Situation) -> _Goal:
@@ -133,7 +136,7 @@ def _present_batch(s: Situation) -> _Goal:
     speeds = _speeds(s, s.now.global_batch_size)
     if blind(s, s.now):  # any that sees is better
         speeds[s.current] = -math.inf
-    return _Goal(log_worth=speeds, batch=None, noise=_SAME_BATCH_NOISE)
+    return _Goal(log_worth=speeds, batch=None, critical_batch_size=_SAME_BATCH_NOISE)
 
 
 def _speeds(s: Situation, batch: int) -> list[float]:
@@ -222,7 +225,7 @@ def _needed(s: Situation, row: Row, goal: _Goal) -> float:
     return switch_rule.forward_needed(
         cost_s=cost_s,
         remaining_s=_remaining_s(s),
-        log_sd=_log_sd(s, row, goal.noise),
+        log_sd=_log_sd(s, row, goal.critical_batch_size),
         margin=switch_rule.BATCH_MARGIN if is_same else switch_rule.RELAYOUT_MARGIN,
     )
 
@@ -259,12 +262,12 @@ def _is_small(s: Situation) -> bool:
     if s.noise.status != "ok" or high is None:
         return False
     if s.rules.policy == "cbs":
-        nearest = policies.snap(s.rules.calibration * high, grid(s), policy="cbs")
+        nearest = policies.snap(s.rules.noise_scale_multiplier * high, grid(s), policy="cbs")
         return nearest < s.now.global_batch_size
     if s.rules.policy not in policies.WEIGHING:
         return False
     rows = [row for row in s.rows if row.layout == s.now.layout]
-    worths = _log_worths(s, rows, s.rules.calibration * high)
+    worths = _log_worths(s, rows, s.rules.noise_scale_multiplier * high)
     best = rows[max(range(len(rows)), key=lambda i: worths[i])]
     return best.global_batch_size < s.now.global_batch_size
 
@@ -293,12 +296,30 @@ def _order(s: Situation, row: Row) -> tuple:
 
 
 def _why(s: Situation, chosen: Candidate, goal: _Goal) -> str:
-    row, now = chosen.row, s.now
-    parts = [f"{row} instead of batch {now.global_batch_size} in {now.micro_batch_size}"]
+    """A change in words: from what to what, its gain, and what it goes by."""
+    parts = [_change(s.now, chosen.row)]
     if chosen.gain is not None and chosen.needed is not None:
         parts.append(f"gains {100 * chosen.gain:.1f} %, needs {100 * chosen.needed:.1f} %")
     if policies.needs_noise(s.rules.policy) and goal.batch is not None:
-        parts.append(f"noise scale {goal.noise:.0f} samples (times {s.rules.calibration:g})")
+        parts.append(critical_batch_size_words(s))
     if goal.batch is not None:
-        parts.append(f"{s.rules.policy} aims at batch {goal.batch:.0f}")
+        parts.append(f"target batch {goal.batch:.0f}")
     return "; ".join(parts)
+
+
+def _change(now: Row, to: Row) -> str:
+    sizes = {
+        "batch": (now.global_batch_size, to.global_batch_size),
+        "micro-batch": (now.micro_batch_size, to.micro_batch_size),
+        "layout": (now.as_layout, to.as_layout),
+    }
+    return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)
+
+
+def critical_batch_size_words(s: Situation) -> str:
+    """The critical batch size and what it is made of, as the log and the report put it."""
+    critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
+    assert critical is not None
+    least = "at least " if s.noise.status == "lower_bound_only" else ""
+    noise = critical / multiplier
+    return f"critical batch size {least}{critical:.1f} = {multiplier:g} x noise scale {noise:.1f}"

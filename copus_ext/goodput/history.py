@@ -163,7 +163,7 @@ class History:
         from_batch: int,
         consumed_samples: int,
         ramp: Ramp | None,
-        noise_samples: float | None,
+        critical_batch_size: float | None,
     ) -> None:
         """Takes in the sizes of the steps that follow a change.
 
@@ -172,7 +172,7 @@ class History:
             from_batch: batch before.
             consumed_samples: samples of the run.
             ramp: the learning rate's way to another batch.
-            noise_samples: Phi.
+            critical_batch_size: c times the noise scale, samples.
         """
         r = self.record
         if to.global_batch_size != from_batch:
@@ -180,7 +180,7 @@ class History:
             r["last_change_samples"] = consumed_samples
             r["small_since_samples"] = None
             if to.global_batch_size < from_batch:
-                r["noise_when_shrunk"] = noise_samples
+                r["noise_when_shrunk"] = critical_batch_size
         r["sizes"] = [to.global_batch_size, to.micro_batch_size]
 
     def change(self, *, number: int, fields: dict[str, Any]) -> None:

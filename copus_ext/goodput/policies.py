@@ -41,7 +41,7 @@ def target_batch(s: Situation) -> float | None:
     if policy == "seesaw":
         return _seesaw(s)
     if policy == "cbs":
-        return s.noise_samples
+        return s.critical_batch_size
     if policy == "norm_test":
         return _norm_test(s)
     raise ValueError(f"policy {policy!r} names no batch")
@@ -70,7 +70,7 @@ def _seesaw(s: Situation) -> float:
     A cut by f becomes one by sqrt(f), the batch doing the rest; not above the noise scale.
     """
     wanted = s.rules.first_batch / max(s.lr_decay_factor, 1e-9)
-    most = wanted if s.noise_samples is None else max(s.noise_samples, 1.0)
+    most = wanted if s.critical_batch_size is None else max(s.critical_batch_size, 1.0)
     # What it has taken it keeps: a cap that moves with the noise would swing the batch.
     return max(min(wanted, most), float(s.now.global_batch_size))
 

@@ -49,13 +49,13 @@ class RateRules:
     """Batch for which the rates were chosen, samples."""
     beta2: float
     """Adam's second decay rate of the flags."""
-    lr: LrRule = "sqrt"
+    lr: LrRule
     """Of the learning rate."""
-    weight_decay: PerTokenRule = "tokens"
+    weight_decay: PerTokenRule
     """Of the weight decay."""
-    beta2_rule: PerTokenRule = "const"
+    beta2_rule: PerTokenRule
     """Of beta2."""
-    ramp_steps: int = 20
+    ramp_steps: int
     """Steps of the learning rate's way up."""
 
     def lr_factor(self, batch: int) -> float:

@@ -81,37 +81,38 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """How to decide; fixed for a launch."""
+    """How to decide; fixed for a launch. Made of the flags alone (`copus_ext.rules`), where every
+    default stands."""
 
-    policy: str = "adaptive"
+    policy: str
     """A name of `policies.POLICIES`."""
-    objective: str = "copus"
+    objective: str
     """A name of `objectives.OBJECTIVES`."""
-    switch_rule: Literal["forward", "paper"] = "forward"
+    switch_rule: Literal["forward", "paper"]
     """When a better configuration is worth moving to."""
-    calibration: float = 2.0
-    """c: the noise scale that counts is c times the measured one."""
-    reference_batch: int = 1
+    noise_scale_multiplier: float
+    """c: the critical batch size is c times the measured noise scale."""
+    reference_batch: int
     """Batch for which the learning rate was chosen, samples."""
-    first_batch: int = 1
+    first_batch: int
     """Batch of the first step, samples."""
-    grid: tuple[int, ...] = ()
+    grid: tuple[int, ...]
     """Batches to consider, ascending, samples."""
-    allow_shrink: bool = False
+    allow_shrink: bool
     """Whether the batch may become smaller."""
-    growth: float = 2.0
+    growth: float
     """Most by which the batch grows at once."""
-    min_effective_steps: float = 20.0
+    min_effective_steps: float
     """Measured steps that the noise scale must be worth before it counts."""
-    norm_test_eta: float = 0.5
+    norm_test_eta: float
     """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
-    schedule: tuple[tuple[int, int], ...] = ()
+    schedule: tuple[tuple[int, int], ...]
     """Of `step_schedule`: (samples consumed from which it holds, batch)."""
-    doubling_first_samples: int | None = None
+    doubling_first_samples: int | None
     """Of `doubling`: samples after which the batch doubles first; None is an eighth of the run."""
-    doubling_ratio: float = 3.0
+    doubling_ratio: float
     """Of `doubling`: each further doubling comes after this times as many samples."""
-    relayout: bool = False
+    relayout: bool
     """Whether the run can move to another layout."""
 
 
@@ -139,7 +140,7 @@ class Situation:
     """Seconds of training so far, pauses included."""
     paused_s: float = 0.0
     """Seconds of pauses for changes so far."""
-    switch_cost_s: float = 60.0
+    switch_cost_s: float
     """Seconds that moving to another layout is taken to cost."""
     in_warmup: bool = False
     """Whether the learning rate is still warming up."""
@@ -174,12 +175,12 @@ class Situation:
         return self.rows[self.current]
 
     @property
-    def noise_samples(self) -> float | None:
+    def critical_batch_size(self) -> float | None:
         """Phi = c phi, samples; while only a lower bound is known, from that."""
         phi = self.noise.phi_samples
         if self.noise.status == "lower_bound_only":
             phi = self.noise.low_samples
-        return None if phi is None else self.rules.calibration * phi
+        return None if phi is None else self.rules.noise_scale_multiplier * phi
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
@@ -193,6 +194,8 @@ class Situation:
             TypeError, KeyError: a record of another form.
         """
         rules = dict(data["rules"])
+        if "calibration" in rules:  # its name in journals of before
+            rules["noise_scale_multiplier"] = rules.pop("calibration")
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
         return cls(

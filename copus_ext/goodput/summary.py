@@ -8,20 +8,32 @@ from copus_ext.goodput.decide import best_other
 from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.goodput.objectives import useful_samples_per_s
 from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
+from megatron.training.errors import counted
+
+UNDECIDED = " copus: no decision yet |"
+FAILED = " copus: ended with an error, see above; the run keeps its configuration |"
 
 
-def decision_line(decision: Decision | None, *, mode: str, failed: bool) -> str:
-    """The line that a log shows of the last decision."""
-    if failed:
-        return " copus: ended with an error, see above; the run keeps its configuration |"
-    if decision is None:
-        return " copus: nothing decided yet |"
-    target = "" if decision.target_batch is None else f" aims at {decision.target_batch:.0f} |"
-    if decision.kind == "stay":
-        now = decision.to.global_batch_size
-        return f" copus: batch {now} stays |{target} {decision.reason} |"
-    would = "" if mode == "act" else "would be "
-    return f" copus: {would}{decision.reason} |"
+def decision_line(decision: Decision) -> str:
+    """The line that a log shows of a decision that changes nothing."""
+    if decision.kind != "stay":
+        return f" copus: would change {decision.reason} |"
+    target = "" if decision.target_batch is None else f" target batch {decision.target_batch:.0f} |"
+    return f" copus: batch {decision.to.global_batch_size} stays |{target} {decision.reason} |"
+
+
+def length_line(total_samples: int, *, before: int, after: int) -> str:
+    """Why the number of steps is another after a change of the batch.
+
+    Args:
+        total_samples: of the run.
+        before: step at which it would have ended.
+        after: step at which it ends now.
+    """
+    return (
+        f"copus: training is measured in samples: its {total_samples} samples now end at step "
+        f"{after} instead of {before}"
+    )
 
 
 def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
@@ -30,7 +42,7 @@ def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
         return "copus: observed only; the journal says what it would have done"
     if not changes:
         return "copus: nothing was changed"
-    lines = [f"copus: {len(changes)} changes"]
+    lines = [f"copus: {counted(len(changes), 'change')}"]
     for c in changes:
         sizes = f"{c['from_batch']} -> {c['to_batch']}"
         if c["from_micro_batch"] != c["to_micro_batch"]:
@@ -39,12 +51,12 @@ def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
             sizes += f", layout {c['from_layout']} -> {c['to_layout']}"
         parts = [f"  sample {c['consumed_samples']}: batch {sizes}"]
         if c["gain"] is not None:
-            parts.append(f"goodput predicted {100 * c['gain']:+.1f} %")
+            parts.append(f"predicted goodput {100 * c['gain']:+.1f} %")
         if c["samples_per_s"] is not None and c["samples_per_s_before"] is not None:
             ratio = c["samples_per_s"] / c["samples_per_s_before"] - 1
-            parts.append(f"samples/s {c['samples_per_s']:.1f} ({100 * ratio:+.1f} %)")
+            parts.append(f"measured {c['samples_per_s']:.1f} samples/s ({100 * ratio:+.1f} %)")
         if c["speed_over_predicted"] is not None:
-            parts.append(f"{100 * (c['speed_over_predicted'] - 1):+.1f} % off prediction")
+            parts.append(f"{100 * (c['speed_over_predicted'] - 1):+.1f} % against the prediction")
         if c["loss_slope"] is not None and c["slope_before"] is not None:
             slopes = f"{c['slope_before']:.3f} -> {c['loss_slope']:.3f}"
             parts.append(f"loss per 1000 samples {slopes}")
@@ -57,7 +69,7 @@ def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
 def goodput(s: Situation, row: Row) -> float | None:
     """Useful samples per second of a configuration, those of a batch of the reference size counting
     in full; None without a noise scale."""
-    noise = s.noise_samples
+    noise = s.critical_batch_size
     if not noise or noise <= 0:
         return None
     value = useful_samples_per_s(

@@ -82,8 +82,8 @@ class Deciding:
     best: Choice | None
     """The best other configuration within reach; None where none was weighed since the last
     change."""
-    calibration: float | None
-    """c: the noise scale that counts is c times the measured one."""
+    noise_scale_multiplier: float | None
+    """c: the critical batch size is c times the measured noise scale."""
     changes: tuple[Change, ...]
     """The last three, newest last."""
 
@@ -104,7 +104,7 @@ def deciding_of(
         target_batch=None,
         goodput=None,
         best=None,
-        calibration=None,
+        noise_scale_multiplier=None,
     )
     standing = decisions.standing
     if standing:
@@ -133,7 +133,7 @@ def _weighed(record: Mapping[str, Any], present: tuple[str, int | None, int | No
         "target_batch": d.target_batch,
         "goodput": None if row is None else goodput(s, row),
         "best": None if found is None else _choice(s, found),
-        "calibration": s.rules.calibration,
+        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
     }
 
 

@@ -166,8 +166,8 @@ def noise_figure(runs: Sequence[Run]) -> Figure:
         "id": "noise",
         "title": "Gradient noise scale",
         "caption": "phi as measured, smoothed, with its 95 % interval, open above where only the "
-        "lower end is known; dotted the batch. What counts for a decision is phi times "
-        "--copus-calibration.",
+        "lower end is known; dotted the batch. Decisions go by the critical batch size: "
+        "phi times --copus-noise-scale-multiplier.",
         "height": 420,
         "axis": True,
         "data": data,

@@ -89,7 +89,7 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
 
 def weighs(s: Situation) -> bool:
     """Whether the decision weighed configurations of different batches by their goodput."""
-    noise = s.noise_samples
+    noise = s.critical_batch_size
     known = noise is not None and noise > 0
     known = known and s.noise.effective_steps >= s.rules.min_effective_steps
     return s.rules.policy in policies.WEIGHING and known
@@ -133,7 +133,7 @@ def _worths(s: Situation) -> list[float]:
                 s.rules.objective,
                 row.samples_per_s,
                 row.global_batch_size,
-                s.noise_samples,
+                s.critical_batch_size,
                 reference_batch=s.rules.reference_batch,
             )
         )

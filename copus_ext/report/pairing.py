@@ -18,6 +18,7 @@ from copus_ext.report.decisions import (
     sizes_of,
 )
 from copus_ext.report.values import number, rows, seconds_of, table, text, whole
+from megatron.training.errors import counted
 
 _GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
 _SWITCHED = ("switch", "switch.cancelled", "switch.abandoned")
@@ -185,9 +186,10 @@ def _outcome(record: dict[str, Any]) -> Outcome:
 def _note(kind: str, record: dict[str, Any]) -> Note:
     kind = text(kind, 60)
     hold = whole(record.get("hold_growth_until_samples"))
+    made = counted(whole(record.get("changes")) or 0, "change")
     lines = {
         "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
-        "end": f"the controller ends after {text(record.get('changes'), 20)} changes",
+        "end": f"the controller ends after {made}",
         "paused": "an operator has paused decisions",
         "resumed": "decisions go on",
         "failure": f"the controller failed and decides no more: {text(record.get('error'))}",

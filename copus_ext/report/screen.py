@@ -13,6 +13,7 @@ from rich.text import Text
 from copus_ext.report.deciding import Change, Deciding
 from copus_ext.report.now import Now
 from copus_ext.report.signs import State
+from megatron.training.errors import counted
 
 _STYLES: dict[State, str] = {
     "starting": "cyan",
@@ -79,8 +80,7 @@ def _launches(now: Now) -> str:
         return f"{now.launch}, restarts unknown: it began long ago"
     least = "at least " if now.launches_at_least else ""
     crashes = "1 crash" if now.crashes == 1 else f"{now.crashes} crashes"
-    restarts = max(now.launches - 1, 0)
-    again = "1 restart" if restarts == 1 else f"{restarts} restarts"
+    again = counted(max(now.launches - 1, 0), "restart")
     return f"{now.launch}, {least}{again}, {crashes}"
 
 
@@ -122,9 +122,11 @@ def _noise(now: Now) -> str:
         return "not measured"
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
-    times = "" if deciding is None or deciding.calibration is None else deciding.calibration
-    counts = f", times {times:g} counts" if isinstance(times, float) else ""
-    return f"{phi} samples [{noise.low_samples:.1f}, {high}]{counts}"
+    critical, multiplier = "", None if deciding is None else deciding.noise_scale_multiplier
+    if multiplier is not None and noise.phi_samples is not None:
+        size = multiplier * noise.phi_samples
+        critical = f"; critical batch size {size:.1f} = {multiplier:g} x that"
+    return f"{phi} samples [{noise.low_samples:.1f}, {high}]{critical}"
 
 
 def _decisions(deciding: Deciding, *, paused: bool) -> Iterator[tuple[str, RenderableType]]:
@@ -146,7 +148,8 @@ def _decisions(deciding: Deciding, *, paused: bool) -> Iterator[tuple[str, Rende
 def _saved(now: Now) -> str:
     if now.saved is None:
         return "none"
-    steps = "" if now.saved.steps_ago is None else f", {now.saved.steps_ago:,} steps"
+    ago = now.saved.steps_ago
+    steps = "" if ago is None else ", 1 step" if ago == 1 else f", {ago:,} steps"
     return f"of step {now.saved.iteration:,}, {duration(now.saved.age_s)}{steps} ago"
 
 

@@ -16,6 +16,7 @@ from copus_ext.report.history import Launch, RunHistory
 from copus_ext.report.thin import running_mean
 from copus_ext.report.values import text
 from copus_ext.report.words import headline, percent, result, seconds, step_from, switched
+from megatron.training.errors import counted
 
 Run = tuple[RunHistory, Decisions]
 
@@ -159,7 +160,8 @@ def _controller(decisions: Decisions, config: dict[str, Any]) -> str:
     made = len(decisions.made)
     policy = text(config.get("copus_policy"), 40)
     of = f", policy {policy}" if policy else ""
-    return f"mode {decisions.mode or '?'}{of}: {len(decisions.decided)} decisions, {made} changes"
+    done = f"{counted(len(decisions.decided), 'decision')}, {counted(made, 'change')}"
+    return f"mode {decisions.mode or '?'}{of}: {done}"
 
 
 def launches(run: RunHistory) -> list[list[str]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.situation import Situation
 from copus_ext.report.decisions import ABANDONED, CALLED_OFF, MOVED, Decided, Outcome, Sizes, Switch
+from megatron.training.errors import counted
 
 
 def percent(share: float | None, *, sign: bool = False) -> str:
@@ -87,7 +89,7 @@ def graded(o: Outcome) -> str:
     if o.spiked:
         parts.append("the loss rose like a spike")
     if o.steps is not None:
-        parts.append(f"over {o.steps} steps")
+        parts.append(f"over {counted(o.steps, 'step')}")
     return ", ".join(parts)
 
 
@@ -122,24 +124,20 @@ def told(d: Decided, s: Situation | None) -> list[str]:
                 f"and would have needed {percent(d.needed)}."
             )
     if d.target is not None:
-        lines.append(f"In the end it aims at batch {d.target:g}.")
+        lines.append(f"Its target batch was {d.target:g}.")
     came = result(d)
     return [*lines, f"What came of it: {came}."] if came else lines
 
 
 def _noise(s: Situation) -> str:
     """What was known of the noise scale."""
-    noise, c = s.noise_samples, s.rules.calibration
-    if noise is None:
+    critical = s.critical_batch_size
+    if critical is None:
         return "The noise scale was not measured yet."
-    if noise == 0:
+    if critical == 0:
         return "Of the noise scale not even a lower end above 0 was known."
-    if s.noise.status == "lower_bound_only":
-        return (
-            f"Of the noise scale, times c = {c:g}, only a lower end was known: {noise:.3g} samples."
-        )
     low, high = s.noise.low_samples, s.noise.high_samples
     interval = ""
     if low is not None and high is not None:
-        interval = f", with 95 % between {c * low:.3g} and {c * high:.3g}"
-    return f"The noise scale times c = {c:g} was {noise:.3g} samples{interval}."
+        interval = f"; the noise scale was between {low:.1f} and {high:.1f} with 95 %"
+    return f"Known was: {critical_batch_size_words(s)}{interval}."

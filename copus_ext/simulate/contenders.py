@@ -40,15 +40,17 @@ def _flags(policy: str, **more: Any) -> CopusConfig:
     return CopusConfig(**values)  # pyright: ignore[reportArgumentType]
 
 
-def contenders(batches: Sequence[int], *, calibration: float | None = None) -> dict[str, Contender]:
+def contenders(
+    batches: Sequence[int], *, noise_scale_multiplier: float | None = None
+) -> dict[str, Contender]:
     """Everybody, by name.
 
     Args:
         batches: grid of the scenario, ascending; the first is that of the first step.
-        calibration: c that the policies take for granted; None: each its default.
+        noise_scale_multiplier: c that the policies take for granted; None: each its default.
     """
     c: dict[str, Any] = {
-        "copus_calibration": calibration,
+        "copus_noise_scale_multiplier": noise_scale_multiplier,
         "copus_max_global_batch_size": batches[-1],
     }
     static = [Contender(name=f"static_{batch}", is_baseline=True, batch=batch) for batch in batches]
@@ -91,7 +93,7 @@ def contenders(batches: Sequence[int], *, calibration: float | None = None) -> d
             flags=_flags(
                 "adaptive",
                 copus_layouts="all",
-                copus_calibration=calibration,
+                copus_noise_scale_multiplier=noise_scale_multiplier,
                 copus_max_global_batch_size=batches[0],
             ),
         ),

@@ -291,7 +291,7 @@ class _Runner:
             from_batch=before.global_batch_size,
             consumed_samples=self.consumed,
             ramp=ramp,
-            noise_samples=phi and self.rules.calibration * phi,
+            critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
         )
         self.row = to
         if decision.kind == "relayout":

@@ -100,6 +100,17 @@ class BatchSchedule:
         return schedule
 
 
+def steps_for(samples: int, batch: int, *, least: int) -> int:
+    """Counts the steps of one batch size that some samples are enough for.
+
+    Args:
+        samples: that are left.
+        batch: samples of a step.
+        least: of the last step, which takes what is left.
+    """
+    return samples // batch + (samples % batch >= least)
+
+
 def make_schedule(
     *,
     global_batch_size: int,

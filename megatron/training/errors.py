@@ -1,6 +1,16 @@
-"""The ways a run ends badly, told apart by exit code."""
+"""The ways a run ends badly, told apart by exit code; and a number of things in a message."""
 
 from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: `1 step`, `2 steps`.
+
+    Args:
+        number: of them.
+        noun: for one of them; its plural ends in s.
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class UsageError(ValueError):

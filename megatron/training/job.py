@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.agree import everyone
-from megatron.training.batch_schedule import BatchSchedule
+from megatron.training.batch_schedule import BatchSchedule, steps_for
 from megatron.training.callbacks import CallbackContext, Callbacks
 from megatron.training.checkpoint import Checkpointer
 from megatron.training.config import Config
@@ -217,8 +217,8 @@ class Job:
         left, layout = self.samples_left, self.config.layout
         if wanted <= left:
             return wanted, micro
-        group = layout.dp * (layout.pp if layout.vpp > 1 else 1)
-        sizes = [(left // (b * group) * b * group, b) for b in range(1, micro + 1)]
+        unit = layout.batch_unit
+        sizes = [(left // (b * unit) * b * unit, b) for b in range(1, micro + 1)]
         most, b = max(sizes)
         return (most, b) if most else (wanted, micro)
 
@@ -237,9 +237,7 @@ class Job:
         """Steps that are left if the batch stays as it is planned now."""
         wanted = self.state.settings.global_batch_size
         if wanted is not None:
-            layout = self.config.layout
-            group = layout.dp * (layout.pp if layout.vpp > 1 else 1)
-            return self.samples_left // wanted + (self.samples_left % wanted >= group)
+            return steps_for(self.samples_left, wanted, least=self.config.layout.batch_unit)
         total = self.config.batch.train_samples
         return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
 

@@ -83,6 +83,11 @@ class Layout:
         own = range(stage, len(counts), self.pp)
         return [range(ends[k] - counts[k], ends[k]) for k in own]
 
+    @property
+    def batch_unit(self) -> int:
+        """Samples that every global batch is a multiple of, in micro-batches of one."""
+        return self.dp * (self.pp if self.vpp > 1 else 1)
+
     def __str__(self) -> str:
         virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
         cut = f".cut{_runs(self.cut)}" if self.cut else ""

@@ -14,8 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-_CALIBRATION = 4.0
-"""c of the Goodput: the default of `--copus-calibration`."""
 _TOP = 512
 """Upper end of the picture of the noise scale, samples."""
 _DECISION = 5
@@ -79,9 +77,10 @@ def draw_noise(decisions: list[dict[str, Any]], path: Path) -> None:
 
 def draw_goodput(situation: dict[str, Any], path: Path) -> None:
     """Throughput, worth of a sample and their product by batch and layout, at one decision."""
+    from copus_ext.config import NOISE_SCALE_MULTIPLIER
     from copus_ext.goodput.objectives import goodput
 
-    phi = _CALIBRATION * situation["noise"]["phi_samples"]
+    phi = NOISE_SCALE_MULTIPLIER * situation["noise"]["phi_samples"]
     sizes = sorted({row["global_batch_size"] for row in situation["rows"]})
     figure, panels = _pyplot().subplots(1, 3, figsize=(7.5, 2.8), layout="constrained")
     speed, sample, product = panels

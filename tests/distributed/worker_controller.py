@@ -79,9 +79,9 @@ def main(output: Path) -> None:
         Noting(**DOUBLING),
     )
     record("plain", [])
-    record("observed", [], Noting(copus_mode="observe", copus_calibration=1e3))
-    record("adaptive", [], Noting(copus_calibration=1e3, copus_max_global_batch_size=64))
-    record("paper", [], Noting(copus_policy="copus", copus_calibration=1e3))
+    record("observed", [], Noting(copus_mode="observe", copus_noise_scale_multiplier=1e3))
+    record("adaptive", [], Noting(copus_noise_scale_multiplier=1e3, copus_max_global_batch_size=64))
+    record("paper", [], Noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:
         (output / "paused" / "control").mkdir(parents=True)
         (output / "paused" / "control" / "pause").touch()
