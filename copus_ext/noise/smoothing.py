@@ -28,9 +28,16 @@ MAX_HALF_LIFE_FRACTION = 0.25
 MIN_HALF_LIFE_STEPS = 16
 ENOUGH_MEASUREMENTS, LARGEST_INTERVAL = 64, 16
 """In a half-life, if every step is not measured; and the most steps from one to the next."""
-MIN_EFFECTIVE_STEPS = 4.0
-"""Measurements that an average must be worth, at least, before its scatter says anything."""
+ENOUGH_FOR_AN_INTERVAL = 4.0
+"""Measurements that an average must be worth before their scatter says anything."""
 _BLIND_DRIFT = 0.05
+_NEAR_SHARE = 0.25
+"""Of the newest measurement in the average of the last few."""
+_OFF_NEAR = (2 / (2 - _NEAR_SHARE)) ** 1.5
+"""Skewness of a measurement over that of its distance from the average of the few before it. That
+average adds to the variance, and nearly nothing to the third moment."""
+_MAX_SKEWNESS = math.sqrt(8.0)
+"""Of a squared norm under Gaussian noise: that of noise in one direction."""
 
 
 def half_life_tokens(consumed_tokens: float, tokens_per_measurement: float) -> float:
@@ -57,8 +64,8 @@ def half_life_of_factor(alpha: float, tokens_per_step: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Smoothed:
-    """Exponential averages of |G|^2 and V, the covariance of these averages, and the moments of the
-    single measurements around them.
+    """Exponential averages of |G|^2 and V, the covariance of these averages, and how skewed the
+    single measurements are.
 
     Belongs to parameters and data: valid across changes of batch and layout as it is.
     """
@@ -79,20 +86,25 @@ class Smoothed:
     """Weighted scatter of V."""
     p_gv: float = 0.0
     """Mixed scatter."""
+    near_g2: float = 0.0
+    """Average of |G|^2 over the last few measurements."""
+    near_v: float = 0.0
+    """Average of V over them."""
     m_gg: float = 0.0
-    """Weighted sum of (|G|^2 - its average)^2. The scatter above has squared weights."""
+    """Weighted sum of the squared distance of |G|^2 from `near_g2` as it was before. In the sums
+    below the letters say which distances are multiplied."""
     m_gv: float = 0.0
-    """Weighted sum of the product of both deviations; the names say which in the sums below."""
+    """See `m_gg`."""
     m_vv: float = 0.0
-    """See `m_gv`."""
+    """See `m_gg`."""
     m_ggg: float = 0.0
-    """See `m_gv`."""
+    """See `m_gg`."""
     m_ggv: float = 0.0
-    """See `m_gv`."""
+    """See `m_gg`."""
     m_gvv: float = 0.0
-    """See `m_gv`."""
+    """See `m_gg`."""
     m_vvv: float = 0.0
-    """See `m_gv`."""
+    """See `m_gg`."""
 
     @property
     def g2(self) -> float:
@@ -120,38 +132,41 @@ class Smoothed:
         a = -math.expm1(-tokens / half_life * math.log(2))
         if not self.weight:
             sums = {"sum_g2": a * new.g2, "sum_v": a * new.v}
-            return Smoothed(**sums, weight=a, weight2=a**2, weight3=a**3)
+            near = {"near_g2": new.g2, "near_v": new.v}
+            return Smoothed(**sums, **near, weight=a, weight2=a**2, weight3=a**3)
         old = self._scaled(1 - a)
         weight = old.weight + a
         sum_g2, sum_v = old.sum_g2 + a * new.g2, old.sum_v + a * new.v
-        g, v = new.g2 - self.g2, new.v - self.v
-        g_after, v_after = new.g2 - sum_g2 / weight, new.v - sum_v / weight
-        # Moments of two sets put together: all of before, and one more measurement.
-        share, pair = a / weight, a * old.weight / weight
-        cube = pair * (old.weight - a) / weight
+        g_old, g_new = new.g2 - self.g2, new.g2 - sum_g2 / weight
+        v_old, v_new = new.v - self.v, new.v - sum_v / weight
+        # Off what came just before: what changes slowly is no scatter, and would look skewed.
+        g, v = new.g2 - self.near_g2, new.v - self.near_v
+        share = max(_NEAR_SHARE, 1 / (1 + self.effective_steps))
         return Smoothed(
             sum_g2=sum_g2,
             sum_v=sum_v,
             weight=weight,
             weight2=old.weight2 + a**2,
             weight3=old.weight3 + a**3,
-            p_gg=old.p_gg + a**2 * g * g_after,
-            p_vv=old.p_vv + a**2 * v * v_after,
-            p_gv=old.p_gv + a**2 * (g * v_after + v * g_after) / 2,
-            m_gg=old.m_gg + pair * g * g,
-            m_gv=old.m_gv + pair * g * v,
-            m_vv=old.m_vv + pair * v * v,
-            m_ggg=old.m_ggg + cube * g**3 - share * 3 * g * old.m_gg,
-            m_ggv=old.m_ggv + cube * g**2 * v - share * (2 * g * old.m_gv + v * old.m_gg),
-            m_gvv=old.m_gvv + cube * g * v**2 - share * (2 * v * old.m_gv + g * old.m_vv),
-            m_vvv=old.m_vvv + cube * v**3 - share * 3 * v * old.m_vv,
+            p_gg=old.p_gg + a**2 * g_old * g_new,
+            p_vv=old.p_vv + a**2 * v_old * v_new,
+            p_gv=old.p_gv + a**2 * (g_old * v_new + v_old * g_new) / 2,
+            near_g2=self.near_g2 + share * g,
+            near_v=self.near_v + share * v,
+            m_gg=old.m_gg + a * g * g,
+            m_gv=old.m_gv + a * g * v,
+            m_vv=old.m_vv + a * v * v,
+            m_ggg=old.m_ggg + a * g**3,
+            m_ggv=old.m_ggv + a * g**2 * v,
+            m_gvv=old.m_gvv + a * g * v**2,
+            m_vvv=old.m_vvv + a * v**3,
         )
 
     def _scaled(self, k: float) -> Smoothed:
         """All weights times `k`."""
-        sums = {name: k * value for name, value in vars(self).items()}
-        squared = {name: k * sums[name] for name in ("weight2", "p_gg", "p_vv", "p_gv")}
-        return Smoothed(**(sums | squared | {"weight3": k * k * sums["weight3"]}))
+        powers = {"near_g2": 0, "near_v": 0, "weight3": 3}
+        powers |= dict.fromkeys(("weight2", "p_gg", "p_vv", "p_gv"), 2)
+        return Smoothed(**{n: k ** powers.get(n, 1) * x for n, x in vars(self).items()})
 
     def decay(self, *, tokens: float, half_life: float) -> Smoothed:
         """Ages what is known by tokens that nothing was measured in; the value stays, its weight
@@ -187,7 +202,7 @@ class Smoothed:
         if not self.weight:
             return Interval(ratio=None, low=None, high=None)
         n = self.effective_steps
-        if n < MIN_EFFECTIVE_STEPS:
+        if n < ENOUGH_FOR_AN_INTERVAL:
             return Interval(ratio=self.ratio, low=0.0, high=None)
         # Scatter over weight^2 expects (n-1)/n of the variance.
         w2 = self.weight**2 * (n - 1) / n
@@ -200,8 +215,7 @@ class Smoothed:
         """Skewness of the average of V - r |G|^2 at the measured ratio r; without one, of -|G|^2,
         which is all that counts where r is large.
 
-        That of single measurements, with the usual correction for few of them, times what averaging
-        leaves of it.
+        That of single measurements, times what averaging leaves of it.
         """
         x, y = (self.v, self.g2) if self.g2 > 0 else (1.0, 0.0)
         square = y * y * self.m_vv - 2 * x * y * self.m_gv + x * x * self.m_gg
@@ -209,8 +223,8 @@ class Smoothed:
             return 0.0
         cube = y**3 * self.m_vvv - 3 * x * y * y * self.m_gvv
         cube += 3 * x * x * y * self.m_ggv - x**3 * self.m_ggg
-        n = self.effective_steps
-        single = cube / square**1.5 * math.sqrt(self.weight) * math.sqrt(n * (n - 1)) / (n - 2)
+        single = _OFF_NEAR * cube / square**1.5 * math.sqrt(self.weight)
+        single = min(max(single, -_MAX_SKEWNESS), _MAX_SKEWNESS)
         return single * self.weight3 / self.weight2**1.5
 
     def to_json(self) -> dict[str, float]:
@@ -219,5 +233,8 @@ class Smoothed:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Smoothed:
-        """Inverse of `to_json`."""
-        return cls(**data)
+        """Inverse of `to_json`; a record of before knows nothing of the last few measurements."""
+        state = cls(**data)
+        if state.weight and "near_g2" not in data:
+            state = replace(state, near_g2=state.g2, near_v=state.v)
+        return state
