@@ -86,6 +86,8 @@ def ratio_interval(
     zz = most * most
     q, s = g2 * v - zz * covariance, v * v - zz * var_v
     root = q * q - (g2 * g2 - zz * var_g2) * s
+    if g2 > 0:  # the ratio itself lies within: below 0 is rounding
+        root = max(root, 0.0)
     low = 0.0
     if s > 0 and root >= 0 and q + math.sqrt(root) > 0:
         low = s / (q + math.sqrt(root))

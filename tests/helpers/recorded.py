@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from copus_ext.config import CopusConfig
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import WINDOW_STEPS, History, new_record
 from copus_ext.goodput.situation import Row, Rules, Situation
 from copus_ext.journal import Journal
 from copus_ext.ledger import Ledger
+from copus_ext.rules import rules_of
 from copus_ext.types import NoiseScale
 from copus_ext.watch import noise_scalars
+from megatron.training.layout import Layout
 from megatron.training.logline import StepReport
 from megatron.training.tracker import NullTracker, Sink, Tracker
 
@@ -30,6 +35,24 @@ CONFIG: dict[str, Any] = {
     "save_interval": 10,
     "log_interval": 5,
 }
+
+
+def shipped_rules(
+    first_batch: int = 8, *, flags: dict[str, Any] | None = None, **changes: Any
+) -> Rules:
+    """The rules of a run with `--copus` and the given flags: what ships, on two replicas.
+
+    Args:
+        first_batch: of the run.
+        flags: fields of `CopusConfig`.
+        changes: fields of the rules that a test is about.
+    """
+    batch = SimpleNamespace(
+        seq_length=128, initial_global_batch_size=first_batch, step_batch_size_schedule=None
+    )
+    config: Any = SimpleNamespace(batch=batch, layout=Layout(dp=2))
+    rules = rules_of(CopusConfig(copus=True, **(flags or {})), config)
+    return dataclasses.replace(rules, **changes)
 
 
 def noise(phi: float = 64.0) -> NoiseScale:
@@ -67,7 +90,7 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Situatio
     """Flat throughput, so that the best batch is the noise scale."""
     rows = tuple(row(b) for b in (8, 16, 32, 64, 128))
     return Situation(
-        rules=Rules(calibration=1.0, reference_batch=8, grid=(8, 16, 32, 64, 128)),
+        rules=shipped_rules(grid=tuple(row.global_batch_size for row in rows)),
         noise=noise(phi),
         rows=rows,
         current=next(i for i, r in enumerate(rows) if r.global_batch_size == batch),
@@ -76,6 +99,7 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Situatio
         total_samples=TOTAL,
         half_life_samples=1000.0,
         elapsed_s=1600.0,
+        switch_cost_s=60.0,
     )
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.situation import Decision, Row, Rules, Situation
+from copus_ext.goodput.situation import Decision, Row, Situation
 from copus_ext.journal import Journal
 from copus_ext.types import NoiseScale
 from megatron.training.layout import Layout
 from megatron.training.logline import StepReport
 from megatron.training.tracker import Tracker
+from tests.helpers.recorded import shipped_rules
 
 GRID = (8, 16, 32, 64)
 LAYOUTS = (Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, dp=2))
@@ -139,7 +140,7 @@ class WrittenRun:
             and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
         )
         return Situation(
-            rules=Rules(grid=GRID, first_batch=8, reference_batch=8, relayout=True),
+            rules=shipped_rules(flags={"copus_layouts": "all"}, grid=GRID),
             noise=self.noise(),
             rows=tuple(rows),
             current=current,

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from copus_ext import config as config_module
 from copus_ext.config import CopusConfig
+from copus_ext.goodput import costs, rates, switch_rule
 from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import WINDOW_STEPS, History, key_of, new_record
-from copus_ext.goodput.situation import Row
-from copus_ext.goodput.summary import decision_line, summary
+from copus_ext.goodput.history import (
+    MIN_TIMED_STEPS,
+    WARM_UP_STEPS,
+    WINDOW_STEPS,
+    History,
+    key_of,
+    new_record,
+)
+from copus_ext.goodput.rates import RateRules
+from copus_ext.goodput.situation import Row, Rules, Situation
+from copus_ext.goodput.summary import decision_line, length_line, summary
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.link import Link
 from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.gpus import GPUS
 from copus_ext.perf.profile import Timing
 from copus_ext.planner.configuration import Configuration
-from copus_ext.rules import batches_to_weigh, check, check_run, rate_rules_of, rules_of
+from copus_ext.rules import (
+    batches_to_weigh,
+    check,
+    check_run,
+    rate_rules_of,
+    rules_of,
+    samples_to_decision,
+)
 from copus_ext.table import Table
 from megatron.training.arguments import parse_args, resolve
-from megatron.training.errors import UsageError
+from megatron.training.errors import UsageError, counted
 from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
 from tests.helpers.jobs import TINY
+from tests.helpers.launch import ROOT
 from tests.helpers.recorded import record_decisions
 from tests.unit.test_decide import noise, situation
 
@@ -44,7 +62,7 @@ def flags(**values: Any) -> CopusConfig:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"copus_calibration": 0.0}, "--copus-calibration 0"),
+        ({"copus_noise_scale_multiplier": 0.0}, "--copus-noise-scale-multiplier 0"),
         ({"copus_interval": -1.0}, "--copus-interval -1"),
         ({"copus_max_global_batch_size": 0}, "--copus-max-global-batch-size 0"),
         ({"copus_batch_grid": "8,x"}, "--copus-batch-grid 8,x"),
@@ -103,10 +121,87 @@ def test_the_papers_policy_is_the_papers() -> None:
     of_schedule = flags(copus_policy="step_schedule")
     assert rules_of(of_schedule, falling).grid == (4, 8)
     assert rate_rules_of(of_schedule, falling).reference_batch == 4
-    rates = rate_rules_of(flags(copus_policy="copus"), config("--adam-beta2 0.95"))
-    assert (rates.ramp_steps, rates.weight_decay) == (0, "const")
+    paper = rate_rules_of(flags(copus_policy="copus"), config("--adam-beta2 0.95"))
+    assert (paper.ramp_steps, paper.weight_decay) == (0, "const")
     ours = rate_rules_of(flags(), config("--adam-beta2 0.95"))
     assert (ours.ramp_steps, ours.weight_decay) == (20, "tokens")
+
+
+OBJECTIVE, CONTROLLER = "docs/decisions/020-goodput-with-c-4.md", "docs/controller.md"
+SHIPPED = [
+    # The rules of a run with --copus alone whose first batch is 8, and what justifies each.
+    ("policy", "adaptive", CONTROLLER),
+    ("objective", "goodput", OBJECTIVE),
+    ("noise_scale_multiplier", 4.0, OBJECTIVE),
+    ("switch_rule", "forward", CONTROLLER),
+    ("reference_batch", 8, CONTROLLER),
+    ("first_batch", 8, CONTROLLER),
+    ("grid", (8, 16, 32, 64, 128, 256, 512), "docs/decisions/012-copus-acts-by-default.md"),
+    ("allow_shrink", False, "docs/decisions/012-copus-acts-by-default.md"),
+    ("growth", 2.0, "docs/decisions/012-copus-acts-by-default.md"),
+    ("min_effective_steps", 20.0, "docs/gns.md"),
+    ("norm_test_eta", 0.5, "copus_ext/config.py"),
+    ("schedule", (), CONTROLLER),
+    ("doubling_first_samples", None, CONTROLLER),
+    ("doubling_ratio", 3.0, "copus_ext/config.py"),
+    ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
+]
+SHIPPED_RATES = [
+    ("lr", "sqrt", CONTROLLER),
+    ("weight_decay", "tokens", CONTROLLER),
+    ("beta2_rule", "const", CONTROLLER),
+    ("beta2", 0.95, CONTROLLER),
+    ("reference_batch", 8, CONTROLLER),
+    ("ramp_steps", 20, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
+]
+CONSTANTS = [
+    (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
+    (config_module.MOST_SHRINKING, 8, CONTROLLER),
+    (config_module.DECISION_STEPS, 20, CONTROLLER),
+    (rates.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
+    (costs.MOST_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
+    (costs.RELAUNCH_S, 60.0, "copus_ext/config.py"),
+    (switch_rule.Z, 1.28, CONTROLLER),
+    (switch_rule.BATCH_MARGIN, 0.02, CONTROLLER),
+    (switch_rule.RELAYOUT_MARGIN, 0.01, CONTROLLER),
+    (switch_rule.PAPER_MARGIN, 0.10, CONTROLLER),
+    (switch_rule.MOST_PAUSED, 0.02, CONTROLLER),
+    (switch_rule.COOL_DOWN_STEPS, (100, 200), CONTROLLER),
+    (switch_rule.COOL_DOWN_COSTS, 10.0, CONTROLLER),
+    (MIN_TIMED_STEPS + WARM_UP_STEPS, 8, "docs/decisions/019-doubt-of-a-ratio.md"),
+]
+
+
+def test_what_ships_is_what_is_written_down() -> None:
+    """A default that changes decisions changes together with the page that justifies it."""
+    rules = asdict(rules_of(flags(), config()))
+    of_rates = asdict(rate_rules_of(flags(), config("--adam-beta2 0.95")))
+    assert set(rules) == {name for name, _, _ in SHIPPED}, "a rule without a reason"
+    assert set(of_rates) == {name for name, _, _ in SHIPPED_RATES}, "a rate without a reason"
+    found = [(rules[name], want, page, name) for name, want, page in SHIPPED]
+    found += [(of_rates[name], want, page, name) for name, want, page in SHIPPED_RATES]
+    found += [(value, want, page, f"{want}") for value, want, page in CONSTANTS]
+    for value, want, page, name in found:
+        assert (ROOT / page).exists(), page
+        assert value == want, f"{name} is {value}, and {page} justifies {want}: change both"
+    assert flags().copus_mode == "act", "docs/decisions/012-copus-acts-by-default.md justifies act"
+    every = samples_to_decision(flags(), config(), 8, is_first=False)
+    assert every == 20 * 8, "docs/controller.md says 20 steps between decisions"
+
+
+def test_rules_have_no_defaults_of_their_own() -> None:
+    for kind in (Rules, RateRules):
+        own = [f.name for f in fields(kind) if f.default is not MISSING]
+        assert not own, f"{kind.__name__}: defaults stand in copus_ext/config.py: {own}"
+
+
+@pytest.mark.parametrize("text", ["--copus-noise-scale-multiplier", "--copus-calibration"])
+def test_the_multiplier_has_its_name_of_before(text: str) -> None:
+    argv = [*TINY.split(), "--train-samples", "640", "--copus", text, "3"]
+    assert parse_args(argv, {"copus": CopusConfig}).copus_noise_scale_multiplier == 3.0
+    journal = situation(16).to_json()
+    journal["rules"]["calibration"] = journal["rules"].pop("noise_scale_multiplier")
+    assert Situation.from_json(journal) == situation(16)
 
 
 def test_the_table_of_a_run() -> None:
@@ -378,11 +473,36 @@ def test_numbers_for_the_sinks_are_worth_no_decision(
 
 
 def test_words_for_the_log() -> None:
-    assert "nothing decided yet" in decision_line(None, mode="act", failed=False)
-    assert "ended with an error" in decision_line(None, mode="act", failed=True)
     stays = decide(situation(16, 64.0, in_ramp=True))
-    assert "batch 16 stays" in decision_line(stays, mode="act", failed=False)
-    moves = decide(situation(16, measured=noise(64.0)))
-    assert "would be" in decision_line(moves, mode="observe", failed=False)
+    assert "copus: batch 16 stays | target batch 64 | batch 32 in" in decision_line(stays)
+    moves = decide(situation(16, measured=noise(22.5)))
+    assert "copus: would change batch 16 -> 32; gains" in decision_line(moves)
+    assert "critical batch size 90.0 = 4 x noise scale 22.5; target batch 64" in moves.reason
+    bound = decide(situation(16, measured=noise(22.5, status="lower_bound_only")))
+    assert "critical batch size at least 90.0 = 4 x noise scale 22.5" in bound.reason
+    length = length_line(3200, before=400, after=354)
+    assert "measured in samples: its 3200 samples now end at step 354 instead of 400" in length
     assert "nothing was changed" in summary([], mode="act")
     assert "observed only" in summary([], mode="observe")
+    assert [counted(n, "change") for n in (0, 1, 2)] == ["0 changes", "1 change", "2 changes"]
+
+
+def test_one_change_is_one_change() -> None:
+    history = History(new_record())
+    fill(history, 60, batch=8, loss=3.0)
+    history.change(
+        number=1,
+        fields={
+            "consumed_samples": 480,
+            "from_batch": 8,
+            "to_batch": 16,
+            "from_micro_batch": 1,
+            "to_micro_batch": 1,
+            "predicted_samples_per_s": 100.0,
+            "gain": 0.1,
+        },
+    )
+    fill(history, WINDOW_STEPS, batch=16, loss=2.9)
+    history.close_if_due()
+    lines = summary(history.record["changes"], mode="act").splitlines()
+    assert lines[0] == "copus: 1 change" and len(lines) == 2

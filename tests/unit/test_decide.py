@@ -13,8 +13,9 @@ import pytest
 
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap
-from copus_ext.goodput.situation import Decision, Row, Rules, Situation
+from copus_ext.goodput.situation import Decision, Row, Situation
 from copus_ext.types import NoiseScale
+from tests.helpers.recorded import shipped_rules
 
 GRID = (8, 16, 32, 64, 128, 256, 512)
 
@@ -31,6 +32,11 @@ def row(
         relative_sd=sd,
         source="measured",
     )
+
+
+def saturating(half: float = 24.0) -> list[Row]:
+    """Throughput in proportion to B/(B + half): twice the batch is never twice as slow."""
+    return [row(b, 100.0 * b / (b + half)) for b in GRID]
 
 
 def noise(
@@ -57,24 +63,26 @@ def situation(
     phi: float | None = 64.0,
     *,
     rows: list[Row] | None = None,
+    flags: dict[str, Any] | None = None,
     rules: dict[str, Any] | None = None,
     measured: NoiseScale | None = None,
     **more: Any,
 ) -> Situation:
-    """Flat throughput on a grid unless told otherwise; c = 1."""
-    table = rows if rows is not None else [row(b, 10.0) for b in GRID]
+    """Saturating throughput on a grid, decided as `--copus` with these flags does; `rules` are
+    those fields that no flag can set so."""
+    table = rows if rows is not None else saturating()
     current = next(i for i, r in enumerate(table) if r.global_batch_size == batch)
-    known = {"calibration": 1.0, "reference_batch": 8, "first_batch": 8, "grid": GRID}
     values: dict[str, Any] = {
         "iteration": 1000,
         "consumed_samples": 16_000,
         "total_samples": 1_000_000,
         "half_life_samples": 1000.0,
         "elapsed_s": 1600.0,
+        "switch_cost_s": 60.0,
         **more,
     }
     return Situation(
-        rules=Rules(**{**known, **(rules or {})}),
+        rules=shipped_rules(flags=flags, **(rules or {})),
         noise=measured or noise(phi),
         rows=tuple(table),
         current=current,
@@ -92,20 +100,31 @@ def follow(s: Situation, number: int = 30) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("phi", [8, 16, 64, 256])
-def test_flat_throughput_leads_to_the_noise_scale(phi: int) -> None:
-    assert follow(situation(8, phi))[-1] == phi
+@pytest.mark.parametrize(("phi", "best"), [(8, 32), (16, 32), (32, 64), (64, 64), (256, 128)])
+def test_goodput_leads_to_the_root_of_critical_batch_and_saturation(phi: int, best: int) -> None:
+    """The nearest of the grid to sqrt(24 x 4 phi), twice the batch at a time."""
+    assert follow(situation(8, phi))[-1] == best
+    sizes = {b: abs(math.log(b / math.sqrt(24 * 4 * phi))) for b in GRID}
+    assert min(sizes, key=lambda b: sizes[b]) == best
+
+
+@pytest.mark.parametrize("phi", [4, 8, 32, 128])
+def test_under_the_papers_objective_flat_throughput_leads_to_the_critical_batch(phi: int) -> None:
+    flat = [row(b, 10.0) for b in GRID]
+    s = situation(8, phi, rows=flat, flags={"copus_objective": "copus"})
+    assert follow(s)[-1] == 2 * phi == s.critical_batch_size
 
 
 def test_growth_is_at_most_twofold() -> None:
-    assert follow(situation(16, 1000.0), 4) == [16, 32, 64, 128, 256]
-    assert decide(situation(16, 1000.0)).target_batch == 512
+    assert follow(situation(16, 4000.0), 4) == [16, 32, 64, 128, 256]
+    assert decide(situation(16, 4000.0)).target_batch == 512
 
 
 def test_a_decision_is_the_same_from_its_json() -> None:
     for batch, phi, policy in itertools.product((8, 64), (3.0, 64.0, None), POLICIES):
         rules = {"policy": policy, "schedule": ((0, 8), (100, 16))}
         s = situation(batch, phi, rules=rules, measured=noise(phi, sd=0.3) if phi else None)
+        assert s.to_json()["rules"]["noise_scale_multiplier"] == 4.0
         again = Situation.from_json(json.loads(json.dumps(s.to_json(), allow_nan=False)))
         assert again == s
         first, second = decide(s), decide(again)
@@ -136,19 +155,20 @@ def test_only_rows_of_the_table_are_chosen() -> None:
 
 
 def test_an_unsure_gain_waits() -> None:
-    sure = situation(16, 60.0, measured=noise(60.0, sd=0.1))
-    assert decide(sure).to.global_batch_size == 32
-    unsure = situation(16, 60.0, measured=noise(60.0, sd=1.5))
+    """Goodput from batch 32 to 64 is 5.1 % at a critical batch size of 120."""
+    sure = situation(32, measured=noise(30.0, sd=0.1))
+    assert decide(sure).to.global_batch_size == 64
+    unsure = situation(32, measured=noise(30.0, sd=1.5))
     assert decide(unsure).kind == "stay"
-    guessed = [row(b, 10.0, sd=0.15) for b in GRID]
-    assert decide(situation(16, 60.0, rows=guessed)).kind == "stay"
+    guessed = [dataclasses.replace(r, relative_sd=0.15) for r in saturating()]
+    assert decide(situation(32, 30.0, rows=guessed)).kind == "stay"
 
 
 def test_a_lower_bound_allows_growth_and_no_shrinking() -> None:
     bound = noise(100.0, status="lower_bound_only")
     assert decide(situation(16, measured=bound)).to.global_batch_size == 32
     small = noise(5.0, status="lower_bound_only")
-    s = situation(64, measured=small, rules={"allow_shrink": True}, small_since_samples=0)
+    s = situation(64, measured=small, flags={"copus_allow_shrink": True}, small_since_samples=0)
     assert decide(s).kind == "stay"
 
 
@@ -162,7 +182,7 @@ def test_a_lower_bound_allows_growth_and_no_shrinking() -> None:
         ({"in_ramp": True}, "follows the last growth"),
         ({"last_change_samples": 15_500}, "500 of 1000 samples"),
         ({"hold_growth_until_samples": 20_000}, "until sample 20000"),
-        ({"measured": noise(64.0, steps=19.0)}, "not known yet (19 of 20 steps)"),
+        ({"measured": noise(64.0, steps=19.0)}, "not known yet: 19 of 20 measurements"),
         ({"phi": None}, "not known yet"),
     ],
 )
@@ -175,14 +195,15 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
 def test_while_the_learning_rate_warms_up_only_the_layout_may_change() -> None:
     rows = [row(16, 10.0), row(32, 40.0), row(16, 13.0, dp=1), row(32, 50.0, dp=1)]
     warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
-    free = situation(16, rows=rows, rules={"relayout": True}, switch_cost_s=5.0, **warm)
+    free = situation(16, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=5.0, **warm)
     decision = decide(free)
     assert (decision.kind, decision.to) == ("relayout", rows[2]), decision.reason
     there = dataclasses.replace(free, current=2)
     assert decide(there).kind == "stay" and "warming up" in decide(there).reason
     own = situation(16, rows=rows, **warm)
     assert decide(own).reason == "the learning rate is warming up"
-    papers = situation(16, rows=rows, rules={"relayout": True, "policy": "copus"}, **warm)
+    paper = {"copus_policy": "copus", "copus_layouts": "all"}
+    papers = situation(16, rows=rows, flags=paper, **warm)
     assert decide(papers).kind == "stay"
 
 
@@ -196,7 +217,7 @@ def test_where_the_noise_cannot_be_seen_is_no_place_to_be(phi: float | None) -> 
     leaves = decide(situation(16, phi, rows=[blind, slow, rows[2]]))
     assert (leaves.kind, leaves.to) == ("batch", slow)
     # Whoever needs no noise scale takes what is fastest.
-    assert decide(situation(16, phi, rows=rows, rules={"policy": "static"})).to == blind
+    assert decide(situation(16, phi, rows=rows, flags={"copus_policy": "static"})).to == blind
     alone = decide(situation(16, phi, rows=[blind]))
     assert alone.kind == "stay" and "cannot be seen" in alone.reason
 
@@ -213,33 +234,33 @@ def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
 
 
 def test_shrinking_waits_until_it_is_sure_for_long() -> None:
-    rules = {"allow_shrink": True}
+    flags = {"copus_allow_shrink": True}
     assert decide(situation(256, 8.0)).kind == "stay"
-    small = decide(situation(256, 8.0, rules=rules))
+    small = decide(situation(256, 8.0, flags=flags))
     assert small.kind == "stay" and small.is_small
-    short = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 3999)
+    short = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 3999)
     assert decide(short).kind == "stay"
-    long = situation(256, 8.0, rules=rules, small_since_samples=16_000 - 4000)
+    long = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 4000)
     assert decide(long).to.global_batch_size == 128, "one step of the grid"
 
 
 def test_other_policies_shrink_too() -> None:
-    rules = {"allow_shrink": True, "policy": "cbs"}
-    s = situation(256, 8.0, rules=rules, small_since_samples=0)
+    flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
+    s = situation(256, 8.0, flags=flags, small_since_samples=0)
     assert decide(s).to.global_batch_size == 128
     falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
     assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
 
 
 def test_an_interval_down_to_zero_is_not_certainty() -> None:
-    wide = noise(60.0, sd=1.5)
-    assert decide(situation(16, measured=wide)).kind == "stay"
-    assert decide(situation(16, measured=dataclasses.replace(wide, low_samples=0.0))).kind == "stay"
+    wide = noise(30.0, sd=1.5)
+    assert decide(situation(32, measured=wide)).kind == "stay"
+    assert decide(situation(32, measured=dataclasses.replace(wide, low_samples=0.0))).kind == "stay"
 
 
 def test_a_batch_without_worth_is_left() -> None:
-    rules = {"objective": "lr_model", "allow_shrink": True}
-    s = situation(256, 16.0, rules=rules, small_since_samples=0)
+    flags = {"copus_objective": "lr_model", "copus_allow_shrink": True}
+    s = situation(256, 16.0, flags=flags, small_since_samples=0)
     assert decide(s).to.global_batch_size == 128
 
 
@@ -249,15 +270,15 @@ def test_another_layout_is_weighed_and_not_taken() -> None:
     decision = decide(s)
     assert decision.kind == "stay"
     assert any("keeps its own" in c.verdict and c.row.dp == 1 for c in decision.candidates)
-    able = situation(16, 16.0, rows=rows, rules={"relayout": True}, switch_cost_s=30.0)
+    able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=30.0)
     assert decide(able).kind == "relayout"
     late = dataclasses.replace(able, consumed_samples=999_800)
     assert decide(late).kind == "stay"
 
 
 def test_the_paper_to_the_letter() -> None:
-    """Algorithm 2 by hand: U = T sqrt(B)/(B + Phi), Phi = 60; now B = 20, T = 10: U = 0.5590."""
-    rules = {"policy": "copus", "switch_rule": "paper", "relayout": True, "grid": (20, 40)}
+    """Algorithm 2 by hand: U = T sqrt(B)/(B + Phi), Phi = 2 x 30. Now B = 20, T = 10: U = 0.559."""
+    rules = {"grid": (20, 40)}
     table = [
         row(20, 10.0),
         row(20, 10.9, micro=2),
@@ -269,33 +290,36 @@ def test_the_paper_to_the_letter() -> None:
     # 40 on this layout: 9 sqrt(40)/100 = 0.5692 (+1.8 %); 20 on the other: +20 %, discounted by
     # 900/(900 + 90): +9.1 %.
     base = {"rows": table, "rules": rules, "switch_cost_s": 90.0, "elapsed_s": 900.0}
-    assert decide(situation(20, 60.0, **base)).kind == "stay"
+    base["flags"] = {"copus_policy": "copus", "copus_layouts": "all"}
+    assert decide(situation(20, 30.0, **base)).kind == "stay"
     # After four times as long the discount is 3600/3690: +17.1 %.
-    later = decide(situation(20, 60.0, **{**base, "elapsed_s": 3600.0}))
+    later = decide(situation(20, 30.0, **{**base, "elapsed_s": 3600.0}))
     assert later.kind == "relayout" and later.to == table[3]
     # Phi = 400: 40 gains 9 sqrt(40)/440 over 10 sqrt(20)/420 = +21.5 %.
-    scaled = decide(situation(20, 400.0, **base))
+    scaled = decide(situation(20, 200.0, **base))
     assert scaled.kind == "batch" and scaled.to == table[2]
 
 
 @pytest.mark.parametrize(("gain", "acts"), [(1.1001, True), (1.0999, False)])
 def test_the_papers_margin(gain: float, acts: bool) -> None:
-    rules = {"policy": "copus", "switch_rule": "paper"}
     rows = [row(16, 10.0), row(16, 10.0 * gain, micro=8)]
-    assert (decide(situation(16, 16.0, rows=rows, rules=rules)).kind == "batch") == acts
+    s = situation(16, 16.0, rows=rows, flags={"copus_policy": "copus"})
+    assert (decide(s).kind == "batch") == acts
 
 
 @pytest.mark.parametrize(
     ("policy", "phi", "sizes"),
     [
         ("static", 500.0, [8] * 6),
-        ("cbs", 90.0, [8, 16, 32, 64, 64, 64]),
-        ("cbs", 91.0, [8, 16, 32, 64, 128, 128]),
+        ("cbs", 45.0, [8, 16, 32, 64, 64, 64]),
+        ("cbs", 45.5, [8, 16, 32, 64, 128, 128]),
         ("norm_test", 40.0, [8, 16, 32, 64, 128, 128]),
     ],
 )
 def test_baselines(policy: str, phi: float, sizes: list[int]) -> None:
-    assert follow(situation(8, phi, rules={"policy": policy}), 5) == sizes
+    """cbs goes to twice the noise scale, as published."""
+    flat = [row(b, 10.0) for b in GRID]
+    assert follow(situation(8, phi, rows=flat, flags={"copus_policy": policy}), 5) == sizes
 
 
 @pytest.mark.parametrize(("eta", "times"), [(0.5, 3.0), (2**-0.5, 1.0)])
@@ -304,8 +328,8 @@ def test_where_the_norm_test_stops(eta: float, times: float) -> None:
 
     batch, phi = 1, 10_000.0
     for _ in range(200):
-        rules = {"policy": "norm_test", "norm_test_eta": eta}
-        s = situation(batch, phi, rules=rules, rows=[row(batch, 1.0)])
+        flags = {"copus_policy": "norm_test", "copus_norm_test_eta": eta}
+        s = situation(batch, phi, flags=flags, rows=[row(batch, 1.0)])
         target = target_batch(s)
         assert target is not None
         batch = int(target)
@@ -313,22 +337,21 @@ def test_where_the_norm_test_stops(eta: float, times: float) -> None:
 
 
 def test_schedules_by_position() -> None:
-    rules = Rules(policy="step_schedule", schedule=((0, 768), (100, 1536)))
+    rules = shipped_rules(policy="step_schedule", schedule=((0, 768), (100, 1536)))
     assert [scheduled_batch(rules, at, 1000) for at in (0, 99, 100)] == [768, 768, 1536]
-    merrill = Rules(
-        policy="doubling", first_batch=1024, doubling_first_samples=168, doubling_ratio=3.0
-    )
+    after = {"copus_policy": "doubling", "copus_doubling_first_tokens": 168 * 128.0}
+    merrill = shipped_rules(1024, flags=after)
     assert [scheduled_batch(merrill, at, 1000) for at in (0, 167, 168, 503, 504)] == [
         *(1024, 1024, 2048, 2048, 4096)
     ]
-    assert scheduled_batch(Rules(policy="cbs"), 5, 10) is None
+    assert scheduled_batch(shipped_rules(flags={"copus_policy": "cbs"}), 5, 10) is None
 
 
 def test_seesaw_trades_the_decay_for_batch() -> None:
-    rules = {"policy": "seesaw", "first_batch": 16}
-    s = situation(16, 1000.0, rules=rules, lr_decay_factor=0.5)
+    known: dict[str, Any] = {"flags": {"copus_policy": "seesaw"}, "rules": {"first_batch": 16}}
+    s = situation(16, 1000.0, **known, lr_decay_factor=0.5)
     assert decide(s).to.global_batch_size == 32
-    capped = situation(16, 20.0, rules=rules, lr_decay_factor=0.25)
+    capped = situation(16, 10.0, **known, lr_decay_factor=0.25)
     assert decide(capped).to.global_batch_size == 16
 
 
@@ -349,8 +372,8 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
         phi, half_life = float(np.exp(rng.uniform(3, 6))), 1000.0
         speeds = {b: 100.0 * b / (b + 40) * float(np.exp(rng.normal(0, 0.02))) for b in GRID}
         rows = [row(b, v, sd=0.02) for b, v in speeds.items()]
-        rules = {"allow_shrink": allow_shrink, "objective": objective}
-        s = situation(8, phi, rows=rows, rules=rules, consumed_samples=0, total_samples=10**7)
+        flags = {"copus_allow_shrink": allow_shrink, "copus_objective": objective}
+        s = situation(8, phi, rows=rows, flags=flags, consumed_samples=0, total_samples=10**7)
         error, sd, sizes = 0.0, 0.25, [8]
         for step in range(0, 10_000, 20):
             batch = s.now.global_batch_size
@@ -372,7 +395,7 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 current=s.rows.index(decision.to),
                 small_since_samples=None if changed else since,
                 last_change_samples=s.consumed_samples if changed else s.last_change_samples,
-                noise_when_shrunk=s.noise_samples
+                noise_when_shrunk=s.critical_batch_size
                 if decision.to.global_batch_size < batch
                 else s.noise_when_shrunk,
             )
@@ -384,11 +407,10 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
 
 def test_a_target_is_taken_itself_and_not_a_faster_batch_beside_it() -> None:
     table = [row(16, 10.0), row(16, 14.0, micro=8), row(24, 12.0), row(32, 20.0)]
-    rules = {"policy": "cbs", "grid": (16, 24, 32)}
-    assert decide(situation(16, 24.0, rows=table, rules=rules)).to == table[2]
-    assert decide(situation(16, 24.0, rows=table, rules=rules, in_ramp=True)).kind == "stay"
+    known: dict[str, Any] = {"flags": {"copus_policy": "cbs"}, "rules": {"grid": (16, 24, 32)}}
+    assert decide(situation(16, 12.0, rows=table, **known)).to == table[2]
+    assert decide(situation(16, 12.0, rows=table, **known, in_ramp=True)).kind == "stay"
 
 
 def test_a_batch_without_worth_does_not_grow() -> None:
-    rules = {"objective": "lr_model"}
-    assert decide(situation(256, 16.0, rules=rules)).kind == "stay"
+    assert decide(situation(256, 16.0, flags={"copus_objective": "lr_model"})).kind == "stay"

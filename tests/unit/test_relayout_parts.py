@@ -11,7 +11,7 @@ import pytest
 from copus_ext.goodput.costs import BUILD_S, MOST_FAILURES, Costs, new_costs, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.history import History, new_record
-from copus_ext.goodput.situation import Row, Rules, Situation
+from copus_ext.goodput.situation import Row, Situation
 from copus_ext.types import NoiseScale
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.callbacks import Callback, CallbackContext, Callbacks
@@ -21,6 +21,7 @@ from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
 from megatron.training.settings import Request, StepSettings
 from tests.helpers.jobs import TINY, layout_flags
+from tests.helpers.recorded import shipped_rules
 
 RECOMPUTE = "--recompute-granularity full --recompute-method block"
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
@@ -143,7 +144,7 @@ def row(tp: int, pp: int, speed: float) -> Row:
 
 def situation(**values: Any) -> Situation:
     plain: dict[str, Any] = {
-        "rules": Rules(policy="static", grid=(8,), first_batch=8, relayout=True),
+        "rules": shipped_rules(flags={"copus_policy": "static", "copus_layouts": "all"}, grid=(8,)),
         "noise": NoiseScale(
             status="none",
             phi_samples=None,

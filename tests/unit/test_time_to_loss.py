@@ -6,13 +6,15 @@ import dataclasses
 import importlib
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from copus_ext.goodput.rates import RateRules
+from copus_ext.config import CopusConfig
 from copus_ext.perf.profile import Timing, fingerprint
+from copus_ext.rules import rate_rules_of
 from tests.helpers.launch import ROOT
 
 
@@ -138,8 +140,12 @@ def recipe(**values: Any) -> Any:
 
 
 def test_static_batches_have_the_rates_that_the_controller_would_give_them() -> None:
+    run = {"initial_global_batch_size": 4, "step_batch_size_schedule": None}
+    config: Any = SimpleNamespace(
+        batch=SimpleNamespace(**run), optim=SimpleNamespace(adam_beta2=0.95)
+    )
     for batch in (2, 4, 16):
-        rules = RateRules(reference_batch=4, beta2=0.95)
+        rules = rate_rules_of(CopusConfig(copus=True), config)
         at = rules.at(batch, rules.lr_factor(batch))
         words = dict(zip(recipe().rates(batch)[::2], recipe().rates(batch)[1::2]))
         assert float(words["--lr"]) == pytest.approx(1e-3 * at["lr_factor"])
