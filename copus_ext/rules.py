@@ -96,6 +96,11 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
+    if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
+        raise UsageError(
+            "--fp8-format: Transformer Engine's scales cannot follow a change of layout in the "
+            "running processes; use --copus-relayout relaunch, or --copus-layouts current"
+        )
     first = first_batch_of(flags, config)
     least, most = _bounds(flags, first)
     if not least <= first <= most:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.config import GROUPS, Config, ModelConfig
@@ -14,7 +14,7 @@ from megatron.training.config.fields import OptionSpec, option_specs
 from megatron.training.config.logging import profile_problems
 from megatron.training.derive import derive
 from megatron.training.errors import UsageError
-from megatron.training.known_flags import FAMILIES, KnownFlag, known_flags
+from megatron.training.known_flags import DEPRECATED, FAMILIES, KnownFlag, known_flags, notes_of
 
 TITLES = {
     "model": "model shape",
@@ -31,13 +31,43 @@ TITLES = {
 }
 """Group name in `Config` -> its title in `--help`."""
 
+_NEAR = 0.8
+"""How alike an unknown flag and a hint must be: difflib's ratio, from 0 to 1."""
+_TOO_FEW = ("argument", "arguments")
+"""How argparse's complaint about missing values ends."""
+_TOO_MANY = "ignored explicit argument"
+"""What argparse says of a switch that is given a value."""
+
 
 class Parser(argparse.ArgumentParser):
     """Raises instead of leaving the process, so that one place prints problems and picks the
     exit code."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        text = message.removeprefix("argument ")
+        if text.endswith(_TOO_FEW):
+            text += "; give as many"
+        elif _TOO_MANY in text:
+            text = text.replace(_TOO_MANY, "it takes no value; remove")
+        raise UsageError(text)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give one") from None
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: str}
+"""Type of a value -> what reads it."""
 
 
 def build_parser(extra_groups: Mapping[str, type] | None = None) -> argparse.ArgumentParser:
@@ -68,7 +98,8 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
         settings["action"] = "store_false" if spec.default else "store_true"
         settings["help"] = f"Turn off: {text}" if spec.default else text
     else:
-        settings |= {"type": spec.kind, "choices": spec.choices, "nargs": spec.nargs}
+        reader = _READERS[spec.kind]
+        settings |= {"type": reader, "choices": spec.choices, "nargs": spec.nargs}
         shown = spec.default not in (None, ())
         required = " Required." if spec.required else ""
         settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
@@ -100,14 +131,15 @@ def parse_args(
     for flag in known.values():
         settings: dict[str, Any] = {"action": "append_const", "const": flag.name}
         if flag.nargs != 0:
-            settings = {"nargs": flag.nargs}
+            settings = {"nargs": flag.nargs, "choices": flag.choices}
         section.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **settings)
     found, rest = parser.parse_known_args(argv)
     given = vars(found)
-    if rest:
-        names = {s for action in parser._actions for s in action.option_strings if s != "-h"}
-        raise UsageError(_unknown(rest, sorted(names)))
-    ignored = _judge_known({known[n]: given.pop(n) for n in list(given) if n in known})
+    asked = {known[n]: given.pop(n) for n in list(given) if n in known}
+    names = {s for action in parser._actions for s in action.option_strings if s != "-h"}
+    if problems := [*_refusals(asked), *_unknown(rest, names)]:
+        raise UsageError("\n".join(problems))
+    ignored = tuple(flag.name for flag, value in asked.items() if _has_a_say(flag, value))
 
     values: dict[str, Any] = {}
     groups = [*GROUPS.values(), *(extra_groups or {}).values()]
@@ -117,37 +149,74 @@ def parse_args(
     return argparse.Namespace(**values, explicit_flags=frozenset(given), ignored_flags=ignored)
 
 
-def _unknown(rest: list[str], names: list[str]) -> str:
-    flags = [word.split("=", 1)[0] for word in rest if word.startswith("-")]
-    if not flags:
-        return f"unexpected argument {rest[0]!r}; every value follows a --flag"
+def _values(flag: KnownFlag, value: Any) -> list[str]:
+    if flag.nargs == 0 or value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _has_a_say(flag: KnownFlag, value: Any) -> bool:
+    """Whether a flag asks for something that it does not get."""
+    return flag.asks_for_something(_values(flag, value))
+
+
+def _refusals(given: Mapping[KnownFlag, Any]) -> list[str]:
+    """One line for each flag that would change the result."""
+    return [
+        " ".join([flag.name, *_values(flag, value)]) + f" is refused: {flag.refusal}"
+        for flag, value in given.items()
+        if flag.refusal is not None and _has_a_say(flag, value)
+    ]
+
+
+def _unknown(rest: Sequence[str], names: Collection[str]) -> list[str]:
+    """One line for each unknown flag; a word before all flags is no value of one."""
+    flags = [word.split("=", 1)[0] for word in rest if _is_flag(word)]
+    if rest and not flags:
+        return [f"unexpected argument {rest[0]!r}; every value follows a --flag, remove it"]
     lines = []
-    for flag in flags:
+    for flag in dict.fromkeys(flags):
         family = next((why for start, why in FAMILIES.items() if flag.startswith(start)), None)
         if family is not None:
             lines.append(f"{flag} is refused: {family}")
             continue
-        near = difflib.get_close_matches(flag, names, n=1)
-        lines.append(
-            f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "; remove it")
-        )
-    return "\n".join(lines)
+        near = nearest_flag(flag, names)
+        lines.append(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "remove it"))
+    return lines
 
 
-def _judge_known(given: Mapping[KnownFlag, Any]) -> tuple[str, ...]:
-    """Returns the option strings that have no effect; raises for those that would change the
-    result."""
-    refused, ignored = [], []
-    for flag, value in given.items():
-        values = [] if flag.nargs == 0 or value is None else value
-        values = values if isinstance(values, list) else [values]
-        if flag.refusal is None:
-            ignored.append(flag.name)
-        elif flag.asks_for_something(values):
-            refused.append(" ".join([flag.name, *values]) + f" is refused: {flag.refusal}")
-    if refused:
-        raise UsageError("\n".join(refused))
-    return tuple(ignored)
+def _is_flag(word: str) -> bool:
+    """Whether a word that no known flag took is a flag, and not a value such as -1 or -1e-3."""
+    if not word.startswith("-"):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def nearest_flag(flag: str, names: Collection[str]) -> str | None:
+    """The flag that a misspelled one probably meant, or None if none is near.
+
+    Underscores for hyphens, one hyphen for two, and capitals do not count as differences. What
+    turns something off is never offered for what turns it on, nor a flag that Megatron-LM gave up.
+    """
+    plain = _letters(flag)
+    spelled = {_letters(name): name for name in sorted(names)[::-1] if name not in DEPRECATED}
+    if plain in spelled:
+        return spelled[plain]
+    alike = [name for name in spelled if _turns_off(name) == _turns_off(plain)]
+    near = difflib.get_close_matches(plain, alike, n=1, cutoff=_NEAR)
+    return spelled[near[0]] if near else None
+
+
+def _letters(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-").lower()
+
+
+def _turns_off(flag: str) -> bool:
+    return flag.startswith(("no-", "disable-"))
 
 
 def resolve(
@@ -192,9 +261,7 @@ def resolve(
         draft.problem(problem)
     draft.stop_if_problems()
     draft.values["ignored_flags"] = args.ignored_flags
-    if args.ignored_flags:
-        draft.notes.insert(0, f"accepted without effect: {', '.join(args.ignored_flags)}")
-    draft.values["notes"] = tuple(draft.notes)
+    draft.values["notes"] = (*notes_of(args.ignored_flags), *draft.notes)
     return Config.from_flat(draft.values, draft.explicit)
 
 

@@ -90,6 +90,11 @@ def complete_iterations(root: Path) -> list[int]:
     return sorted(i for i in _iterations(root) if is_complete(root, i))
 
 
+def is_legacy(folder: Path) -> bool:
+    """Whether Megatron-LM wrote this checkpoint with `--ckpt-format torch`: one file a rank."""
+    return any(folder.glob("mp_rank_*/*.pt"))
+
+
 def is_complete(root: Path, iteration: int) -> bool:
     """Whether the checkpoint of an iteration was written to the end."""
     is_marked = (folder_of(root, iteration) / CORE_MARK).is_file()

@@ -24,8 +24,12 @@ _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
         "it cannot train; use local or transformer_engine",
     ),
     "ckpt_format": (
-        ("torch_dist",),
-        "only torch_dist loads under another layout; use --ckpt-format torch_dist",
+        ("torch", "torch_dist", "torch_dcp"),
+        "it is a format of FSDP; use --ckpt-format torch_dist",
+    ),
+    "fp8_recipe": (
+        ("tensorwise", "delayed", "mxfp8", "blockwise"),
+        "it needs a program of its own; use tensorwise, delayed, mxfp8 or blockwise",
     ),
     "dataloader_type": (
         (None, "single"),
@@ -69,6 +73,7 @@ _AT_LEAST_ONE = [
     "tensorboard_log_interval",
     "tensorboard_queue_size",
     "hysteresis",
+    "fp8_amax_history_len",
 ]
 _NOT_NEGATIVE = [
     "lr",
@@ -83,7 +88,17 @@ _NOT_NEGATIVE = [
     "manual_gc_interval",
     "init_method_std",
     "ckpt_step",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
 ]
+_EIGHT_BITS = (
+    "fp8_recipe",
+    "fp8_margin",
+    "fp8_amax_history_len",
+    "fp8_amax_compute_algo",
+    "first_last_layers_bf16",
+)
+"""What means nothing without --fp8-format."""
 _APEX_FUSIONS = ("masked_softmax_fusion", "gradient_accumulation_fusion")
 _CPU_FUSIONS = (
     *_APEX_FUSIONS,
@@ -108,6 +123,7 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_layout,
         derive_horizon,
         _derive_precision,
+        _derive_eight_bits,
         _derive_kernels,
         _derive_recompute,
         _derive_rest,
@@ -306,6 +322,48 @@ def _derive_precision(draft: Draft, environment: Environment) -> None:
         draft["accumulate_allreduce_grads_in_fp32"] = not draft["grad_reduce_in_bf16"]
 
 
+def _derive_eight_bits(draft: Draft, environment: Environment) -> None:
+    form, recipe = draft["fp8"], draft["fp8_recipe"]
+    if form is None:
+        draft.require(
+            not draft["fp8_param_gather"], "--fp8-param-gather needs --fp8-format; give it, too"
+        )
+        idle = [flag_of(name) for name in _EIGHT_BITS if name in draft.explicit]
+        if idle:
+            draft.notes.append(f"without --fp8-format there is no effect of {', '.join(idle)}")
+        return
+    has_engine = draft["device"] == "cuda" and environment.transformer_engine
+    draft.require(
+        has_engine and draft["transformer_impl"] == "transformer_engine",
+        f"--fp8-format {form} needs a GPU and --transformer-impl transformer_engine, and this run "
+        "does not have both; use --bf16 and remove the --fp8 flags",
+    )
+    if draft["first_last_layers_bf16"]:
+        draft.require(
+            recipe != "delayed",
+            "--first-last-layers-bf16 does not go with --fp8-recipe delayed; use tensorwise",
+        )
+        most = draft["num_layers"] // draft["pipeline_model_parallel_size"]
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            draft.require(
+                draft[name] <= most,
+                f"{flag_of(name)} {draft[name]} is above the {most} layers of a pipeline stage; "
+                "lower it",
+            )
+    draft.notes.append(
+        f"--fp8-format {form}: nobody has run this trainer with 8-bit matrix products yet; compare "
+        "its first losses with those of --bf16"
+    )
+    if recipe == "delayed":
+        draft.notes.append("--fp8-recipe delayed: its scales are not saved, a launch begins anew")
+    if draft["fp8_param_gather"]:
+        draft["fp8_param_gather"] = False
+        draft.notes.append(
+            "--fp8-param-gather: weights are stored and gathered in the format of the model, which "
+            "takes more memory"
+        )
+
+
 def _derive_kernels(draft: Draft, environment: Environment) -> None:
     cpu = draft["device"] == "cpu"
     engine = environment.transformer_engine
@@ -395,6 +453,11 @@ def _derive_rest(draft: Draft, environment: Environment) -> None:
     )
     if not per_split:
         draft.default("split", "969, 30, 1")
+    if draft["ckpt_format"] != "torch_dist":
+        draft.notes.append(
+            f"--ckpt-format {draft['ckpt_format']}: checkpoints are saved and loaded as torch_dist"
+        )
+        draft["ckpt_format"] = "torch_dist"
     draft["dataloader_type"] = "single"
     draft.default("tokenizer_type", "GPT2BPETokenizer")
     if draft["device"] == "cpu" and "num_workers" not in draft.explicit:

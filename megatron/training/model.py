@@ -137,6 +137,28 @@ def _kernels(config: Config) -> dict[str, Any]:
         "recompute_num_layers": r.recompute_num_layers,
         "recompute_modules": list(r.recompute_modules) if r.recompute_modules else None,
         "deterministic_mode": config.runtime.deterministic_mode,
+        **_eight_bits(config),
+    }
+
+
+def _eight_bits(config: Config) -> dict[str, Any]:
+    """Settings of 8-bit matrix products; none without them."""
+    p = config.precision
+    if p.fp8 is None:
+        return {}
+    return {
+        "fp8": p.fp8,
+        "fp8_recipe": p.fp8_recipe,
+        "fp8_margin": p.fp8_margin,
+        "fp8_amax_history_len": p.fp8_amax_history_len,
+        "fp8_amax_compute_algo": p.fp8_amax_compute_algo,
+        "fp8_wgrad": p.fp8_wgrad,
+        "first_last_layers_bf16": p.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": p.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": p.num_layers_at_end_in_bf16,
+        # Initial weights, checkpoints and changes of layout write into the parameters in place,
+        # which numbers of 8 bits with a scale beside them do not allow.
+        "fp8_param": False,
     }
 
 

@@ -74,6 +74,7 @@ def build_optimizer(
         fp16=p.fp16,
         bf16=p.bf16,
         params_dtype=parameter_dtype(config),
+        fp8_recipe=p.fp8_recipe if p.fp8 else None,
         loss_scale=p.loss_scale,
         initial_loss_scale=p.initial_loss_scale,
         min_loss_scale=p.min_loss_scale,

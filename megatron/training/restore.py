@@ -86,6 +86,11 @@ def choices(load: Path, *, step: int | None, fallback: bool) -> tuple[list[int],
         if wanted not in complete:
             folder = files.folder_of(load, wanted)
             state = "half-written (no metadata.json)" if folder.exists() else "missing"
+            if files.is_legacy(folder):
+                state = (
+                    "of Megatron-LM's older format torch; save it there again with "
+                    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+                )
             problem = f"checkpoint {folder} is {state}"
             complete = [i for i in complete if i != wanted]
     may_fall_back = fallback and step is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 from copus_ext.config import CopusConfig
@@ -28,6 +28,11 @@ _KNOWN = """## Flags of Megatron-LM that have no effect here
 
 Accepted, with one note in the log.
 """
+_REPLACED = """Those of the table only cost time or memory, or check less strictly. The run does without, and
+its note says what happens instead.
+
+| flags | what happens |
+|---|---|"""
 _REFUSED = """## Flags of Megatron-LM that are refused
 
 They would change the result and are not implemented. Some have values that ask for nothing; with
@@ -62,17 +67,27 @@ def flags_page(groups: Mapping[str, type], known: Iterable[KnownFlag]) -> str:
         parts.append("")
     flags = sorted(known, key=lambda flag: flag.name)
     parts.append(_KNOWN)
-    parts.append(", ".join(f"`{flag.name}`" for flag in flags if flag.refusal is None) + "\n")
+    plain = [f"`{f.name}`" for f in flags if f.refusal is None and f.instead is None]
+    parts.append(", ".join(plain) + "\n")
+    parts.append(_REPLACED)
+    parts += _by_reason((f.instead, f) for f in flags if f.instead is not None)
+    parts.append("")
     parts.append(_REFUSED)
     parts.append("| flags | why, and what to do |\n|---|---|")
-    refused = sorted((f.refusal, f.name, f.neutral) for f in flags if f.refusal is not None)
-    for reason, same in groupby(refused, key=lambda entry: entry[0]):
-        names = ", ".join(
-            f"`{name}`" + (f" (not {', '.join(f'`{v}`' for v in neutral)})" if neutral else "")
-            for _, name, neutral in same
-        )
-        parts.append(f"| {names} | {_cell(reason)} |")
+    parts += _by_reason((f.refusal, f) for f in flags if f.refusal is not None)
     return "\n".join(parts) + "\n"
+
+
+def _by_reason(flags: Iterable[tuple[str, KnownFlag]]) -> Iterator[str]:
+    """A row for each reason, with the flags that it holds for and the values that are exempt."""
+    ordered = sorted(flags, key=lambda entry: (entry[0], entry[1].name))
+    for reason, same in groupby(ordered, key=lambda entry: entry[0]):
+        names = ", ".join(
+            f"`{f.name}`"
+            + (f" (not {', '.join(f'`{v}`' for v in f.neutral)})" if f.neutral else "")
+            for _, f in same
+        )
+        yield f"| {names} | {_cell(reason)} |"
 
 
 def _row(spec: OptionSpec) -> str:

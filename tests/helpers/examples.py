@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 GPT3 = """
@@ -55,6 +56,19 @@ MIXTRAL = """
     --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 --use-distributed-optimizer
     --sequence-parallel --log-interval 1 --save-interval 100 --eval-interval 100 --eval-iters 10
 """
+
+
+_WAY_ON = re.compile(
+    r"\b(?:add|change|choose|compare|drop|give|keep|lower|make|raise|remove|save|set|shard|shorten|"
+    r"start|take|use|write)\b|did you mean|must (?:both |not )?be "
+)
+
+
+def names_a_way_on(line: str) -> bool:
+    """Whether one line of a refusal says what to do: an instruction behind what is wrong, a flag
+    that was meant, or what a value must be."""
+    wrong, *rest = re.split(r"[;:(] ?", line, maxsplit=1)
+    return "\n" not in line and None is not _WAY_ON.search(rest[0] if rest else wrong)
 
 
 def with_values(flags: str, values: Mapping[str, str | None]) -> list[str]:

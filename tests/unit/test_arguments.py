@@ -7,17 +7,19 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.arguments import nearest_flag, parse_args, resolve, with_checkpoint_args
 from megatron.training.config import GROUPS, Config
 from megatron.training.config.fields import field_docstrings, option, option_specs
 from megatron.training.errors import UsageError
-from megatron.training.known_flags import KnownFlag, known_flags
+from megatron.training.known_flags import DEPRECATED, FAMILIES, KnownFlag, known_flags
 from megatron.training.layout import Layout
-from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL
+from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, names_a_way_on
 
+DATA = Path(__file__).parent / "data"
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
     "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
@@ -86,18 +88,76 @@ def test_help_is_quick_and_light() -> None:
         ("--num-layer 4", ["--num-layer", "did you mean --num-layers?"]),
         ("--tensor-parallel-size=2", ["--tensor-parallel-size", "--tensor-model-parallel-size"]),
         ("--zzzz", ["unknown flag --zzzz"]),
+        ("--zzzz -1 --zzzz=-1", ["unknown flag --zzzz"]),
+        ("--zzzz -1e-3", ["unknown flag --zzzz"]),
+        ("--zzzz -inf", ["unknown flag --zzzz"]),
+        ("-num-layers 4", ["unknown flag -num-layers", "--num-layers"]),
         ("stray", ["'stray'"]),
-        ("--lr fast", ["--lr", "fast"]),
+        ("--lr fast", ["--lr", "'fast'"]),
+        ("--seed REPEAT", ["--seed", "'REPEAT'"]),
+        ("--seed 1.5", ["--seed", "'1.5'"]),
+        ("--seed", ["--seed", "one argument"]),
+        ("--bf16=yes", ["--bf16", "'yes'"]),
         ("--lr-decay-style cubic", ["--lr-decay-style", "cubic"]),
+        ("--cuda-graph-impl some", ["--cuda-graph-impl", "'some'", "transformer_engine"]),
+        ("--dist-ckpt-strictness some", ["--dist-ckpt-strictness", "'some'", "log_all"]),
+        ("--ckpt-format some", ["--ckpt-format", "'some'"]),
+        ("--fp8-format e5m2", ["--fp8-format", "'e5m2'"]),
+        ("--timing-log-level 3", ["--timing-log-level", "'3'"]),
         ("--grpo-kl-beta 1", ["--grpo-kl-beta is refused"]),
-        ("--rampup-batch-size 1 2", ["--rampup-batch-size"]),
+        ("--rampup-batch-size 1 2", ["--rampup-batch-size", "3 arguments"]),
     ],
 )
 def test_bad_command_lines(flags: str, parts: list[str]) -> None:
     with pytest.raises(UsageError) as error:
         parse_args(flags.split())
+    assert names_a_way_on(str(error.value)) and "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_all_problems_of_a_command_line_each_once() -> None:
+    flags = "--top_k -1 --num-experts 8 --mint_p=2 --top_k -2 --bf16 --moe-new 1 --tp-comm-overlap"
+    with pytest.raises(UsageError) as error:
+        parse_args(flags.split())
+    lines = str(error.value).split("\n")
+    named = ["--num-experts 8", "--top_k", "--mint_p", "--moe-new"]
+    assert len(lines) == len(named) and all(name in "\n".join(lines) for name in named)
+    assert all(map(names_a_way_on, lines))
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--micro-batch", "--micro-batch-size"),
+        ("--seq-len", "--seq-length"),
+        ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+        ("--use-distributed-optimiser", "--use-distributed-optimizer"),
+        ("--use-flash-attention", "--use-flash-attn"),
+        ("--train-iterations", "--train-iters"),
+        ("--num-expert", "--num-experts"),
+        ("--no-bias-swiglu", "--no-bias-swiglu-fusion"),
+        ("--num_layers", "--num-layers"),
+        ("--override-opt-param_scheduler", "--override-opt-param-scheduler"),
+        ("--dist_ckpt_strictness", "--dist-ckpt-strictness"),
+        ("-seed", "--seed"),
+        ("--BF16", "--bf16"),
+        ("--verify-integrity", None),
+        ("--top_k", None),
+        ("--wandb-mode", None),
+        ("--gradient-checkpointing", None),
+        ("--learning-rate", None),
+        ("--dropout", None),
+        ("--linear-layers", None),
+        ("--batch-siz", None),
+        ("--no-async-save", None),
+        ("--bias-swiglu-fusion", None),
+    ],
+)
+def test_hints_are_near(flag: str, meant: str | None) -> None:
+    ours = [s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings]
+    assert nearest_flag(flag, [*ours, *known_flags()]) == meant
 
 
 def test_both_spellings() -> None:
@@ -119,26 +179,75 @@ def test_extra_groups_of_other_packages() -> None:
 # Flags that are known and not implemented.
 
 
-@pytest.mark.parametrize("flag", list(known_flags().values()), ids=lambda flag: flag.name)
-def test_known_flags(flag: KnownFlag) -> None:
+def words_of(flag: KnownFlag) -> list[str]:
+    """The flag with values that ask for something."""
     count = flag.nargs if isinstance(flag.nargs, int) else 2
-    argv = [flag.name, *["7"] * count]
-    if flag.refusal is None:
-        assert parse_args(argv).ignored_flags == (flag.name,)
-        assert config_of(" ".join(argv)).runtime.notes[0].endswith(flag.name)
-        return
-    with pytest.raises(UsageError, match=flag.name):
-        parse_args(argv)
-    for value in flag.neutral:
-        assert parse_args([flag.name, value]).ignored_flags == ()
+    value = next(v for v in flag.choices or ["7"] if v not in flag.neutral)
+    return [flag.name, *[value] * count]
 
 
-def test_refusals_say_why_and_what_to_do() -> None:
+HARMLESS = [flag for flag in known_flags().values() if flag.refusal is None]
+REFUSED = [flag for flag in known_flags().values() if flag.refusal is not None]
+
+
+def test_harmless_flags_are_accepted_and_named_in_one_note_each() -> None:
+    config = config_of(" ".join(word for flag in HARMLESS for word in words_of(flag)))
+    assert set(config.runtime.ignored_flags) == {flag.name for flag in HARMLESS}
+    named = [word for note in config.runtime.notes for word in note.split(": ")[0].split(", ")]
+    plain = [
+        word
+        for note in config.runtime.notes
+        if "without effect" in note
+        for word in note.split(": ")[1].split(", ")
+    ]
+    for flag in HARMLESS:
+        assert (named + plain).count(flag.name) == 1
+        assert (flag.name in named) == (flag.instead is not None)
+        assert any(note.endswith(f": {flag.instead}") for note in config.runtime.notes) == (
+            flag.instead is not None
+        )
+
+
+def test_refused_flags_say_why_and_what_to_do() -> None:
+    with pytest.raises(UsageError) as error:
+        parse_args([word for flag in REFUSED for word in words_of(flag)])
+    lines = str(error.value).split("\n")
+    assert lines == [f"{' '.join(words_of(f))} is refused: {f.refusal}" for f in REFUSED]
+    assert all(map(names_a_way_on, [*lines, *FAMILIES.values()]))
+
+
+def test_values_that_ask_for_nothing_need_no_note() -> None:
     for flag in known_flags().values():
-        assert flag.refusal is None or any(
-            word in flag.refusal
-            for word in ("use ", "remove ", "set ", "give ", "choose ", "write ", "shard ")
-        ), flag.name
+        for value in flag.neutral:
+            if flag.choices is None or value in flag.choices:
+                assert parse_args([flag.name, value]).ignored_flags == ()
+
+
+def test_no_flag_of_megatron_lm_is_unknown() -> None:
+    """Those of core_v0.16.1: name -> number of values, and the values there are."""
+    theirs = json.loads((DATA / "megatron_lm_flags.json").read_text())["flags"]
+    ours = {s: x for group in GROUPS.values() for x in option_specs(group) for s in x.strings}
+    problems = []
+    for name, (nargs, choices) in theirs.items():
+        spec, known = ours.get(name), known_flags().get(name)
+        if spec is not None:
+            mine = 0 if spec.kind is bool else 1 if spec.nargs is None else spec.nargs
+            values = None if spec.choices is None else sorted(map(str, spec.choices))
+        elif known is not None:
+            mine, values = known.nargs, None if known.choices is None else sorted(known.choices)
+        else:
+            if not name.startswith(tuple(FAMILIES)):
+                problems.append(f"{name} is not known")
+            continue
+        # A string that is read otherwise than there is no other flag.
+        if (mine, name) != (nargs, name) or (values is not None and values != choices):
+            problems.append(f"{name} takes {mine} {values}, there {nargs} {choices}")
+    assert len(theirs) > 600 and not problems, problems
+
+
+def test_what_was_given_up_names_its_successor() -> None:
+    ours = {s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings}
+    assert set(DEPRECATED.values()) <= ours and not set(DEPRECATED) & ours
 
 
 def test_one_note_for_all_ignored_flags() -> None:
@@ -149,6 +258,25 @@ def test_one_note_for_all_ignored_flags() -> None:
         "--timing-log-level",
     )
     assert sum("--no-one-logger" in note for note in config.runtime.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--dist-ckpt-strictness log_all", "is refused in any case"),
+        ("--dist-ckpt-strictness ignore_all", "is refused in any case"),
+        ("--cuda-graph-impl local --cuda-graph-scope attn", "no CUDA graphs"),
+        ("--offload-modules core_attn", "--recompute-granularity"),
+        ("--use-mp-args-from-checkpoint-args", "the layout is that of the flags"),
+        ("--ckpt-format torch", "as torch_dist"),
+        ("--inprocess-restart --inprocess-granularity rank", "supervisor"),
+    ],
+)
+def test_notes_say_what_happens_instead(flags: str, note: str) -> None:
+    config = config_of(flags)
+    (line,) = [line for line in config.runtime.notes if note in line]
+    assert all(flag in line for flag in flags.split() if flag.startswith("--"))
+    assert config.checkpoint.ckpt_format == "torch_dist"
 
 
 # The three well-known examples.
@@ -180,7 +308,8 @@ def test_llama3_example() -> None:
     assert config.parallel.sequence_parallel
     assert config.recompute.recompute_granularity == "full"
     assert config.logging.profile and config.logging.profile_step_start == 4
-    assert "--rerun-mode" in config.runtime.ignored_flags
+    assert "--ckpt-assume-constant-structure" in config.runtime.ignored_flags
+    assert "--rerun-mode" not in config.runtime.ignored_flags, "it is disabled"
     assert "--context-parallel-size" not in config.runtime.ignored_flags
 
 

@@ -98,6 +98,11 @@ def test_a_trainer_that_cannot_change_its_layout_says_so() -> None:
 )
 def test_flags_that_contradict_the_run(values: dict[str, Any], more: str, words: str) -> None:
     check_run(flags(), config())
+    eight_bits = config().replace(fp8="hybrid")
+    check_run(flags(), eight_bits)
+    with pytest.raises(UsageError, match=r"--fp8-format.*--copus-relayout relaunch"):
+        check_run(flags(copus_layouts="all"), eight_bits)
+    check_run(flags(copus_layouts="all", copus_mode="observe"), eight_bits)
     with pytest.raises(UsageError, match=words):
         check_run(flags(**values), config(more))
 

@@ -15,6 +15,7 @@ from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
+from tests.helpers.examples import names_a_way_on
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -250,6 +251,51 @@ def test_on_cpu_and_on_gpu() -> None:
     assert gloo.parallel.distributed_backend == "gloo"
 
 
+GPU = {"cuda_available": True, "transformer_engine_available": True, "apex_available": True}
+
+
+def test_eight_bits_reach_megatron_core() -> None:
+    from megatron.training.model import core_config
+
+    flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 1024"
+    more = "--fp8-amax-compute-algo max --fp8-margin 1 --no-fp8-wgrad --first-last-layers-bf16"
+    config = config_of(f"{flags} {more} --num-layers-at-end-in-bf16 2 --fp8-param-gather", **GPU)
+    core = core_config(config)
+    assert (core.fp8, core.fp8_recipe, core.fp8_margin) == ("hybrid", "tensorwise", 1)
+    assert (core.fp8_amax_history_len, core.fp8_amax_compute_algo) == (1024, "max")
+    assert (core.num_layers_at_start_in_bf16, core.num_layers_at_end_in_bf16) == (1, 2)
+    assert core.first_last_layers_bf16 and not core.fp8_wgrad and not core.fp8_param
+    notes = " ".join(config.runtime.notes)
+    assert "nobody has run" in notes and "--fp8-param-gather: " in notes and "anew" not in notes
+    assert "begins anew" in " ".join(config_of("--fp8-format e4m3", **GPU).runtime.notes)
+    plain = config_of("--bf16 --fp8-recipe mxfp8", **GPU)
+    assert core_config(plain).fp8 is None
+    assert any("no effect of --fp8-recipe" in note for note in plain.runtime.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "part"),
+    [
+        ("--fp8-format hybrid", {}, "use --bf16"),
+        ("--fp8-format hybrid", {"cuda_available": True}, "use --bf16"),
+        ("--fp8-format hybrid --transformer-impl local", GPU, "use --bf16"),
+        ("--fp8-format e4m3 --fp8-recipe custom", GPU, "--fp8-recipe custom"),
+        ("--fp8-param-gather", GPU, "--fp8-format"),
+        ("--fp8-format e4m3 --first-last-layers-bf16", GPU, "--fp8-recipe delayed"),
+        ("--fp8-format e4m3 --fp8-amax-history-len 0", GPU, "--fp8-amax-history-len 0"),
+        (
+            "--fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16 "
+            "--num-layers-at-start-in-bf16 5",
+            GPU,
+            "above the 4 layers",
+        ),
+    ],
+)
+def test_eight_bits_that_are_refused(flags: str, environment: dict, part: str) -> None:
+    text = refusal(flags, **environment)
+    assert part in text and names_a_way_on(text)
+
+
 @pytest.mark.parametrize(
     ("flags", "world", "parts"),
     [
@@ -291,7 +337,7 @@ def test_problems_name_flag_and_values(flags: str, world: int, parts: list[str])
     text = refusal(flags, world)
     for part in parts:
         assert part in text
-    assert all(line.strip() == line and line for line in text.split("\n"))
+    assert all(line.strip() == line and names_a_way_on(line) for line in text.split("\n"))
 
 
 def test_problems_of_one_stage_come_together() -> None:
@@ -317,11 +363,12 @@ def test_padded_vocabulary(rows: int, divisible_by: int, tp: int) -> None:
         "--optimizer sgd",
         "--position-embedding-type mrope",
         "--transformer-impl inference_optimized",
-        "--ckpt-format torch",
+        "--ckpt-format fsdp_dtensor",
+        "--fp8-recipe custom",
         "--dataloader-type cyclic",
     ],
 )
 def test_values_that_are_not_supported(flags: str) -> None:
     text = refusal(flags)
     assert flags in text
-    assert "use " in text
+    assert "use " in text and names_a_way_on(text)

@@ -48,10 +48,12 @@ def test_the_page_of_flags_has_those_of_the_parser_and_no_other(page: str) -> No
     shown = re.findall(r'<a id="([^"]+)"></a>', page)
     assert sorted(shown) == sorted(there)
     told = page.split("that have no effect here")[1]
-    refusals = " ".join(str(flag.refusal) for flag in known_flags().values())
+    texts = " ".join(f"{flag.refusal} {flag.instead}" for flag in known_flags().values())
     named = set(re.findall(r"`(--[\w-]+[a-z0-9])`", told))
     assert set(known_flags()) <= named
-    assert all(name in refusals for name in named - set(known_flags()))
+    assert all(name in texts for name in named - set(known_flags()))
+    plain = re.sub(r"[`\\]", "", told)
+    assert all(str(flag.instead) in plain for flag in known_flags().values() if flag.instead)
 
 
 def test_each_flag_is_shown_with_its_group_values_and_default(page: str) -> None:

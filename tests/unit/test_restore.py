@@ -63,6 +63,17 @@ def test_what_is_half_written_or_missing_is_passed_over_or_refused(save: Path) -
         choices(save, step=5, fallback=True)
 
 
+def test_an_older_format_is_named_with_what_converts_it(tmp_path: Path) -> None:
+    rank = files.folder_of(tmp_path, 8) / "mp_rank_00"
+    rank.mkdir(parents=True)
+    (rank / "model_optim_rng.pt").write_bytes(b"")
+    (tmp_path / files.TRACKER).write_text("8")
+    for fallback in (True, False):
+        with pytest.raises(TrainingFailure, match=r"format torch;.*--ckpt-convert-format") as error:
+            choices(tmp_path, step=None, fallback=fallback)
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("tracker", [None, "6O"])
 def test_without_a_tracker_the_newest_complete_one_is_the_latest(
     save: Path, tracker: str | None

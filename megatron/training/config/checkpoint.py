@@ -24,8 +24,10 @@ class CheckpointConfig:
     ckpt_format: str = option(
         "torch_dist", choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")
     )
-    """Checkpoint format; only torch_dist is supported."""
-    ckpt_fully_parallel_save: bool = option(True, "--no-ckpt-fully-parallel-save")
+    """Accepted, but for fsdp_dtensor; checkpoints are always saved and loaded as torch_dist."""
+    ckpt_fully_parallel_save: bool = option(
+        True, "--no-ckpt-fully-parallel-save", "--disable-ckpt-fully-parallel-save"
+    )
     """Share out writing over the data-parallel ranks."""
     dist_ckpt_optim_fully_reshardable: bool = option(False)
     """Accepted; the optimizer is always saved in the format that loads under any layout."""

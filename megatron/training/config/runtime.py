@@ -27,7 +27,7 @@ class RuntimeConfig:
     """Collect garbage at chosen iterations only."""
     manual_gc_interval: int = option(0)
     """Iterations between two collections with --manual-gc; 0 means never."""
-    manual_gc_eval: bool = option(True, "--no-manual-gc-eval")
+    manual_gc_eval: bool = option(True, "--no-manual-gc-eval", "--disable-manual-gc-eval")
     """Collect garbage around evaluations with --manual-gc."""
     empty_unused_memory_level: int = option(0, choices=(0, 1, 2))
     """Empty the CUDA cache: 0 never, 1 before each optimizer step, 2 after it too."""

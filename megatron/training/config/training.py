@@ -139,5 +139,28 @@ class PrecisionConfig:
     """Add up and reduce gradients in bfloat16."""
     check_for_nan_in_loss_and_grad: bool = option(True, "--no-check-for-nan-in-loss-and-grad")
     """Accepted; a gradient that is not finite always skips its step."""
+    fp8: str | None = option(None, "--fp8-format", choices=("e4m3", "hybrid"))
+    """Compute matrix products in 8 bits: e4m3 everywhere, or hybrid with e5m2 for gradients. Needs
+    Transformer Engine and a GPU."""
+    fp8_recipe: str = option(
+        "delayed", choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom")
+    )
+    """How --fp8-format scales what it rounds; custom is refused."""
+    fp8_margin: int = option(0)
+    """Powers of two between the largest value and the largest number of the format."""
+    fp8_amax_history_len: int = option(1)
+    """Steps that --fp8-recipe delayed remembers."""
+    fp8_amax_compute_algo: str = option("most_recent", choices=("most_recent", "max"))
+    """Which of these steps sets the scale: the last, or the one with the largest value."""
+    fp8_wgrad: bool = option(True, "--no-fp8-wgrad", "--disable-fp8-wgrad")
+    """Compute the gradients of weights in 8 bits, too."""
+    fp8_param_gather: bool = option(False)
+    """Accepted with --fp8-format; weights are stored and gathered in the format of the model."""
+    first_last_layers_bf16: bool = option(False)
+    """Leave the first and last layers out of --fp8-format."""
+    num_layers_at_start_in_bf16: int = option(1)
+    """How many first layers --first-last-layers-bf16 leaves out."""
+    num_layers_at_end_in_bf16: int = option(1)
+    """How many last layers --first-last-layers-bf16 leaves out."""
     params_dtype: str = derived(None)
     """Format of the weights: fp32, bf16 or fp16."""
