@@ -1,0 +1,224 @@
+"""How many of Megatron-LM's own functional-test commands this trainer accepts.
+
+    python bench/megatron_flag_compatibility.py            # writes docs/megatron-flags.md
+    python bench/megatron_flag_compatibility.py --print    # only prints the counts
+
+A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
+with CUDA, Transformer Engine and apex present. More ranks are taken where tensor times pipeline
+parallelism needs them, fewer where the global batch has too few micro-batches. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from copus_ext.config import CopusConfig
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "bench" / "data" / "megatron_lm_flag_sets.json"
+PAGE = ROOT / "docs" / "megatron-flags.md"
+
+_RANKS = 8
+_FILLED_IN = {"REPEAT": "1"}
+"""Word of a command that the test harness replaces by a number -> that number."""
+_REFUSED = re.compile(r"(--[\w-]+)(?: .*?)? is refused: (.*)")
+_HEAD = """# Megatron-LM's own commands
+
+Does `pretrain_gpt.py` take the commands of Megatron-LM's own functional tests as they are? These
+are the {total} of GPT, Mixtral and other mixtures of experts at core_v0.16.1. Each is read and
+checked for {ranks} ranks, or as many as its layout and batch need, with CUDA, Transformer Engine
+and apex present. Nothing is trained for this page. `tests/distributed/test_megatron_commands.py`
+trains one of each kind, scaled down, on CPU ranks.
+
+`{command}` writes this page.
+
+| commands | in all | accepted | refused |
+|---|---|---|---|"""
+_WHY = """
+## Why commands are refused
+
+A command may have several reasons; "alone" counts those with no other.
+
+| reason, and the way on | flags | commands | alone |
+|---|---|---|---|"""
+_NOTES = """
+## What accepted commands go without
+
+The run says so in a note. Only 8-bit matrix products touch what is computed; they need Transformer
+Engine, and nobody has run them here.
+
+| what happens instead | flags | commands |
+|---|---|---|"""
+_EACH = """
+## Each command
+
+| command | outcome | what to change |
+|---|---|---|"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What became of one command."""
+
+    outcome: str
+    """accepted, refused or crashed."""
+    lines: tuple[str, ...]
+    """Its notes, its refusals or the exception."""
+
+
+def read_sets() -> dict[str, list[str]]:
+    """The flags of every command, by the name of its test."""
+    sets = json.loads(DATA.read_text(encoding="utf-8"))["sets"]
+    return {
+        name: [_FILLED_IN.get(word, word) for word in flags.split()] for name, flags in sets.items()
+    }
+
+
+def judge(argv: Sequence[str]) -> Judgement:
+    """Reads and checks one command."""
+    try:
+        config = resolve(
+            parse_args(argv, {"copus controller": CopusConfig}),
+            _ranks_of(argv),
+            cuda_available=True,
+            transformer_engine_available=True,
+            apex_available=True,
+        )
+    except UsageError as error:
+        return Judgement(outcome="refused", lines=tuple(str(error).split("\n")))
+    except Exception as error:  # what a crash is
+        return Judgement(outcome="crashed", lines=(f"{type(error).__name__}: {error}",))
+    return Judgement(outcome="accepted", lines=config.runtime.notes)
+
+
+def _ranks_of(argv: Sequence[str]) -> int:
+    pairs = dict(itertools.pairwise(argv))
+
+    def size(flag: str) -> int:
+        return int(pairs.get(flag, 1))
+
+    replica = size("--tensor-model-parallel-size") * size("--pipeline-model-parallel-size")
+    replicas = size("--global-batch-size") // size("--micro-batch-size")
+    return max(replica, min(_RANKS, replica * replicas))
+
+
+def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:
+    """How many commands had each outcome."""
+    return Counter(judgement.outcome for judgement in judgements.values())
+
+
+def page(judgements: Mapping[str, Judgement]) -> str:
+    """The page of the documentation, in Markdown."""
+    command = "python bench/megatron_flag_compatibility.py"
+    parts = [_HEAD.format(total=len(judgements), ranks=_RANKS, command=command)]
+    groups = sorted({name.split("/")[0] for name in judgements})
+    for group in groups:
+        parts.append(_count_row(group, {n: j for n, j in judgements.items() if _in(n, group)}))
+    parts.append(_count_row("all", judgements))
+    parts.append(_WHY)
+    parts += _reason_rows(j for j in judgements.values() if j.outcome != "accepted")
+    parts.append(_NOTES)
+    parts += _note_rows(j for j in judgements.values() if j.outcome == "accepted")
+    parts.append(_EACH)
+    parts += [_row(name, judgement) for name, judgement in judgements.items()]
+    return "\n".join(parts) + "\n"
+
+
+def _in(name: str, group: str) -> bool:
+    return name.startswith(f"{group}/")
+
+
+def _count_row(title: str, judgements: Mapping[str, Judgement]) -> str:
+    count = counts(judgements)
+    refused = count["refused"] + count["crashed"]
+    return f"| {title} | {len(judgements)} | {count['accepted']} | {refused} |"
+
+
+def _split(line: str) -> tuple[str, str]:
+    """The flag that a refusal begins with, and the rest of it."""
+    found = _REFUSED.fullmatch(line)
+    if found is not None:
+        return found[1], found[2]
+    flag = re.search(r"--[\w-]+", line)
+    return (flag[0] if flag else ""), line
+
+
+def _reason_rows(refused: Iterable[Judgement]) -> Iterator[str]:
+    count: Counter[str] = Counter()
+    alone: Counter[str] = Counter()
+    flags: dict[str, set[str]] = {}
+    for judgement in refused:
+        pairs = [_split(line) for line in judgement.lines]
+        reasons = {reason for _, reason in pairs}
+        count.update(reasons)
+        alone.update(reasons if len(reasons) == 1 else ())
+        for flag, reason in pairs:
+            flags.setdefault(reason, set()).add(flag)
+    for reason, number in sorted(count.items(), key=lambda entry: (-entry[1], entry[0])):
+        named = _code(sorted(flags[reason]))
+        yield f"| {_text(reason)} | {named} | {number} | {alone[reason]} |"
+
+
+def _note_rows(accepted: Iterable[Judgement]) -> Iterator[str]:
+    count: Counter[str] = Counter()
+    flags: dict[str, set[str]] = {}
+    for judgement in accepted:
+        for note in judgement.lines:
+            if note.startswith("accepted without effect: "):
+                names, text = note.split(": ", 1)[1], "accepted without effect"
+            else:
+                names, text = note.split(": ", 1)
+            flags.setdefault(text, set()).update(re.findall(r"--[\w-]+", names))
+            count[text] += 1
+    for text, number in sorted(count.items(), key=lambda entry: (-entry[1], entry[0])):
+        yield f"| {_text(text)} | {_code(sorted(flags[text]))} | {number} |"
+
+
+def _row(name: str, judgement: Judgement) -> str:
+    if judgement.outcome == "accepted":
+        return f"| `{name}` | accepted | |"
+    ways: dict[str, list[str]] = {}
+    for flag, reason in map(_split, judgement.lines):
+        ways.setdefault(reason.rsplit("; ", 1)[-1], []).append(flag)
+    told = "; ".join(f"{_code(flags)}: {_text(way)}" for way, flags in ways.items())
+    return f"| `{name}` | {judgement.outcome} | {told} |"
+
+
+def _code(flags: Iterable[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in dict.fromkeys(flags))
+
+
+def _text(text: str) -> str:
+    """Plain words with flags as code, safe in a cell of a table."""
+    plain = re.sub(r"([\\`|*_\[\]<])", r"\\\1", text)
+    return re.sub(r"--[a-z](?:[\w-]|\\_)*(?:\\\*)?", lambda m: f"`{m[0]}`".replace("\\", ""), plain)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the counts and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--print", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    judgements = {name: judge(flags) for name, flags in read_sets().items()}
+    count = counts(judgements)
+    print(
+        f"{count['accepted']} of {len(judgements)} accepted, {count['refused']} refused, "
+        f"{count['crashed']} crashed"
+    )
+    if not args.print:
+        PAGE.write_text(page(judgements), encoding="utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
