@@ -8,6 +8,7 @@ everything back afterwards. On a CUDA machine nothing is replaced.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -70,6 +71,7 @@ def _means_cuda(device: Any) -> bool:
 
 def _cpu_replacements() -> list[tuple[Any, str, Any]]:
     """The (object, attribute, value) triples that a CPU rank needs, megatron-core's and torch's."""
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random as core_random
     from torch.distributed import ProcessGroupGloo
 
@@ -93,8 +95,25 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda.random, "get_rng_state", get_state),
         (core_random, "_get_cuda_rng_state", get_state),
         (core_random, "_set_cuda_rng_state", set_state),
+        # torch turns the stand-in off while it runs a backward pass, and layers that are computed
+        # again in it make their mask there.
+        *(
+            (fused_softmax, name, _on_the_cpu(getattr(fused_softmax, name)))
+            for name in ("get_default_causal_mask", "get_sliding_window_causal_mask")
+        ),
         (ProcessGroupGloo, "__init__", _with_one_worker(ProcessGroupGloo)),
     ]
+
+
+def _on_the_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function with its CUDA tensors on the CPU, wherever it is called."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with _CpuAnswersForCuda():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _with_one_worker(group: Any) -> Callable[..., None]:

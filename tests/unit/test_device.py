@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as core_random
 
 from megatron.training import parallel
@@ -29,6 +30,8 @@ PATCHED = [
     (core_random, "_get_cuda_rng_state"),
     (core_random, "_set_cuda_rng_state"),
     (dist.ProcessGroupGloo, "__init__"),
+    (fused_softmax, "get_default_causal_mask"),
+    (fused_softmax, "get_sliding_window_causal_mask"),
 ]
 
 
@@ -87,6 +90,29 @@ def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
     assert [getattr(owner, name) for owner, name in PATCHED] == before
     assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_masks_of_layers_that_are_computed_again_are_on_the_cpu() -> None:
+    masks: list[torch.Tensor] = []
+
+    class Again(torch.autograd.Function):
+        """Makes masks in its backward pass."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            masks.append(fused_softmax.get_default_causal_mask(3))
+            masks.append(fused_softmax.get_sliding_window_causal_mask(3, 3, (1, 0)))
+            return grad
+
+    with use_device("cpu"):
+        torch.autograd.backward(Again.apply(torch.ones(1, requires_grad=True)))
+    causal, window = (mask.int().tolist() for mask in masks)
+    assert causal == [[0, 1, 1], [0, 0, 1], [0, 0, 0]]
+    assert window == [[0, 1, 1], [0, 0, 1], [1, 0, 0]]
 
 
 def test_everything_is_restored_after_an_error() -> None:

@@ -1,0 +1,86 @@
+"""Commands of Megatron-LM's functional tests, one of each kind, trained on four CPU ranks: sizes
+and lengths scaled down, all other flags as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.layout import Layout
+from tests.helpers.launch import run_ranks
+from tests.helpers.scaled_commands import GLOBAL_BATCH_SIZE, STEPS, goes_on, read_commands
+
+WORKER = Path(__file__).with_name("worker_megatron_commands.py")
+RANKS = 4
+_OVERLAPPED = "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce"
+COMMANDS = {
+    # Name of the test -> its layout on four ranks. To try another, add it.
+    "gpt/gpt3_7b_tp4_pp1_memory_speed": Layout(tp=4),
+    "gpt/gpt3_mcore_reruns_reshard": Layout(tp=2, pp=2),
+    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": Layout(dp=4),
+    "gpt/gpt3_mcore_te_tp1_pp1_uniform_full_recompute": Layout(dp=4),
+    "gpt/gpt3_mcore_te_tp1_pp2_rope_embeddings": Layout(pp=2, dp=2),
+    "gpt/gpt3_mcore_te_tp1_pp4_persistent_ckpt_disable_bias_linear": Layout(pp=4),
+    "gpt/gpt3_mcore_te_tp1_pp4_resume_torch_dist_swiglu": Layout(pp=4),
+    "gpt/gpt3_mcore_te_tp1_pp4_untie_embeddings_and_outputs": Layout(pp=4),
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_calculate_per_token_loss": Layout(pp=4, vpp=2),
+    f"{_OVERLAPPED}_param_gather_overlap_optimizer": Layout(pp=4, vpp=2),
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": Layout(pp=4, cut=(2, 1, 1, 2)),
+    "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": Layout(
+        pp=4, vpp=2, cut=(0, 1, 1, 1, 1, 1, 1, 0)
+    ),
+    "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": Layout(tp=2, pp=2),
+    "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": Layout(tp=2, pp=2),
+    "gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode": Layout(tp=4),
+    "gpt/gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (
+        Layout(dp=4)
+    ),
+    "gpt/gpt3_mcore_tp1_pp2_fp16": Layout(pp=2, dp=2),
+    "gpt/gpt3_mcore_tp4_pp1_resume_torch": Layout(tp=4),
+}
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("megatron_commands")
+    run_ranks([WORKER, folder, *COMMANDS], RANKS, timeout_s=280).check()
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_it_trains(record: dict[str, Any], name: str) -> None:
+    steps = record[name]["steps"]
+    last = STEPS * (2 if goes_on(name) else 1)
+    assert [step[:2] for step in steps] == [[i, i * GLOBAL_BATCH_SIZE] for i in range(1, last + 1)]
+    losses = [loss for _, _, loss in steps]
+    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_its_ranks_are_laid_out_as_asked(record: dict[str, Any], name: str) -> None:
+    layout, run = COMMANDS[name], record[name]
+    assert run["layout"] == str(layout)
+    for rank in run["ranks"]:
+        assert [rank[size] for size in ("tp", "pp", "vpp", "dp")] == list(layout.sizes)
+    flags = read_commands()[name]
+    assert run["dtype"] == ("torch.float16" if "--fp16" in flags else "torch.bfloat16")
+
+
+def test_what_it_goes_without_is_said(record: dict[str, Any]) -> None:
+    said = {name: "\n".join(run["notes"]) for name, run in record.items()}
+    assert all(
+        "transformer_engine becomes local" in text
+        for name, text in said.items()
+        if "transformer_engine" in read_commands()[name]
+    )
+    for flag in (
+        "--defer-embedding-wgrad-compute",
+        "--ckpt-format torch",
+        "--dist-ckpt-strictness",
+    ):
+        assert any(flag in text for text in said.values())
