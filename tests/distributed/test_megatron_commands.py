@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("worker_megatron_commands.py")
 RANKS = 4
 _OVERLAPPED = "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce"
 COMMANDS = {
-    # Name of the test -> its layout on four ranks. To try another, add it.
+    # Name of the test -> its layout on four ranks, after a change if it makes one.
     "gpt/gpt3_7b_tp4_pp1_memory_speed": Layout(tp=4),
     "gpt/gpt3_mcore_reruns_reshard": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": Layout(dp=4),
@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": Layout(tp=2, pp=2),
+    "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_reshard_1x4xNone": Layout(pp=4),
     "gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode": Layout(tp=4),
     "gpt/gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (
         Layout(dp=4)

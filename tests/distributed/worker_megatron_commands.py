@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.helpers.jobs import join, run
 from tests.helpers.launch import ROOT
-from tests.helpers.scaled_commands import STEPS, goes_on, read_commands, scaled
+from tests.helpers.scaled_commands import launches, read_commands, scaled
 
 
 def write_text(folder: Path) -> None:
@@ -80,8 +80,7 @@ def main(output: Path, names: list[str]) -> None:
         dist.barrier()
         flags = scaled(name, commands[name], folder, world_size=world_size)
         seen: dict[str, Any] = {}
-        launches = [["--exit-interval", str(STEPS)], []] if goes_on(name) else [[]]
-        for more in launches:
+        for more in launches(name, world_size=world_size):
             for choice in ("FLASH", "FUSED", "UNFUSED"):
                 # megatron-core notes the attention of a process there, and refuses another.
                 os.environ.pop(f"NVTE_{choice}_ATTN", None)

@@ -6,6 +6,7 @@ Only sizes, lengths and places are replaced; every other flag stays as it is.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.helpers.launch import ROOT
 STEPS = 3
 """Steps of one launch."""
 GLOBAL_BATCH_SIZE = 8
+_TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 _SIZES = {
     "--hidden-size": "64",
     "--ffn-hidden-size": "128",
@@ -59,7 +61,7 @@ SCALED = frozenset(
         *_LENGTHS,
         *_DROPPED,
         "--num-layers",
-        "--tensor-model-parallel-size",
+        _TENSOR,
         "--tokenizer-type",
         "--data-path",
         "--vocab-file",
@@ -97,6 +99,21 @@ def goes_on(name: str) -> bool:
     return "_resume_" in name
 
 
+def launches(name: str, *, world_size: int) -> list[list[str]]:
+    """What each launch of a command adds to its flags: where it stops, and under which layout it
+    goes on if its test changes that."""
+    if not goes_on(name):
+        return [[]]
+    first = ["--exit-interval", str(STEPS)]
+    reshard = re.search(r"_reshard_(\d)x(\d)x", name)
+    if reshard is None:
+        return [first, []]
+    tensor, pipeline = map(int, reshard.groups())
+    tensor = min(tensor, world_size // pipeline)
+    sizes = {_TENSOR: str(tensor), _PIPELINE: str(pipeline)}
+    return [first, [word for pair in sizes.items() for word in pair]]
+
+
 def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> list[str]:
     """The command with small sizes.
 
@@ -121,7 +138,7 @@ def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> 
         "--data-cache-path": str(folder / "cache"),
         "--tensorboard-dir": str(folder / "tensorboard"),
         "--num-layers": str(_layers(flags)),
-        "--tensor-model-parallel-size": str(_tensor_parallel(flags, world_size)),
+        _TENSOR: str(_tensor_parallel(flags, world_size)),
     }
     if "--fp16" in flags:
         # The search for the loss scale begins so high that some twenty steps change no weight.
@@ -145,15 +162,15 @@ def _one(flags: Mapping[str, list[str]], flag: str, default: int) -> int:
 
 
 def _tensor_parallel(flags: Mapping[str, list[str]], world_size: int) -> int:
-    size = _one(flags, "--tensor-model-parallel-size", 1)
-    while size * _one(flags, "--pipeline-model-parallel-size", 1) > world_size and size > 1:
+    size = _one(flags, _TENSOR, 1)
+    while size * _one(flags, _PIPELINE, 1) > world_size and size > 1:
         size //= 2
     return size
 
 
 def _layers(flags: Mapping[str, list[str]]) -> int:
-    """One or two layers for each chunk of the model, and what uneven ends ask for."""
-    stages = _one(flags, "--pipeline-model-parallel-size", 1)
+    """Few layers for each chunk of the model, and what uneven ends ask for."""
+    stages = _one(flags, _PIPELINE, 1)
     ends = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
     if "--account-for-loss-in-pipeline-split" in flags:
         return _one(flags, "--num-layers", 0)
@@ -161,4 +178,4 @@ def _layers(flags: Mapping[str, list[str]]) -> int:
         return stages + sum(_one(flags, end, 1) - 1 for end in ends)
     if "--num-layers-per-virtual-pipeline-stage" in flags:
         return 2 * stages * _one(flags, "--num-layers-per-virtual-pipeline-stage", 1)
-    return max(2, stages * _one(flags, "--num-virtual-stages-per-pipeline-rank", 1))
+    return max(4, stages * _one(flags, "--num-virtual-stages-per-pipeline-rank", 1))

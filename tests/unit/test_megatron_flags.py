@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.training.arguments import parse_args, resolve
+from megatron.training.errors import UsageError
 from tests.helpers.examples import names_a_way_on
+from tests.helpers.scaled_commands import SCALED, grouped, scaled
 from tests.unit.test_time_to_loss import bench
 
 LEAST_ACCEPTED = 85
@@ -43,6 +47,26 @@ def test_the_page_is_what_the_script_makes(judgements: dict[str, Any]) -> None:
     page = compatibility.PAGE.read_text(encoding="utf-8")
     again = "run `PYTHONPATH=. python bench/megatron_flag_compatibility.py` and commit the page"
     assert page == compatibility.page(judgements), again
+
+
+def test_scaling_touches_sizes_lengths_and_places_only(
+    judgements: dict[str, Any], tmp_path: Path
+) -> None:
+    """All that is accepted also fits on four CPU ranks, but for 8 bits, which need a GPU."""
+    for name, argv in compatibility.read_sets().items():
+        if judgements[name].outcome != "accepted":
+            continue
+        small = scaled(name, argv, tmp_path, world_size=4)
+        before, after = grouped(argv), grouped(small)
+        changed = {f for f in before.keys() | after.keys() if before.get(f) != after.get(f)}
+        assert changed <= SCALED, name
+        if "--fp8-format" not in before:
+            config = resolve(parse_args(small), 4)
+            assert config.model.num_layers <= 8 and config.model.hidden_size == 64, name
+            continue
+        with pytest.raises(UsageError) as error:
+            resolve(parse_args(small), 4)
+        assert all(map(names_a_way_on, str(error.value).split("\n"))), name
 
 
 def test_the_commands_say_where_they_are_from() -> None:
