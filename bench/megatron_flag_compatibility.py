@@ -77,7 +77,7 @@ class Judgement:
 
 def read_sets() -> dict[str, list[str]]:
     """The flags of every command, by the name of its test."""
-    sets = json.loads(DATA.read_text(encoding="utf-8"))["sets"]
+    sets: dict[str, str] = json.loads(DATA.read_text(encoding="utf-8"))["sets"]
     return {
         name: [_FILLED_IN.get(word, word) for word in flags.split()] for name, flags in sets.items()
     }

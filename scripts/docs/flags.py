@@ -28,8 +28,8 @@ _KNOWN = """## Flags of Megatron-LM that have no effect here
 
 Accepted, with one note in the log.
 """
-_REPLACED = """Those of the table only cost time or memory, or check less strictly. The run does without, and
-its note says what happens instead.
+_REPLACED = """Those of the table only cost time or memory, or check less strictly. The run does
+without, and its note says what happens instead.
 
 | flags | what happens |
 |---|---|"""
