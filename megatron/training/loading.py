@@ -84,7 +84,7 @@ def load_weights(
 
 def _tensors(chunk: dict[str, Any]) -> dict[str, Any]:
     """What is asked for of a chunk: all but stored objects, which torch would unpickle whatever is
-    in them. They hold the scales of FP8, which this trainer does not use."""
+    in them. They hold the scales of 8-bit products, which every launch begins anew."""
     return {key: value for key, value in chunk.items() if not isinstance(value, ShardedObject)}
 
 
