@@ -59,8 +59,8 @@ MIXTRAL = """
 
 
 _WAY_ON = re.compile(
-    r"\b(?:add|change|choose|compare|drop|give|keep|lower|make|raise|remove|save|set|shard|shorten|"
-    r"start|take|use|write)\b|did you mean|must (?:both |not )?be "
+    r"\b(?:add|change|choose|compare|drop|give|keep|lower|make|raise|remove|round|save|set|shard|"
+    r"shorten|start|take|use|write)\b|did you mean|must (?:both |not )?be "
 )
 
 
