@@ -73,6 +73,10 @@ class Controller(Callback):
         """The controller's flags."""
         return dataclasses.asdict(self.flags)
 
+    def tensor_parallel_sizes(self, config: Any) -> list[int]:
+        """Those of the layouts that may be chosen from."""
+        return flags_to_rules.tensor_parallel_sizes(self.flags, config)
+
     def on_setup_start(self, context: CallbackContext) -> None:
         """Takes over what the checkpoint knows; rank 0 opens table and journal."""
         config = context.config

@@ -17,8 +17,10 @@ from copus_ext.goodput import policies
 from copus_ext.goodput.history import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.goodput.rates import RateRules, ramp_steps
 from copus_ext.goodput.situation import Rules
+from copus_ext.perf.model_spec import divisors
 from megatron.training.batch_schedule import parse_steps
 from megatron.training.errors import UsageError
+from megatron.training.layout import Layout, batch_problems, further_sizes, layout_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -102,12 +104,42 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             "running processes; use --copus-relayout relaunch, or --copus-layouts current"
         )
     first = first_batch_of(flags, config)
+    group = config.parallel.microbatch_group_size_per_vp_stage
+    uneven = batch.allow_uneven_micro_batches
+    if group and batch_problems(config.layout, batch.micro_batch_size, first, uneven=uneven):
+        raise UsageError(
+            f"--copus knows micro-batches in groups of the pipeline size, and the batch {first} "
+            f"needs --microbatch-group-size-per-virtual-pipeline-stage {group}; choose another "
+            "--global-batch-size"
+        )
     least, most = _bounds(flags, first)
     if not least <= first <= most:
         raise UsageError(
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
             f"--copus-max-global-batch-size {most}"
         )
+
+
+def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
+    """The tensor parallel sizes that the run may be taken to on its ranks."""
+    if flags.copus_layouts != "all":
+        return []
+    model, world_size = config.model, config.layout.world_size
+    return [
+        tp
+        for tp in divisors(math.gcd(world_size, model.num_attention_heads))
+        if not layout_problems(
+            Layout(tp=tp),
+            num_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            ffn_hidden_size=model.ffn_hidden_size,
+            seq_length=config.batch.seq_length,
+            padded_vocab_size=None,
+            sequence_parallel=False,
+            **further_sizes(config.flat()),
+        )
+    ]
 
 
 def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:

@@ -90,6 +90,8 @@ class Table:
             if flags.copus_cluster is not None:
                 raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
             self.note = f"throughputs are not predicted: {error}"
+            if flags.copus_layouts == "all":
+                self.note += "; the layout stays"
 
     @property
     def peak_flops(self) -> float | None:

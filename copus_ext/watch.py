@@ -75,7 +75,8 @@ class NoiseWatch(Callback):
             pp=config.layout.pp,
             sequence_parallel=config.parallel.sequence_parallel,
             qk_layernorm=config.model.qk_layernorm,
-            tied_embeddings=not config.model.untie_embeddings_and_output_weights,
+            shared_embeddings=not config.model.untie_embeddings_and_output_weights
+            or bool(config.model.mtp_num_layers),
         )
         self.sets: dict[str, tuple[str, ...]] = {
             name: (name,) for name in GROUPS if name not in left_out

@@ -116,7 +116,8 @@ def prior_s(
         return RELAUNCH_S
     model, device = config.model, config.runtime.device
     h, ffn = model.hidden_size, model.ffn_hidden_size
-    layer = 4 * h * h + (3 if model.swiglu else 2) * h * ffn
-    parameters = model.num_layers * layer + 2 * model.padded_vocab_size * h
+    layer = 4 * h * h + (3 if model.gated_linear_unit else 2) * h * ffn
+    layers = model.num_layers + (model.mtp_num_layers or 0)
+    parameters = layers * layer + 2 * model.padded_vocab_size * h
     rate = min(LINK_BYTES_PER_S[device], link_bytes_per_s or math.inf)
     return 12 * parameters / config.layout.world_size / rate + BUILD_S[device]

@@ -80,7 +80,10 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         "lr_warmup_samples": warmup_samples,
         "allow_uneven_micro_batches": False,
     }
-    groups = SimpleNamespace(**{**vars(args), **batch})
+    later = ("quick_geglu", "mtp_num_layers", "microbatch_group_size_per_vp_stage")
+    model = {name: getattr(args, name, None) for name in later}
+    model["gated_linear_unit"] = bool(args.swiglu or model["quick_geglu"])
+    groups = SimpleNamespace(**{**vars(args), **batch, **model})
     attention = getattr(args, "attention_backend", "auto")
     flat = {
         **vars(args),

@@ -11,8 +11,9 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 GROUPS = ("embedding", "attention", "mlp", "vectors", "head")
-"""Parameter groups, kept apart: word and position embedding; weight matrices of attention and MLP;
-norms and biases; the output layer if it is not the word embedding."""
+"""Parameter groups, kept apart: word and position embedding; weight matrices of attention and MLP,
+those of further tokens among them; norms and biases, and with them the compressing layers of
+multi-latent attention; the output layer if it is not the word embedding."""
 
 CONTROL_SET = ("attention", "mlp")
 """What decisions are made on: the same parameters, whole before the reduction, under every
@@ -32,19 +33,19 @@ class Measured:
 
 
 def unavailable_groups(
-    *, tp: int, pp: int, sequence_parallel: bool, qk_layernorm: bool, tied_embeddings: bool
+    *, tp: int, pp: int, sequence_parallel: bool, qk_layernorm: bool, shared_embeddings: bool
 ) -> frozenset[str]:
     """Groups whose gradients are sums over ranks only after the data-parallel reduction: the square
     of a part is no part of the square.
 
     Under sequence parallelism every rank sees part of the tokens of norms and of row-parallel
-    biases, and norms of queries and keys see part of the heads; a tied embedding has a part on the
-    first and on the last stage.
+    biases, and norms of queries and keys see part of the heads. An embedding that is also the
+    output layer, or that further tokens go through, has a part on the first and on the last stage.
     """
     partial = set()
     if tp > 1 and (sequence_parallel or qk_layernorm):
         partial.add("vectors")
-    if tied_embeddings and pp > 1:
+    if shared_embeddings and pp > 1:
         partial.add("embedding")
     return frozenset(partial)
 
@@ -57,9 +58,13 @@ def group_of(name: str, param: torch.Tensor) -> str:
         return "head"
     if param.ndim == 1:
         return "vectors"
+    if ".linear_q_down_proj." in name or ".linear_kv_down_proj." in name:
+        # Every tensor-parallel rank has a copy, and under sequence parallelism a part of the
+        # gradient, as with a norm.
+        return "vectors"
     if ".self_attention." in name:
         return "attention"
-    if ".mlp." in name:
+    if ".mlp." in name or ".eh_proj." in name:
         return "mlp"
     raise ValueError(f"the noise scale does not know where the parameter {name} belongs")
 

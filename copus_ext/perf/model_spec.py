@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from copus_ext.perf.spec_file import read_json
+from megatron.training.flops import LatentWidths
+from megatron.training.vocabulary import pad_vocab_size, padding_unit
 
 _DENSE_TYPES = {
     "llama": {"gated": True, "bias": False, "normalization": "RMSNorm"},
@@ -51,7 +53,7 @@ class ModelSpec:
     vocab_size: int = 51200
     """Tokens before padding."""
     make_vocab_size_divisible_by: int = 128
-    """The vocabulary is padded to a multiple of this times the tensor size."""
+    """The vocabulary is padded to a multiple of this and of the tensor size."""
     gated: bool = False
     """Gated MLP (SwiGLU)."""
     bias: bool = True
@@ -59,11 +61,23 @@ class ModelSpec:
     qkv_bias: bool = False
     """Bias of the query, key and value projection even without `bias`."""
     qk_layernorm: bool = False
-    """Queries and keys are normalised."""
+    """Queries and keys, or their compressed forms, are normalised."""
     normalization: str = "LayerNorm"
     """LayerNorm or RMSNorm."""
     tied: bool = True
     """Output layer and word embedding are one."""
+    kv_lora_rank: int | None = None
+    """Width of compressed keys and values; None: plain attention. The next four go with it."""
+    q_lora_rank: int | None = None
+    """Width of the compressed query; None: it is not compressed."""
+    qk_head_dim: int = 128
+    """Width of a head's query and key without their rotated part."""
+    qk_pos_emb_head_dim: int = 64
+    """Width of the rotated part."""
+    v_head_dim: int = 128
+    """Width of a head's value."""
+    mtp_num_layers: int = 0
+    """Layers that predict further tokens."""
     learned_positions: int = 0
     """Rows of a learned position embedding; 0 for rotary."""
     dropout: bool = False
@@ -82,7 +96,7 @@ class ModelSpec:
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 raise SpecError(f"{field.name} {str(value)[:60]!r} is of the wrong kind")
             if isinstance(value, int) and not isinstance(value, bool):
-                least = 0 if field.name == "learned_positions" else 1
+                least = 0 if field.name in ("learned_positions", "mtp_num_layers") else 1
                 if not least <= value <= _LARGEST:
                     shown = value if abs(value) <= _LARGEST else "(a number too large)"
                     raise SpecError(f"{field.name} {shown} must be at least {least}")
@@ -113,28 +127,77 @@ class ModelSpec:
 
     def padded_vocab_size(self, tp: Any) -> Any:
         """Rows of the embedding under a tensor size."""
-        multiple = self.make_vocab_size_divisible_by * np.asarray(tp)
-        return -(-self.vocab_size // multiple) * multiple
+        unit = np.lcm(self.make_vocab_size_divisible_by, np.asarray(tp))
+        return pad_vocab_size(self.vocab_size, unit)
+
+    @property
+    def latent(self) -> LatentWidths | None:
+        """Widths of multi-latent attention; None: plain attention."""
+        if self.kv_lora_rank is None:
+            return None
+        return LatentWidths(
+            q_lora_rank=self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_head_dim=self.qk_head_dim,
+            qk_pos_emb_head_dim=self.qk_pos_emb_head_dim,
+            v_head_dim=self.v_head_dim,
+        )
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, vocabulary padded for one rank."""
-        h, k = self.hidden_size, self.channels
-        width = (self.num_attention_heads + 2 * self.groups) * k
-        matrices = 3 if self.gated else 2
-        norm = h * (1 if self.normalization == "RMSNorm" else 2)
-        layer = h * width + self.num_attention_heads * k * h + matrices * h * self.ffn + 2 * norm
-        if self.bias or self.qkv_bias:
-            layer += width
+        h, matrices = self.hidden_size, 3 if self.gated else 2
+        vectors = 1 if self.normalization == "RMSNorm" else 2
+        norm = h * vectors
+        layer = self._attention_parameters(vectors) + matrices * h * self.ffn + 2 * norm
         if self.bias:
             layer += (matrices - 1) * self.ffn + 2 * h
-        if self.qk_layernorm:
-            layer += 2 * k * (norm // h)
         tables = int(self.padded_vocab_size(1)) * h * (1 if self.tied else 2)
-        return self.num_layers * layer + tables + self.learned_positions * h + norm
+        further = self.mtp_num_layers * (layer + 2 * h * h + 3 * norm)
+        return self.num_layers * layer + further + tables + self.learned_positions * h + norm
+
+    def _attention_parameters(self, vectors: int) -> int:
+        """Of one layer, without the bias of the output projection."""
+        h, k, heads, latent = (
+            self.hidden_size,
+            self.channels,
+            self.num_attention_heads,
+            self.latent,
+        )
+        if latent is not None:
+            norms = latent.kv_lora_rank + (latent.q_lora_rank or 0) if self.qk_layernorm else 0
+            return sum(math.prod(w) for w in latent.weights(h, heads).values()) + vectors * norms
+        width = (heads + 2 * self.groups) * k
+        norms = 2 * k if self.qk_layernorm else 0
+        return (
+            h * width
+            + heads * k * h
+            + (width if self.bias or self.qkv_bias else 0)
+            + vectors * norms
+        )
+
+    def check_predictable(self) -> None:
+        """Refuses a model that the cost model does not know.
+
+        Raises:
+            SpecError: naming the flag.
+        """
+        for flag, is_there in (
+            ("--multi-latent-attention", self.latent is not None),
+            ("--mtp-num-layers", self.mtp_num_layers > 0),
+        ):
+            if is_there:
+                raise SpecError(
+                    f"the cost model does not know {flag}; describe a model of like size without it"
+                )
 
     def row_fields(self, tp: Any) -> dict[str, Any]:
-        """The model's fields of `Rows` under some tensor sizes."""
+        """The model's fields of `Rows` under some tensor sizes.
+
+        Raises:
+            SpecError: the cost model does not know such a model.
+        """
+        self.check_predictable()
         wide = self.precision == "fp32"
         return {
             "num_layers": self.num_layers,
@@ -205,7 +268,11 @@ class ModelSpec:
             if getattr(args, name) is None:
                 raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
         learned = args.position_embedding_type == "learned_absolute"
-        padded = getattr(args, "padded_vocab_size", None)
+        latent = LatentWidths.of(vars(args))
+        # Once it is known a run holds its padded vocabulary under every tensor size.
+        rows = getattr(args, "padded_vocab_size", None)
+        padded_for = getattr(args, "pad_vocab_for_tensor_parallel_size", None)
+        unit = padding_unit(args.make_vocab_size_divisible_by, (), padded_for=padded_for)
         return cls(
             name="megatron-args",
             num_layers=args.num_layers,
@@ -215,14 +282,16 @@ class ModelSpec:
             ffn_hidden_size=args.ffn_hidden_size,
             num_query_groups=args.num_query_groups if args.group_query_attention else None,
             kv_channels=args.kv_channels,
-            vocab_size=padded or _vocab_size(args),
-            make_vocab_size_divisible_by=1 if padded else args.make_vocab_size_divisible_by,
-            gated=args.swiglu,
+            vocab_size=rows or _vocab_size(args),
+            make_vocab_size_divisible_by=1 if rows else unit,
+            gated=args.swiglu or getattr(args, "quick_geglu", False),
             bias=args.add_bias_linear,
             qkv_bias=args.add_qkv_bias,
             qk_layernorm=args.qk_layernorm,
             normalization=args.normalization,
             tied=not args.untie_embeddings_and_output_weights,
+            mtp_num_layers=getattr(args, "mtp_num_layers", None) or 0,
+            **(asdict(latent) if latent is not None else {}),
             learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
             dropout=args.hidden_dropout > 0,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",

@@ -87,6 +87,9 @@ class Planner:
         limits: what to leave out.
         memory_margin: share of a GPU's memory left alone.
         timings: what was measured; beats predictions, and corrects those of its kin.
+
+    Raises:
+        SpecError: a model that the cost model does not know.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Planner:
         memory_margin: float = MEMORY_MARGIN,
         timings: Sequence[Timing] = (),
     ) -> None:
+        model.check_predictable()
         self.model, self.cluster = model, cluster
         self.constants = constants or cluster.load_constants()
         self.limits = limits or Limits()

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.training.layout import Layout, layout_problems
+from megatron.training.flops import LatentWidths
+from megatron.training.layout import Layout, further_sizes, layout_problems
 
 if TYPE_CHECKING:
     from copus_ext.perf.model_spec import ModelSpec
     from megatron.training.config import Config
 
+_WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Compressing layers of multi-latent attention, of which every tensor-parallel rank has a copy."""
 WORDS = "embedding.word_embeddings.weight"
 """Key of the word embedding, and of its copy in a tied output layer."""
 
@@ -50,6 +53,10 @@ class ModelShape:
     """Queries and keys are normalised."""
     tied: bool = False
     """Output layer and word embedding are one."""
+    latent: LatentWidths | None = None
+    """Widths of multi-latent attention; None: plain attention."""
+    mtp_num_layers: int = 0
+    """Layers that predict further tokens, on the last stage."""
     fused_norm: bool = False
     """The norms before attention and MLP are parts of the linear layers after them, as in
     Transformer Engine: other places in the gradient buffer."""
@@ -94,12 +101,14 @@ def shape_of(config: Config) -> ModelShape:
         learned_positions=(
             m.max_position_embeddings if m.position_embedding_type == "learned_absolute" else 0
         ),
-        gated=m.swiglu,
+        gated=m.gated_linear_unit,
         linear_bias=m.add_bias_linear,
         qkv_bias=m.add_qkv_bias,
         normalization=m.normalization,
         qk_layernorm=m.qk_layernorm,
         tied=not m.untie_embeddings_and_output_weights,
+        latent=LatentWidths.of(config.flat()),
+        mtp_num_layers=m.mtp_num_layers or 0,
         fused_norm=impl == "transformer_engine",
         use_distributed_optimizer=p.use_distributed_optimizer,
         overlap_grad_reduce=p.overlap_grad_reduce,
@@ -142,6 +151,8 @@ def shape_of_spec(
         normalization=spec.normalization,
         qk_layernorm=spec.qk_layernorm,
         tied=spec.tied,
+        latent=spec.latent,
+        mtp_num_layers=spec.mtp_num_layers,
         fused_norm=not spec.local,
         use_distributed_optimizer=use_distributed_optimizer,
         overlap_grad_reduce=overlap_grad_reduce,
@@ -191,8 +202,9 @@ def check(shape: ModelShape, layout: Layout) -> None:
         seq_length=1,
         padded_vocab_size=shape.padded_vocab_size,
         sequence_parallel=False,
+        **further_sizes(_arguments(shape)),
     )
-    if shape.qkv_width % layout.tp:
+    if shape.latent is None and shape.qkv_width % layout.tp:
         problems.append(
             f"the {shape.qkv_width} rows of queries, keys and values are not divisible by "
             f"{layout.tp}; choose another tensor parallel size"
@@ -201,19 +213,39 @@ def check(shape: ModelShape, layout: Layout) -> None:
         raise ValueError("; ".join(problems))
 
 
+def _arguments(shape: ModelShape) -> dict[str, Any]:
+    """The flags of what not every model has."""
+    latent = {} if shape.latent is None else asdict(shape.latent)
+    return {
+        "multi_latent_attention": shape.latent is not None,
+        **latent,
+        "mtp_num_layers": shape.mtp_num_layers,
+        "hidden_size": shape.hidden_size,
+        "untie_embeddings_and_output_weights": not shape.tied,
+    }
+
+
 def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[Parameter]]:
     """The parameters of every model chunk of a pipeline stage, in registration order."""
     chunks = []
     for chunk, layers in enumerate(layout.layers_of_stage(shape.num_layers, stage)):
         is_first = stage == 0 and chunk == 0
         is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
+        further = shape.mtp_num_layers
         params = list(_embeddings(shape, layout)) if is_first else []
+        if is_last and not is_first and further:
+            params += _copy_of_words(shape)
         for layer in layers:
             params += [
-                p._replace(layer=(layer,), layers=(shape.num_layers,)) for p in _layer(shape)
+                p._replace(layer=(layer,), layers=(shape.num_layers,))
+                for p in _layer(shape, "decoder.layers.")
             ]
-        if is_last:
+        # With further tokens the norm follows the last layer, also into a chunk before the head's.
+        if shape.num_layers - 1 in layers if further else is_last:
             params += _norm(shape, "decoder.final_layernorm.", shape.hidden_size)
+        if is_last:
+            for number in range(further):
+                params += _further_token(shape, f"mtp.layers.{number}.")
             params += _output(shape, layout)
         chunks.append(params)
     return chunks
@@ -221,7 +253,7 @@ def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[
 
 def _embeddings(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
     h = shape.hidden_size
-    is_shared = shape.tied and layout.pp > 1
+    is_shared = (shape.tied or shape.mtp_num_layers > 0) and layout.pp > 1
     yield Parameter(WORDS, (shape.padded_vocab_size, h), 0, is_shared=is_shared)
     if shape.learned_positions:
         key = "embedding.position_embeddings.weight"
@@ -233,7 +265,24 @@ def _output(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
     if not shape.tied:
         yield Parameter("output_layer.weight", size, 0)
     elif layout.pp > 1:
-        yield Parameter(WORDS, size, 0, is_shared=True, is_copy=True)
+        yield from _copy_of_words(shape)
+
+
+def _copy_of_words(shape: ModelShape) -> Iterator[Parameter]:
+    """The word embedding on the last stage, of a tied head or of further tokens."""
+    size = (shape.padded_vocab_size, shape.hidden_size)
+    yield Parameter(WORDS, size, 0, is_shared=True, is_copy=True)
+
+
+def _further_token(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The layer of a further token: a projection of the token's embedding and the stream before
+    into one, and a layer."""
+    h = shape.hidden_size
+    yield from _norm(shape, f"{prefix}enorm.", h)
+    yield from _norm(shape, f"{prefix}hnorm.", h)
+    yield from _column_parallel(f"{prefix}eh_proj.", (h, 2 * h), False)
+    yield from _layer(shape, f"{prefix}transformer_layer.")
+    yield from _norm(shape, f"{prefix}final_layernorm.", h)
 
 
 def _norm(shape: ModelShape, prefix: str, size: int) -> Iterator[Parameter]:
@@ -242,13 +291,24 @@ def _norm(shape: ModelShape, prefix: str, size: int) -> Iterator[Parameter]:
         yield Parameter(f"{prefix}bias", (size,), None)
 
 
-def _layer(shape: ModelShape) -> Iterator[Parameter]:
-    """The attention's output projection is registered before its input projection."""
-    h, heads = shape.hidden_size, shape.num_attention_heads * shape.kv_channels
-    attention, mlp = "decoder.layers.self_attention.", "decoder.layers.mlp."
-    before_qkv = list(_norm(shape, f"{attention}linear_qkv.layer_norm_", h))
+def _layer(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    h, mlp = shape.hidden_size, f"{prefix}mlp."
     before_fc1 = list(_norm(shape, f"{mlp}linear_fc1.layer_norm_", h))
-    bias = shape.linear_bias
+    attention = _attention if shape.latent is None else _latent_attention
+    yield from attention(shape, prefix)
+    # A norm of the linear layer stands right before its weight, as one before the MLP does.
+    yield from before_fc1
+    pieces, bias = 2 if shape.gated else 1, shape.linear_bias
+    fc1 = (pieces * shape.ffn_hidden_size, h)
+    yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, pieces)
+    yield from _row_parallel(f"{mlp}linear_fc2.", (h, shape.ffn_hidden_size), bias)
+
+
+def _attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The output projection is registered before the input projection."""
+    h, heads = shape.hidden_size, shape.num_attention_heads * shape.kv_channels
+    attention, bias = f"{prefix}self_attention.", shape.linear_bias
+    before_qkv = list(_norm(shape, f"{attention}linear_qkv.layer_norm_", h))
     if not shape.fused_norm:
         yield from before_qkv
     yield from _row_parallel(f"{attention}linear_proj.", (h, heads), bias)
@@ -259,12 +319,29 @@ def _layer(shape: ModelShape) -> Iterator[Parameter]:
     if shape.qk_layernorm:
         yield from _norm(shape, f"{attention}q_layernorm.", shape.kv_channels)
         yield from _norm(shape, f"{attention}k_layernorm.", shape.kv_channels)
-    # A norm of the linear layer stands right before its weight, as one before the MLP does.
-    yield from before_fc1
-    pieces = 2 if shape.gated else 1
-    fc1 = (pieces * shape.ffn_hidden_size, h)
-    yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, pieces)
-    yield from _row_parallel(f"{mlp}linear_fc2.", (h, shape.ffn_hidden_size), bias)
+
+
+def _latent_attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The norm before it is always a layer of its own; those of the compressed forms are parts of
+    the expanding layers after them where norms are fused."""
+    assert shape.latent is not None
+    attention = f"{prefix}self_attention."
+    yield from _norm(shape, f"{prefix}input_layernorm.", shape.hidden_size)
+    norms: list[Parameter] = []
+    for name, size in shape.latent.weights(shape.hidden_size, shape.num_attention_heads).items():
+        own = f"{attention}{name}."
+        if name == "linear_proj":
+            yield from _row_parallel(own, size, shape.linear_bias)
+        elif name in _WHOLE:
+            yield Parameter(f"{own}weight", size, None)
+        else:
+            if shape.qk_layernorm and name != "linear_q_proj":
+                norms += _norm(shape, f"{own}layer_norm_", size[1])
+            if shape.fused_norm:
+                yield from norms
+                norms.clear()
+            yield from _column_parallel(own, size, False)
+    yield from norms
 
 
 def _column_parallel(

@@ -55,6 +55,7 @@ _COUNTED_IN_CUT = (
     "--account-for-loss-in-pipeline-split",
 )
 _MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
 _ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
 _SEQUENCE = "--sequence-parallel"
@@ -191,16 +192,21 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
     return read_value(run_dir / REQUEST_FILE, parse)
 
 
-def flags_for(request: Request) -> list[str]:
+def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
     """Flags that start the run as a `relayout` asks. Put behind other flags they win, except over
     `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`: see
-    `merged`."""
+    `merged`.
+
+    Args:
+        request: of kind `relayout`.
+        mtp_num_layers: of the model.
+    """
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
     if layout.cut:
         # Its text says how many chunks a stage has.
-        flags += [stages.FLAG, stages.text_of_cut(layout.cut)]
+        flags += [stages.FLAG, stages.text_of_cut(layout.cut, mtp_num_layers)]
     elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]
     if request.micro_batch_size is not None:
@@ -244,12 +250,14 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
         values.add(_GLOBAL)
     if layout.vpp > 1 and layout.pp == 2:
         switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
+    if _number(argv, _GROUP) < layout.pp:
+        values.add(_GROUP)  # likewise
     flags = _without(argv, values, switches)
     follows = _SEQUENCE not in argv and value_of(argv, _TENSOR) is None
-    length = value_of(argv, "--seq-length") or ""
-    if follows and layout.tp > 1 and length.isdecimal() and int(length) % layout.tp == 0:
+    length = _number(argv, "--seq-length")
+    if follows and layout.tp > 1 and length and length % layout.tp == 0:
         flags.append(_SEQUENCE)
-    return flags + flags_for(request)
+    return flags + flags_for(request, mtp_num_layers=_number(argv, "--mtp-num-layers"))
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
@@ -259,6 +267,12 @@ def resumed(argv: Sequence[str]) -> list[str]:
     if save is None or not (Path(save) / TRACKER).exists():
         return list(argv)
     return [*_without(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
+
+
+def _number(argv: Sequence[str], flag: str) -> int:
+    """The value of a flag; 0 where it is absent or no number."""
+    value = value_of(argv, flag) or ""
+    return int(value) if value.isdecimal() else 0
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

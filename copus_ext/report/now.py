@@ -18,7 +18,7 @@ from copus_ext.report.decisions import MOVED, Decisions
 from copus_ext.report.ends import Record, read_journal_end, read_record, seconds
 from copus_ext.report.signs import State, is_paused, latest_checkpoint, read_signs
 from copus_ext.report.values import measured, number, table, text, whole
-from megatron.training.flops import training_flops_per_sample
+from megatron.training.flops import LatentWidths, training_flops_per_sample
 from megatron.training.layout import Layout
 
 _SIZES = "global_batch_size", "micro_batch_size"
@@ -315,8 +315,17 @@ def _flops_of_a_rank(record: Record, layout: str, samples_per_s: float) -> float
     if not all(sizes.values()):
         return None
     known = {name: size for name, size in sizes.items() if size is not None}
-    gated = record.config.get("swiglu") is True
-    return training_flops_per_sample(**known, gated_mlp=gated) * samples_per_s / ranks
+    gated = record.config.get("swiglu") is True or record.config.get("quick_geglu") is True
+    try:
+        flops = training_flops_per_sample(
+            **known,
+            gated_mlp=gated,
+            latent=LatentWidths.of(record.config),
+            mtp_num_layers=whole(record.config.get("mtp_num_layers")) or 0,
+        )
+    except (KeyError, TypeError, ArithmeticError):
+        return None
+    return flops * samples_per_s / ranks
 
 
 def _peak_flops(config: dict[str, Any], decisions: Decisions) -> float | None:

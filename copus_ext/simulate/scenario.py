@@ -131,7 +131,8 @@ class Scenario:
             hidden_size=m.hidden_size,
             ffn_hidden_size=m.ffn,
             num_layers=m.num_layers,
-            swiglu=m.gated,
+            gated_linear_unit=m.gated,
+            mtp_num_layers=m.mtp_num_layers,
             padded_vocab_size=int(m.padded_vocab_size(1)),
         )
         device = "cpu" if cluster.constants == "cpu" else "cuda"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout, batch_problems
@@ -70,12 +70,17 @@ class BatchSchedule:
             consumed_samples += until_end * size
         return count
 
-    def problems(self, layout: Layout, micro_batch_size: int, *, uneven: bool = False) -> list[str]:
-        """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each; the
-        last of a replica may be smaller with `uneven`."""
+    def problems(self, layout: Layout, micro_batch_size: int, **rules: Any) -> list[str]:
+        """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each.
+
+        Args:
+            layout: the layout to judge.
+            micro_batch_size: samples of one forward pass on one data-parallel rank.
+            rules: see `batch_problems`.
+        """
         found = []
         for size in dict.fromkeys(self.sizes):
-            found += batch_problems(layout, micro_batch_size, size, uneven=uneven)
+            found += batch_problems(layout, micro_batch_size, size, **rules)
         return found
 
     @classmethod
@@ -93,8 +98,7 @@ class BatchSchedule:
             step_batch_size_schedule=batch.step_batch_size_schedule,
             seq_length=batch.seq_length,
         )
-        uneven = batch.allow_uneven_micro_batches
-        problems = schedule.problems(config.layout, batch.micro_batch_size, uneven=uneven)
+        problems = schedule.problems(config.layout, batch.micro_batch_size, **config.batch_rules)
         if problems:
             raise UsageError("\n".join(problems))
         return schedule

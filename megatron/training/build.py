@@ -18,7 +18,7 @@ from megatron.training.data import build_datasets, prefixes_of
 from megatron.training.data_identity import changes, identity_of
 from megatron.training.device import Device
 from megatron.training.errors import UsageError
-from megatron.training.flops import training_flops_per_sample
+from megatron.training.flops import LatentWidths, training_flops_per_sample
 from megatron.training.job import Job, Outside
 from megatron.training.loading import load_weights
 from megatron.training.model import Model, build_model
@@ -162,7 +162,9 @@ def _flops_per_sample(config: Config) -> float:
         kv_channels=config.model.kv_channels,
         seq_length=config.batch.seq_length,
         padded_vocab_size=config.model.padded_vocab_size,
-        gated_mlp=config.model.swiglu,
+        gated_mlp=config.model.gated_linear_unit,
+        latent=LatentWidths.of(config.flat()),
+        mtp_num_layers=config.model.mtp_num_layers or 0,
     )
 
 

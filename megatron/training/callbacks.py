@@ -82,6 +82,15 @@ class Callback:
         """Flags of its own, printed and saved with the resolved configuration. Plain JSON types."""
         return {}
 
+    def tensor_parallel_sizes(self, config: Any) -> Iterable[int]:
+        """Tensor parallel sizes besides that of the flags that it may take the run to. The rows of
+        the embedding must divide by each.
+
+        Args:
+            config: resolved configuration, its padded vocabulary not known yet.
+        """
+        return ()
+
     def on_setup_start(self, context: CallbackContext) -> None:
         """Groups, model and optimizer exist; weights are initial or loaded."""
 
@@ -150,6 +159,10 @@ class Callbacks:
     def settings(self) -> dict[str, Any]:
         """The flags of all of them."""
         return {name: value for c in self._callbacks for name, value in c.settings().items()}
+
+    def tensor_parallel_sizes(self, config: Any) -> set[int]:
+        """The sizes that any of them may take the run to."""
+        return {size for c in self._callbacks for size in c.tensor_parallel_sizes(config)}
 
     def fire(self, event: str, context: CallbackContext) -> Request | None:
         """Fires one event.

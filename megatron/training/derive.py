@@ -9,7 +9,13 @@ from collections.abc import Callable
 from megatron.training.batch_schedule import parse_steps
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.horizon import derive_horizon, derive_weight_decay, schedule_of
-from megatron.training.layout import Layout, layout_problems, recompute_problems
+from megatron.training.layout import (
+    Layout,
+    further_sizes,
+    layout_problems,
+    recompute_problems,
+)
+from megatron.training.model_flags import derive_features
 from megatron.training.pipeline_flags import cut_of_flags, virtual_size
 
 # Field -> (supported values, why not the others and what to do).
@@ -45,8 +51,16 @@ _AT_LEAST_ONE = [
     "num_query_groups",
     "max_position_embeddings",
     "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "no_rope_freq",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
     "make_vocab_size_divisible_by",
     "pad_vocab_for_tensor_parallel_size",
+    "padded_vocab_size",
     "vocab_size",
     "seq_length",
     "micro_batch_size",
@@ -65,6 +79,7 @@ _AT_LEAST_ONE = [
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
     "ddp_bucket_size",
+    "num_distributed_optimizer_instances",
     "distributed_timeout_minutes",
     "recompute_num_layers",
     "save_interval",
@@ -81,12 +96,17 @@ _NOT_NEGATIVE = [
     "lr_warmup_samples",
     "lr_warmup_init",
     "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
     "weight_decay",
     "clip_grad",
     "eval_iters",
     "num_workers",
     "manual_gc_interval",
     "init_method_std",
+    "embedding_init_method_std",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
     "ckpt_step",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
@@ -142,18 +162,6 @@ def fill_in(draft: Draft) -> None:
     _derive_rest(draft, anywhere)
 
 
-def pad_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Returns the rows of the embedding table.
-
-    Args:
-        vocab_size: rows before padding.
-        divisible_by: rows of one tensor-parallel rank are a multiple of this.
-        tensor_parallel_size: largest tensor parallel size the run may ever use.
-    """
-    unit = divisible_by * tensor_parallel_size
-    return -(-vocab_size // unit) * unit
-
-
 def _check_values(draft: Draft, environment: Environment) -> None:
     for name, (allowed, reason) in _SUPPORTED.items():
         draft.require(draft[name] in allowed, f"{flag_of(name)} {draft[name]} is refused: {reason}")
@@ -166,7 +174,12 @@ def _check_values(draft: Draft, environment: Environment) -> None:
     for name in ("attention_dropout", "hidden_dropout", "adam_beta1", "adam_beta2"):
         value = draft[name]
         draft.require(0 <= value < 1, f"{flag_of(name)} {value} must be at least 0 and below 1")
-    for first, second in (("bf16", "fp16"), ("swiglu", "squared_relu")):
+    for first, second in (
+        ("bf16", "fp16"),
+        ("swiglu", "squared_relu"),
+        ("swiglu", "quick_geglu"),
+        ("squared_relu", "quick_geglu"),
+    ):
         both = draft[first] and draft[second]
         draft.require(
             not both, f"{flag_of(first)} and {flag_of(second)} exclude each other; drop one"
@@ -243,6 +256,7 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
         f"--seq-length {seq} is longer than --max-position-embeddings {positions}; raise the "
         "latter",
     )
+    derive_features(draft)
 
 
 def _derive_layout(draft: Draft, environment: Environment) -> None:
@@ -253,6 +267,11 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     draft["data_parallel_size"] = layout.dp
     draft["virtual_pipeline_model_parallel_size"] = layout.vpp
     draft["layers_of_chunks"] = layout.cut
+    if draft["multi_latent_attention"] and tp > 1 and not draft["sequence_parallel"]:
+        # Without it megatron-core adds up gradients of the compressed parts that are whole, or
+        # leaves apart what belongs together.
+        draft.notes.append("--multi-latent-attention under tensor parallelism: --sequence-parallel")
+        draft["sequence_parallel"] = True
     draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
     draft.require(
         draft["overlap_p2p_comm"] or layout.vpp == 1 or pp > 2,
@@ -260,12 +279,21 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         "the flag",
     )
     draft["overlap_p2p_comm"] = draft["overlap_p2p_comm"] and layout.vpp > 1
-    draft.default("pad_vocab_for_tensor_parallel_size", tp)
-    padded_for = draft["pad_vocab_for_tensor_parallel_size"]
+    padded_for, rows = draft["pad_vocab_for_tensor_parallel_size"], draft["padded_vocab_size"]
     draft.require(
-        padded_for >= tp and draft["make_vocab_size_divisible_by"] * padded_for % tp == 0,
-        f"--pad-vocab-for-tensor-parallel-size {padded_for} must be a multiple of "
-        f"--tensor-model-parallel-size {tp}; raise it",
+        "pad_vocab_for_tensor_parallel_size" not in draft.explicit
+        or draft["make_vocab_size_divisible_by"] * padded_for % tp == 0,
+        f"--pad-vocab-for-tensor-parallel-size {padded_for} gives rows that do not divide by "
+        f"--tensor-model-parallel-size {tp}; make it a multiple of {tp}",
+    )
+    draft.require(
+        "padded_vocab_size" not in draft.explicit or rows % tp == 0,
+        f"--padded-vocab-size {rows} does not divide by --tensor-model-parallel-size {tp}; round "
+        "it up",
+    )
+    draft.require(
+        not {"padded_vocab_size", "pad_vocab_for_tensor_parallel_size"} <= draft.explicit,
+        "--padded-vocab-size and --pad-vocab-for-tensor-parallel-size exclude each other; drop one",
     )
     draft.problems += layout_problems(
         layout,
@@ -276,6 +304,7 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         seq_length=draft["seq_length"],
         padded_vocab_size=None,
         sequence_parallel=draft["sequence_parallel"],
+        **further_sizes(draft.values),
     )
     steps = draft["step_batch_size_schedule"]
     if steps is not None:
@@ -286,8 +315,17 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     )
     draft.default("global_batch_size", draft["micro_batch_size"] * layout.dp)
     draft.stop_if_problems()
+    group = draft["microbatch_group_size_per_vp_stage"]
+    draft.require(
+        group is None or layout.vpp == 1 or group >= pp,
+        f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
+        f"--pipeline-model-parallel-size {pp}; raise it",
+    )
     draft.problems += schedule_of(draft).problems(
-        layout, draft["micro_batch_size"], uneven=draft["allow_uneven_micro_batches"]
+        layout,
+        draft["micro_batch_size"],
+        uneven=draft["allow_uneven_micro_batches"],
+        group_size=group,
     )
     draft.require(
         not draft["overlap_param_gather"]
@@ -390,12 +428,19 @@ def _derive_kernels(draft: Draft, environment: Environment) -> None:
         draft["attention_backend"] = "flash"
     if draft["apply_query_key_layer_scaling"]:
         draft["attention_softmax_in_fp32"] = True
-    if draft["position_embedding_type"] != "rope":
+    plain_latent = draft["multi_latent_attention"] and draft["rope_type"] == "rope"
+    if draft["position_embedding_type"] != "rope" or draft["rotary_interleaved"] or plain_latent:
         draft["apply_rope_fusion"] = False
     activation = "bias_swiglu_fusion" if draft["swiglu"] else "bias_gelu_fusion"
-    draft["bias_activation_fusion"] = (
-        draft[activation] and draft["add_bias_linear"] and not draft["squared_relu"]
-    )
+    is_known = not (draft["squared_relu"] or draft["quick_geglu"])
+    draft["bias_activation_fusion"] = draft[activation] and draft["add_bias_linear"] and is_known
+    backend, local = draft["attention_backend"], draft["transformer_impl"] == "local"
+    if draft["multi_latent_attention"] and local and backend in ("unfused", "local"):
+        draft.notes.append(
+            f"--multi-latent-attention: --attention-backend {backend} becomes auto, since "
+            "megatron-core's own attention knows one width of heads only"
+        )
+        draft["attention_backend"] = "auto"
     for name in ("use_flash_attn", "cross_entropy_loss_fusion"):
         draft.require(
             not (draft["deterministic_mode"] and draft[name]),
@@ -427,6 +472,7 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
             recompute_num_layers=draft["recompute_num_layers"],
         )
     allowed = ("core_attn", "layernorm", "mlp")
+    allowed += ("mla_up_proj",) if draft["multi_latent_attention"] else ()
     modules = draft["recompute_modules"] or ("core_attn",)
     draft["recompute_modules"] = modules if granularity == "selective" else ()
     bad = [name for name in draft["recompute_modules"] if name not in allowed]
@@ -462,6 +508,12 @@ def _derive_rest(draft: Draft, environment: Environment) -> None:
     draft.default("tokenizer_type", "GPT2BPETokenizer")
     if draft["device"] == "cpu" and "num_workers" not in draft.explicit:
         draft["num_workers"] = 0
+    instances = draft["num_distributed_optimizer_instances"]
+    if instances > 1:
+        draft.notes.append(
+            f"--num-distributed-optimizer-instances {instances}: one optimizer spans all "
+            "data-parallel ranks and gives the same numbers"
+        )
     every, keep = draft["save_interval"], draft["save_retain_interval"]
     draft.require(
         keep is None or (every is not None and keep % every == 0),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
 
 def training_flops_per_sample(
     *,
@@ -14,6 +19,8 @@ def training_flops_per_sample(
     seq_length: int,
     padded_vocab_size: int,
     gated_mlp: bool,
+    latent: LatentWidths | None = None,
+    mtp_num_layers: int = 0,
 ) -> float:
     """Model FLOPs of one forward and backward pass over one sample, recomputation not counted.
 
@@ -23,9 +30,58 @@ def training_flops_per_sample(
     Returns:
         Operations per sample.
     """
-    query = kv_channels * num_attention_heads
-    key_value = 2 * kv_channels * num_query_groups
-    attention = hidden_size * (query + key_value) + query * hidden_size + query * seq_length
+    if latent is None:
+        query = kv_channels * num_attention_heads
+        key_value = 2 * kv_channels * num_query_groups
+        attention = hidden_size * (query + key_value) + query * hidden_size + query * seq_length
+    else:
+        attention = latent.multiply_adds(hidden_size, num_attention_heads, seq_length)
     mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
     head = hidden_size * padded_vocab_size
-    return 3.0 * 2.0 * seq_length * (num_layers * (attention + mlp) + head)
+    # A further token has a layer, a projection of two streams into one, and the head again.
+    further = mtp_num_layers * (attention + mlp + 2 * hidden_size**2 + head)
+    return 3.0 * 2.0 * seq_length * (num_layers * (attention + mlp) + head + further)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentWidths:
+    """Widths of multi-latent attention."""
+
+    q_lora_rank: int | None
+    """Of the compressed query; None: it is not compressed."""
+    kv_lora_rank: int
+    """Of the compressed keys and values."""
+    qk_head_dim: int
+    """Of a head's query and key without their rotated part."""
+    qk_pos_emb_head_dim: int
+    """Of the rotated part."""
+    v_head_dim: int
+    """Of a head's value."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> LatentWidths | None:
+        """Reads flags by field name; None for a model with plain attention."""
+        if not arguments.get("multi_latent_attention"):
+            return None
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    def weights(self, hidden_size: int, heads: int) -> dict[str, tuple[int, int]]:
+        """Shape of every weight matrix of a layer's attention by the name of its module, in the
+        order in which megatron-core registers them."""
+        query = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+        shapes = {"linear_proj": (hidden_size, heads * self.v_head_dim)}
+        if self.q_lora_rank is None:
+            shapes["linear_q_proj"] = (query, hidden_size)
+        else:
+            shapes["linear_q_down_proj"] = (self.q_lora_rank, hidden_size)
+            shapes["linear_q_up_proj"] = (query, self.q_lora_rank)
+        shapes["linear_kv_down_proj"] = (self.kv_lora_rank + self.qk_pos_emb_head_dim, hidden_size)
+        key_value = heads * (self.qk_head_dim + self.v_head_dim)
+        shapes["linear_kv_up_proj"] = (key_value, self.kv_lora_rank)
+        return shapes
+
+    def multiply_adds(self, hidden_size: int, heads: int, seq_length: int) -> float:
+        """Of one token in one layer's attention."""
+        matrices = sum(math.prod(size) for size in self.weights(hidden_size, heads).values())
+        width = self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim
+        return matrices + heads * width * seq_length / 2

@@ -138,6 +138,17 @@ def derive_horizon(draft: Draft, environment: Environment) -> None:
         draft["min_lr"] <= draft["lr"],
         f"--min-lr {draft['min_lr']} is above --lr {draft['lr']}; lower it",
     )
+    apart, lowest = draft["decoupled_lr"], draft["decoupled_min_lr"]
+    draft.require(
+        lowest is None or apart is not None,
+        "--decoupled-min-lr needs --decoupled-lr; give both or none",
+    )
+    lowest = draft["min_lr"] if lowest is None else lowest
+    draft.require(
+        apart is None or lowest <= apart,
+        f"--decoupled-lr {apart} is below the lowest learning rate {lowest}; lower "
+        "--decoupled-min-lr",
+    )
     derive_weight_decay(draft)
 
 

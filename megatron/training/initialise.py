@@ -9,6 +9,7 @@ tensor, pipeline and data parallelism.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,70 @@ from megatron.training.parallel import random_seed_at
 # Matrices that feed the residual stream are drawn smaller by 1/sqrt(2 x layers), as in GPT-2 and
 # Megatron-LM.
 _RESIDUAL_SUFFIXES = ("linear_proj.weight", "linear_fc2.weight")
+_EMBEDDING_SUFFIXES = ("word_embeddings.weight", "position_embeddings.weight")
 _PLAIN_SUFFIXES = (
     "linear_qkv.weight",
+    "linear_q_proj.weight",
+    "linear_q_down_proj.weight",
+    "linear_q_up_proj.weight",
+    "linear_kv_down_proj.weight",
+    "linear_kv_up_proj.weight",
     "linear_fc1.weight",
-    "word_embeddings.weight",
-    "position_embeddings.weight",
+    "eh_proj.weight",
     "output_layer.weight",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialWeights:
+    """How the matrices of a model are drawn."""
+
+    init_method_std: float
+    """`--init-method-std`."""
+    num_layers: int
+    """Of the whole model."""
+    embedding_std: float | None = None
+    """`--embedding-init-method-std`; None: as the other matrices."""
+    xavier_uniform: bool = False
+    """Uniform with a bound that follows from the shape (Glorot and Bengio 2010), but for the
+    embeddings if they have a deviation of their own."""
+
+    def fill(self, full: torch.Tensor, key: str, generator: torch.Generator) -> None:
+        """Draws one whole matrix, in place.
+
+        Args:
+            full: the global tensor of one layer.
+            key: its key in a checkpoint.
+            generator: the stream to draw from.
+        """
+        is_apart = self.embedding_std not in (None, self.init_method_std)
+        if self.xavier_uniform and not (is_apart and key.endswith(_EMBEDDING_SUFFIXES)):
+            bound = math.sqrt(6.0 / sum(full.shape))
+            full.uniform_(-bound, bound, generator=generator)
+        else:
+            std = self.std(key)
+            assert std is not None, key
+            full.normal_(0.0, std, generator=generator)
+
+    def std(self, key: str) -> float | None:
+        """Standard deviation of the initial normal distribution of one tensor; None for norms and
+        biases.
+
+        Args:
+            key: the tensor's key in a checkpoint.
+
+        Raises:
+            ValueError: for a matrix this module does not know.
+        """
+        if key.endswith(_RESIDUAL_SUFFIXES):
+            return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+        if key.endswith(_EMBEDDING_SUFFIXES) and self.embedding_std is not None:
+            return self.embedding_std
+        if key.endswith(_EMBEDDING_SUFFIXES + _PLAIN_SUFFIXES):
+            return self.init_method_std
+        if "norm" in key or key.endswith("bias"):
+            return None
+        raise ValueError(f"no initial distribution is known for the tensor {key}")
 
 
 def leave_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,54 +92,33 @@ def leave_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def weight_std(key: str, *, init_method_std: float, num_layers: int) -> float | None:
-    """Standard deviation of the initial normal distribution of one tensor.
-
-    Args:
-        key: the tensor's key in a checkpoint.
-        init_method_std: `--init-method-std`.
-        num_layers: of the whole model.
-
-    Returns:
-        The deviation, or None for norms and biases, which keep their constants.
-
-    Raises:
-        ValueError: for a matrix this module does not know.
-    """
-    if key.endswith(_RESIDUAL_SUFFIXES):
-        return init_method_std / math.sqrt(2.0 * num_layers)
-    if key.endswith(_PLAIN_SUFFIXES):
-        return init_method_std
-    if "norm" in key or key.endswith("bias"):
-        return None
-    raise ValueError(f"no initial distribution is known for the tensor {key}")
-
-
 @torch.no_grad()
 def draw_weights(
-    chunk: Any, *, seed: int, init_method_std: float, num_layers: int, metadata: dict | None = None
+    chunk: Any, initial: InitialWeights, *, seed: int, metadata: dict | None = None
 ) -> None:
     """Fills the matrices of one model chunk with their slice of the layout-free initial model.
 
     Args:
         chunk: an unwrapped GPTModel.
+        initial: how to draw.
         seed: `--seed`.
-        init_method_std: `--init-method-std`.
-        num_layers: of the whole model.
         metadata: passed to `sharded_state_dict` (carries the data-parallel group).
+
+    Raises:
+        ValueError: a parameter that is not known here and would stay as memory was found.
     """
     state = {"model": chunk.sharded_state_dict(metadata=metadata)}
+    named = {id(value.data) for value in nested_values(state) if hasattr(value, "data")}
+    if lost := [name for name, param in chunk.named_parameters() if id(param) not in named]:
+        raise ValueError(f"the parameter {lost[0]} has no global name to be drawn by")
     apply_factories(state)
     for shard in nested_values(state):
-        if not isinstance(shard, ShardedTensor) or shard.data is None:
-            continue
-        std = weight_std(shard.key, init_method_std=init_method_std, num_layers=num_layers)
-        if std is not None:
-            shard.data.copy_(_global_slice(shard, seed, std))
+        if isinstance(shard, ShardedTensor) and shard.data is not None:
+            _fill(shard, initial, seed)
 
 
-def _global_slice(shard: ShardedTensor, seed: int, std: float) -> torch.Tensor:
-    """The part of the global tensor that this shard holds, in fp32 on the shard's device.
+def _fill(shard: ShardedTensor, initial: InitialWeights, seed: int) -> None:
+    """Draws the part of the global tensor that this shard holds, in fp32 on its device.
 
     Leading axes that checkpoints prepend (the layer) select a stream; the others are drawn whole
     and sliced.
@@ -89,13 +126,15 @@ def _global_slice(shard: ShardedTensor, seed: int, std: float) -> torch.Tensor:
     data = shard.data
     assert data is not None
     lead = shard.prepend_axis_num
+    if initial.std(shard.key) is None:
+        return
     generator = torch.Generator(device=data.device)
     generator.manual_seed(
         random_seed_at(seed, 0, "initial", shard.key, *shard.global_offset[:lead])
     )
     full = torch.empty(shard.global_shape[lead:], dtype=torch.float32, device=data.device)
-    full.normal_(0.0, std, generator=generator)
+    initial.fill(full, shard.key, generator)
     sizes = tuple(data.shape)
     for axis, (start, size) in enumerate(zip(shard.global_offset[lead:], sizes, strict=True)):
         full = full.narrow(axis, start, size)
-    return full
+    data.copy_(full)

@@ -265,8 +265,8 @@ class Job:
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
         wanted = settings.global_batch_size
         sizes = self.batch_schedule.sizes if wanted is None else (wanted,)
-        layout, uneven = self.config.layout, self.config.batch.allow_uneven_micro_batches
-        problems = [p for n in sizes for p in batch_problems(layout, micro, n, uneven=uneven)]
+        layout, rules = self.config.layout, self.config.batch_rules
+        problems = [p for n in sizes for p in batch_problems(layout, micro, n, **rules)]
         if problems:
             raise ValueError("; ".join(problems))
         before, self.state.settings = self.state.settings, settings

@@ -23,8 +23,9 @@ _OFFLOAD = "the optimizer stays on the GPU; shard it with --use-distributed-opti
 # job that FSDP just fits would run out of memory minutes later. One line at the start is kinder.
 _FSDP = "FSDP is not supported; shard with --use-distributed-optimizer"
 _NORM_DECAY = "the weights of norm layers never decay; remove the flag"
-_OPTIM = "only plain Adam with one learning rate is supported; remove the flag"
+_OPTIM = "only plain Adam is supported; remove the flag"
 _MODEL = "this trainer does not build such a model; remove the flag"
+_WINDOW = "attention is causal over the whole sequence; remove the flag"
 _TASK = "only pre-training of a decoder-only GPT is supported; remove the flag"
 _STATE = "checkpoints are always torch_dist folders in --save; remove the flag"
 _ONE_KIND = "all checkpoints go to --save; remove the flag, and lower --save-interval"
@@ -170,9 +171,8 @@ _HARMLESS: dict[int | str, str] = {
        --non-persistent-local-ckpt-algo --replication-jump --replication-factor --fp8-interval
        --fp4-recipe --optimizer-offload-fraction --sgd-momentum --muon-momentum --muon-scale-mode
        --muon-fp32-matmul-prec --muon-num-ns-steps --muon-tp-mode --muon-extra-scale-factor
-       --mtp-loss-scaling-factor --mamba-state-dim --mamba-head-dim --mamba-num-groups
-       --mamba-num-heads --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim
-       --v-head-dim --mscale --mscale-all-dim --moe-router-topk --moe-router-num-groups
+       --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
+       --moe-router-topk --moe-router-num-groups
        --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-score-function
        --moe-router-bias-update-rate --moe-router-dtype --moe-z-loss-coeff --moe-input-jitter-eps
        --moe-token-dispatcher-type --moe-ffn-hidden-size --moe-layer-freq
@@ -329,12 +329,6 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
     ("--use-megatron-fsdp --use-torch-fsdp2 --init-model-with-meta-device", 0, "", _FSDP),
     ("--data-parallel-sharding-strategy --outer-dp-sharding-strategy", 1, "no_shard", _FSDP),
     (
-        "--num-distributed-optimizer-instances",
-        1,
-        "1",
-        "one distributed optimizer spans all data-parallel ranks; set it to 1",
-    ),
-    (
         "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
         1,
         "fp32",
@@ -342,7 +336,6 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
     ),
     ("--apply-wd-to-qk-layernorm", 0, "", _NORM_DECAY),
     ("--no-weight-decay-cond-type", 1, "none", _NORM_DECAY),
-    ("--decoupled-lr --decoupled-min-lr", 1, "none", _OPTIM),
     (
         "--ddp-reduce-scatter-with-fp32-accumulation",
         0,
@@ -362,13 +355,6 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
         "",
         "all data-parallel ranks start from the same weights; remove the flag",
     ),
-    (
-        "--microbatch-group-size-per-virtual-pipeline-stage",
-        1,
-        "",
-        "the group size is always the pipeline size; remove the flag",
-    ),
-    ("--embedding-init-method-std", 1, "none", _OTHER),
     (
         "--fake-process-group",
         0,
@@ -397,23 +383,32 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
     ("--encoder-seq-length --decoder-seq-length", 1, "none", _TASK),
     (
         """
-       --multi-latent-attention --apply-layernorm-1p --rotary-interleaved --qk-l2-norm --qk-clip
-       --apply-residual-connection-post-layernorm --openai-gelu --quick-geglu
-       --fp32-residual-connection --init-method-xavier-uniform --use-legacy-models
-       --use-te-activation-func --memory-efficient-layer-norm --attention-output-gate
+       --qk-clip --openai-gelu --use-legacy-models --use-te-activation-func
+       --memory-efficient-layer-norm --attention-output-gate
         """,
         0,
         "",
         _MODEL,
     ),
-    ("--mtp-num-layers --hybrid-attention-ratio --hybrid-mlp-ratio", 1, "0 none", _MODEL),
-    ("--rotary-scaling-factor --rotary-seq-len-interpolation-factor", 1, "1 none", _MODEL),
-    ("--rope-type", 1, "rope", _MODEL),
-    ("--onnx-safe --window-size", 1, "none", _MODEL),
+    (
+        "--apply-residual-connection-post-layernorm",
+        0,
+        "",
+        "megatron-core 0.16.1 takes it and does nothing with it; remove the flag",
+    ),
+    (
+        "--fp32-residual-connection",
+        0,
+        "",
+        "megatron-core 0.16.1 makes the residual stream half precision again at the first sum; "
+        "remove the flag",
+    ),
+    ("--hybrid-attention-ratio --hybrid-mlp-ratio", 1, "0 none", _MODEL),
+    ("--window-size", 1, "none", _WINDOW),
+    ("--window-attn-skip-freq", 1, "none", _WINDOW),
+    ("--onnx-safe", 1, "none", _MODEL),
     ("--mrope-section", "+", "none", _MODEL),
-    ("--window-attn-skip-freq --no-rope-freq --hybrid-override-pattern", 1, "none", _MODEL),
-    ("--glu-linear-offset --activation-func-clamp-value", 1, "0 none", _MODEL),
-    ("--softmax-type", 1, "vanilla", _MODEL),
+    ("--hybrid-override-pattern", 1, "none", _MODEL),
     ("--vocab-extra-ids", 1, "0", _MODEL),
     ("--heterogeneous-layers-config-path", 1, "none", _MODEL),
     ("--heterogeneous-layers-config-encoded-json", 1, "none", _MODEL),
@@ -447,7 +442,6 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
     ),
     ("--allow-ambiguous-pad-tokens", 0, "", _OTHER),
     ("--tokenizer-metadata", 1, "none", _OTHER),
-    ("--padded-vocab-size", 1, "none", "use --pad-vocab-for-tensor-parallel-size"),
     ("--ckpt-convert-format --ckpt-convert-save", 1, "none", _STATE),
     ("--non-persistent-ckpt-type --non-persistent-save-interval", 1, "none", _ONE_KIND),
     ("--non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir", 1, "none", _ONE_KIND),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron.training.errors import UsageError
@@ -165,6 +166,8 @@ def layout_problems(
     seq_length: int,
     padded_vocab_size: int | None,
     sequence_parallel: bool,
+    split_widths: Mapping[str, int] = MappingProxyType({}),
+    needs_one_stage: bool = False,
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
 
@@ -178,6 +181,8 @@ def layout_problems(
         padded_vocab_size: rows of the embedding, or None while it is not known.
         sequence_parallel: whether activations are split over the sequence between tensor-parallel
             regions.
+        split_widths: further widths that tensor parallelism splits, by the flags that set them.
+        needs_one_stage: whether the model predicts further tokens with tied embeddings.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
@@ -214,12 +219,39 @@ def layout_problems(
             f"--seq-length {seq_length} is not divisible by {tp} as --sequence-parallel needs; "
             f"{tp_fix}"
         )
+    for flags, width in split_widths.items():
+        if width % tp != 0:
+            problems.append(f"{flags} {width} is not divisible by {tp}; {tp_fix}")
+    if needs_one_stage and layout.pp > 1:
+        problems.append(
+            "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
+            f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
+        )
     if padded_vocab_size is not None and padded_vocab_size % tp != 0:
         problems.append(
             f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
             f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
         )
     return problems
+
+
+def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `layout_problems` must know of some models only, as keyword arguments.
+
+    Args:
+        arguments: flags by field name, as derived or as stored.
+    """
+    widths = {}
+    if arguments.get("multi_latent_attention"):
+        if arguments.get("q_lora_rank"):
+            widths["--q-lora-rank"] = arguments["q_lora_rank"]
+        rotated = arguments["qk_pos_emb_head_dim"]
+        widths["--kv-lora-rank + --qk-pos-emb-head-dim"] = arguments["kv_lora_rank"] + rotated
+    is_further = bool(arguments.get("mtp_num_layers"))
+    if is_further:
+        widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
+    is_tied = not arguments.get("untie_embeddings_and_output_weights")
+    return {"split_widths": widths, "needs_one_stage": is_further and is_tied}
 
 
 def recompute_problems(
@@ -252,8 +284,30 @@ def recompute_problems(
     return []
 
 
+def group_of_microbatches(layout: Layout, num_microbatches: int, asked: int | None = None) -> int:
+    """Micro-batches that a chunk of an interleaved pipeline takes in a row.
+
+    Args:
+        layout: with a virtual pipeline.
+        num_microbatches: of one replica in a step.
+        asked: `--microbatch-group-size-per-virtual-pipeline-stage`.
+
+    Returns:
+        What is asked for, if megatron-core can schedule that; else the pipeline size.
+    """
+    if asked is None or not layout.pp <= asked <= num_microbatches:
+        return layout.pp
+    rest = num_microbatches % asked
+    return asked if rest == 0 or rest >= layout.pp else layout.pp
+
+
 def batch_problems(
-    layout: Layout, micro_batch_size: int, global_batch_size: int, *, uneven: bool = False
+    layout: Layout,
+    micro_batch_size: int,
+    global_batch_size: int,
+    *,
+    uneven: bool = False,
+    group_size: int | None = None,
 ) -> list[str]:
     """Lists why a global batch cannot be cut into micro-batches on this layout.
 
@@ -263,6 +317,7 @@ def batch_problems(
         global_batch_size: samples of one optimizer step.
         uneven: whether the last micro-batch of every replica may be smaller; without effect on a
             pipeline, whose stages exchange one shape.
+        group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
@@ -289,7 +344,8 @@ def batch_problems(
             f"{_nearest_multiples(global_batch_size, unit * group)}"
         ]
     num_microbatches = global_batch_size // unit
-    if num_microbatches % group != 0:
+    taken = group_of_microbatches(layout, num_microbatches, group_size)
+    if num_microbatches % group != 0 and taken == group:
         return [
             f"--global-batch-size {global_batch_size} gives {num_microbatches} micro-batches, "
             f"which a virtual pipeline over {layout.pp} ranks cannot schedule; use "

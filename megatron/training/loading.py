@@ -22,6 +22,7 @@ from megatron.training.checkpoint import TORCH_ERRORS, model_state, sharding_met
 from megatron.training.config import Config
 from megatron.training.errors import TrainingFailure
 from megatron.training.model import Model
+from megatron.training.optimizer import mark_decoupled
 from megatron.training.restore import Stored
 
 logger = logging.getLogger(__name__)
@@ -77,9 +78,19 @@ def load_weights(
     if problem := first_problem(f"{left[0]} does not fit this model" if left else None):
         raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
     if with_optimizer:
+        mark_decoupled(_groups_in(loaded["optimizer"]))
         optimizer.load_state_dict(loaded["optimizer"])
     else:
         optimizer.reload_model_params()
+
+
+def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The parameter groups of an optimizer's state, whatever wraps it."""
+    for key, value in state.items():
+        if key == "param_groups":
+            yield from value
+        elif isinstance(value, dict):
+            yield from _groups_in(value)
 
 
 def _tensors(chunk: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def train(job: Job) -> StopReason | None:
         request = job.fire(
             "on_train_step_end",
             step=info,
-            loss_dict={"lm loss": info.loss},
+            loss_dict=info.losses,
             grad_norm=info.grad_norm,
             skipped_iter=not info.updated,
         )

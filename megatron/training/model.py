@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,6 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
@@ -29,17 +30,29 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.training.attention import SdpaAttention
+from megatron.training.attention import LatentAttention, SdpaAttention
 from megatron.training.config import Config
 from megatron.training.device import Device
-from megatron.training.initialise import draw_weights, leave_uninitialised
+from megatron.training.initialise import (
+    InitialWeights,
+    draw_weights,
+    leave_uninitialised,
+)
 from megatron.training.norm import Norm
 from megatron.training.parallel import seed_build
 from megatron.training.rank_times import StepClock
 
 logger = logging.getLogger(__name__)
+
+LATENT_KEYS = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Norms of a layer with multi-latent attention -> their names in a checkpoint, which are those of
+Transformer Engine; megatron-core's local specification leaves this map out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +103,10 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 def core_config(config: Config) -> TransformerConfig:
     """Translates our configuration into megatron-core's."""
-    return TransformerConfig(**_shape(config), **_kernels(config), **_parallelism(config))
+    values = {**_shape(config), **_kernels(config), **_parallelism(config)}
+    if config.model.multi_latent_attention:
+        return MLATransformerConfig(**values, **_latent(config))
+    return TransformerConfig(**values)
 
 
 def _shape(config: Config) -> dict[str, Any]:
@@ -106,15 +122,52 @@ def _shape(config: Config) -> dict[str, Any]:
         "attention_dropout": m.attention_dropout,
         "layernorm_epsilon": m.layernorm_epsilon,
         "normalization": m.normalization,
+        "layernorm_zero_centered_gamma": m.layernorm_zero_centered_gamma,
         "qk_layernorm": m.qk_layernorm,
+        "qk_l2_norm": m.qk_l2_norm,
+        "rotary_interleaved": m.rotary_interleaved,
+        "no_rope_freq": m.no_rope_freq,
+        "softmax_type": m.softmax_type,
+        "mtp_num_layers": m.mtp_num_layers,
+        "mtp_loss_scaling_factor": m.mtp_loss_scaling_factor,
         "add_bias_linear": m.add_bias_linear,
         "add_qkv_bias": m.add_qkv_bias,
-        "gated_linear_unit": m.swiglu,
-        "activation_func": F.silu if m.swiglu else squared_relu if m.squared_relu else F.gelu,
+        "gated_linear_unit": m.gated_linear_unit,
+        "activation_func": _activation(config),
+        "glu_linear_offset": m.glu_linear_offset,
+        "activation_func_clamp_value": m.activation_func_clamp_value,
         "init_method": leave_uninitialised,
         "output_layer_init_method": leave_uninitialised,
         "embedding_init_method": leave_uninitialised,
         "init_method_std": m.init_method_std,
+    }
+
+
+def _activation(config: Config) -> Any:
+    m = config.model
+    if m.swiglu:
+        return F.silu
+    if m.quick_geglu:
+        return quick_gelu
+    return squared_relu if m.squared_relu else F.gelu
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Multi-latent attention, whose rotation is part of it."""
+    m = config.model
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": m.q_lora_rank,
+        "kv_lora_rank": m.kv_lora_rank,
+        "qk_head_dim": m.qk_head_dim,
+        "qk_pos_emb_head_dim": m.qk_pos_emb_head_dim,
+        "v_head_dim": m.v_head_dim,
+        "rope_type": m.rope_type,
+        "rotary_base": m.rotary_base,
+        "rotary_percent": m.rotary_percent,
+        "rotary_scaling_factor": m.rotary_scaling_factor,
+        "mscale": m.mscale,
+        "mscale_all_dim": m.mscale_all_dim,
     }
 
 
@@ -195,29 +248,60 @@ def _entries_of_chunks(config: Config) -> list[list[str]] | None:
         return None
     chunks = [["decoder"] * n for n in cut]
     chunks[0].insert(0, "embedding")
-    chunks[-1].append("loss")
+    chunks[-1] += ["mtp"] * (config.model.mtp_num_layers or 0) + ["loss"]
     return chunks
 
 
-def layer_spec(
-    config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
-) -> Any:
-    """The layer specification: Transformer Engine's, or the local one with our norm and
+def layer_spec(config: Config) -> ModuleSpec:
+    """The specification of a layer: Transformer Engine's, or the local one with our norm and
     attention."""
+    m = config.model
+    kinds: dict[str, Any] = {
+        "qk_layernorm": m.qk_layernorm,
+        "qk_l2_norm": m.qk_l2_norm,
+        "multi_latent_attention": m.multi_latent_attention,
+    }
     if config.kernels.transformer_impl == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.model.qk_layernorm)
-    spec = get_gpt_layer_local_spec(
-        normalization=config.model.normalization, qk_layernorm=config.model.qk_layernorm
-    )
+        return get_gpt_layer_with_transformer_engine_spec(**kinds)
+    spec = get_gpt_layer_local_spec(normalization=m.normalization, **kinds)
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     attention = parts.self_attention.submodules
-    if config.model.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    if config.kernels.attention_backend not in ("unfused", "local"):
+    if m.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        parts.sharded_state_dict_keys_map = LATENT_KEYS
+    if m.qk_layernorm:
+        first, second = ("q", "kv") if m.multi_latent_attention else ("q", "k")
+        for name in (f"{first}_layernorm", f"{second}_layernorm"):
+            setattr(attention, name, Norm)
+    is_plain = config.kernels.attention_backend in ("unfused", "local")
+    if not is_plain and m.softmax_type == "vanilla":
         attention.core_attention = ModuleSpec(module=SdpaAttention)
+    return spec
+
+
+def _block_spec(
+    config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
+) -> Any:
+    """The layers of a chunk; for Transformer Engine their specification alone."""
+    spec = layer_spec(config)
+    if config.kernels.transformer_impl == "transformer_engine":
+        return spec
     layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType]
+
+
+def _mtp_spec(config: Config, core: TransformerConfig, *, vp_stage: int | None) -> Any:
+    """The layers of `--mtp-num-layers`, on the last stage; else None."""
+    if config.model.mtp_num_layers is None:
+        return None
+    is_local = config.kernels.transformer_impl == "local"
+    block: Any = get_gpt_mtp_block_spec(
+        core, layer_spec(config), use_transformer_engine=not is_local, vp_stage=vp_stage
+    )
+    for spec in block.layer_specs if block is not None and is_local else ():
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = Norm
+    return block
 
 
 def build_model(
@@ -274,7 +358,7 @@ def _build_chunk(
     m = config.model
     chunk = GPTModel(
         core,
-        layer_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
+        _block_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
         vocab_size=m.padded_vocab_size,
         max_sequence_length=m.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**where),
@@ -285,21 +369,28 @@ def _build_chunk(
         rotary_base=m.rotary_base,
         rope_scaling=m.use_rope_scaling,
         rope_scaling_factor=m.rope_scaling_factor,
+        seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=_mtp_spec(config, core, vp_stage=vp_stage),
         vp_stage=vp_stage,
         pg_collection=groups,
     )
+    if chunk.mtp_process:
+        # megatron-core forgets this of the copy on the last stage.
+        words: Any = chunk.embedding.word_embeddings.weight
+        words.is_embedding_or_output_parameter = True
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     if device.is_cuda:
         chunk.cuda(device.torch_device)
     if draw:
-        draw_weights(
-            chunk,
-            seed=config.runtime.seed,
+        initial = InitialWeights(
             init_method_std=m.init_method_std,
             num_layers=m.num_layers,
-            metadata={"dp_cp_group": groups.dp_cp},
+            embedding_std=m.embedding_init_method_std,
+            xavier_uniform=m.init_method_xavier_uniform,
         )
+        metadata = {"dp_cp_group": groups.dp_cp}
+        draw_weights(chunk, initial, seed=config.runtime.seed, metadata=metadata)
     elif config.parallel.use_distributed_optimizer:
         _let_go_of_values(chunk)
     half = config.precision.bf16 or config.precision.fp16

@@ -16,7 +16,8 @@ class Norm(torch.nn.Module):
     rank has the part of its own tokens, are summed over tensor parallelism after the backward pass.
 
     Args:
-        config: names the kind (`normalization`) and whether sequence parallelism is on.
+        config: names the kind (`normalization`), whether sequence parallelism is on, and whether
+            the scale is stored minus 1 (`layernorm_zero_centered_gamma`).
         hidden_size: size of the last axis.
         eps: added to the variance.
 
@@ -34,7 +35,9 @@ class Norm(torch.nn.Module):
             )
         self.hidden_size = (hidden_size,)
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.is_centred = config.layernorm_zero_centered_gamma
+        first = torch.zeros if self.is_centred else torch.ones
+        self.weight = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
         self.bias: torch.nn.Parameter | None = None
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
@@ -43,6 +46,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last axis of x, of any leading shape."""
+        weight = self.weight + 1.0 if self.is_centred else self.weight
         if self.bias is None:
-            return F.rms_norm(x, self.hidden_size, self.weight, self.eps)
-        return F.layer_norm(x, self.hidden_size, self.weight, self.bias, self.eps)
+            return F.rms_norm(x, self.hidden_size, weight, self.eps)
+        return F.layer_norm(x, self.hidden_size, weight, self.bias, self.eps)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,10 @@ def build_optimizer(
         optimizer="adam",
         lr=o.lr,
         min_lr=o.min_lr,
+        decoupled_lr=o.decoupled_lr,
+        decoupled_min_lr=o.decoupled_min_lr,
         weight_decay=o.weight_decay,
+        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm,
         adam_beta1=o.adam_beta1,
         adam_beta2=o.adam_beta2,
         adam_eps=o.adam_eps,
@@ -90,12 +94,25 @@ def build_optimizer(
         use_gloo_process_groups=config.parallel.enable_gloo_process_groups,
         pg_collection=None if config.parallel.enable_gloo_process_groups else groups,
     )
+    mark_decoupled(optimizer.param_groups)
     for part in _parts(optimizer):
         if part.optimizer is not None:
             part.init_state_fn(part.optimizer, core)
     model.core_config.grad_scale_func = optimizer.scale_loss
     _refuse_bad_gradients(optimizer)
     return optimizer
+
+
+def mark_decoupled(groups: Iterable[dict[str, Any]]) -> None:
+    """Gives the parameter groups of `--decoupled-lr` a name of their own.
+
+    megatron-core finds groups in a checkpoint by some of their fields, among them
+    `is_decoupled_lr`. It leaves that False, so that the group of the embedding and that of the
+    other matrices would be taken for one.
+    """
+    for group in groups:
+        if "default_config" in group:
+            group["is_decoupled_lr"] = not group["default_config"]
 
 
 def _parts(optimizer: Any) -> list[Any]:
@@ -144,8 +161,10 @@ def build_scheduler(
         lr_samples: samples of the successful steps so far.
     """
     o = config.optim
+    apart = o.decoupled_lr, o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = o.lr, o.min_lr
+        is_apart = group.get("is_decoupled_lr", False)
+        group["max_lr"], group["min_lr"] = apart if is_apart else (o.lr, o.min_lr)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=o.lr_warmup_init,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -144,6 +145,7 @@ def _forget_model() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    YarnRotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
     destroy_num_microbatches_calculator()
 
 

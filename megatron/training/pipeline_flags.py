@@ -51,7 +51,7 @@ def cut_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
     shared = {"num_layers": draft["num_layers"], "pp": layout.pp, "vpp": layout.vpp}
     text = draft["pipeline_model_parallel_layout"]
     if text is not None:
-        cut = cut_of_text(text, num_layers=shared["num_layers"])
+        cut = _cut_of_text(draft, text)
         if 0 in cut[1:-1]:
             raise UsageError(f"{FLAG} {text}: every chunk but the first and the last needs a t")
         return cut
@@ -66,13 +66,18 @@ def cut_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
 
 def _chunks_of_text(draft: Draft, pp: int) -> int:
     text = draft["pipeline_model_parallel_layout"]
-    chunks = len(cut_of_text(text, num_layers=draft["num_layers"]))
+    chunks = len(_cut_of_text(draft, text))
     if pp < 1 or chunks % pp != 0 or (pp == 1 and chunks > 1):
         raise UsageError(
             f"{FLAG} {text} has {chunks} chunks, no multiple of --pipeline-model-parallel-size "
             f"{pp}; change one of the two"
         )
     return chunks // pp
+
+
+def _cut_of_text(draft: Draft, text: str) -> tuple[int, ...]:
+    further = draft["mtp_num_layers"] or 0
+    return cut_of_text(text, num_layers=draft["num_layers"], mtp_num_layers=further)
 
 
 def _exclude(draft: Draft) -> None:

@@ -30,7 +30,7 @@ from megatron.training.outcome import Outcome
 from megatron.training.parallel import destroy_groups, init_distributed
 from megatron.training.restore import Stored, read_stored
 from megatron.training.run_directory import RunDirectory, hold_run, open_run
-from megatron.training.settle import settle, settle_settings
+from megatron.training.settle import settle, settle_settings, vocabulary_line
 from megatron.training.signals import (
     STOP_SIGNALS,
     StopAsked,
@@ -112,7 +112,13 @@ def _run(
         )
         try:
             stored = _find_checkpoint(config)
-            config = settle(config, stored, vocab_size=tokenizer.vocab_size)
+            config = settle(
+                config,
+                stored,
+                vocab_size=tokenizer.vocab_size,
+                tensor_parallel_sizes=callbacks.tensor_parallel_sizes(config),
+            )
+            log_rank_zero(vocabulary_line(config, stored, vocab_size=tokenizer.vocab_size))
             state = _state_at_start(config, stored, callbacks)
             outcome = replace(outcome, state=state)
             with (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron.training.errors import UsageError
-from megatron.training.layout import Layout, layout_problems, recompute_problems
+from megatron.training.layout import Layout, further_sizes, layout_problems, recompute_problems
 from megatron.training.stages import text_of_cut
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     sequence_parallel = layout.tp > 1 and (
         "sequence_parallel" in config.explicit
         or (follows and config.batch.seq_length % layout.tp == 0)
+        or model.multi_latent_attention
     )
     overlap = "overlap_p2p_comm" not in config.explicit and layout.vpp > 1
     problems = layout_problems(
@@ -44,6 +45,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
         seq_length=config.batch.seq_length,
         padded_vocab_size=model.padded_vocab_size,
         sequence_parallel=sequence_parallel,
+        **further_sizes(config.flat()),
     )
     if config.recompute.recompute_granularity == "full" and not problems:
         problems += recompute_problems(
@@ -56,13 +58,14 @@ def with_layout(config: Config, layout: Layout) -> Config:
         problems.append("--no-overlap-p2p-communication excludes a virtual pipeline over 2 ranks")
     if problems:
         raise UsageError("\n".join(problems))
+    text = text_of_cut(layout.cut, model.mtp_num_layers or 0) if layout.cut else None
     values = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": text_of_cut(layout.cut) if layout.cut else None,
+        "pipeline_model_parallel_layout": text,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,

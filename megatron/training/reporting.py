@@ -42,8 +42,8 @@ def parameter_norm(job: Job) -> float:
 class _Interval:
     """What happened since the last log line."""
 
-    losses: list[float] = field(default_factory=list)
-    """Losses of the steps that updated the weights."""
+    losses: list[dict[str, float]] = field(default_factory=list)
+    """Losses by name of the steps that updated the weights."""
     steps: int = 0
     """Steps done."""
     samples: int = 0
@@ -63,7 +63,7 @@ class _Interval:
         self.elapsed_s += info.elapsed_s
         self.nan += not math.isfinite(info.loss)
         if info.updated:
-            self.losses.append(info.loss)
+            self.losses.append(info.losses)
 
 
 class Reporter:
@@ -85,7 +85,7 @@ class Reporter:
         is_due = not self.printed or info.iteration % logging.log_interval == 0
         norm = parameter_norm(self.job) if is_due and logging.log_params_norm else None
         self.job.tracker.step(
-            self._report(info, single, {"lm loss": info.loss}, norm),
+            self._report(info, single, info.losses, norm),
             extra={**self._extra(), **context.scalars},
             micro_batch_size=info.micro_batch_size,
             num_microbatches=info.num_microbatches,
@@ -138,7 +138,8 @@ class Reporter:
 
     def _print(self, info: StepInfo, norm: float | None) -> None:
         losses = self.interval.losses
-        means = {"lm loss": sum(losses) / len(losses)} if losses else {}
+        names = losses[0] if losses else ()
+        means = {name: sum(step[name] for step in losses) / len(losses) for name in names}
         report = self._report(info, self.interval, means, norm)
         fragments = self.job.context.log_fragments
         fragments.clear()

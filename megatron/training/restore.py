@@ -11,7 +11,7 @@ import argparse
 import contextlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,7 @@ def _read_common(folder: Path, iteration: int, passed_over: tuple[str, ...]) -> 
 def _stored(
     common: dict[str, Any], folder: Path, iteration: int, passed_over: tuple[str, ...]
 ) -> Stored:
-    arguments = vars(common.get("args", argparse.Namespace()))
+    arguments = {**_defaults(), **vars(common.get("args", argparse.Namespace()))}
     ours = common.get(files.OUR_KEY)
     if ours:
         state = TrainState.from_json(ours["train_state"])
@@ -309,6 +309,41 @@ def _stored(
     )
 
 
+def _defaults() -> dict[str, Any]:
+    """What a checkpoint that does not tell a later flag was trained with."""
+    later = (*_LATER_IN_WEIGHTS, *_LATER_IN_USE, *_LATER_RATES)
+    return {
+        f.name: f.default for group in GROUPS.values() for f in fields(group) if f.name in later
+    }
+
+
+# Fields that older checkpoints do not tell, which then had their default. The first change what the
+# stored weights are, the second what is computed with them.
+_LATER_IN_WEIGHTS = {
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "quick_geglu": "--quick-geglu",
+    "multi_latent_attention": "--multi-latent-attention",
+    "q_lora_rank": "--q-lora-rank",
+    "kv_lora_rank": "--kv-lora-rank",
+    "qk_head_dim": "--qk-head-dim",
+    "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
+    "v_head_dim": "--v-head-dim",
+    "mtp_num_layers": "--mtp-num-layers",
+}
+_LATER_IN_USE = {
+    "rotary_interleaved": "--rotary-interleaved",
+    "rotary_seq_len_interpolation_factor": "--rotary-seq-len-interpolation-factor",
+    "no_rope_freq": "--no-rope-freq",
+    "rotary_scaling_factor": "--rotary-scaling-factor",
+    "mscale": "--mscale",
+    "mscale_all_dim": "--mscale-all-dim",
+    "qk_l2_norm": "--qk-l2-norm",
+    "softmax_type": "--softmax-type",
+    "glu_linear_offset": "--glu-linear-offset",
+    "activation_func_clamp_value": "--activation-func-clamp-value",
+    "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor",
+}
+_LATER_RATES = {"decoupled_lr": "--decoupled-lr", "decoupled_min_lr": "--decoupled-min-lr"}
 # Fields in which a resumed run must agree with its checkpoint, with the flag that sets each.
 _MUST_MATCH = {
     "num_layers": "--num-layers",
@@ -325,6 +360,7 @@ _MUST_MATCH = {
     "qk_layernorm": "--qk-layernorm",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "max_position_embeddings": "--max-position-embeddings",
+    **_LATER_IN_WEIGHTS,
 }
 _MUST_MATCH_TO_CONTINUE = {
     "seq_length": "--seq-length",
@@ -332,6 +368,13 @@ _MUST_MATCH_TO_CONTINUE = {
     "data_path": "--data-path",
     "split": "--split",
     "use_distributed_optimizer": "--use-distributed-optimizer",
+    "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
+    "use_rope_scaling": "--use-rope-scaling",
+    "rope_scaling_factor": "--rope-scaling-factor",
+    "layernorm_epsilon": "--norm-epsilon",
+    "squared_relu": "--squared-relu",
+    **_LATER_IN_USE,
 }
 _MUST_MATCH_WITHOUT_OVERRIDE = {
     "lr": "--lr",
@@ -339,6 +382,7 @@ _MUST_MATCH_WITHOUT_OVERRIDE = {
     "lr_decay_style": "--lr-decay-style",
     "start_weight_decay": "--start-weight-decay",
     "end_weight_decay": "--end-weight-decay",
+    **_LATER_RATES,
 }
 
 
@@ -359,6 +403,8 @@ def check_same_run(config: Config, stored: Stored) -> None:
                 f"{then[name]!r}; give the same value"
                 + ("" if name in _MUST_MATCH else ", or --finetune to start another run from it")
             )
+    if not (config.checkpoint.finetune or config.checkpoint.no_load_optim):
+        _check_groups(now["decoupled_lr"], stored)
     if config.checkpoint.finetune or config.optim.override_opt_param_scheduler:
         return
     for name, flag in _MUST_MATCH_WITHOUT_OVERRIDE.items():
@@ -412,6 +458,21 @@ def _meaning(name: str, value: Any) -> Any:
         with contextlib.suppress(ValueError, ZeroDivisionError, AssertionError):
             return parse_and_normalize_split(value)
     return value
+
+
+def _check_groups(decoupled_lr: float | None, stored: Stored) -> None:
+    """Refuses an optimizer with other parameter groups than the stored one.
+
+    Raises:
+        UsageError: naming the flag and the fix.
+    """
+    then = stored.arguments["decoupled_lr"]
+    if (decoupled_lr is None) != (then is None):
+        raise UsageError(
+            f"--decoupled-lr is {decoupled_lr} but checkpoint {stored.folder} was trained with "
+            f"{then}: its optimizer knows other groups; give the flag as then, or start from the "
+            "weights with --no-load-optim"
+        )
 
 
 def adopt_schedule_arguments(stored: Stored) -> dict[str, Any]:

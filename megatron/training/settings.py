@@ -65,6 +65,14 @@ class StepInfo:
     """Whether the weights changed."""
     elapsed_s: float
     """Wall time of the step on the slowest rank, seconds."""
+    further_losses: tuple[float, ...] = ()
+    """Mean loss of each further token of `--mtp-num-layers`, in nats."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """All losses by the names of Megatron-LM."""
+        further = {f"mtp_{i} loss": loss for i, loss in enumerate(self.further_losses, start=1)}
+        return {"lm loss": self.loss, **further}
 
 
 @dataclass(frozen=True, kw_only=True)

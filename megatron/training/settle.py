@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron.training import restore
 from megatron.training.config import Config
-from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.horizon import adopt
 from megatron.training.layout import batch_problems
 from megatron.training.restore import Stored
 from megatron.training.settings import StepSettings
+from megatron.training.vocabulary import pad_vocab_size, padding_unit
 
 
-def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
+def settle(
+    config: Config,
+    stored: Stored | None,
+    *,
+    vocab_size: int,
+    tensor_parallel_sizes: Iterable[int] = (),
+) -> Config:
     """The configuration to run with.
 
     Args:
         config: as resolved from the flags.
         stored: the checkpoint to continue from, or None.
         vocab_size: tokens of the tokenizer, unpadded.
+        tensor_parallel_sizes: those that the run may take besides that of the flags.
 
     Returns:
         `config` with what the checkpoint decides: the horizons in samples and the padded
@@ -31,7 +39,8 @@ def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
     """
     if stored is not None and config.optim.use_checkpoint_opt_param_scheduler:
         config = config.replace(**restore.adopt_schedule_arguments(stored))
-    config = config.replace(padded_vocab_size=_padded_vocabulary(config, stored, vocab_size))
+    rows = _padded_vocabulary(config, stored, vocab_size, tensor_parallel_sizes)
+    config = config.replace(padded_vocab_size=rows)
     if stored is None:
         return config
     restore.check_same_run(config, stored)
@@ -40,25 +49,32 @@ def settle(config: Config, stored: Stored | None, *, vocab_size: int) -> Config:
     return adopt(config, stored.horizon, override=config.optim.override_opt_param_scheduler)
 
 
-def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -> int:
-    """Rows of the embedding: fixed by the checkpoint, else padded for the largest tensor
-    parallelism asked for.
+def _padded_vocabulary(
+    config: Config, stored: Stored | None, vocab_size: int, tensor_parallel_sizes: Iterable[int]
+) -> int:
+    """Rows of the embedding: fixed by the checkpoint, else by the flags, the same for every layout
+    that the run may take (docs/decisions/025).
 
     More rows would add tokens with logit 0 to every softmax and change the loss, so that a
     checkpoint's number stays.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
+    asked = model.padded_vocab_size if "padded_vocab_size" in config.explicit else None
     if stored is None or stored.arguments.get("padded_vocab_size") is None:
-        largest = max(tp, model.pad_vocab_for_tensor_parallel_size)
-        padded = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by, largest)
-        if padded % tp:
+        unit = _unit(config, tensor_parallel_sizes)
+        padded = asked or pad_vocab_size(vocab_size, unit)
+        if padded < vocab_size:
             raise UsageError(
-                f"the vocabulary padded to {padded} does not divide by "
-                f"--tensor-model-parallel-size {tp}; set --pad-vocab-for-tensor-parallel-size "
-                f"to a multiple of {tp}"
+                f"--padded-vocab-size {padded} is less than the {vocab_size} tokens of the "
+                "tokenizer; give at least that"
             )
         return padded
     padded = int(stored.arguments["padded_vocab_size"])
+    if asked not in (None, padded):
+        raise UsageError(
+            f"--padded-vocab-size is {asked} but checkpoint {stored.folder} has {padded} rows; "
+            "drop the flag, or change the rows with tools/convert_checkpoint.py --vocab"
+        )
     if vocab_size > padded:
         raise UsageError(
             f"the tokenizer has {vocab_size} tokens but checkpoint {stored.folder} has {padded} "
@@ -71,6 +87,37 @@ def _padded_vocabulary(config: Config, stored: Stored | None, vocab_size: int) -
             f"--pad-vocab-for-tensor-parallel-size {tp}"
         )
     return padded
+
+
+def _unit(config: Config, tensor_parallel_sizes: Iterable[int] = ()) -> int:
+    model = config.model
+    return padding_unit(
+        model.make_vocab_size_divisible_by,
+        {config.parallel.tensor_model_parallel_size, *tensor_parallel_sizes},
+        padded_for=model.pad_vocab_for_tensor_parallel_size,
+    )
+
+
+def vocabulary_line(config: Config, stored: Stored | None, *, vocab_size: int) -> str:
+    """Says how many rows the embedding has, and why.
+
+    Args:
+        config: from `settle`.
+        stored: as given to it.
+        vocab_size: as given to it.
+    """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    line = f"vocabulary: {vocab_size} tokens, padded to {model.padded_vocab_size} rows"
+    if stored is not None and stored.arguments.get("padded_vocab_size") is not None:
+        return f"{line} as in {stored.folder}"
+    asked = {"padded_vocab_size", "pad_vocab_for_tensor_parallel_size"} & config.explicit
+    theirs = pad_vocab_size(vocab_size, model.make_vocab_size_divisible_by * tp)
+    if asked or theirs == model.padded_vocab_size:
+        return line
+    return (
+        f"{line} under every layout; Megatron-LM pads to {theirs} at this one, as does "
+        f"--padded-vocab-size {theirs}"
+    )
 
 
 def settle_settings(

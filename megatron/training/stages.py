@@ -13,26 +13,33 @@ _MOST_CHARACTERS = 100_000
 _TOKEN = re.compile(r"\*\d{1,6}|[A-Za-z|()]")
 
 
-def cut_of_text(text: str, *, num_layers: int) -> tuple[int, ...]:
+def cut_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) -> tuple[int, ...]:
     """Layers of every chunk from the value of `--pipeline-model-parallel-layout`.
 
-    E is the embedding, t a layer, L the head; | stands between chunks; `t*3` and `(tt|)*3` repeat;
-    commas mean nothing.
+    E is the embedding, t a layer, m a layer of `--mtp-num-layers`, L the head; | stands between
+    chunks; `t*3` and `(tt|)*3` repeat; commas mean nothing.
 
     Args:
         text: of the flag.
         num_layers: of the whole model.
+        mtp_num_layers: of the whole model; they stand in the last chunk.
 
     Raises:
         UsageError: one line that says what is wrong.
     """
     chunks = _expanded(text.replace(",", "").replace(" ", "")).split("|")
     whole = "".join(chunks)
-    if unknown := sorted(set(whole) - set("EtL")):
+    if unknown := sorted(set(whole) - set("EtmL")):
         raise UsageError(
-            f"{FLAG} {text}: {' '.join(unknown)} is none of E (embedding), t (layer), L (head)"
+            f"{FLAG} {text}: {' '.join(unknown)} is none of E (embedding), t (layer), m (layer of "
+            "--mtp-num-layers), L (head)"
         )
-    if whole != "E" + "t" * num_layers + "L":
+    if whole.count("m") != mtp_num_layers or chunks[-1].count("m") != mtp_num_layers:
+        raise UsageError(
+            f"{FLAG} {text} has {whole.count('m')} m, {chunks[-1].count('m')} of them in the last "
+            f"chunk; put as many there as --mtp-num-layers says, {mtp_num_layers}"
+        )
+    if whole != "E" + "t" * num_layers + "m" * mtp_num_layers + "L":
         raise UsageError(
             f"{FLAG} {text} must have E first, L last and --num-layers {num_layers} times t "
             f"between them; it has {whole.count('E')} E, {whole.count('t')} t, {whole.count('L')} L"
@@ -40,13 +47,13 @@ def cut_of_text(text: str, *, num_layers: int) -> tuple[int, ...]:
     return tuple(chunk.count("t") for chunk in chunks)
 
 
-def text_of_cut(cut: Sequence[int]) -> str:
+def text_of_cut(cut: Sequence[int], mtp_num_layers: int = 0) -> str:
     """The value of `--pipeline-model-parallel-layout` for the layers of every chunk."""
     texts = []
     for n, run in itertools.groupby(cut[:-1]):
         times, one = len(list(run)), _letters(n) + "|"
         texts.append(f"({one})*{times}" if times > 2 else one * times)
-    return "E" + "".join(texts) + _letters(cut[-1]) + "L"
+    return "E" + "".join(texts) + _letters(cut[-1]) + "m" * mtp_num_layers + "L"
 
 
 def cut_of_ends(
@@ -123,7 +130,7 @@ def _expanded(text: str) -> str:
     """Without brackets and repetitions."""
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != text:
-        raise UsageError(f"{FLAG} {text}: use E, t, L, |, brackets and *N, as in Ett|(tt|)*2tL")
+        raise UsageError(f"{FLAG} {text}: use E, t, m, L, |, brackets and *N, as in Ett|(tt|)*2tL")
     open_parts: list[list[str]] = [[]]
     for token in tokens:
         if token == "(":

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron.training.job import Job
+from megatron.training.layout import group_of_microbatches
 from megatron.training.optimizer import optimizer_step
 from megatron.training.parallel import seed_step
 from megatron.training.settings import StepInfo, learning_rate
@@ -58,6 +60,8 @@ class Shared:
     """Sum of the losses of all replicas, in nats."""
     num_tokens: float
     """Tokens counted."""
+    further_losses: tuple[float, ...]
+    """Mean loss of each further token of `--mtp-num-layers`, in nats."""
     elapsed_s: float
     """Seconds of the slowest rank."""
     stop: StopReason | None
@@ -86,8 +90,15 @@ def forward_step(
         batch = {} if batches is None else next(batches)
         device = job.device.torch_device
         batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
-    output = chunk(batch.get("tokens"), batch.get("position_ids"), None, labels=batch.get("labels"))
-    loss = functools.partial(language_model_loss, batch.get("loss_mask"))
+    mask = batch.get("loss_mask")
+    output = chunk(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,
+        labels=batch.get("labels"),
+        loss_mask=mask,
+    )
+    loss = functools.partial(language_model_loss, mask)
     if mean_samples is not None:
         loss = functools.partial(loss, weight=len(batch["tokens"]) / mean_samples)
     return output, loss
@@ -121,6 +132,11 @@ def run_schedule(
         batches if chunk.pre_process or chunk.post_process else None
         for chunk in job.model.unwrapped
     ]
+    layout = job.config.layout
+    if layout.vpp > 1:
+        asked = job.config.parallel.microbatch_group_size_per_vp_stage
+        group = group_of_microbatches(layout, num_microbatches, asked)
+        job.model.core_config.microbatch_group_size_per_vp_stage = group
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
@@ -134,30 +150,47 @@ def run_schedule(
     return torch.stack([report["lm loss"] for report in reports]) if reports else None
 
 
+def _take_further_losses(num_further: int, num_microbatches: int) -> torch.Tensor:
+    """[num_further] mean losses of the further tokens of this replica, which megatron-core adds up
+    while it trains; zeros on all but the last stage. Starts the sums anew."""
+    found = MTPLossLoggingHelper.tracker.get("values")
+    MTPLossLoggingHelper.tracker.clear()
+    return torch.zeros(num_further) if found is None else found.cpu() / num_microbatches
+
+
 def share_numbers(
-    job: Job, losses: torch.Tensor | None, *, iteration: int, elapsed_s: float | None = None
+    job: Job,
+    losses: torch.Tensor | None,
+    *,
+    iteration: int,
+    elapsed_s: float | None = None,
+    further: torch.Tensor | None = None,
 ) -> Shared:
-    """Gives every rank the loss, what any rank asks for, and the time of the slowest. One small
+    """Gives every rank the losses, what any rank asks for, and the time of the slowest. One small
     all-gather over the world.
 
     Args:
         job: supplies the groups.
         losses: of this replica, from `run_schedule`.
+        further: [n] mean losses of the further tokens of this replica; None for other batches.
         iteration: steps done.
         elapsed_s: seconds of the training step so far on this rank; None for other batches.
     """
     outside = job.outside
     stop = outside.local_stop(iteration)
-    own = torch.zeros(6, dtype=torch.float64, device=job.device.torch_device)
+    count = 6 + (0 if further is None else len(further))
+    own = torch.zeros(count, dtype=torch.float64, device=job.device.torch_device)
     if losses is not None and job.groups.tp.rank() == 0:
         own[:2] = losses.double().sum(dim=0)
+        if further is not None:
+            own[6:] = further.double() / job.config.layout.dp
     own[2], own[3] = stop.code if stop else 0, outside.control.save_asked()
     if elapsed_s is not None:
         own[4], own[5] = elapsed_s, job.model.clock.own_s()
-    gathered = torch.empty(dist.get_world_size() * 6, dtype=torch.float64, device=own.device)
+    gathered = torch.empty(dist.get_world_size() * count, dtype=torch.float64, device=own.device)
     with job.trace.span("numbers of all ranks"):
         dist.all_gather_into_tensor(gathered, own)
-    rows = gathered.view(-1, 6)
+    rows = gathered.view(-1, count)
     if elapsed_s is not None:
         job.rank_times.add(rows[:, 5])
     total, tokens = rows[:, :2].sum(dim=0).tolist()
@@ -165,6 +198,7 @@ def share_numbers(
     return Shared(
         loss=total,
         num_tokens=tokens,
+        further_losses=tuple(rows[:, 6:].sum(dim=0).tolist()),
         elapsed_s=seconds,
         stop=StopReason.from_code(int(code)),
         save=bool(save),
@@ -208,8 +242,13 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         if state.settings.changes_rates:
             job.set_rates()
     _wait_for_kernels(job)
+    further = config.model.mtp_num_layers
     shared = share_numbers(
-        job, losses, iteration=state.iteration + 1, elapsed_s=time.monotonic() - started
+        job,
+        losses,
+        iteration=state.iteration + 1,
+        elapsed_s=time.monotonic() - started,
+        further=_take_further_losses(further, num_microbatches) if further else None,
     )
     loss = shared.loss / shared.num_tokens if shared.num_tokens else math.nan
     state.advance(
@@ -230,6 +269,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
         elapsed_s=shared.elapsed_s,
+        further_losses=shared.further_losses,
     )
     job.watchdog.step(info.iteration, info.elapsed_s)
     interval = config.runtime.manual_gc and config.runtime.manual_gc_interval

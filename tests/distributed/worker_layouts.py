@@ -15,7 +15,13 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
-BASES = {"llama": TINY, "gpt2": TINY_GPT2, "llama-bf16": f"{TINY} --bf16"}
+BASES = {
+    "llama": TINY,
+    "gpt2": TINY_GPT2,
+    "llama-bf16": f"{TINY} --bf16",
+    # 257 tokens, of which Megatron-LM makes 384, 512 and 512 rows at tensor parallel size 1, 2, 4.
+    "llama-bytes": f"{TINY.partition('--pad-vocab')[0]} --vocab-size 256",
+}
 # The first case of a model is what its others are compared with.
 CASES = [
     ("llama", 1, 1, 1, ""),
@@ -36,6 +42,9 @@ CASES = [
     ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
     ("llama", 4, 1, 1, UNEVEN),
     ("llama", 1, 1, 1, f"{UNEVEN} {OVERLAP}"),
+    ("llama-bytes", 1, 1, 1, ""),
+    ("llama-bytes", 2, 1, 1, ""),
+    ("llama-bytes", 4, 1, 1, ""),
     ("gpt2", 1, 1, 1, SHARDED),
     ("gpt2", 4, 1, 1, "--sequence-parallel"),
     ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),

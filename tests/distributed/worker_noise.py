@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, join, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
 UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
-BASES = {"llama": TINY, "gpt2": TINY_GPT2}
+BASES = {"llama": TINY, "gpt2": TINY_GPT2, "further": FURTHER}
 STEPS = 3
 SPOILT = 3
 # Model, estimator, samples of a small group; then layouts of four ranks that must agree: tp, pp,
@@ -45,6 +45,12 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (4, 1, 1, "--sequence-parallel"),
         (2, 2, 1, f"--recompute-activations {SHARDED}"),
         (1, 4, 1, ""),
+        (1, 2, 2, SHARDED),
+    ],
+    ("further", "micro", "1"): [
+        (1, 1, 1, ""),
+        (2, 1, 1, SHARDED),
+        (2, 2, 1, OVERLAP),
         (1, 2, 2, SHARDED),
     ],
     ("llama", "micro", "1, some tokens masked"): [

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, join, run
+from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, join, run
 from tests.helpers.walks import walk
 
 SHARDED = "--use-distributed-optimizer"
@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[str, list[Any], list[Any]]] = {
     "llama": (f"{TINY} {SHARDED}", ALL, [(2, 1, 1), (1, 2, 2), (2, 2, 1)]),
     "gpt2-odd-bf16": (f"{TINY_GPT2} {ODD} --bf16 {OVERLAP}", ALL, [(1, 4, 1)]),
     "gpt2-cuts": (f"{TINY_GPT2} {OVERLAP}", CUTS, [(1, 2, 1, (3, 1)), (1, 2, 2, (0, 2, 1, 1))]),
+    "further-bf16": (f"{FURTHER} --bf16 {OVERLAP}", [*FEW, (2, 2, 1)], [(1, 2, 2), (2, 2, 1)]),
     "llama-plain": (TINY, FEW, [(1, 2, 2)]),
     "gpt2-bf16-plain": (f"{TINY_GPT2} --bf16", FEW, []),
     "llama-kept": (f"{TINY} {SHARDED}", [*FEW, (2, 2, 1)], [(2, 1, 1)]),

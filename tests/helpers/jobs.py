@@ -27,6 +27,12 @@ TINY_GPT2 = """--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-len
 --pad-vocab-for-tensor-parallel-size 4"""
 """Tied embeddings, learned positions, LayerNorm, GELU, biases, grouped queries."""
 
+LATENT = """--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4
+--v-head-dim 6"""
+"""Multi-latent attention for `TINY`; its widths divide by four."""
+FURTHER = f"{TINY} {LATENT} --q-lora-rank 16 --qk-layernorm --mtp-num-layers 1 --decoupled-lr 5e-3"
+"""Multi-latent attention, a further token, and rates of its own for embedding and head."""
+
 
 def layout_flags(tp: int, pp: int, vpp: int) -> list[str]:
     """Flags of a layout."""

@@ -297,9 +297,8 @@ def test_gpt3_example() -> None:
 
 
 def test_llama3_example() -> None:
-    with pytest.raises(UsageError, match="--decoupled-lr"):
-        parse_args(LLAMA3.split())
-    config = resolve(parse_args(LLAMA3.replace("--decoupled-lr 5.0e-4", "").split()), 4)
+    config = resolve(parse_args(LLAMA3.split()), 4)
+    assert config.optim.decoupled_lr == 5.0e-4
     assert config.layout == Layout(tp=2, dp=2)
     assert config.model.num_query_groups == 2
     assert not config.model.add_bias_linear

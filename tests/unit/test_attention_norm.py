@@ -15,6 +15,7 @@ from megatron.training.norm import Norm
 
 def config(**values: Any) -> Any:
     base = {
+        "layernorm_zero_centered_gamma": False,
         "kv_channels": 8,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -55,6 +56,28 @@ def test_norm_equals_torch_and_marks_its_parameters(kind: str) -> None:
         name for name, _ in reference.named_parameters()
     }
     assert all(p.sequence_parallel for p in norm.parameters())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_scale_stored_minus_one_is_the_same_norm(kind: str) -> None:
+    plain = Norm(config(normalization=kind), 16)
+    centred = Norm(config(normalization=kind, layernorm_zero_centered_gamma=True), 16)
+    assert not centred.weight.any() and plain.weight.all()
+    scale, x = torch.rand(16), torch.randn(5, 16)
+    plain.weight.data.copy_(1.0 + scale)
+    centred.weight.data.copy_(scale)
+    torch.testing.assert_close(centred(x), plain(x))
+
+
+def test_values_may_be_narrower_than_queries() -> None:
+    settings = config(num_query_groups=4)
+    wide = SdpaAttention(settings, 1, AttnMaskType.causal, "self")
+    narrow = SdpaAttention(settings, 1, AttnMaskType.causal, "self", v_channels=3)
+    query, key, value = torch.randn(3, 7, 2, 4, 8).unbind()
+    whole = wide(query, key, value, None).view(7, 2, 4, 8)
+    torch.testing.assert_close(
+        narrow(query, key, value[..., :3], None).view(7, 2, 4, 3), whole[..., :3]
+    )
 
 
 def test_an_unknown_norm_is_refused() -> None:

@@ -39,6 +39,7 @@ from copus_ext.rules import (
     rate_rules_of,
     rules_of,
     samples_to_decision,
+    tensor_parallel_sizes,
 )
 from copus_ext.table import Table
 from megatron.training.arguments import parse_args, resolve
@@ -232,6 +233,27 @@ def test_the_table_of_a_run() -> None:
     times[1, 8] = (0.25, 0.001, 20)
     faster, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
     assert faster[at].samples_per_s == pytest.approx(32.0, rel=0.02)
+
+
+def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
+    run = config()
+    run = replace(run, model=replace(run.model, multi_latent_attention=True))
+    table = Table(run, flags(copus_layouts="all"), gpu=None)
+    assert "--multi-latent-attention" in table.note and "the layout stays" in table.note
+    rows, at = table.rows(
+        [8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: (0.5, 0.001, 20)
+    )
+    assert {row.layout for row in rows} == {run.layout.sizes}
+    assert {row.global_batch_size for row in rows} == {8, 16} and rows[at].global_batch_size == 8
+
+
+def test_the_rows_of_the_vocabulary_divide_by_every_tensor_size_that_may_be_chosen() -> None:
+    run = config()
+    assert tensor_parallel_sizes(flags(), run) == []
+    run = replace(run, parallel=replace(run.parallel, data_parallel_size=12))
+    shape = {"num_attention_heads": 6, "num_query_groups": 3, "ffn_hidden_size": 192}
+    run = replace(run, model=replace(run.model, **shape))
+    assert tensor_parallel_sizes(flags(copus_layouts="all"), run) == [1, 3, 6]
 
 
 def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_present_one() -> None:

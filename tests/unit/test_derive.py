@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.config import GROUPS, Config
 from megatron.training.config.fields import option_specs
-from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.layout import Layout
 from megatron.training.relayout import with_layout
+from megatron.training.settle import settle, vocabulary_line
+from megatron.training.vocabulary import pad_vocab_size, padding_unit
 from tests.helpers.examples import names_a_way_on
 
 BASE = (
@@ -34,7 +35,6 @@ DERIVED = (
     "lr_warmup_samples",
     "data_parallel_size",
     "virtual_pipeline_model_parallel_size",
-    "pad_vocab_for_tensor_parallel_size",
     "tokenizer_type",
     "dataloader_type",
     "start_weight_decay",
@@ -184,7 +184,7 @@ def test_cuts(flags: str, layout: Layout) -> None:
         ("2 --pipeline-model-parallel-layout Et*5|ttL", ["--num-layers 8", "7 t"]),
         ("2 --pipeline-model-parallel-layout Et*8L", ["1 chunks", "-size 2"]),
         ("2 --pipeline-model-parallel-layout Ett|t*6", ["L last"]),
-        ("2 --pipeline-model-parallel-layout Et*7m|tL", ["m is none of"]),
+        ("2 --pipeline-model-parallel-layout Et*7x|tL", ["x is none of"]),
         ("2 --pipeline-model-parallel-layout Et*7|(tL", ["bracket"]),
         ("2 --pipeline-model-parallel-layout *3Et*7|tL", ["nothing before"]),
         ("2 --pipeline-model-parallel-layout Et*99999999|tL", ["use E, t"]),
@@ -325,9 +325,16 @@ def test_eight_bits_that_are_refused(flags: str, environment: dict, part: str) -
         ("--no-position-embedding", 1, ["--position-embedding-type"]),
         ("--save-interval 4 --save-retain-interval 6", 1, ["--save-retain-interval 6"]),
         (
-            "--pad-vocab-for-tensor-parallel-size 1 --tensor-model-parallel-size 2",
+            "--pad-vocab-for-tensor-parallel-size 1 --make-vocab-size-divisible-by 1 "
+            "--tensor-model-parallel-size 2",
             2,
             ["--pad-vocab"],
+        ),
+        ("--padded-vocab-size 257 --tensor-model-parallel-size 2", 2, ["--padded-vocab-size 257"]),
+        (
+            "--padded-vocab-size 512 --pad-vocab-for-tensor-parallel-size 2",
+            1,
+            ["--padded-vocab-size", "--pad-vocab-for-tensor-parallel-size"],
         ),
         ("--rampup-batch-size 2 2 10", 1, ["--global-batch-size"]),
         ("--global-batch-size 16 --rampup-batch-size 2 2 10", 2, ["--global-batch-size 2 is"]),
@@ -350,11 +357,60 @@ def test_no_data() -> None:
         resolve(parse_args(BASE.replace("--mock-data", "").split()), 1)
 
 
-@given(st.integers(1, 10**6), st.integers(1, 256), st.integers(1, 16))
-def test_padded_vocabulary(rows: int, divisible_by: int, tp: int) -> None:
-    padded = pad_vocab_size(rows, divisible_by, tp)
-    assert rows <= padded < rows + divisible_by * tp
-    assert padded % (divisible_by * tp) == 0
+@given(st.integers(1, 10**6), st.integers(1, 256), st.lists(st.integers(1, 16), max_size=4))
+def test_padded_vocabulary(rows: int, divisible_by: int, sizes: list[int]) -> None:
+    unit = padding_unit(divisible_by, sizes)
+    padded = pad_vocab_size(rows, unit)
+    assert rows <= padded < rows + unit
+    assert all(padded % n == 0 for n in [divisible_by, *sizes])
+    if all(divisible_by % n == 0 for n in sizes):
+        assert padded == pad_vocab_size(rows, divisible_by), "as without tensor parallelism"
+    as_theirs = padding_unit(divisible_by, sizes, padded_for=8)
+    assert as_theirs == 8 * divisible_by
+
+
+def settled(flags: str, vocab_size: int, sizes: tuple[int, ...] = (), world: int = 1) -> Config:
+    return settle(config_of(flags, world), None, vocab_size=vocab_size, tensor_parallel_sizes=sizes)
+
+
+@given(st.integers(1, 10**6))
+def test_the_padded_vocabulary_does_not_depend_on_the_layout(vocab_size: int) -> None:
+    rows = {
+        settled(f"--tensor-model-parallel-size {tp}", vocab_size, world=8).model.padded_vocab_size
+        for tp in (1, 2, 4)
+    }
+    assert len(rows) == 1
+    assert 0 <= rows.pop() - vocab_size < 128
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "rows"),
+    [
+        ("", (), 384),
+        ("", (1, 2, 3, 6), 384),
+        ("", (5,), 640),
+        ("--make-vocab-size-divisible-by 1 --tensor-model-parallel-size 4", (), 260),
+        ("--pad-vocab-for-tensor-parallel-size 4", (), 512),
+        ("--pad-vocab-for-tensor-parallel-size 1 --tensor-model-parallel-size 2", (), 384),
+        ("--padded-vocab-size 260 --tensor-model-parallel-size 2", (), 260),
+    ],
+)
+def test_rows_of_257_tokens(flags: str, sizes: tuple[int, ...], rows: int) -> None:
+    assert settled(flags, 257, sizes, world=4).model.padded_vocab_size == rows
+
+
+def test_a_padded_vocabulary_without_room_for_all_tokens_is_refused() -> None:
+    with pytest.raises(UsageError, match="256 is less than the 257 tokens"):
+        settled("--padded-vocab-size 256", 257)
+
+
+def test_the_line_of_the_vocabulary_names_the_rows_of_megatron_lm_where_they_differ() -> None:
+    def line(flags: str) -> str:
+        return vocabulary_line(settled(flags, 257, world=2), None, vocab_size=257)
+
+    assert line("") == "vocabulary: 257 tokens, padded to 384 rows"
+    assert "--padded-vocab-size 512" in line("--tensor-model-parallel-size 2")
+    assert "--padded-vocab-size" not in line("--padded-vocab-size 384")
 
 
 @pytest.mark.parametrize(
@@ -372,3 +428,104 @@ def test_values_that_are_not_supported(flags: str) -> None:
     text = refusal(flags)
     assert flags in text
     assert "use " in text and names_a_way_on(text)
+
+
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-pos-emb-head-dim 4"
+ROPE = "--position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "expected"),
+    [
+        ("", 1, {"rope_type": "rope", "mtp_num_layers": None}),
+        (LATENT, 1, {"rope_type": "yarn", "sequence_parallel": False}),
+        (f"{LATENT} --tensor-model-parallel-size 2", 2, {"sequence_parallel": True}),
+        (f"{LATENT} --attention-backend unfused", 1, {"attention_backend": "auto"}),
+        ("--attention-backend unfused", 1, {"attention_backend": "unfused"}),
+        ("--mtp-num-layers 0", 1, {"mtp_num_layers": None}),
+        ("--quick-geglu", 1, {"ffn_hidden_size": 256, "bias_activation_fusion": False}),
+        ("--decoupled-lr 1e-4 --min-lr 1e-5", 1, {"decoupled_lr": 1e-4, "decoupled_min_lr": None}),
+        (
+            f"{ROPE} --mtp-num-layers 1 --untie-embeddings-and-output-weights "
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*3|tmL",
+            2,
+            {"layers_of_chunks": [3, 1]},
+        ),
+    ],
+)
+def test_derived_values_of_further_models(flags: str, world: int, expected: dict) -> None:
+    flat = config_of(flags, world).flat()
+    assert {name: flat[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "world", "part"),
+    [
+        ("--qk-layernorm --qk-l2-norm", 1, "--qk-l2-norm exclude each other"),
+        ("--softmax-type learnable", 1, "--softmax-type learnable is refused"),
+        ("--swiglu --quick-geglu", 1, "--quick-geglu exclude each other"),
+        ("--glu-linear-offset 1", 1, "--glu-linear-offset 1.0 goes with --quick-geglu"),
+        ("--swiglu --activation-func-clamp-value 7", 1, "goes with --quick-geglu"),
+        ("--quick-geglu --activation-func-clamp-value 0", 1, "must be above 0"),
+        ("--rope-type yarn", 1, "needs --multi-latent-attention"),
+        (f"{LATENT} --group-query-attention", 1, "excludes --group-query-attention"),
+        (f"{LATENT} --qk-l2-norm", 1, "excludes --qk-l2-norm"),
+        (f"{LATENT} {ROPE} --use-rope-scaling", 1, "excludes --use-rope-scaling"),
+        (f"{LATENT} --softmax-type off-by-one", 1, "excludes --softmax-type"),
+        (f"{LATENT} --qk-pos-emb-head-dim 3", 1, "--qk-pos-emb-head-dim 3 must be even"),
+        (f"{LATENT} --rotary-scaling-factor 0", 1, "--rotary-scaling-factor 0.0"),
+        (
+            f"{LATENT} --tensor-model-parallel-size 2 --q-lora-rank 15",
+            2,
+            "--q-lora-rank 15 is not divisible by 2",
+        ),
+        (
+            f"{LATENT} --tensor-model-parallel-size 2 --kv-lora-rank 13",
+            2,
+            "--kv-lora-rank + --qk-pos-emb-head-dim 17 is not divisible by 2",
+        ),
+        ("--rotary-interleaved", 1, "needs --position-embedding-type rope"),
+        (f"{ROPE} --no-rope-freq 3", 1, "--num-layers 4 is not divisible by --no-rope-freq 3"),
+        ("--mtp-num-layers 1", 1, "--position-embedding-type learned_absolute"),
+        (f"{ROPE} --mtp-num-layers 1 --no-rope-freq 2", 1, "excludes --no-rope-freq"),
+        (
+            f"{ROPE} --mtp-num-layers 1 --pipeline-model-parallel-size 2",
+            2,
+            "needs --untie-embeddings-and-output-weights",
+        ),
+        (
+            f"{ROPE} --mtp-num-layers 1 --allow-uneven-micro-batches",
+            1,
+            "give --calculate-per-token-loss",
+        ),
+        (
+            f"{ROPE} --mtp-num-layers 1 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 2",
+            1,
+            "needs --recompute-num-layers 1",
+        ),
+        (
+            f"{ROPE} --mtp-num-layers 1 --untie-embeddings-and-output-weights "
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL",
+            2,
+            "as --mtp-num-layers says, 1",
+        ),
+        ("--decoupled-min-lr 1e-4", 1, "--decoupled-min-lr needs --decoupled-lr"),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", 1, "--decoupled-lr 0.0001 is below"),
+        ("--decoupled-lr -1", 1, "--decoupled-lr -1.0 must not be negative"),
+        (
+            "--pipeline-model-parallel-size 4 --global-batch-size 8 "
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 --num-layers 8 "
+            "--num-virtual-stages-per-pipeline-rank 2",
+            4,
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 is below",
+        ),
+    ],
+)
+def test_flags_of_further_models_that_do_not_go_together(flags: str, world: int, part: str) -> None:
+    assert part in refusal(flags, world)
+
+
+def test_several_distributed_optimizers_are_one() -> None:
+    notes = config_of("--num-distributed-optimizer-instances 2", 2).runtime.notes
+    assert any("one optimizer spans all data-parallel ranks" in note for note in notes)

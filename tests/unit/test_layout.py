@@ -13,6 +13,7 @@ from megatron.training.errors import UsageError
 from megatron.training.layout import (
     Layout,
     batch_problems,
+    group_of_microbatches,
     layout_problems,
     recompute_problems,
 )
@@ -178,6 +179,21 @@ def test_whole_number_of_microbatches(layout: Layout, micro: int, count: int) ->
     batch = layout.dp * micro * count
     legal = layout.vpp == 1 or count % layout.pp == 0
     assert (batch_problems(layout, micro, batch) == []) == legal
+
+
+@given(layouts(), st.integers(1, 40), st.integers(1, 12))
+def test_groups_of_micro_batches_are_those_that_megatron_core_schedules(
+    layout: Layout, count: int, asked: int
+) -> None:
+    assume(layout.vpp > 1)
+    problems = batch_problems(layout, 1, layout.dp * count, group_size=asked)
+    assert problems == [] or batch_problems(layout, 1, layout.dp * count) == problems
+    group = group_of_microbatches(layout, count, asked)
+    assert group in (asked, layout.pp)
+    if not problems:
+        # The two checks of its interleaved schedule.
+        assert layout.pp <= group <= count
+        assert count % group == 0 or count % group >= layout.pp
 
 
 @given(layouts(), st.integers(1, 4), st.integers(1, 400))

@@ -24,6 +24,7 @@ from copus_ext.reconfigure.ownership import (
     rank_of,
     shape_of_spec,
 )
+from megatron.training.flops import LatentWidths
 from megatron.training.layout import Layout
 from megatron.training.rectangles import Record, digest
 
@@ -39,6 +40,18 @@ TOY = ModelShape(
 )
 
 
+def latent_widths(tp: int) -> st.SearchStrategy[LatentWidths]:
+    few = st.integers(1, 3)
+    return st.builds(
+        LatentWidths,
+        q_lora_rank=st.none() | few.map(lambda n: n * tp),
+        kv_lora_rank=few.map(lambda n: n * tp),
+        qk_head_dim=few,
+        qk_pos_emb_head_dim=st.just(2 * tp),
+        v_head_dim=few,
+    )
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     tp, pp = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(1, 4))
@@ -50,9 +63,10 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
     channels = draw(st.integers(1, 3))
     if (heads + 2 * groups) * channels % tp:
         channels *= tp
+    further = draw(st.integers(0, 2))
     shape = ModelShape(
         num_layers=pp * vpp * draw(st.integers(1, 2)),
-        hidden_size=draw(st.integers(1, 24)),
+        hidden_size=draw(st.integers(1, 24)) * (tp if further else 1),
         ffn_hidden_size=tp * draw(st.integers(1, 5)),
         num_attention_heads=heads,
         num_query_groups=groups,
@@ -64,7 +78,9 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
         qkv_bias=draw(st.booleans()),
         normalization=draw(st.sampled_from(["LayerNorm", "RMSNorm"])),
         qk_layernorm=draw(st.booleans()),
-        tied=draw(st.booleans()),
+        tied=draw(st.booleans()) and not (further and pp > 1),
+        latent=draw(st.none() | latent_widths(tp)),
+        mtp_num_layers=further,
         fused_norm=draw(st.booleans()),
         use_distributed_optimizer=draw(st.integers(0, 3)) > 0,
         overlap_grad_reduce=draw(st.booleans()),
@@ -245,9 +261,22 @@ def test_illegal_layouts_are_refused(layout: Layout, why: str) -> None:
         of_layout(TOY, layout, 0)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_elements_are_the_parameters_of_the_model(name: str) -> None:
-    spec: ModelSpec = PRESETS[name]
+LATENT = replace(
+    PRESETS["llama-2-7b"],
+    name="latent",
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    qk_layernorm=True,
+    mtp_num_layers=2,
+)
+WHOLE_QUERY = replace(LATENT, name="whole-query", q_lora_rank=None, bias=True)
+NORMED = replace(PRESETS["llama-3-70b"], name="normed", qk_layernorm=True, mtp_num_layers=1)
+
+
+@pytest.mark.parametrize(
+    "spec", [*PRESETS.values(), LATENT, WHOLE_QUERY, NORMED], ids=lambda spec: spec.name
+)
+def test_the_elements_are_the_parameters_of_the_model(spec: ModelSpec) -> None:
     shape = shape_of_spec(spec, padded_vocab_size=int(spec.padded_vocab_size(1)))
     layout = Layout(tp=8, pp=4, dp=2)
     if shape.padded_vocab_size % layout.tp:

@@ -31,10 +31,13 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import random as core_random
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.training import agreed_save
 from megatron.training.device import use_device
+from megatron.training.optional import have_transformer_engine
 from megatron.training.parallel import FORGOTTEN_GLOBALS
 
 GROUPS_OF_ONE_RANK = """
@@ -43,6 +46,7 @@ import psutil
 import torch.distributed as dist
 from megatron.core import parallel_state as p
 from megatron.training.device import use_device
+from megatron.training.optional import have_transformer_engine
 from megatron.training.parallel import destroy_groups, set_groups_aside, use_groups
 def state():
     return {n: repr(v) for n, v in vars(p).items() if n.startswith("_") and n.isupper()}
@@ -219,3 +223,22 @@ def test_weights_are_shared_through_names_of_buckets() -> None:
     whole = torch.arange(12)
     for ours, theirs in zip(whole.chunk(3), buffers.shard_buffer(whole, 3), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_latent_attention_believes_that_transformer_engine_is_there() -> None:
+    # What `LatentAttention` mends: the wrapper imports without it, and its classes are none.
+    if not have_transformer_engine():
+        assert not isinstance(multi_latent_attention.TELinear, type)
+    source = inspect.getsource(multi_latent_attention.MultiLatentAttention.__init__)
+    assert "and isinstance(self.linear_proj, TELinear)" in source
+    layers = inspect.getsource(multi_latent_attention.MLASelfAttention.__init__)
+    assert "self.linear_kv_down_proj = build_module" in layers
+
+
+def test_further_losses_are_added_up_in_a_tracker() -> None:
+    MTPLossLoggingHelper.tracker.clear()
+    with use_device("cpu"):
+        for _ in range(2):
+            MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.5), 1, 2)
+    assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.0, 3.0]
+    MTPLossLoggingHelper.tracker.clear()

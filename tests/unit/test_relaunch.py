@@ -179,10 +179,15 @@ USERS = {
     "another start": "--load elsewhere --ckpt-step 7 --finetune --no-load-optim",
     "twice": "--load=x --tensor-model-parallel-size 4 --tensor-model-parallel-size=1",
     "no overlap": "--no-overlap-p2p-communication",
+    "groups": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--microbatch-group-size-per-virtual-pipeline-stage 3",
+    "further token": "--mtp-num-layers 1",
     "cut": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout=Et|t*3L",
     "ends": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
     "--account-for-loss-in-pipeline-split",
 }
+STAYS = ("groups", "further token")
+"""Of these at least a part belongs to no layout."""
 BASE = [*TINY.split(), "--train-iters", "9", "--save", "saved", "--save-interval", "3"]
 
 
@@ -204,7 +209,10 @@ def test_the_parser_takes_every_change(user: str, layout: Layout) -> None:
     assert sorted(again) == sorted(flags), "nothing piles up"
 
 
-@given(st.permutations(list(USERS.values())), st.sampled_from(LAYOUTS))
+@given(
+    st.permutations([text for name, text in USERS.items() if name not in STAYS]),
+    st.sampled_from(LAYOUTS),
+)
 def test_other_flags_stay_in_their_order(parts: list[str], layout: Layout) -> None:
     argv = [word for part in parts for word in [*part.split(), "--data-path", "0.3", "a=b", "--x"]]
     flags = merged([*argv, "--save=s/../saved"], asked(layout=layout))

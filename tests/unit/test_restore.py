@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,14 @@ from megatron.training.arguments import parse_args, resolve, with_checkpoint_arg
 from megatron.training.config import Config
 from megatron.training.data_identity import changes, identity_of
 from megatron.training.errors import TrainingFailure, UsageError
-from megatron.training.restore import Stored, choices, read_arguments, read_stored
+from megatron.training.restore import (
+    Stored,
+    _stored,
+    check_same_run,
+    choices,
+    read_arguments,
+    read_stored,
+)
 from megatron.training.settle import settle
 from megatron.training.state import TrainState
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
@@ -399,3 +407,49 @@ def test_the_shape_is_taken_from_a_checkpoint_that_leaves_flags_open() -> None:
     model = resolve(with_checkpoint_args(args, stored), 1).model
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (2, 64, 256)
     assert (model.num_query_groups, model.rotary_base) == (4, 10000)
+
+
+NEW = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
+REST = "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
+
+
+def run_of(flags: str) -> Config:
+    return resolve(parse_args(f"{NEW} {REST} {flags}".split()), 1)
+
+
+def stored_by(flags: str, *forgotten: str) -> Stored:
+    """What a checkpoint of a run with these flags says, but for some fields."""
+    told = {name: value for name, value in run_of(flags).flat().items() if name not in forgotten}
+    stored = _stored({"args": Namespace(**told)}, Path("ckpt"), 10, ())
+    check_same_run(run_of(flags), stored)
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("plain", "flag", "name"),
+    [
+        ("", "--apply-layernorm-1p", "layernorm_zero_centered_gamma"),
+        ("", "--multi-latent-attention", "multi_latent_attention"),
+        ("--position-embedding-type rope", "--rotary-interleaved", "rotary_interleaved"),
+        ("--position-embedding-type rope", "--mtp-num-layers 1", "mtp_num_layers"),
+        ("", "--qk-l2-norm", "qk_l2_norm"),
+        ("", "--decoupled-lr 1e-2", "decoupled_lr"),
+    ],
+)
+def test_a_checkpoint_that_does_not_tell_a_flag_was_trained_without_it(
+    plain: str, flag: str, name: str
+) -> None:
+    stored = stored_by(plain, name)
+    with pytest.raises(UsageError, match=flag.split()[0]):
+        check_same_run(run_of(f"{plain} {flag}"), stored)
+
+
+def test_another_rate_of_the_embedding_is_refused_like_another_rate() -> None:
+    stored = stored_by("--decoupled-lr 1e-2")
+    for more in ("--decoupled-lr 2e-2", "--decoupled-lr 1e-2 --decoupled-min-lr 1e-3"):
+        with pytest.raises(UsageError, match="--override-opt-param-scheduler"):
+            check_same_run(run_of(more), stored)
+        check_same_run(run_of(f"{more} --override-opt-param-scheduler"), stored)
+    with pytest.raises(UsageError, match="--no-load-optim"):
+        check_same_run(run_of("--override-opt-param-scheduler"), stored)
+    check_same_run(run_of("--override-opt-param-scheduler --no-load-optim"), stored)

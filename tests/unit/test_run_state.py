@@ -17,8 +17,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.training import guard, reporting
 from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
 from megatron.training.errors import UsageError
-from megatron.training.flops import training_flops_per_sample
-from megatron.training.initialise import weight_std
+from megatron.training.flops import LatentWidths, training_flops_per_sample
+from megatron.training.initialise import InitialWeights, draw_weights
+from megatron.training.optimizer import mark_decoupled
 from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
 from megatron.training.reporting import _Interval
 from megatron.training.state import TrainState
@@ -71,10 +72,22 @@ def test_flops_of_a_small_model_counted_by_hand() -> None:
     assert flops(gated_mlp=True) - flops() == 6 * 16 * 2 * 8 * 32
 
 
-def test_initial_deviations_by_tensor() -> None:
-    def std(key: str) -> float | None:
-        return weight_std(key, init_method_std=0.02, num_layers=8)
+def test_flops_of_latent_attention_and_further_tokens_counted_by_hand() -> None:
+    widths = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+    heads, mlp, head = 2, 2 * 8 * 32, 8 * 128
+    shared = 8 * (6 + 2) + 6 * heads * (4 + 3) + heads * 3 * 8 + heads * (4 + 2 + 3) * 16 / 2
+    whole = LatentWidths(q_lora_rank=None, **widths)
+    assert flops(latent=whole) == 6 * 16 * (2 * (shared + 8 * heads * 6 + mlp) + head)
+    small = LatentWidths(q_lora_rank=5, **widths)
+    layer = shared + 8 * 5 + 5 * heads * 6 + mlp
+    assert flops(latent=small) == 6 * 16 * (2 * layer + head)
+    assert flops(latent=small, mtp_num_layers=3) == 6 * 16 * (
+        2 * layer + head + 3 * (layer + 16 * 8 + head)
+    )
 
+
+def test_initial_deviations_by_tensor() -> None:
+    std = InitialWeights(init_method_std=0.02, num_layers=8).std
     assert std("decoder.layers.mlp.linear_fc1.weight") == 0.02
     assert std("decoder.layers.mlp.linear_fc2.weight") == 0.005
     assert std("decoder.final_layernorm.weight") is None
@@ -82,6 +95,38 @@ def test_initial_deviations_by_tensor() -> None:
     assert std("decoder.layers.mlp.linear_fc1.layer_norm_weight") is None
     with pytest.raises(ValueError, match=r"new_matrix\.weight"):
         std("decoder.layers.new_matrix.weight")
+
+
+def test_initial_weights_are_drawn_as_the_flags_say() -> None:
+    def drawn(key: str, **flags: Any) -> torch.Tensor:
+        full = torch.empty(300, 100)
+        initial = InitialWeights(init_method_std=0.02, num_layers=8, **flags)
+        initial.fill(full, key, torch.Generator().manual_seed(1))
+        return full
+
+    words, fc1 = "embedding.word_embeddings.weight", "decoder.layers.mlp.linear_fc1.weight"
+    assert drawn(words, embedding_std=1.0).std().item() == pytest.approx(1.0, rel=0.02)
+    assert drawn(fc1, embedding_std=1.0).std().item() == pytest.approx(0.02, rel=0.02)
+    bound = math.sqrt(6 / 400)
+    for key in (words, fc1, "mtp.layers.0.eh_proj.weight"):
+        uniform = drawn(key, xavier_uniform=True)
+        assert uniform.abs().max().item() == pytest.approx(bound, rel=1e-3)
+        assert uniform.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+    apart = drawn(words, xavier_uniform=True, embedding_std=1.0)
+    assert apart.std().item() == pytest.approx(1.0, rel=0.02)
+
+
+def test_a_parameter_without_a_global_name_is_not_left_as_it_is() -> None:
+    chunk = torch.nn.Linear(2, 2)
+    chunk.sharded_state_dict = lambda metadata: {}  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="parameter weight"):
+        draw_weights(chunk, InitialWeights(init_method_std=0.02, num_layers=8), seed=1)
+
+
+def test_groups_with_rates_of_their_own_are_found_again() -> None:
+    groups = [{"default_config": True}, {"default_config": False}, {}]
+    mark_decoupled(groups)
+    assert [group.get("is_decoupled_lr") for group in groups] == [False, True, None]
 
 
 class Asks(Callback):
@@ -186,5 +231,5 @@ def test_the_mean_loss_is_that_of_the_steps_taken() -> None:
     for changes in steps:
         interval.add(step_info(**changes))
     interval.add(step_info(loss=math.nan, updated=False))
-    assert interval.losses == [2.0, 4.0]
+    assert interval.losses == [{"lm loss": 2.0}, {"lm loss": 4.0}]
     assert (interval.steps, interval.skipped, interval.nan) == (4, 2, 1)

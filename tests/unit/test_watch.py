@@ -195,6 +195,10 @@ def test_every_parameter_has_its_group() -> None:
         "decoder.layers.0.input_layernorm.weight": (vector, "vectors"),
         "decoder.final_layernorm.weight": (vector, "vectors"),
         "output_layer.weight": (matrix, "head"),
+        "decoder.layers.0.self_attention.linear_kv_up_proj.weight": (matrix, "attention"),
+        "decoder.layers.0.self_attention.linear_kv_down_proj.weight": (matrix, "vectors"),
+        "mtp.layers.0.eh_proj.weight": (matrix, "mlp"),
+        "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (matrix, "mlp"),
     }
     assert {name: group_of(name, p) for name, (p, _) in names.items()} == {
         name: group for name, (_, group) in names.items()
@@ -205,10 +209,10 @@ def test_every_parameter_has_its_group() -> None:
 
 def test_groups_in_parts_are_left_out() -> None:
     layout = {"tp": 2, "pp": 2, "sequence_parallel": False, "qk_layernorm": False}
-    assert unavailable_groups(**layout, tied_embeddings=False) == set()
-    assert unavailable_groups(**layout, tied_embeddings=True) == {"embedding"}
+    assert unavailable_groups(**layout, shared_embeddings=False) == set()
+    assert unavailable_groups(**layout, shared_embeddings=True) == {"embedding"}
     parallel = {**layout, "sequence_parallel": True}
-    assert unavailable_groups(**parallel, tied_embeddings=False) == {"vectors"}
+    assert unavailable_groups(**parallel, shared_embeddings=False) == {"vectors"}
 
 
 def test_the_papers_averages_forget_by_step() -> None:

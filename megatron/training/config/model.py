@@ -47,25 +47,71 @@ class ModelConfig:
     """Scale the rotary frequencies as Llama 3.1 does."""
     rope_scaling_factor: float = option(8.0)
     """Factor of --use-rope-scaling."""
+    rotary_interleaved: bool = option(False)
+    """Rotate pairs of neighbouring dimensions instead of pairs across the two halves of a head."""
+    rotary_seq_len_interpolation_factor: int | None = option(None)
+    """Divide positions by this before the rotation. Megatron-LM 0.16.1 ignores it in GPT models."""
+    rope_type: str = option(None, choices=("rope", "yarn"))
+    """Kind of rotation. Default: yarn with --multi-latent-attention, else rope, the only one
+    there."""
+    no_rope_freq: int | None = option(None)
+    """Every so-manieth layer goes without the rotation. A pattern as text is refused."""
     make_vocab_size_divisible_by: int = option(128)
-    """Embedding rows are padded to a multiple of this times the tensor parallel size padded for."""
-    pad_vocab_for_tensor_parallel_size: int = option(None)
-    """Largest tensor parallel size this run may ever use; the vocabulary is padded once for it.
-    Default: the tensor parallel size of the first launch."""
-    padded_vocab_size: int = derived(None)
-    """Rows of the embedding table; known once the tokenizer or the checkpoint is."""
+    """The vocabulary is padded to a multiple of this and of every tensor parallel size that the run
+    may take, so that its size does not depend on the layout."""
+    pad_vocab_for_tensor_parallel_size: int | None = option(None)
+    """Pad the vocabulary as Megatron-LM does at this tensor parallel size: to a multiple of it
+    times --make-vocab-size-divisible-by."""
+    padded_vocab_size: int = option(None)
+    """Rows of the embedding table. Default: the vocabulary, padded; a checkpoint keeps its own."""
     vocab_size: int | None = option(None)
     """Rows of the vocabulary before padding. Default: what the tokenizer says."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
     """Kind of the norm layers."""
     layernorm_epsilon: float = option(1e-5, "--norm-epsilon")
     """Added to the variance in the norm layers."""
+    layernorm_zero_centered_gamma: bool = option(False, "--apply-layernorm-1p")
+    """Store the scale of the norm layers minus 1, so that weight decay pulls it to 1."""
     qk_layernorm: bool = option(False)
-    """Normalise queries and keys of each head."""
+    """Normalise queries and keys of each head; with --multi-latent-attention their compressed
+    forms."""
+    qk_l2_norm: bool = option(False)
+    """Divide queries and keys of each head by their root mean square, without weights."""
+    multi_latent_attention: bool = option(False)
+    """Attention with compressed queries, keys and values (arXiv 2405.04434)."""
+    q_lora_rank: int | None = option(None)
+    """Width of the compressed query of --multi-latent-attention. Default: not compressed."""
+    kv_lora_rank: int = option(32)
+    """Width of the compressed keys and values of --multi-latent-attention."""
+    qk_head_dim: int = option(128)
+    """Width of a head's query and key without their rotated part."""
+    qk_pos_emb_head_dim: int = option(64)
+    """Width of the rotated part, which all heads share in the key."""
+    v_head_dim: int = option(128)
+    """Width of a head's value with --multi-latent-attention."""
+    rotary_scaling_factor: float = option(1.0)
+    """YaRN: length of sequences over that of the original model."""
+    mscale: float = option(1.0)
+    """YaRN: weight of the scale of the rotation."""
+    mscale_all_dim: float = option(0.0)
+    """YaRN: weight of the scale of the attention scores."""
+    softmax_type: str = option("vanilla", choices=("vanilla", "off-by-one", "learnable"))
+    """off-by-one adds 1 to the denominator of the attention softmax. learnable is refused."""
+    mtp_num_layers: int | None = option(None)
+    """Number of further tokens to predict at every position, with a layer for each (arXiv
+    2412.19437). Default: none."""
+    mtp_loss_scaling_factor: float = option(0.1)
+    """Weight of the mean loss of --mtp-num-layers beside that of the next token."""
     swiglu: bool = option(False)
     """Gated MLP with SiLU in place of GELU."""
     squared_relu: bool = option(False)
     """Squared ReLU in place of GELU."""
+    quick_geglu: bool = option(False)
+    """Gated MLP with the sigmoid approximation of GELU in place of GELU."""
+    glu_linear_offset: float = option(0.0)
+    """Added to the linear half of --quick-geglu."""
+    activation_func_clamp_value: float | None = option(None)
+    """Bound of both halves of --quick-geglu. Default: none."""
     add_bias_linear: bool = option(True, "--disable-bias-linear")
     """Bias in the linear layers."""
     add_qkv_bias: bool = option(False)
@@ -78,6 +124,16 @@ class ModelConfig:
     """Probability of dropping an entry of a block's output."""
     init_method_std: float = option(0.02)
     """Standard deviation of the initial weights."""
+    embedding_init_method_std: float | None = option(None)
+    """Standard deviation of the initial word and position embeddings. Default: as of the other
+    weights."""
+    init_method_xavier_uniform: bool = option(False)
+    """Draw initial matrices from Xavier's uniform distribution, which follows from their shape."""
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the MLP multiplies an activation with a linear half."""
+        return self.swiglu or self.quick_geglu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,14 @@ class ParallelConfig:
     """Layers of one model chunk of an interleaved pipeline."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None)
     """Model chunks of each rank of an interleaved pipeline."""
+    microbatch_group_size_per_vp_stage: int | None = option(
+        None, "--microbatch-group-size-per-virtual-pipeline-stage"
+    )
+    """Micro-batches that a chunk of an interleaved pipeline takes in a row, where that fits their
+    number. Default: the pipeline size. Changes the schedule alone."""
     pipeline_model_parallel_layout: str | None = option(None)
-    """Layers of every pipeline stage or chunk, such as `Ett|(ttt|)*2tL`: E embedding, t layer, L
-    head. Default: as many for each."""
+    """Layers of every pipeline stage or chunk, such as `Ett|(ttt|)*2tL`: E embedding, t layer, m
+    layer of --mtp-num-layers, L head. Default: as many for each."""
     decoder_first_pipeline_num_layers: int | None = option(None)
     """Layers of the first pipeline stage; the others share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = option(None)
@@ -41,6 +46,9 @@ class ParallelConfig:
     """Gather weights while the forward pass goes on; needs the two flags above."""
     ddp_bucket_size: int | None = option(None)
     """Elements of one gradient bucket. Default: chosen by megatron-core."""
+    num_distributed_optimizer_instances: int = option(1)
+    """Accepted; one distributed optimizer spans all data-parallel ranks. Several give the same
+    numbers."""
     ddp_average_in_collective: bool = option(False)
     """Average gradients inside the collective instead of scaling them before it."""
     overlap_p2p_comm: bool = option(True, "--no-overlap-p2p-communication")

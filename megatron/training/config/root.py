@@ -79,6 +79,15 @@ class Config:
             cut=self.parallel.layers_of_chunks,
         )
 
+    @property
+    def batch_rules(self) -> dict[str, Any]:
+        """How a batch may be cut into micro-batches, as keyword arguments of
+        `layout.batch_problems`."""
+        return {
+            "uneven": self.batch.allow_uneven_micro_batches,
+            "group_size": self.parallel.microbatch_group_size_per_vp_stage,
+        }
+
     def flat(self) -> dict[str, Any]:
         """Returns field name -> value over all groups, with lists for tuples, so that JSON can
         hold it."""

@@ -64,6 +64,10 @@ class OptimConfig:
     """Highest learning rate."""
     min_lr: float = option(0.0)
     """Lowest learning rate of the decay."""
+    decoupled_lr: float | None = option(None)
+    """Highest learning rate of the word embedding and the output layer. Default: --lr."""
+    decoupled_min_lr: float | None = option(None)
+    """Lowest learning rate of the word embedding and the output layer. Default: --min-lr."""
     lr_decay_style: str = option(
         "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -111,6 +115,8 @@ class OptimConfig:
     """Weight decay at the end. Default: --weight-decay."""
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
     """Shape of the way from start to end weight decay."""
+    apply_wd_to_qk_layernorm: bool = option(False)
+    """Let weight decay also take the weights of --qk-layernorm."""
     clip_grad: float = option(1.0)
     """Largest global norm of the gradient; 0 means no clipping."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from megatron.training.flops import LatentWidths
 from megatron.training.offline.refusal import Refused
 from megatron.training.tokenizer import told_vocab_size
 
@@ -94,36 +96,72 @@ def expected_weights(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
         )
     if arguments.get("num_experts"):
         raise Refused(f"num_experts is {arguments['num_experts']}: mixtures are not converted")
-    hidden, layers = arguments["hidden_size"], arguments["num_layers"]
-    heads, width = arguments["num_attention_heads"], head_width(arguments)
-    ffn, vocabulary = arguments["ffn_hidden_size"], arguments["padded_vocab_size"]
-    bias = bool(arguments.get("add_bias_linear", True))
-    qkv_rows = (heads + 2 * query_groups(arguments)) * width
-    is_layer_norm = arguments.get("normalization", "LayerNorm") == "LayerNorm"
-    norm = ("weight", "bias") if is_layer_norm else ("weight",)
+    hidden, vocabulary = arguments["hidden_size"], arguments["padded_vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
     if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         positions = arguments["max_position_embeddings"]
         shapes["embedding.position_embeddings.weight"] = (positions, hidden)
-    attention, mlp = f"{LAYERS}self_attention.", f"{LAYERS}mlp."
-    shapes[f"{attention}linear_qkv.weight"] = (layers, qkv_rows, hidden)
-    shapes[f"{attention}linear_proj.weight"] = (layers, hidden, heads * width)
-    fc1_rows = ffn * (2 if arguments.get("swiglu") else 1)
-    shapes[f"{mlp}linear_fc1.weight"] = (layers, fc1_rows, hidden)
-    shapes[f"{mlp}linear_fc2.weight"] = (layers, hidden, ffn)
-    if bias or arguments.get("add_qkv_bias"):
-        shapes[f"{attention}linear_qkv.bias"] = (layers, qkv_rows)
-    if bias:
-        shapes[f"{attention}linear_proj.bias"] = (layers, hidden)
-        shapes[f"{mlp}linear_fc1.bias"] = (layers, fc1_rows)
-        shapes[f"{mlp}linear_fc2.bias"] = (layers, hidden)
-    for part in norm:
-        shapes[f"{attention}linear_qkv.layer_norm_{part}"] = (layers, hidden)
-        shapes[f"{mlp}linear_fc1.layer_norm_{part}"] = (layers, hidden)
-        shapes[f"decoder.final_layernorm.{part}"] = (hidden,)
-        if arguments.get("qk_layernorm"):
-            shapes[f"{attention}q_layernorm.{part}"] = (layers, width)
-            shapes[f"{attention}k_layernorm.{part}"] = (layers, width)
+    layers = (arguments["num_layers"],)
+    shapes |= {f"{LAYERS}{key}": (*layers, *size) for key, size in _layer(arguments).items()}
+    shapes |= _norm(arguments, "decoder.final_layernorm.", hidden)
+    for number in range(arguments.get("mtp_num_layers") or 0):
+        further = f"mtp.layers.{number}."
+        for name in ("enorm", "hnorm", "final_layernorm"):
+            shapes |= _norm(arguments, f"{further}{name}.", hidden)
+        shapes[f"{further}eh_proj.weight"] = (hidden, 2 * hidden)
+        own = _layer(arguments)
+        shapes |= {f"{further}transformer_layer.{key}": size for key, size in own.items()}
     if arguments.get("untie_embeddings_and_output_weights"):
         shapes[HEAD] = (vocabulary, hidden)
+    return shapes
+
+
+def _norm(arguments: Mapping[str, Any], prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+    is_layer_norm = arguments.get("normalization", "LayerNorm") == "LayerNorm"
+    return {f"{prefix}{part}": (size,) for part in ("weight", "bias")[: 1 + is_layer_norm]}
+
+
+def _layer(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the weights of one layer."""
+    hidden, ffn = arguments["hidden_size"], arguments["ffn_hidden_size"]
+    bias = bool(arguments.get("add_bias_linear", True))
+    fc1_rows = ffn * (2 if arguments.get("swiglu") or arguments.get("quick_geglu") else 1)
+    latent = LatentWidths.of(arguments)
+    attention = _attention if latent is None else partial(_latent_attention, latent=latent)
+    shapes = attention(arguments)
+    shapes |= {"mlp.linear_fc1.weight": (fc1_rows, hidden), "mlp.linear_fc2.weight": (hidden, ffn)}
+    shapes |= _norm(arguments, "mlp.linear_fc1.layer_norm_", hidden)
+    if bias:
+        shapes["self_attention.linear_proj.bias"] = (hidden,)
+        shapes["mlp.linear_fc1.bias"] = (fc1_rows,)
+        shapes["mlp.linear_fc2.bias"] = (hidden,)
+    return shapes
+
+
+def _attention(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
+    width, own = head_width(arguments), "self_attention."
+    rows = (heads + 2 * query_groups(arguments)) * width
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{own}linear_qkv.weight": (rows, hidden),
+        f"{own}linear_proj.weight": (hidden, heads * width),
+    }
+    if arguments.get("add_bias_linear", True) or arguments.get("add_qkv_bias"):
+        shapes[f"{own}linear_qkv.bias"] = (rows,)
+    shapes |= _norm(arguments, f"{own}linear_qkv.layer_norm_", hidden)
+    if arguments.get("qk_layernorm"):
+        shapes |= _norm(arguments, f"{own}q_layernorm.", width)
+        shapes |= _norm(arguments, f"{own}k_layernorm.", width)
+    return shapes
+
+
+def _latent_attention(
+    arguments: Mapping[str, Any], *, latent: LatentWidths
+) -> dict[str, tuple[int, ...]]:
+    hidden, own = arguments["hidden_size"], "self_attention."
+    shapes = dict(_norm(arguments, "input_layernorm.", hidden))
+    for name, size in latent.weights(hidden, arguments["num_attention_heads"]).items():
+        shapes[f"{own}{name}.weight"] = size
+        if arguments.get("qk_layernorm") and name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            shapes |= _norm(arguments, f"{own}{name}.layer_norm_", size[1])
     return shapes

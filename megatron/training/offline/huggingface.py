@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron.training import checkpoint_files as files
-from megatron.training.derive import pad_vocab_size
 from megatron.training.errors import UsageError
 from megatron.training.offline import contents, llama
 from megatron.training.offline.archive import Archive, open_archive
@@ -36,6 +35,7 @@ from megatron.training.offline.safetensors_files import (
 from megatron.training.offline.staging import staged
 from megatron.training.offline.target import DTYPES, Wish, arguments_of, check_vocabulary, judge
 from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
+from megatron.training.vocabulary import pad_vocab_size, padding_unit
 
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
@@ -197,7 +197,7 @@ def load(
     stored = SafetensorsFolder(source)
     dtype = _check_model(stored, arguments)
     true = arguments["vocab_size"]
-    padded = wish.vocab or pad_vocab_size(true, _DIVISIBLE_BY, wish.tp or 1)
+    padded = wish.vocab or pad_vocab_size(true, padding_unit(_DIVISIBLE_BY, [wish.tp or 1]))
     if padded < true:
         raise Refused(
             f"--vocab {padded} would drop tokens: the model has {true}; give at least that"

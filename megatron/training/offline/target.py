@@ -13,7 +13,7 @@ import torch
 from megatron.training.batch_schedule import make_schedule
 from megatron.training.checkpoint_files import OUR_KEY
 from megatron.training.errors import UsageError
-from megatron.training.layout import Layout, layout_problems
+from megatron.training.layout import Layout, further_sizes, layout_problems
 from megatron.training.offline import contents
 from megatron.training.offline.checks import Contents
 from megatron.training.offline.refusal import Refused
@@ -111,6 +111,7 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
         padded_vocab_size=vocab,
         sequence_parallel=bool(arguments.get("sequence_parallel")) and layout.tp > 1,
+        **further_sizes(arguments),
     )
 
 
@@ -125,8 +126,12 @@ def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]
         step_batch_size_schedule=arguments.get("step_batch_size_schedule"),
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
     )
-    uneven = bool(arguments.get("allow_uneven_micro_batches"))
-    return schedule.problems(layout, micro, uneven=uneven)
+    return schedule.problems(
+        layout,
+        micro,
+        uneven=bool(arguments.get("allow_uneven_micro_batches")),
+        group_size=arguments.get("microbatch_group_size_per_vp_stage"),
+    )
 
 
 def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:
@@ -227,11 +232,6 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
     is_ours = arguments.get("virtual_pipeline_model_parallel_size") is not None
     # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
     virtual = layout.vpp if layout.vpp > 1 or is_ours else None
-    # A launch with --use-checkpoint-args refuses a tensor parallelism that was not padded for.
-    padded_for = arguments.get("pad_vocab_for_tensor_parallel_size")
-    unit = arguments.get("make_vocab_size_divisible_by") or 1
-    if padded_for and (padded_for < layout.tp or unit * padded_for % layout.tp):
-        padded_for = layout.tp
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -244,14 +244,15 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         "world_size": layout.world_size,
         "sequence_parallel": bool(arguments.get("sequence_parallel")) and layout.tp > 1,
         "padded_vocab_size": target.vocab,
-        **({"pad_vocab_for_tensor_parallel_size": padded_for} if padded_for else {}),
     }
 
 
 def _cut_of(arguments: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Flags of uneven stages, where the checkpoint knows of such."""
+    further = arguments.get("mtp_num_layers") or 0
+    text = text_of_cut(layout.cut, further) if layout.cut else None
     values = {
-        "pipeline_model_parallel_layout": text_of_cut(layout.cut) if layout.cut else None,
+        "pipeline_model_parallel_layout": text,
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,

@@ -1,0 +1,82 @@
+"""What megatron-core has beside a plain GPT: the same numbers under every layout, also after a
+change of layout through a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.training.offline import huggingface
+from megatron.training.offline.convert import convert
+from megatron.training.offline.refusal import Refused
+from megatron.training.offline.target import Wish
+from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
+from tests.helpers.launch import run_ranks
+
+WORKER = Path(__file__).with_name("worker_features.py")
+Runs = dict[str, list[list[float]]]
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != "dp"]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("features")
+    run_ranks([WORKER, folder], 2, timeout_s=500).check()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(output: Path) -> Runs:
+    return json.loads((output / "result.json").read_text())
+
+
+def numbers(steps: list[list[float]]) -> list[float]:
+    """Losses and gradient norms of all steps in one row."""
+    return [number for step in steps for number in step]
+
+
+@pytest.mark.timeout(520)
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_losses_and_norms_equal_those_of_plain_data_parallelism(
+    runs: Runs, model: str, layout: str
+) -> None:
+    whole, own = runs[f"{model}-dp"], runs[f"{model}-{layout}"]
+    rel = 2e-2 if model == "half" else 1e-5
+    assert numbers(own) == pytest.approx(numbers(whole), rel=rel)
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_a_run_goes_on_under_another_layout(runs: Runs, model: str, layout: str) -> None:
+    whole, first = runs[f"{model}-dp"], runs[f"{model}-first"]
+    rel = 2e-2 if model == "half" else 1e-5
+    assert numbers(first) == numbers(whole[:BEFORE])
+    resumed = runs[f"{model}-{layout}-resumed"]
+    assert numbers(resumed) == pytest.approx(numbers(whole[BEFORE:]), rel=rel)
+
+
+def test_every_flag_has_an_effect_of_its_own(runs: Runs) -> None:
+    found = [str(runs[f"alone-{number}"]) for number in range(len(ALONE) + 2)]
+    alike = {text: [i for i, other in enumerate(found) if other == text] for text in found}
+    assert [same for same in alike.values() if len(same) > 1] == []
+
+
+def test_flags_of_the_schedule_change_no_number(runs: Runs) -> None:
+    for number in range(len(SAME)):
+        assert numbers(runs[f"same-{number}"]) == pytest.approx(numbers(runs["alone-0"]), rel=1e-5)
+    assert numbers(runs["grouped"]) == pytest.approx(numbers(runs["plain"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_checkpoint_is_proved_complete_and_converts(
+    output: Path, tmp_path: Path, model: str
+) -> None:
+    outcome = convert(output / f"{model}-saved", tmp_path / "to", Wish(tp=2, dp=1), verify=True)
+    assert outcome.num_compared
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hugging_face_has_no_such_model(output: Path, tmp_path: Path, model: str) -> None:
+    with pytest.raises(Refused, match=r"config\.json cannot express"):
+        huggingface.save(output / f"{model}-saved", tmp_path / "to", Wish())
