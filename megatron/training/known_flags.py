@@ -22,7 +22,6 @@ _OFFLOAD = "the optimizer stays on the GPU; shard it with --use-distributed-opti
 # The distributed optimizer trains the same model, but it shares out only the optimizer's state: a
 # job that FSDP just fits would run out of memory minutes later. One line at the start is kinder.
 _FSDP = "FSDP is not supported; shard with --use-distributed-optimizer"
-_NORM_DECAY = "the weights of norm layers never decay; remove the flag"
 _OPTIM = "only plain Adam is supported; remove the flag"
 _MODEL = "this trainer does not build such a model; remove the flag"
 _WINDOW = "attention is causal over the whole sequence; remove the flag"
@@ -334,8 +333,12 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
         "fp32",
         "the optimizer keeps its state in fp32; remove the flag",
     ),
-    ("--apply-wd-to-qk-layernorm", 0, "", _NORM_DECAY),
-    ("--no-weight-decay-cond-type", 1, "none", _NORM_DECAY),
+    (
+        "--no-weight-decay-cond-type",
+        1,
+        "none",
+        "an older spelling; use --apply-wd-to-qk-layernorm",
+    ),
     (
         "--ddp-reduce-scatter-with-fp32-accumulation",
         0,
@@ -404,11 +407,9 @@ _REFUSED: tuple[tuple[str, int | str, str, str], ...] = (
         "remove the flag",
     ),
     ("--hybrid-attention-ratio --hybrid-mlp-ratio", 1, "0 none", _MODEL),
-    ("--window-size", 1, "none", _WINDOW),
-    ("--window-attn-skip-freq", 1, "none", _WINDOW),
-    ("--onnx-safe", 1, "none", _MODEL),
+    ("--window-size --window-attn-skip-freq", 1, "none", _WINDOW),
     ("--mrope-section", "+", "none", _MODEL),
-    ("--hybrid-override-pattern", 1, "none", _MODEL),
+    ("--onnx-safe --hybrid-override-pattern", 1, "none", _MODEL),
     ("--vocab-extra-ids", 1, "0", _MODEL),
     ("--heterogeneous-layers-config-path", 1, "none", _MODEL),
     ("--heterogeneous-layers-config-encoded-json", 1, "none", _MODEL),

@@ -466,7 +466,7 @@ def _check_groups(decoupled_lr: float | None, stored: Stored) -> None:
     Raises:
         UsageError: naming the flag and the fix.
     """
-    then = stored.arguments["decoupled_lr"]
+    then = stored.arguments.get("decoupled_lr")
     if (decoupled_lr is None) != (then is None):
         raise UsageError(
             f"--decoupled-lr is {decoupled_lr} but checkpoint {stored.folder} was trained with "
