@@ -28,6 +28,7 @@ setup(
         "copus_ext.simulate": ["data/*.json"],
         "copus_ext.report": ["templates/*"],
     },
+    entry_points={"console_scripts": ["copus = copus_ext.commands.main:main"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.17",
         "torch>=2.6",

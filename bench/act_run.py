@@ -94,8 +94,8 @@ def main() -> int:
     p.add_argument("--output", type=Path, default=RESULTS / "act_run.json")
     args = p.parse_args()
     open_source()
+    from copus_ext.commands.replay import replayed
     from copus_ext.journal import NAME, read_journal
-    from tools.replay import replayed
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"

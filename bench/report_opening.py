@@ -50,8 +50,8 @@ def opened(page: Path, screen: tuple[int, int], times: int) -> list[float]:
 
 def measured(name: str, folder: Path, times: int) -> dict[str, Any]:
     """All numbers of one run."""
+    from copus_ext.commands import report
     from tests.helpers.written_runs import usual_run
-    from tools import report
 
     steps, every = RUNS[name]
     run = usual_run(folder / name, steps=steps, every=every)

@@ -42,9 +42,9 @@ KINDS = {
 
 def account(folder: Path, kind: str) -> dict[str, Any]:
     """What a run did, from its own records."""
+    from copus_ext.commands.replay import replayed
     from copus_ext.journal import NAME, read_journal
     from megatron.training.metrics import read_metrics
-    from tools.replay import replayed
 
     records = list(read_metrics(folder))
     journal = list(read_journal(folder / NAME))

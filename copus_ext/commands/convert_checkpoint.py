@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Converts a checkpoint, offline: layout, vocabulary, number format, optimizer, Hugging Face.
 
 python tools/convert_checkpoint.py checkpoints converted --tp 4 --pp 2 --dp 8 --verify
@@ -18,8 +17,7 @@ import sys
 import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from copus_ext.program import program_name, tell
 from megatron.training.arguments import Parser
 from megatron.training.errors import UsageError
 from megatron.training.offline.refusal import outcome_of
@@ -28,7 +26,7 @@ from megatron.training.offline.refusal import outcome_of
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
-        prog="convert_checkpoint.py",
+        prog=program_name("convert_checkpoint.py"),
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -124,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         code, text = outcome_of(error)
         if wants_json:
             print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
-        print(f"convert_checkpoint.py: error: {text}", file=sys.stderr)
+        tell("convert_checkpoint.py", f"error: {text}")
         return code
 
 

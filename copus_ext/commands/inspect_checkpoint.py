@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Says what is inside a checkpoint, whether it is complete, and under which layouts it loads.
 
 python tools/inspect_checkpoint.py checkpoints [--ckpt-step N] [--verify] [--json]
@@ -17,8 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from copus_ext.program import program_name, tell
 from megatron.training.arguments import Parser
 from megatron.training.errors import UsageError
 from megatron.training.offline.refusal import outcome_of
@@ -27,7 +25,7 @@ from megatron.training.offline.refusal import outcome_of
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
-        prog="inspect_checkpoint.py",
+        prog=program_name("inspect_checkpoint.py"),
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -87,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     record = describe(archive, verify=args.verify)
     print(json.dumps(record) if args.json else text_of(record))
     if record["problem"] is not None:
-        print(f"inspect_checkpoint.py: error: {record['problem']}", file=sys.stderr)
+        tell("inspect_checkpoint.py", f"error: {record['problem']}")
     return record["exit_code"]
 
 
@@ -103,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         code, text = outcome_of(error)
         if wants_json:
             print(json.dumps({"verified": False, "problem": text, "exit_code": code}))
-        print(f"inspect_checkpoint.py: error: {text}", file=sys.stderr)
+        tell("inspect_checkpoint.py", f"error: {text}")
         return code
 
 

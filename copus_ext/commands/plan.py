@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Plans a training run before it is launched: which layout, will it fit, how fast.
 
 python tools/plan.py --model gpt3-175b --cluster a100-80g:1024 --global-batch-size 1536
@@ -19,8 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from copus_ext.planner.request import (
     InputProblem,
     UsageProblem,
@@ -32,6 +29,7 @@ from copus_ext.planner.request import (
     sizes,
     timings_of,
 )
+from copus_ext.program import tell
 
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
@@ -243,7 +241,7 @@ def answer(args: argparse.Namespace) -> int:
     fits = [bool(best) for best in fitted] if fitted is not None else [False] * len(plans)
     failed = [plan for plan, also in zip(plans, fits) if plan.status != "ok" and not also]
     for plan in failed:
-        print(f"plan.py: error: {failure(plan, planner)}", file=sys.stderr)
+        tell("plan.py", f"error: {failure(plan, planner)}")
     if args.plot is not None:
         try:
             report.plot(plotted, args.plot)
@@ -274,7 +272,7 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
             except KeyboardInterrupt:
                 if not plans:
                     raise
-                print("plan.py: interrupted; the batches ranked so far follow", file=sys.stderr)
+                tell("plan.py", "interrupted; the batches ranked so far follow")
                 break
             bar.update(len(some))
     return plans
@@ -333,10 +331,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return answer(parser((__doc__ or "").splitlines()[0]).parse_args(argv))
     except (UsageProblem, SpecError, UsageError) as error:
-        print(f"plan.py: error: {error}", file=sys.stderr)
+        tell("plan.py", f"error: {error}")
         return 2
     except InputProblem as error:
-        print(f"plan.py: error: {error}", file=sys.stderr)
+        tell("plan.py", f"error: {error}")
         return 5
     except BrokenPipeError:
         with contextlib.suppress(OSError):

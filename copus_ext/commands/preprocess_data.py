@@ -14,14 +14,17 @@ import argparse
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
+
+from copus_ext.program import program_name
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Make an indexed data set (.bin and .idx) from text.", allow_abbrev=False
+        prog=program_name("preprocess_data.py"),
+        description="Make an indexed data set (.bin and .idx) from text.",
+        allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -67,9 +70,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the tool; returns the exit code."""
     args = make_parser().parse_args(argv)
-    root = str(Path(__file__).resolve().parents[1])
-    if root not in sys.path:
-        sys.path.insert(0, root)
     # About what training on GPUs would miss; text needs none of it.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     from megatron.training.errors import TrainingFailure, UsageError

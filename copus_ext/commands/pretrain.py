@@ -14,11 +14,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from copus_ext.program import program_name, tell
+
 if TYPE_CHECKING:
     from megatron.training.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
+_SCRIPT = "pretrain_gpt.py"
 _PATIENCE_S = 10
 
 
@@ -39,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         adopt_srun()
-        args = parse_args(argv, {"copus controller": CopusConfig})
+        args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         from megatron.training.guard import check_environment, set_process_defaults
 
@@ -117,7 +120,7 @@ def _fail(error: Exception, code: int) -> int:
         time.sleep(_PATIENCE_S)
     sys.stdout.flush()
     where = f" on rank {rank}" if rank else ""
-    print(f"pretrain_gpt.py: error{where}: {error}", file=sys.stderr, flush=True)
+    tell(_SCRIPT, f"error{where}: {error}")
     _leave_world(code)
     return code
 

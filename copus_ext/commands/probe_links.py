@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times the links between all pairs of nodes and writes them into a cluster file.
 
 srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
@@ -21,8 +20,6 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from copus_ext.perf.cluster_spec import ClusterSpec, here, preset
 from copus_ext.perf.gpus import quantity
 from copus_ext.perf.model_spec import SpecError
@@ -40,6 +37,7 @@ from copus_ext.probe.session import (
     plan_json,
 )
 from copus_ext.probe.table import table
+from copus_ext.program import program_name, tell
 from megatron.training.checkpoint_files import write_atomically
 from megatron.training.errors import UsageError
 
@@ -58,7 +56,9 @@ class Stopped(BaseException):
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="probe_links.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog=program_name("probe_links.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
     p.add_argument("--output", type=Path, required=True, metavar="FILE", help="cluster file")
     p.add_argument(
@@ -138,9 +138,9 @@ def expected_of(text: str | None) -> float | None:
     raise UsageError(f"--expect {text}: write a bandwidth such as 25GB/s or 200Gb/s")
 
 
-def tell(line: str) -> None:
+def say(line: str) -> None:
     """Prints for the person who waits."""
-    print(f"probe_links.py: {line}", file=sys.stderr, flush=True)
+    tell("probe_links.py", line)
 
 
 def lead(args: argparse.Namespace, meeting: Meeting, place: Place) -> int:
@@ -161,19 +161,19 @@ def lead(args: argparse.Namespace, meeting: Meeting, place: Place) -> int:
     rounds = without(tournament(len(hosts)), record.pairs)
     plan = Plan(ranks=tuple(ranks), hosts=tuple(hosts), rounds=rounds, settings=settings)
     most_s = len(rounds) * settings.most_s
-    tell(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
+    say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
     meeting.say("plan", plan_json(plan))
     try:
-        lost = lead_all(meeting, plan, place, record, tell)
+        lost = lead_all(meeting, plan, place, record, say)
     finally:
         # Also after a signal: what is known is shown.
         lines = show(record, hosts, expected)
     for host in lost:
-        tell(f"error: {host} has gone or hangs; the probe ends here")
+        say(f"error: {host} has gone or hangs; the probe ends here")
     if lost or record.silent:
         for (a, b), why in sorted(record.silent.items()):
-            tell(f"error: no answer between {hosts[a]} and {hosts[b]}: {why}")
-        tell(
+            say(f"error: no answer between {hosts[a]} and {hosts[b]}: {why}")
+        say(
             f"error: {args.output} is not written, as links are missing; mend them (or name the "
             f"network's device in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME), then go on with "
             f"--resume: {path} keeps the others"
@@ -239,8 +239,18 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Probes; returns the exit code."""
-    args = parser().parse_args(argv)
+    """Probes; returns the exit code, or ends the process with it if something hangs."""
+    code = answer(parser().parse_args(argv))
+    if threading.active_count() > 1:
+        # A thread hangs in a link that gives no answer.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Probes, and turns problems into one line and an exit code."""
     for number in _SIGNALS:
         signal.signal(number, _stop)
     leads = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
@@ -248,29 +258,19 @@ def main(argv: list[str] | None = None) -> int:
         return probe(args)
     except Stopped as stop:
         if leads:
-            tell("stopped; what was finished is kept, go on with --resume")
+            say("stopped; what was finished is kept, go on with --resume")
         return 128 + stop.args[0]
     except (UsageError, SpecError) as error:
-        tell(f"error: {error}")
+        say(f"error: {error}")
         return 2
     except OSError as error:
-        tell(f"error: {error}")
+        say(f"error: {error}")
         return 5
     except (Silence, RuntimeError) as error:
         # The store of a first node that has gone answers nothing.
-        tell(f"error: {error}" if leads else "error: the first node has gone")
+        say(f"error: {error}" if leads else "error: the first node has gone")
         return 3 if leads else 1
 
 
-def leave(code: int) -> NoReturn:
-    """Ends the process, whatever hangs in it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if threading.active_count() > 1:
-        # A thread hangs in a link that gives no answer.
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    leave(main())
+    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times layouts on the ranks it is started on, for tools/plan.py and the controller.
 
 torchrun --nproc-per-node 2 tools/profile_layouts.py --store profile.jsonl -- FLAGS OF YOUR RUN
@@ -20,13 +19,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from copus_ext.program import program_name, tell
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Own flags before `--`, the trainer's behind it."""
     at = argv.index("--") if "--" in argv else len(argv)
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p = argparse.ArgumentParser(
+        prog=program_name("profile_layouts.py"),
+        usage="%(prog)s --store FILE [options] -- FLAGS OF YOUR RUN",
+        description=(__doc__ or "").splitlines()[0],
+    )
     p.add_argument("--store", type=Path, required=True, help="JSON-lines file, appended to")
     p.add_argument("--max-micro-batch", type=int, default=8)
     p.add_argument("--recompute", default="none", help="some of none,selective,full,block")
@@ -200,7 +203,7 @@ def model_of(flags: list[str], world: int) -> Any:
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
     from copus_ext.launch.environment import adopt_srun
     from copus_ext.perf.model_spec import SpecError
@@ -208,7 +211,7 @@ def main(argv: list[str]) -> int:
     from megatron.training.errors import UsageError
     from megatron.training.guard import check_environment, set_process_defaults
 
-    args, flags = parse(argv)
+    args, flags = parse(sys.argv[1:] if argv is None else argv)
     set_process_defaults()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     try:
@@ -236,10 +239,10 @@ def main(argv: list[str]) -> int:
                     measure(c, flags, args, device, store)
             dist.destroy_process_group()
     except (UsageError, SpecError, ForeignProfile) as error:
-        print(f"profile_layouts.py: error: {error}", file=sys.stderr)
+        tell("profile_layouts.py", f"error: {error}")
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

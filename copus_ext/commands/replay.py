@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Decides again what a journal says was decided, from the journal alone.
 
 python tools/replay.py runs/quickstart/journal.jsonl
@@ -16,17 +15,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.situation import Situation
 from copus_ext.journal import NAME, VERSION, read_journal
+from copus_ext.program import program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="replay.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog=program_name("replay.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
     p.add_argument("journal", type=Path, help="journal.jsonl, or the directory of a run")
     p.add_argument("--all", action="store_true", help="print decisions to stay, too")
@@ -63,8 +63,15 @@ def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Replays and prints; returns the exit code."""
-    args = parser().parse_args(argv)
+    """Replays and prints; returns the exit code, which is 0 when the reader has enough."""
+    try:
+        return answer(parser().parse_args(argv))
+    except BrokenPipeError:
+        return 0
+
+
+def answer(args: argparse.Namespace) -> int:
+    """Replays what the flags ask for."""
     path = args.journal / NAME if args.journal.is_dir() else args.journal
     names = ("noise_scale_multiplier", "objective")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -82,14 +89,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"replay.py: error: {path}: {type(error).__name__}: {error}", file=sys.stderr)
+        tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
     print(f"{same} decisions the same, {different} different")
     return 1 if different and not changes else 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BrokenPipeError:
-        sys.exit(0)
+    sys.exit(main())

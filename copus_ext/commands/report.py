@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes one HTML file about one or several runs: what happened, what was changed, and why.
 
 python tools/report.py runs/quickstart -o report.html
@@ -14,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from copus_ext.program import program_name, tell
 
 _MOST_RUNS = 16
 
@@ -22,7 +21,9 @@ _MOST_RUNS = 16
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="report.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog=program_name("report.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
     p.add_argument(
         "runs",
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         book.refresh()
         for run in book.empty_runs:
-            print(f"report.py: note: {run} holds no record of a run yet", file=sys.stderr)
+            tell("report.py", f"note: {run} holds no record of a run yet")
         page = render(book.payload())
     except OSError as error:
         return _say(f"a run cannot be read: {error}", 5)
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _say(line: str, code: int) -> int:
-    print(f"report.py: error: {line}", file=sys.stderr)
+    tell("report.py", f"error: {line}")
     return code
 
 

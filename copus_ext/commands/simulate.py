@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Runs policies on a virtual clock: which one gets to a loss first, on which machine.
 
 python tools/simulate.py --preset 8xh100-3b --policies static,cbs,adaptive --seeds 3
@@ -16,9 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from copus_ext.goodput.objectives import OBJECTIVES
+from copus_ext.program import program_name, tell
 
 _MOST_SEEDS = 10_000
 
@@ -38,7 +36,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = _Parser(prog="simulate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    p = _Parser(
+        prog=program_name("simulate.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+    )
     p.add_argument("--preset", help="machine, model and course; --list shows them")
     p.add_argument("--list", action="store_true", help="list presets and policies, and stop")
     p.add_argument("--policies", help="such as static,cbs,adaptive_goodput_forward; default: all")
@@ -209,10 +211,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return answer(parser().parse_args(argv))
     except usage as error:
-        print(f"simulate.py: error: {error}", file=sys.stderr)
+        tell("simulate.py", f"error: {error}")
         return 2
     except (InputProblem, request.InputProblem, NoSpeed) as error:
-        print(f"simulate.py: error: {error}", file=sys.stderr)
+        tell("simulate.py", f"error: {error}")
         return 5
     except BrokenPipeError:
         return 0

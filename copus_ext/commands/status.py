@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Shows how a run stands, from its directory alone: while it trains and after, from any machine.
 
 python tools/status.py runs/quickstart --follow
@@ -14,12 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from rich.console import Console
 from rich.live import Live
 
 from copus_ext.journal import NAME as JOURNAL
+from copus_ext.program import program_name, tell
 from copus_ext.report.now import Now, read_now
 from copus_ext.report.screen import screen
 from copus_ext.tail import open_plain
@@ -33,7 +31,9 @@ _FILES = (METRICS_FILE, JOURNAL, "config.json", "control")
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="status.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog=program_name("status.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
     p.add_argument("run", type=Path, metavar="RUN", help="directory of the run (--run-dir)")
     p.add_argument("--json", action="store_true", help="print a line of JSON instead of a screen")
@@ -80,7 +80,15 @@ def problem_of(run: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Shows the run; returns the exit code."""
+    """Shows the run; returns the exit code, which is 0 when the reader or the user has enough."""
+    try:
+        return answer(argv)
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 0
+
+
+def answer(argv: list[str] | None) -> int:
+    """Shows what the flags ask for."""
     p = parser()
     args = p.parse_args(argv)
     if args.follow is not None and not args.follow >= _LEAST_S:
@@ -88,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve and (args.json or args.follow is not None):
         p.error("--serve goes without --json and --follow")
     if problem := problem_of(args.run):
-        print(f"status.py: error: {problem}", file=sys.stderr)
+        tell("status.py", f"error: {problem}")
         return 5
     if args.serve:
         return show_page(p, args)
@@ -111,7 +119,7 @@ def show_page(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         p.error(str(error))
     except OSError as error:
         line = f"--token-file {args.token_file} cannot be read: {error.strerror or error}"
-        print(f"status.py: error: {line}", file=sys.stderr)
+        tell("status.py", f"error: {line}")
         return 5
     where = {"address": args.address, "port": args.port}
     try:
@@ -159,7 +167,4 @@ def is_over(now: Now) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (BrokenPipeError, KeyboardInterrupt):
-        sys.exit(0)
+    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes a run's decisions and changes of layout as a Chrome trace, for https://ui.perfetto.dev.
 
 python tools/trace.py runs/quickstart                    # runs/quickstart/traces/decisions.json
@@ -15,15 +14,16 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from copus_ext.program import program_name, tell
 from copus_ext.report.timeline import FILE, course, folder_of, traces_of, with_steps, write_trace
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        prog="trace.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog=program_name("trace.py"),
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
     )
     p.add_argument("run", metavar="RUN", type=Path, help="directory of the run (--run-dir)")
     p.add_argument(
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.output is not None:
         trace, problems = with_steps(trace, paths)
         for line in problems:
-            print(f"trace.py: note: {line}", file=sys.stderr)
+            tell("trace.py", f"note: {line}")
     try:
         write_trace(output, trace)
     except OSError as error:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _say(line: str, code: int) -> int:
-    print(f"trace.py: error: {line}", file=sys.stderr)
+    tell("trace.py", f"error: {line}")
     return code
 
 

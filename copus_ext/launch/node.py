@@ -50,7 +50,7 @@ class Node:
             nodes=plan.nodes,
             processes=plan.shares[str(self.options.node_rank)],
             endpoint=self.options.endpoint,
-            command=[str(self.options.program), *plan.flags],
+            command=[*self.options.program, *plan.flags],
             barred=plan.barred,
         )
         with tempfile.TemporaryDirectory(prefix="copus-", ignore_cleanup_errors=True) as folder:

@@ -12,11 +12,15 @@ from typing import NoReturn
 
 from copus_ext.launch.budget import Limits
 from copus_ext.launch.slurm import Step, address_of, read_step
+from copus_ext.program import program_name
 from copus_ext.reconfigure.relaunch import value_of
 from megatron.training.errors import UsageError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "python -m copus_ext.launch.supervisor"
+_TRAINER = "pretrain_gpt.py"
+_INSTALLED_TRAINER = ("-m", "copus_ext.commands.pretrain")
+"""The same program, where there is no checkout or no program is named."""
 _RUN_DIR_FLAGS = ("--run-dir", "--save", "--tensorboard-dir")
 """Where the trainer keeps the run, the first that is given."""
 _DEFAULT_PORT = 29500
@@ -43,8 +47,8 @@ class Options:
     """Seconds to wait for the other nodes at the start."""
     node_timeout_s: float
     """A node that shows no life for so long is lost."""
-    program: Path
-    """What the ranks run."""
+    program: tuple[str, ...]
+    """What the ranks run: the words between `python` and the flags."""
     flags: tuple[str, ...]
     """Of the program."""
     called: str
@@ -72,15 +76,16 @@ class Options:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; for the flags see: {_MODULE} --help")
+        raise UsageError(f"{message}; for the flags see: {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=_MODULE,
-        usage=f"{_MODULE} [flags] -- PROGRAM FLAGS_OF_PROGRAM",
+        prog=program_name(_MODULE),
+        usage="%(prog)s [flags] -- [PROGRAM] FLAGS_OF_PROGRAM",
         description="Starts the ranks of a run on this node, and again when it asks for it or "
-        "crashes. Under srun, with one task a node, nodes and address come from SLURM.",
+        "crashes. Under srun, with one task a node, nodes and address come from SLURM. "
+        f"PROGRAM is {_TRAINER} unless another is named.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -113,7 +118,9 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
     words = list(argv[len(own) + 1 :])
     given = _parser().parse_args(own)
     if not words:
-        raise UsageError(f"no program given; end with: -- pretrain_gpt.py FLAGS; see {_MODULE} -h")
+        name = program_name(_MODULE)
+        raise UsageError(f"no flags of the run given; end with: -- {_TRAINER} FLAGS; see {name} -h")
+    named = () if words[0].startswith("-") else (words[0],)
     gpus = visible_gpus(env)
     processes = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
@@ -138,9 +145,9 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         stop_margin_s=given.stop_margin_s,
         join_timeout_s=given.join_timeout_s,
         node_timeout_s=given.node_timeout_s,
-        program=_program(words[0]),
-        flags=tuple(words[1:]),
-        called=given.called or shlex.join([*_MODULE.split(), *own, "--", words[0]]),
+        program=_program(*named) if named else _INSTALLED_TRAINER,
+        flags=tuple(words[len(named) :]),
+        called=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
         has_gpu=gpus > 0,
         step=step,
     )
@@ -174,11 +181,13 @@ def _place(given: argparse.Namespace, step: Step | None) -> tuple[int, int, str]
     return nnodes, node, f"{host}:{port}"
 
 
-def _program(word: str) -> Path:
-    """Seen from the current folder, else from the repository."""
+def _program(word: str) -> tuple[str, ...]:
+    """Seen from the current folder, else from the repository; the trainer needs neither."""
     for path in (Path(word), _ROOT / word):
         if path.is_file():
-            return path
+            return (str(path),)
+    if word == _TRAINER:
+        return _INSTALLED_TRAINER
     raise UsageError(f"there is no program {word}")
 
 

@@ -1,6 +1,7 @@
 """Starts the ranks of a run, and again when the run asks for it or crashes.
 
 python -m copus_ext.launch.supervisor [flags] -- pretrain_gpt.py FLAGS
+copus launch [flags] -- FLAGS
 
 One for each node; that of node 0 decides for all.
 """
@@ -17,7 +18,7 @@ from copus_ext.launch.say import say
 from megatron.training.errors import UsageError
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Supervises a job on this node.
 
     Returns:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         after signal N, else that of the ranks.
     """
     try:
-        options = read_options(argv)
+        options = read_options(sys.argv[1:] if argv is None else argv)
         node = Head(options) if options.node_rank == 0 else Follower(options)
         return node.run_job()
     except UsageError as error:
@@ -34,4 +35,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

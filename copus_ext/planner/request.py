@@ -12,6 +12,7 @@ from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.perf.gpus import quantity
 from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.profile import read_profile
+from copus_ext.program import program_name
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
@@ -33,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(description: str = "") -> argparse.ArgumentParser:
     """The command line of `tools/plan.py`; `description` is one line."""
-    p = _Parser(prog="plan.py", description=description, allow_abbrev=False)
+    p = _Parser(prog=program_name("plan.py"), description=description, allow_abbrev=False)
     model = p.add_argument_group("model")
     model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
     model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")

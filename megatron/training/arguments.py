@@ -70,15 +70,19 @@ _READERS: Mapping[type, Callable[[str], Any]] = {int: _whole_number, float: _num
 """Type of a value -> what reads it."""
 
 
-def build_parser(extra_groups: Mapping[str, type] | None = None) -> argparse.ArgumentParser:
+def build_parser(
+    extra_groups: Mapping[str, type] | None = None, *, prog: str | None = None
+) -> argparse.ArgumentParser:
     """Makes the parser of all implemented flags.
 
     Absent flags leave no attribute behind; `parse_args` fills in the defaults.
 
     Args:
         extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+        prog: name in the usage line; None takes that of the process.
     """
     parser = Parser(
+        prog=prog,
         description="Pre-train a GPT on megatron-core with the flags of Megatron-LM.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -109,13 +113,17 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
 
 
 def parse_args(
-    argv: Sequence[str] | None = None, extra_groups: Mapping[str, type] | None = None
+    argv: Sequence[str] | None = None,
+    extra_groups: Mapping[str, type] | None = None,
+    *,
+    prog: str | None = None,
 ) -> argparse.Namespace:
     """Reads a command line.
 
     Args:
         argv: arguments without the program name; None takes those of the process.
         extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+        prog: name in the usage line; None takes that of the process.
 
     Returns:
         One attribute per flag, named as in Megatron-LM, with the default where the flag is absent;
@@ -125,7 +133,7 @@ def parse_args(
     Raises:
         UsageError: an unknown flag, a refused flag or a value of the wrong kind.
     """
-    parser = build_parser(extra_groups)
+    parser = build_parser(extra_groups, prog=prog)
     known = known_flags()
     section = parser.add_argument_group("known")
     for flag in known.values():

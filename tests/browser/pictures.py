@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from copus_ext.commands import report
 from tests.browser.browser import browser, missing
-from tools import report
 
 _SETTLE_S = 1.0
 """For fonts and the last drawing."""

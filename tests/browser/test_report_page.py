@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from copus_ext.commands import report as tool
 from tests.browser.browser import Browser
 from tests.browser.conftest import LONG_EVERY, LONG_STEPS
 from tests.helpers.written_runs import WrittenRun, usual_run
 from tests.unit.test_report import HOSTILE
-from tools import report as tool
 
 FIGURES = ("loss", "course", "noise", "pauses", "predictions", "landscape")
 LARGEST_PAGE = 8_000_000

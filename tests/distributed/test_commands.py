@@ -178,7 +178,7 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     known |= set(known_flags())
     files = ["megatron/training/preprocessing.py", "copus_ext/planner/search.py"]
     files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
-    files += map(str, (ROOT / "tools").glob("*.py"))
+    files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
     named = ("user-guide", "index", "quickstart", "concepts", "tutorial", "faq")
     for page in ("README.md", *(f"docs/{name}.md" for name in named)):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import replay
 from tests.helpers.launch import run_ranks
-from tools import replay
 
 WORKER = Path(__file__).with_name("worker_controller.py")
 pytestmark = pytest.mark.timeout(320)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import replay, trace
 from tests.helpers.launch import run_ranks
-from tools import replay, trace
 
 WORKER = Path(__file__).with_name("worker_controller_layouts.py")
 pytestmark = pytest.mark.timeout(320)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from copus_ext.commands import replay
 from copus_ext.journal import NAME, read_journal
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.star import star
 from tests.helpers.two_nodes import why_not
-from tools import replay
 
 STEPS = 16
 COPUS = ["--copus", "--copus-policy", "static", "--copus-layouts", "all"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import replay
 from copus_ext.integrations.checkout import UnsuitableRun, check
 from tests.helpers.launch import run_ranks
-from tools import replay
 
 WORKER = Path(__file__).with_name("worker_megatron_lm.py")
 pytestmark = pytest.mark.timeout(240)

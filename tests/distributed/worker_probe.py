@@ -12,8 +12,8 @@ import sys
 import time
 from typing import Any
 
+from copus_ext.commands import probe_links
 from copus_ext.probe import session
-from tools import probe_links
 
 _measure = session._measure
 
@@ -52,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    probe_links.leave(main())
+    sys.exit(main())

@@ -282,7 +282,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
         flags: of the run.
     """
     prepare()
-    import pretrain_gpt
+    from copus_ext.commands import pretrain
     from copus_ext.reconfigure.inprocess import Mover
     from megatron.training.callbacks import Callback, CallbackContext
     from megatron.training.layout import Layout
@@ -326,9 +326,9 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
             outcome = self.mover.move(job, to, job.state.settings)
             (output / f"outcome-{rank}.json").write_text(json.dumps(outcome.to_json()))
 
-    pretrain_gpt._PATIENCE_S = 1
-    pretrain_gpt.controllers = lambda args: [Once()]
-    return pretrain_gpt.main(flags)
+    pretrain._PATIENCE_S = 1
+    pretrain.controllers = lambda args: [Once()]
+    return pretrain.main(flags)
 
 
 if __name__ == "__main__":

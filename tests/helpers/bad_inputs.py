@@ -204,7 +204,7 @@ def tool_problem(result: tuple[int | str, str], *codes: int) -> str | None:
 
 def flags(rng: random.Random, folder: Path) -> str | None:
     """`pretrain_gpt.py`, up to where processes would start."""
-    import pretrain_gpt
+    from copus_ext.commands import pretrain
     from copus_ext.config import CopusConfig
     from megatron.training.arguments import parse_args, resolve
     from megatron.training.errors import UsageError
@@ -221,7 +221,7 @@ def flags(rng: random.Random, folder: Path) -> str | None:
                 assert error.code in (0, 2), error.code
                 return
         resolve(args, rng.choice((1, 2, 3, 4, 8)))
-        pretrain_gpt.controllers(args)
+        pretrain.controllers(args)
 
     problem = problem_of(read, UsageError)
     return problem and f"{problem}: {words!r}"
@@ -272,7 +272,7 @@ class Checkpoints:
 
 def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/inspect_checkpoint.py --verify`."""
-    from tools import inspect_checkpoint
+    from copus_ext.commands import inspect_checkpoint
 
     root, victim = checkpoints.spoiled(rng, folder)
     result = code_of(inspect_checkpoint.main, root, "--verify")
@@ -296,7 +296,7 @@ def _is_damaged(folder: Path) -> bool:
 
 def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str | None:
     """`tools/convert_checkpoint.py`."""
-    from tools import convert_checkpoint
+    from copus_ext.commands import convert_checkpoint
 
     root, victim = checkpoints.spoiled(rng, folder)
     ways: tuple[tuple[str, ...], ...] = ((), ("--dtype", "fp32"), ("--format", "hf"))
@@ -389,7 +389,7 @@ def _spoiled_lines(rng: random.Random, records: list[dict[str, Any]]) -> bytes:
 
 def journal(rng: random.Random, folder: Path) -> str | None:
     """`tools/replay.py`."""
-    from tools import replay
+    from copus_ext.commands import replay
 
     path = folder / "journal.jsonl"
     path.write_bytes(_spoiled_lines(rng, _journal_lines()))
@@ -458,7 +458,7 @@ _MODEL = {
 
 def plan(rng: random.Random, folder: Path) -> str | None:
     """`tools/plan.py`, with its files and flags."""
-    from tools import plan as tool
+    from copus_ext.commands import plan as tool
 
     constants = json.loads((ROOT / "copus_ext/perf/data/cpu.json").read_text())
     inputs = {"--cluster": _CLUSTER, "--model": _MODEL, "--constants": constants}
@@ -482,7 +482,7 @@ def plan(rng: random.Random, folder: Path) -> str | None:
 
 def texts(rng: random.Random, folder: Path) -> str | None:
     """`tools/preprocess_data.py`."""
-    from tools import preprocess_data
+    from copus_ext.commands import preprocess_data
 
     lines = [json.dumps({"text": f"line {i} of a document, é"}) for i in range(20)]
     source, prefix = folder / "texts.jsonl", folder / "made"

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.training import checkpoint_files as files
 from megatron.training.offline import archive as archives
 from megatron.training.offline.archive import Archive, open_archive
@@ -26,7 +27,6 @@ from megatron.training.offline.refusal import Refused
 from megatron.training.offline.target import Wish
 from megatron.training.offline.writing import Piece
 from tests.helpers.checkpoints import ITERATION, index_of, make_checkpoint, renamed
-from tools import convert_checkpoint, inspect_checkpoint
 
 
 def run(

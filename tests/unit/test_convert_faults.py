@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.training import checkpoint_files as files
 from megatron.training.checkpoint_index import BadIndex, read_index
 from megatron.training.errors import UsageError
@@ -34,7 +35,6 @@ from tests.helpers.checkpoints import (
     make_checkpoint,
     renamed,
 )
-from tools import convert_checkpoint, inspect_checkpoint
 
 NORM = "decoder.final_layernorm.weight"
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from copus_ext.commands import convert_checkpoint
 from megatron.training import checkpoint_files as files
 from megatron.training.offline import contents, huggingface, llama
 from megatron.training.offline.archive import open_archive
 from megatron.training.offline.target import Wish
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
-from tools import convert_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -135,7 +135,7 @@ def test_commands_are_accepted(name: str) -> None:
             options = read_options(words[2:])
             accept(*words[words.index("--") + 1 :], world_size=options.processes)
         else:
-            tool = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
+            tool = importlib.import_module(f"copus_ext.commands.{Path(words[0]).stem}")
             parser = getattr(tool, "parser", None) or tool.make_parser
             parser().parse_args(words[1:])
 
@@ -157,7 +157,7 @@ def test_the_python_of_the_tutorial_reads_a_journal(
 def test_what_the_faq_says_of_the_run_that_would_not_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from tools.replay import main
+    from copus_ext.commands.replay import main
 
     words = " ".join((DOCS / "faq.md").read_text().split())
     command, number = re.findall(

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from copus_ext.commands import plan
 from copus_ext.perf.cluster_spec import preset
 from copus_ext.perf.model_spec import PRESETS
 from copus_ext.perf.profile import ProfileStore
@@ -21,7 +22,6 @@ from copus_ext.planner import report
 from copus_ext.planner.request import cluster_of
 from copus_ext.planner.search import Planner
 from tests.helpers.launch import ROOT
-from tools import plan
 
 
 def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
@@ -280,7 +280,8 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; from tools import plan; import copus_ext.planner.search, copus_ext.perf.fit;"
+        "import sys; from copus_ext.commands import plan; "
+        "import copus_ext.planner.search, copus_ext.perf.fit; "
         "sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

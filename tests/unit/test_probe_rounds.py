@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.commands.probe_links import base_of, expected_of, parser, settings_of
 from copus_ext.perf.cluster_spec import ClusterSpec, preset
 from copus_ext.probe import session
 from copus_ext.probe.line import Timed
@@ -31,7 +32,6 @@ from copus_ext.probe.session import (
 from copus_ext.probe.table import table
 from megatron.training.errors import UsageError
 from tests.helpers.launch import ROOT
-from tools.probe_links import base_of, expected_of, parser, settings_of
 
 SIZES = (8, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
 
@@ -289,7 +289,7 @@ def test_a_wrong_flag_is_named_with_its_fix(flags: list[str], said: str) -> None
         base_of(args.cluster)
 
 
-@pytest.mark.parametrize("page", ["docs/planner.md", "tools/probe_links.py"])
+@pytest.mark.parametrize("page", ["docs/planner.md", "copus_ext/commands/probe_links.py"])
 def test_the_command_of_the_pages_is_accepted(page: str) -> None:
     lines = (ROOT / page).read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("srun ") and "probe_links.py" in line]

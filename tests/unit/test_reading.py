@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from copus_ext.commands import report, status, trace
 from copus_ext.journal import NAME as JOURNAL
 from copus_ext.reconfigure.checked import read_value
 from copus_ext.report.lines import Lines
@@ -22,7 +23,6 @@ from copus_ext.report.page import Book, script_json
 from copus_ext.tail import Tail, last_lines
 from megatron.training.metrics import METRICS_FILE
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
-from tools import report, status, trace
 
 
 def link(path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from copus_ext.commands import report as tool
 from copus_ext.report.figures import most_points
 from copus_ext.report.landscape import chosen_decisions
 from copus_ext.report.lines import Lines
@@ -23,7 +24,6 @@ from copus_ext.report.reader import RunReader
 from copus_ext.report.thin import kept, running_mean, turns
 from megatron.training.metrics import read_metrics
 from tests.helpers.written_runs import WrittenRun, usual_run
-from tools import report as tool
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 %{y} \ud800"
 

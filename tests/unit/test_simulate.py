@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from copus_ext.commands import replay
+from copus_ext.commands import simulate as tool
 from copus_ext.goodput.situation import Row
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.noise.estimators import predicted_spread
@@ -202,16 +203,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert Gauge(3).read(50.0, 16, 4) == Gauge(3).read(50.0, 16, 4) != Gauge(4).read(50.0, 16, 4)
 
 
-def test_decisions_of_a_simulation_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_of_a_simulation_replay(tmp_path: Path) -> None:
     scenario = small()
     who = contenders(scenario.batches)["adaptive_goodput_forward"]
     run = simulate(scenario, who, seed=0, journal=Journal(tmp_path))
     assert run.resizes and run.relayouts
     records = list(read_journal(tmp_path / NAME))
     assert len(records) == run.decisions
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    replay = __import__("replay")
-    sys.modules.pop("replay")
     assert all(replay.replayed(record, {})[0] for record in records)
 
 
@@ -289,14 +287,7 @@ def test_savings_are_over_the_fastest_baseline() -> None:
     json.dumps(result.to_json())
 
 
-@pytest.fixture(name="tool")
-def fixture_tool(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    yield __import__("simulate")
-    sys.modules.pop("simulate", None)
-
-
-def test_the_command_shows_a_table(tool, tmp_path: Path, capsys) -> None:
+def test_the_command_shows_a_table(tmp_path: Path, capsys) -> None:
     out = tmp_path / "out.json"
     flags = ["--preset", "32xh100-32b", "--policies", "static_64", "--seeds", "1"]
     assert tool.main([*flags, "--output", str(out)]) == 0
@@ -320,7 +311,7 @@ def test_the_command_shows_a_table(tool, tmp_path: Path, capsys) -> None:
     ],
 )
 def test_wrong_usage_gets_one_line(
-    tool, tmp_path: Path, capsys, flags: list[str], code: int, said: str
+    tmp_path: Path, capsys, flags: list[str], code: int, said: str
 ) -> None:
     file = tmp_path / "bad.json"
     file.write_text('{"progress": [2, 1], "phi": [1, 1]}')

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from copus_ext.commands import status
 from copus_ext.goodput.history import WINDOW_STEPS
 from copus_ext.journal import NAME, Journal, read_journal
 from copus_ext.report.now import Now, read_now
@@ -25,7 +26,6 @@ from megatron.training.metrics import METRICS_FILE, encode, read_metrics
 from megatron.training.tracker import Tracker
 from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
 from tests.helpers.written_runs import LAYOUTS, write_change
-from tools import status
 
 
 def shown(now: Now, width: int = 200) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain_gpt
+from copus_ext.commands import pretrain
+from copus_ext.commands import trace as trace_tool
 from copus_ext.report.timeline import leave_course
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.config import LoggingConfig
@@ -28,7 +29,6 @@ from megatron.training.state import TrainState
 from megatron.training.step_trace import Trace, open_trace
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
-from tools import trace as trace_tool
 
 
 class Broken:
@@ -317,7 +317,7 @@ def test_the_course_is_left_by_a_run_that_is_done(
     with monkeypatch.context() as broken:
         broken.setitem(sys.modules, "copus_ext.report.timeline", None)
         broken.delattr("copus_ext.report.timeline", raising=False)
-        pretrain_gpt.leave_course(outcome, code)
+        pretrain.leave_course(outcome, code)
     assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
-    pretrain_gpt.leave_course(outcome, code)
+    pretrain.leave_course(outcome, code)
     assert (tmp_path / DECISIONS).exists() == is_left

@@ -36,6 +36,7 @@ from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.rank_side import leave_error
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.workers import end_launch
+from copus_ext.program import running_as
 from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE
 from megatron.training.control import STOP_FILE, SUPERVISOR_VARIABLE
 from megatron.training.errors import UsageError
@@ -301,7 +302,7 @@ def program(tmp_path: Path) -> str:
 def test_the_command_line(program: str) -> None:
     alone = read_options(["--", "pretrain_gpt.py", "--save", "s"], {"CUDA_VISIBLE_DEVICES": ""})
     assert (alone.nnodes, alone.node_rank, alone.processes) == (1, 0, 1)
-    assert alone.program.is_file() and alone.run_dir == Path("s") and not alone.has_gpu
+    assert Path(*alone.program).is_file() and alone.run_dir == Path("s") and not alone.has_gpu
     words = ["--nnodes=2", "--node-rank=1", "--rdzv-endpoint=h", "--max-crashes=1"]
     words += ["--restart-wait", "0"]
     flags = ["--lr", "a b", "--run-dir=r", "--", "--nnodes"]
@@ -314,6 +315,18 @@ def test_the_command_line(program: str) -> None:
         f"--restart-wait 0 -- {program} --lr 'a b' --run-dir=r -- --nnodes"
     )
     assert alone.command.endswith("-- pretrain_gpt.py --save s --load s")
+
+
+def test_the_trainer_needs_no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unnamed = read_options(["--nproc-per-node", "2", "--", "--save", "s", "--lr=1"])
+    assert unnamed.program == ("-m", "copus_ext.commands.pretrain")
+    assert unnamed.flags == ("--save", "s", "--lr=1") and unnamed.run_dir == Path("s")
+    assert unnamed.command.endswith("--nproc-per-node 2 -- --save s --lr=1 --load s")
+    with running_as("copus launch"):
+        assert read_options(["--", "--lr", "1"]).command == "copus launch -- --lr 1"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("copus_ext.launch.options._ROOT", tmp_path)
+    assert read_options(["--", "pretrain_gpt.py", "--lr", "1"]).program == unnamed.program
 
 
 @pytest.mark.parametrize(

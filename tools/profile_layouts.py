@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Times layouts on the ranks it is started on; `copus profile-layouts` once installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copus_ext.commands.profile_layouts import main
+
+if __name__ == "__main__":
+    sys.exit(main())

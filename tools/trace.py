@@ -1,0 +1,12 @@
+#!/usr/bin/env python3
+"""Writes a run's decisions as a Chrome trace; `copus trace` once installed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from copus_ext.commands.trace import main
+
+if __name__ == "__main__":
+    sys.exit(main())
