@@ -1,7 +1,7 @@
 """torch's launcher for the ranks of one launch on one node: a process of its own, which dies with
 the supervisor and takes the ranks along. Says in a file how they ended.
 
-python -m copus_ext.launch.ranks --launch NAME ... PROGRAM FLAGS
+python -m copus_ext.launch.ranks --launch NAME ... -- PROGRAM FLAGS
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def main(argv: list[str]) -> int:
     Returns:
         0, or the code of the rank that failed first, 128 + N after signal N.
     """
-    options = _parser().parse_args(argv)
+    at = argv.index("--")
+    options, command = _parser().parse_args(argv[:at]), argv[at + 1 :]
     _end_with(options.parent, options.launch)
     for number in _LEFT_ALONE:
         # A function: what is ignored would stay ignored in the ranks.
         signal.signal(number, _pass)
-    failures = _run(options)
+    failures = _run(options, command)
     failure = root_of(failures)
     code = 0 if failure is None else failure.exit_code or 1
     report = {"code": code, "failure": None if failure is None else failure.to_json()}
@@ -59,11 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", required=True, help="host:port of the first node")
     parser.add_argument("--folder", required=True, help="for the report and for errors of ranks")
     parser.add_argument("--parent", type=int, required=True, help="the supervisor's process id")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="program and flags")
     return parser
 
 
-def _run(options: argparse.Namespace) -> list[Failure]:
+def _run(options: argparse.Namespace, command: list[str]) -> list[Failure]:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with no_collection():
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> list[Failure]:
         logs_specs=DefaultLogsSpecs(log_dir=options.folder),
     )
     try:
-        elastic_launch(config, sys.executable)("-u", *options.command)
+        elastic_launch(config, sys.executable)("-u", *command)
     except ChildFailedError as error:
         failures, hung = told_apart([_failure(rank, one) for rank, one in error.failures.items()])
         for one in hung:

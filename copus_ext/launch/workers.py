@@ -82,7 +82,10 @@ class Workers:
             command += [f"--{name}", str(value)]
         # A group of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
         self._child = subprocess.Popen(
-            [*command, *launch.command], env=env, start_new_session=True, stdin=subprocess.DEVNULL
+            [*command, "--", *launch.command],
+            env=env,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
         )
 
     def is_running(self) -> bool:
