@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 
@@ -38,3 +39,10 @@ def tell(script: str, text: str) -> None:
         text: such as `error: ...` or `note: ...`.
     """
     print(f"{program_name(script)}: {text}", file=sys.stderr, flush=True)
+
+
+def close_output() -> None:
+    """Closes standard output after its reader has gone, so that Python does not complain of what is
+    left in its buffer."""
+    with contextlib.suppress(OSError):
+        os.close(sys.stdout.fileno())

@@ -21,6 +21,7 @@ COMMANDS = {
     "replay": "Decides again what a journal says was decided.",
     "trace": "Writes a run's decisions and changes of layout as a Chrome trace.",
     "simulate": "Runs policies on a virtual clock.",
+    "generate": "Shows what a trained model writes: prompts in, text out.",
     "inspect-checkpoint": "Says what is inside a checkpoint, and whether it is complete.",
     "convert-checkpoint": "Converts a checkpoint: layout, vocabulary, number format, Hugging Face.",
 }

@@ -9,10 +9,8 @@ batch has legal ones but none fits, 5 an input file cannot be used.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import io
-import os
 import sys
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ from copus_ext.planner.request import (
     sizes,
     timings_of,
 )
-from copus_ext.program import tell
+from copus_ext.program import close_output, tell
 
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
@@ -337,8 +335,7 @@ def main(argv: list[str] | None = None) -> int:
         tell("plan.py", f"error: {error}")
         return 5
     except BrokenPipeError:
-        with contextlib.suppress(OSError):
-            os.close(sys.stdout.fileno())
+        close_output()
         return 0
     except KeyboardInterrupt:
         return 130

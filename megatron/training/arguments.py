@@ -291,6 +291,7 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     """
     shape = {f.name for f in dataclasses.fields(ModelConfig)} - {"add_position_embedding"}
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
+    tokenizer |= {"vocab_file", "merge_file"}
     values = dict(vars(args))
     for name in (shape | tokenizer) - args.explicit_flags:
         if stored.get(name) is not None and name in values:

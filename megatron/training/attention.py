@@ -78,8 +78,9 @@ class SdpaAttention(MegatronModule):
             query: [seq, batch, heads of this rank, head size].
             key: [seq, batch, query groups of this rank, head size].
             value: [seq, batch, query groups of this rank, value size].
-            attention_mask: must be None; the mask is causal.
-            attn_mask_type: unused, part of the interface.
+            attention_mask: must be None.
+            attn_mask_type: `no_mask` where a single new token looks back on all keys that are kept;
+                else the mask is causal.
             attention_bias: must be None.
             packed_seq_params: must be None.
 
@@ -88,26 +89,32 @@ class SdpaAttention(MegatronModule):
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         dropout = self.dropout if self.training else 0.0
+        is_causal = attn_mask_type != AttnMaskType.no_mask
         # [seq, batch, heads, size] -> [batch, heads, seq, size]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if dropout > 0.0:
             tracker: Any = tensor_parallel.get_cuda_rng_tracker()
             with tracker.fork():
-                context = self._attend(q, k, v, dropout)
+                context = self._attend(q, k, v, dropout, is_causal)
         else:
-            context = self._attend(q, k, v, 0.0)
+            context = self._attend(q, k, v, 0.0, is_causal)
         seq, batch = query.shape[:2]
         return context.permute(2, 0, 1, 3).reshape(seq, batch, self.output_size)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout: float,
+        is_causal: bool,
     ) -> torch.Tensor:
         return F.scaled_dot_product_attention(
             q,
             k,
             v,
             dropout_p=dropout,
-            is_causal=True,
+            is_causal=is_causal,
             scale=self.softmax_scale,
             enable_gqa=self.grouped,
         )

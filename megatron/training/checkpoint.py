@@ -65,7 +65,7 @@ def model_state(model: Model, metadata: dict[str, Any]) -> dict[str, Any]:
     """Sharded state of the chunks, under the keys megatron-core's optimizer expects."""
     # The data-parallel wrapper adds a prefix on saving that it does not strip on loading: ask the
     # inner module.
-    chunks = [chunk.module.sharded_state_dict(metadata=metadata) for chunk in model.chunks]  # pyright: ignore[reportCallIssue]
+    chunks = [chunk.sharded_state_dict(metadata=metadata) for chunk in model.unwrapped]
     if len(chunks) == 1:
         return {"model": chunks[0]}
     return {f"model{i}": chunk for i, chunk in enumerate(chunks)}

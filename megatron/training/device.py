@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,24 @@ def _means_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+class _CpuEvent:
+    """A point in time, as megatron-core's inference takes one before and after each token."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._s = 0.0
+
+    def record(self) -> None:
+        """Takes the time."""
+        self._s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Does nothing: all is done in order."""
+
+    def elapsed_time(self, end: _CpuEvent) -> float:
+        """Milliseconds from here to `end`."""
+        return 1000 * (end._s - self._s)
+
+
 def _cpu_replacements() -> list[tuple[Any, str, Any]]:
     """The (object, attribute, value) triples that a CPU rank needs, megatron-core's and torch's."""
     from megatron.core.fusions import fused_softmax
@@ -87,6 +106,7 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
     return [
         # A device and not an index: megatron-core passes the answer on as device=.
         (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "Event", _CpuEvent),
         (torch.cuda, "synchronize", nothing),
         (torch.cuda, "empty_cache", nothing),
         (torch.cuda, "get_rng_state", get_state),

@@ -32,15 +32,17 @@ def load_weights(
     stored: Stored,
     config: Config,
     model: Model,
-    optimizer: MegatronOptimizer,
+    optimizer: MegatronOptimizer | None,
     groups: ProcessGroupCollection,
 ) -> None:
-    """Loads weights and, unless asked not to, the optimizer. Collective over the world.
+    """Loads weights and, unless there is none or asked not to, the optimizer. Collective over the
+    world.
 
     Raises:
         TrainingFailure: on every rank, when keys do not match or a file cannot be read.
     """
-    with_optimizer = not (config.checkpoint.no_load_optim or config.checkpoint.finetune)
+    weights_only = config.checkpoint.no_load_optim or config.checkpoint.finetune
+    with_optimizer = optimizer is not None and not weights_only
     kind = stored.metadata.get("distrib_optim_sharding_type")
     if with_optimizer and config.parallel.use_distributed_optimizer and kind != "fully_reshardable":
         raise TrainingFailure(
@@ -51,6 +53,7 @@ def load_weights(
     metadata = {**sharding_metadata(config, groups), **stored.metadata}
     sharded = {key: _tensors(chunk) for key, chunk in model_state(model, metadata).items()}
     if with_optimizer:
+        assert optimizer is not None
         with _without_warnings("megatron.core.optimizer.distrib_optimizer"):
             sharded["optimizer"] = optimizer.sharded_state_dict(
                 dict(sharded), is_loading=True, metadata=metadata
@@ -77,6 +80,8 @@ def load_weights(
         left += [k for k in (*keys.missing_keys, *keys.unexpected_keys) if _matters(k)]
     if problem := first_problem(f"{left[0]} does not fit this model" if left else None):
         raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
+    if optimizer is None:
+        return
     if with_optimizer:
         mark_decoupled(_groups_in(loaded["optimizer"]))
         optimizer.load_state_dict(loaded["optimizer"])

@@ -346,6 +346,22 @@ def build_model(
     return Model(chunks=chunks, core_config=core, clock=clock)
 
 
+def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
+    """Builds a model that is only to be run: without gradients, and without values until a
+    checkpoint brings them.
+
+    Args:
+        config: resolved configuration; its layout has no virtual stages.
+        groups: process groups of the layout.
+        device: where the parameters go.
+    """
+    seed_build(config.runtime.seed)
+    core = core_config(config)
+    chunk = _build_chunk(config, core, groups, device, None, False)
+    chunk.requires_grad_(False).eval()
+    return Model(chunks=[chunk], core_config=core, clock=StepClock(is_cuda=device.is_cuda))
+
+
 def _build_chunk(
     config: Config,
     core: TransformerConfig,
