@@ -5,33 +5,40 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 from copus_ext import __version__
 from copus_ext.program import running_as
 
-COMMANDS = {
-    "pretrain": "Pre-trains a GPT: Megatron-LM's flags, and --copus.",
-    "launch": "Starts the ranks of a run on this node, and again when it asks for it or crashes.",
-    "preprocess-data": "Text to an indexed data set, as megatron-core reads it.",
-    "plan": "Plans a training run before it is launched: which layout, will it fit, how fast.",
-    "profile-layouts": "Times layouts on the ranks it is started on, for the planner.",
-    "probe-links": "Times the links between all pairs of nodes and writes a cluster file.",
-    "status": "Shows how a run stands, from its directory alone.",
-    "report": "Writes one HTML file about one or several runs.",
-    "replay": "Decides again what a journal says was decided.",
-    "trace": "Writes a run's decisions and changes of layout as a Chrome trace.",
-    "simulate": "Runs policies on a virtual clock.",
-    "generate": "Shows what a trained model writes: prompts in, text out.",
-    "inspect-checkpoint": "Says what is inside a checkpoint, and whether it is complete.",
-    "convert-checkpoint": "Converts a checkpoint: layout, vocabulary, number format, Hugging Face.",
-}
-"""Name -> what it does."""
+COMMANDS = (
+    "pretrain",
+    "launch",
+    "preprocess-data",
+    "plan",
+    "profile-layouts",
+    "probe-links",
+    "status",
+    "report",
+    "replay",
+    "trace",
+    "simulate",
+    "generate",
+    "inspect-checkpoint",
+    "convert-checkpoint",
+)
 _ELSEWHERE = {"launch": "copus_ext.launch.supervisor"}
 
 
 def module_of(name: str) -> str:
     """The module whose `main` is a command."""
     return _ELSEWHERE.get(name, f"copus_ext.commands.{name.replace('-', '_')}")
+
+
+def first_line(name: str) -> str:
+    """What a command does: the first line of its module, which is not imported."""
+    path = Path(__file__).parents[2].joinpath(*module_of(name).split(".")).with_suffix(".py")
+    with path.open(encoding="utf-8") as file:
+        return file.readline().strip().strip('"')
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         usage="%(prog)s COMMAND [flags]",
         description="Pre-training on megatron-core that adapts batch and layout as it runs.",
         epilog="commands:\n"
-        + "\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items())
+        + "\n".join(f"  {name:{width}}  {first_line(name)}" for name in COMMANDS)
         + "\n\n`copus COMMAND --help` shows the flags of one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,8 +1,9 @@
-"""Pre-trains a GPT: Megatron-LM's flags, one process per GPU (or per CPU rank), started by
-torchrun, by srun or alone.
+"""Pre-trains a GPT with Megatron-LM's flags.
 
 torchrun --nproc-per-node 4 pretrain_gpt.py --num-layers 8 --hidden-size 256 ... --data-path
 my_text_document
+
+One process per GPU (or per CPU rank), started by torchrun, by srun or alone.
 """
 
 import argparse

@@ -347,7 +347,9 @@ def test_explicit_names() -> None:
 
 
 def test_model_shape_from_a_checkpoint() -> None:
-    stored = config_of("--swiglu --group-query-attention --num-query-groups 2").flat()
+    stored = config_of(
+        "--swiglu --group-query-attention --num-query-groups 2 --vocab-file v.json --merge-file m"
+    ).flat()
     few = (
         "--use-checkpoint-args --seq-length 16 --lr 1e-3 --micro-batch-size 1 --mock-data "
         "--train-iters 5 --num-layers 8"
@@ -357,4 +359,5 @@ def test_model_shape_from_a_checkpoint() -> None:
     assert config.model.num_layers == 8
     assert config.model.num_query_groups == 2
     assert config.model.ffn_hidden_size == stored["ffn_hidden_size"]
+    assert (config.data.vocab_file, config.data.merge_file) == ("v.json", "m")
     assert config.batch.seq_length == 16
