@@ -90,3 +90,7 @@ print("try next:          other flags of Megatron-LM on pretrain_gpt.py; see REA
 losses = [r["losses"]["lm loss"] for r in evaluations]
 sys.exit(0 if losses[-1] < losses[0] else "quickstart: the validation loss did not fall")
 PY
+
+echo "== 5. what the model of the last checkpoint writes"
+"$python" tools/generate.py --load "$run/checkpoints" --prompt "def " "class " "import " \
+    --num-tokens-to-generate 60 --temperature 0.5 --one-line

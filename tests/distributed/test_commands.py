@@ -184,7 +184,8 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     for page in ("README.md", *(f"docs/{name}.md" for name in named)):
         words = (ROOT / page).read_text()
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
-            also = flag in ("--nproc-per-node", "--help") or f'"{flag}"' in tools
+            others = ("--nproc-per-node", "--no-python", "--help", "--version")
+            also = flag in others or f'"{flag}"' in tools
             assert flag in known or also, f"{page} names {flag}"
         for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):
             assert (ROOT / path).exists(), f"{page} names {path}"

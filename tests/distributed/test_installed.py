@@ -130,7 +130,6 @@ def test_from_text_to_a_report_and_to_text_again(installed: Installed) -> None:
         "module": [*torchrun, 2, *module, *flags],
         "program": [*torchrun, 2, "--no-python", "copus", "pretrain", *flags],
         "ours": ["copus", "launch", "--nproc-per-node", 2, "--", *flags],
-        "named": ["copus", "launch", "--nproc-per-node", 2, "--", "pretrain_gpt.py", *flags],
     }
     for name, command in ways.items():
         said = installed.run(*command, "--save", name, "--run-dir", f"{name}-run")
