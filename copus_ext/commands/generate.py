@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import sys
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,7 +207,10 @@ def _opened(output: Path | None) -> Iterator[IO[str]]:
 def harmless(text: str) -> str:
     """The text for a terminal, which obeys control characters: all but line ends and tabs become
     replacement characters."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    keep = ("\n", "\t")
+    return "".join(
+        "\ufffd" if unicodedata.category(c) == "Cc" and c not in keep else c for c in text
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

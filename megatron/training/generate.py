@@ -256,8 +256,9 @@ def open_generator(
         try:
             stored = read_stored(load, step=step, verify=True, fallback=True)
             if stored is None:
-                is_foreign = huggingface.is_model(load)
-                fix = "make one of it with convert_checkpoint.py" if is_foreign else "give --save"
+                fix = "give the --save directory of a run"
+                if huggingface.is_model(load):
+                    fix = "make one of that Hugging Face model with convert_checkpoint.py"
                 raise UsageError(f"--load {load} holds no checkpoint; {fix}")
             config = _config_of(stored, [*flags, "--device", device])
             tokenizer = build_tokenizer(**tokenizer_flags(config))

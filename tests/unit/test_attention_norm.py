@@ -44,6 +44,9 @@ def test_attention_is_causal_softmax_attention(groups: int, layer_scaling: bool)
     scores = scores.masked_fill(torch.ones(seq, seq).triu(1).bool(), float("-inf"))
     want = torch.einsum("bhst,tbhd->sbhd", scores.softmax(dim=-1), v)
     torch.testing.assert_close(got, want.reshape(seq, batch, heads * size))
+    # A token behind a cache looks back on all of it.
+    last = attention(query[-1:], key, value, None, attn_mask_type=AttnMaskType.no_mask)
+    torch.testing.assert_close(last, got[-1:])
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.training.model import _let_go_of_values
 
 PATCHED = [
     (torch.cuda, "current_device"),
+    (torch.cuda, "Event"),
     (torch.cuda, "synchronize"),
     (torch.cuda, "empty_cache"),
     (torch.cuda, "get_rng_state"),
@@ -82,6 +84,12 @@ def test_cuda_means_cpu_inside_and_nothing_stays_outside() -> None:
         assert device.backend == "gloo" and not device.is_cuda
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2, device=torch.cuda.current_device()).device.type == "cpu"
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        time.sleep(0.01)
+        end.record()
+        end.synchronize()
+        assert begin.elapsed_time(end) >= 10
         tensor = torch.zeros(2)
         assert tensor.cuda() is tensor
         assert tensor.to("cuda:0").device.type == "cpu"

@@ -253,7 +253,7 @@ def test_the_command_prints_text_and_writes_json(
 
 def test_a_terminal_is_told_nothing() -> None:
     assert command.harmless("a\x1b[2J\tb\n\u00e9") == "a\ufffd[2J\tb\n\u00e9"
-    assert command.harmless("\r\x00\u202e") == "\ufffd" * 3
+    assert command.harmless("\r\x00\x9b\u3000") == "\ufffd" * 3 + "\u3000"
 
 
 def refused(words: str, said: str, **others: Any) -> Any:
