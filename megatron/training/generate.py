@@ -98,10 +98,12 @@ class TextGenerator:
             inference_max_requests=1,
             inference_max_seq_length=self.max_length,
         )
-        context = StaticInferenceContext.from_config(settings)
+        context = StaticInferenceContext(max_batch_size=1, max_sequence_length=0)
         (chunk,) = model.chunks
-        wrapper = _WithoutPadding(chunk, settings, context, groups, vocab_size=tokenizer.vocab_size)
-        self._controller = TextGenerationController(wrapper, tokenizer, groups.pp)
+        self._wrapper = _WithoutPadding(
+            chunk, settings, context, groups, vocab_size=tokenizer.vocab_size
+        )
+        self._controller = TextGenerationController(self._wrapper, tokenizer, groups.pp)
 
     def tokens_of(self, prompt: str, what: str) -> list[int]:
         """The tokens of a prompt.
@@ -154,6 +156,10 @@ class TextGenerator:
             prompt_tokens=tokens,
             sampling_params=params,
             status=Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
+        )
+        # A cache as long as this text: one for all positions of a model may not fit.
+        self._wrapper.inference_context = StaticInferenceContext(
+            max_batch_size=1, max_sequence_length=len(tokens) + params.num_tokens_to_generate
         )
         self._controller.sampling_rng.manual_seed(seed)
         self._controller.generate_all_output_tokens_static_batch(OrderedDict({0: request}))

@@ -83,7 +83,7 @@ def params(num: int = 16, **others: Any) -> SamplingParams:
 
 def logits_of(model: TextGenerator, tokens: list[int]) -> torch.Tensor:
     """What the bare model says after all of these tokens, without a cache and without a mask."""
-    bare = model._controller.inference_wrapped_model.model
+    bare = model._wrapper.model
     with torch.no_grad():
         ids = torch.tensor([tokens])
         return bare(ids, torch.arange(len(tokens))[None], None)[0, -1]
@@ -94,6 +94,9 @@ def test_greedy_takes_what_the_whole_model_finds_most_likely(kind: str, tmp_path
     with open_generator(written(tmp_path / "c", **KINDS[kind])) as model:
         found = model.generate(PROMPT, params(top_k=GREEDY), seed=1)
         tokens = model.tokens_of(PROMPT, "it")
+        context: Any = model._wrapper.inference_context
+        cache = context.key_value_memory_dict
+        assert {len(t) for kept in cache.values() for t in kept} == {len(tokens) + 16}
         for token in found.generated_tokens:
             assert token == int(logits_of(model, tokens)[:TOKENS].argmax())
             tokens.append(token)
@@ -109,7 +112,7 @@ def test_the_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
         kept["head"] = pieces[at].make()
 
     with open_generator(written(tmp_path / "c", keep)) as model:
-        bare = model._controller.inference_wrapped_model.model
+        bare = model._wrapper.model
         weights = dict(bare.named_parameters())
         assert torch.equal(weights["output_layer.weight"], kept["head"])
         assert not any(p.requires_grad for p in bare.parameters())
