@@ -46,6 +46,24 @@ def test_a_schedule_is_followed_to_the_sample(results: dict[str, Any]) -> None:
     assert starts == [0, *ends[:-1]] and ends[-1] == 360
 
 
+def test_the_log_tells_each_decision_once(results: dict[str, Any]) -> None:
+    observed = results["observed"]
+    decisions = [r["decision"] for r in observed["journal"] if r["kind"] == "decision"]
+    first, *news = [line for line in observed["told"] if line.startswith(" copus: ")]
+    assert len(observed["steps"]) > 2 * len(decisions) > 0, "the log has a line for every step"
+    assert first == " copus: no decision yet |" and len(news) == len(decisions)
+    assert all(decision["reason"] in line for decision, line in zip(decisions, news))
+    changes = [line for line in results["doubling"]["told"] if "copus: batch" in line]
+    changes = [line for line in changes if "->" in line]
+    assert len(changes) == 3 and changes[0] == "copus: batch 8 -> 16; target batch 16"
+
+
+def test_the_log_tells_where_training_ends_after_a_change(results: dict[str, Any]) -> None:
+    lines = [line for line in results["doubling"]["told"] if "measured in samples" in line]
+    assert "its 360 samples now end at step 27 instead of 45" in lines[0] and len(lines) == 3
+    assert f"now end at step {len(results['doubling']['steps'])} " in lines[-1]
+
+
 def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
     steps = results["doubling"]["steps"]
     by_batch = {s["global_batch_size"]: s["learning_rate"] for s in steps[:-1]}

@@ -5,6 +5,7 @@ worker_controller.py OUTPUT_DIR
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -56,9 +57,12 @@ def main(output: Path) -> None:
 
     def record(name: str, more: list[str], controller: Any = None, folder: str = "") -> None:
         where = output / (folder or name)
-        run([*BASE, *more], where, [controller] if controller else [])
+        out = io.StringIO()
+        run([*BASE, *more], where, [controller] if controller else [], out=out)
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, controller.states if controller else [])
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, out.getvalue())
         if dist.get_rank() == 0:
             journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
             results[name] = {
@@ -69,17 +73,19 @@ def main(output: Path) -> None:
                 ],
                 "journal": journal,
                 "states": states,
+                "told": "".join(told).splitlines(),
             }
 
     save = ["--save", str(output / "saved"), "--save-interval", "10"]
-    record("doubling", save, Noting(**DOUBLING))
+    record("doubling", [*save, "--log-interval", "1"], Noting(**DOUBLING))
     record(
         "resumed",
         ["--load", str(output / "saved"), "--ckpt-step", "10"],
         Noting(**DOUBLING),
     )
     record("plain", [])
-    record("observed", [], Noting(copus_mode="observe", copus_noise_scale_multiplier=1e3))
+    observe = {"copus_mode": "observe", "copus_noise_scale_multiplier": 1e3}
+    record("observed", ["--log-interval", "1"], Noting(**observe))
     record("adaptive", [], Noting(copus_noise_scale_multiplier=1e3, copus_max_global_batch_size=64))
     record("paper", [], Noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:

@@ -75,9 +75,15 @@ def evaluations_of(run_dir: Path) -> list[float]:
 
 
 def run(
-    flags: Iterable[str], run_dir: Path, callbacks: Iterable[Any] = (), *, base: str = TINY
+    flags: Iterable[str],
+    run_dir: Path,
+    callbacks: Iterable[Any] = (),
+    *,
+    base: str = TINY,
+    out: io.StringIO | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains in this process group and returns the step records (rank 0; empty elsewhere)."""
+    """Trains in this process group and returns the step records (rank 0; empty elsewhere); what
+    this rank prints goes to `out`."""
     import torch.distributed as dist
 
     from megatron.training.arguments import parse_args, resolve
@@ -86,7 +92,7 @@ def run(
     config = resolve(
         parse_args([*base.split(), *flags, "--run-dir", str(run_dir)]), dist.get_world_size()
     )
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(out or io.StringIO()):
         pretrain(config, callbacks)
     return steps_of(run_dir) if dist.get_rank() == 0 else []
 
