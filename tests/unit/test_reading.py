@@ -201,7 +201,7 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
     (circles,) = [trace for trace in loss["data"] if trace["name"] == "change"]
     assert circles["meta"]["x"]["steps"] == [15]
     assert [p[0] for p in payload["landscapes"][0]["path"]] == [-1, 15]
-    assert "1 changes" in dict(payload["runs"][0]["facts"])["Controller"]
+    assert "1 change" in dict(payload["runs"][0]["facts"])["Controller"]
     told = {line[2]: line[9] for line in payload["journal"] if line[4] == "change"}
     for number, (_, _, reason) in enumerate(ends):
         assert reason in told[10 + number]
