@@ -17,6 +17,7 @@ from copus_ext.perf.links import Links, Matrix
 from copus_ext.perf.model_spec import PRESETS, SpecError
 from copus_ext.perf.schedule import pipeline_time
 from copus_ext.perf.step import EndOfStep
+from copus_ext.planner import mapping
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.mapping import alike, find_order, job_of, network_of, order_for
 from copus_ext.planner.orders import every_order
@@ -256,8 +257,8 @@ def test_a_uniform_matrix_predicts_what_the_planner_does() -> None:
     links = Links(bytes_per_s=matrix(np.full((4, 4), bound)), latency_s=matrix(np.zeros((4, 4))))
     linked = replace(cluster, links=links)
     limits = Limits(max_micro_batch=2)
-    (plan,) = Planner(model, cluster, limits=limits).rank([64], top=300)
-    (same,) = Planner(model, linked, limits=limits).rank([64], top=300)
+    (plan,) = Planner(model, cluster, limits=limits).rank([64], top=100)
+    (same,) = Planner(model, linked, limits=limits).rank([64], top=100)
     assert plan == same
     checked = set()
     for answer in plan.ranked:
@@ -286,7 +287,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "pp"), [(16, 1), (16, 4), (16, 16), (32, 8), (64, 1), (64, 8), (64, 64)]
+    ("nodes", "pp"), [(16, 1), (16, 4), (16, 16), (32, 8), (32, 32), (64, 8)]
 )
 def test_a_planted_order_is_found_again(nodes: int, pp: int) -> None:
     rng = np.random.default_rng(nodes + pp)
@@ -317,25 +318,35 @@ def test_racks_are_found_again(pp: int) -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 3, 9]))
 @example(18255, 3)  # no swap of two helps there, and a turn of three does
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> None:
     rng = np.random.default_rng(seed)
     net = network(rng.uniform(1e9, 40e9, (9, 9)), rng.uniform(0, 1e-4, (9, 9)))
     work = job(2, pp, 18 // pp, count=6)
-    first, again = (find_order(work, net, evaluations=3000) for _ in range(2))
-    assert first == again
-    assert first.after_s <= first.before_s
-    placement = Placement(work, net)
-    best = placement.step_s(every_order(9, turning=placement.turning)).min()
-    found = find_order(work, net)
-    assert found.after_s <= 1.03 * best
+    found, again = (find_order(work, net, evaluations=3000) for _ in range(2))
+    assert found == again and not found.exact
+    assert found.after_s <= found.before_s
     near = []
-    for some in itertools.permutations(range(9), 3):
+    for some in (x for size in (2, 3) for x in itertools.permutations(range(9), size)):
         order = list(found.order)
         for at, other in zip(some, (*some[1:], some[0])):
             order[at] = found.order[other]
         near.append(order)
-    assert placement.step_s(np.array(near)).min() >= found.after_s * (1 - 1e-9)
+    least = Placement(work, net).step_s(np.array(near)).min()
+    assert least >= found.after_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", [5, 13])
+def test_a_search_finds_what_no_greedy_order_is_near(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    net = network(rng.uniform(1e9, 40e9, (8, 8)), rng.uniform(0, 1e-4, (8, 8)))
+    work = job(2, 2, 8, count=6)
+    best = find_order(work, net).after_s
+    monkeypatch.setattr(mapping, "EXACT_NODES", 7)
+    found = find_order(work, net, evaluations=3000)
+    assert not found.exact and found.after_s <= 1.01 * best < found.before_s
 
 
 def test_units_do_not_matter() -> None:

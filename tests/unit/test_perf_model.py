@@ -267,7 +267,8 @@ def test_a_fit_finds_the_constants_that_made_the_times() -> None:
     from copus_ext.perf.fit import fit_constants
 
     truth = dataclasses.replace(Constants(), gemm_efficiency=0.6, tp_bytes_per_s=80e9)
-    rows = ROWS.take(np.arange(0, len(ROWS.tp), 10))
+    # Short pipelines, which are quick to price.
+    rows = ROWS.take(np.flatnonzero((ROWS.pp <= 2) & (ROWS.vpp == 1))[::10])
     seconds = step_time(rows, truth).step_s
     found = fit_constants(rows, seconds, prior=Constants(), prior_weight=0.01)
     assert np.abs(found.residuals).max() < 0.02
