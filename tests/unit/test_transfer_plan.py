@@ -75,13 +75,13 @@ def check(source: Ownership, target: Ownership, plan: Plan) -> None:
     assert plan.received_bytes == [received[r] for r in range(len(target))]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(changes())
 def test_every_element_arrives_once_by_the_shortest_way(case: tuple[Ownership, Ownership]) -> None:
     check(*case, make_plan(*case))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(changes(), st.randoms())
 def test_a_hole_is_refused(case: tuple[Ownership, Ownership], random: object) -> None:
     source, target = case
