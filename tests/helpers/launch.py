@@ -11,17 +11,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tests.helpers import processes
 from tests.helpers.fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 Launcher = Literal["torchrun", "direct", "fresh"]
+_T = TypeVar("_T")
 
 CHILD_PATH = Path(__file__).resolve().parent / "child"
 _TAIL_CHARS = 6000
@@ -139,6 +142,37 @@ def run_ranks(
     assert not left, f"processes {left} cannot be ended"
     if code is None:
         raise RanksHung(f"{program} hung after {timeout_s:g} s\n{result.tail()}\n{stacks}")
+    return result
+
+
+def run_in_fork(function: Callable[..., _T], *args: Any, timeout_s: float = 60.0) -> _T:
+    """Returns what a function returns in a process of its own.
+
+    The process is forked from this one, so that it imports nothing again. It may spoil what belongs
+    to a process: groups, handlers of signals, globals of megatron-core.
+
+    Raises:
+        AssertionError: the function raised, or did not return in time.
+    """
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def answer() -> None:
+        try:
+            theirs.send((function(*args), ""))
+        except BaseException:
+            theirs.send((None, traceback.format_exc()))
+
+    child = context.Process(target=answer)
+    child.start()
+    theirs.close()
+    try:
+        assert ours.poll(timeout_s), f"{function.__name__} hung for {timeout_s:g} s"
+        result, problem = ours.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert not problem, problem
     return result
 
 

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.helpers.jobs import TINY
-from tests.helpers.launch import ROOT
-
-LOOK = """
-import json, math, sys
 import torch
+
 from megatron.training.arguments import parse_args, resolve
 from megatron.training.callbacks import Callback
 from megatron.training.pretrain import pretrain
+from tests.helpers.jobs import TINY
+from tests.helpers.launch import ROOT, run_in_fork
 
-facts, names = {}, set()
-
-def look(name, question):
-    try:
-        facts[name] = bool(question())
-    except (AttributeError, TypeError, KeyError, IndexError):
-        facts[name] = False
 
 class Look(Callback):
-    def on_setup_start(self, context):
-        chunk = context.model[0]
+    """Asks about each name while a small job trains.
+
+    Args:
+        facts: filled with whether each is as the tap relies on.
+        names: filled with the names of all attributes there.
+    """
+
+    def __init__(self, facts: dict[str, bool], names: set[str]) -> None:
+        self.facts, self.names = facts, names
+
+    def look(self, name: str, question: Callable[[], Any]) -> None:
+        try:
+            self.facts[name] = bool(question())
+        except (AttributeError, TypeError, KeyError, IndexError):
+            self.facts[name] = False
+
+    def on_setup_start(self, context: Any) -> None:
+        look, chunk = self.look, context.model[0]
         self.param = param = next(chunk.parameters())
         look("ddp_config", lambda: chunk.ddp_config.use_distributed_optimizer is True)
         look("module", lambda: isinstance(chunk.module, torch.nn.Module))
@@ -44,15 +48,25 @@ class Look(Callback):
         look("buffers", lambda: param in chunk.buffers[0].param_index_map)
         buffer = chunk.buffers[0]
         entry = buffer.param_index_map[param]
-        look("param_index_map", lambda: len(entry) == 3 and entry[1] - entry[0] == param.numel()
-            and 0 <= entry[2] < len(buffer.buckets))
+        look(
+            "param_index_map",
+            lambda: (
+                len(entry) == 3
+                and entry[1] - entry[0] == param.numel()
+                and 0 <= entry[2] < len(buffer.buckets)
+            ),
+        )
         bucket = buffer.buckets[entry[2]]
         look("offset", lambda: 0 <= entry[0] - bucket.offset < bucket.grad_data.numel())
-        place = lambda: bucket.grad_data[entry[0] - bucket.offset:].data_ptr()
-        look("grad_data", lambda: place() == buffer.grad_data[entry[0]:].data_ptr())
+
+        def place() -> int:
+            return bucket.grad_data[entry[0] - bucket.offset :].data_ptr()
+
+        look("grad_data", lambda: place() == buffer.grad_data[entry[0] :].data_ptr())
         look("main_grad", lambda: place() == param.main_grad.data_ptr())
         for thing in (chunk, group, bucket, buffer):
-            names.update(set(dir(thing)) - set(dir(torch.nn.Module())) - set(dir(torch.Tensor)))
+            known = {*dir(torch.nn.Module()), *dir(torch.Tensor)}
+            self.names.update(set(dir(thing)) - known)
         self.calls, start = [], group.start_grad_sync
         group.start_grad_sync = lambda *a, **k: (self.calls.append(1), start(*a, **k))[1]
         self.seen, self.behind = [], []
@@ -61,25 +75,22 @@ class Look(Callback):
         self.node = node
         node.register_hook(lambda *_: self.behind.append(param.main_grad + 0))
 
-    def on_grads_ready(self, context):
-        facts["start_grad_sync is looked up on the instance"] = len(self.calls) == 1
+    def on_grads_ready(self, context: Any) -> None:
+        self.facts["start_grad_sync is looked up on the instance"] = len(self.calls) == 1
         before = torch.zeros_like(self.param.main_grad)
         order, total = True, before
         for gradient, held in self.seen:
             order &= torch.equal(held, total)
             total = total + gradient
-        facts["hook on the parameter"] = len(self.seen) == 8 and order
+        self.facts["hook on the parameter"] = len(self.seen) == 8 and order
         # Behind the accumulation the buffer holds it.
         running, added = torch.zeros_like(before), True
         for (gradient, _), held in zip(self.seen, self.behind):
             running = running + gradient
             added &= torch.equal(held, running)
-        facts["hook behind the accumulation"] = len(self.behind) == 8 and added
+        self.facts["hook behind the accumulation"] = len(self.behind) == 8 and added
 
-with torch.random.fork_rng():
-    pretrain(resolve(parse_args(sys.argv[1:]), 1), [Look()])
-print(json.dumps({"facts": facts, "names": sorted(names)}))
-"""
+
 RELIED_ON = {
     "ddp_config": "DistributedDataParallel.ddp_config.use_distributed_optimizer tells the sharding",
     "module": "DistributedDataParallel.module is what it wraps",
@@ -99,24 +110,27 @@ RELIED_ON = {
 }
 
 
+def train(run_dir: Path) -> tuple[dict[str, bool], set[str]]:
+    """Trains one step and returns what was found."""
+    facts: dict[str, bool] = {}
+    names: set[str] = set()
+    flags = f"{TINY} --use-distributed-optimizer --train-iters 1 --run-dir {run_dir}".split()
+    pretrain(resolve(parse_args(flags), 1), [Look(facts, names)])
+    return facts, names
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = tmp_path_factory.mktemp("tap")
-    flags = f"{TINY} --use-distributed-optimizer --train-iters 1 --run-dir {folder}".split()
-    command = [sys.executable, "-c", LOOK, *flags]
-    got = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=ROOT)
-    lines = got.stdout.splitlines()
-    assert got.returncode == 0 and lines, f"megatron-core moved: {got.stderr[-2000:]}"
-    return json.loads(lines[-1])
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bool], set[str]]:
+    return run_in_fork(train, tmp_path_factory.mktemp("tap"))
 
 
 @pytest.mark.parametrize("name", RELIED_ON)
-def test_the_tap_finds_what_it_touches(found: dict[str, Any], name: str) -> None:
+def test_the_tap_finds_what_it_touches(found: tuple[dict[str, bool], set[str]], name: str) -> None:
     why = f"megatron-core {name} moved: no longer true is: {RELIED_ON[name]}"
-    assert found["facts"].get(name), why
+    assert found[0].get(name), why
 
 
-def test_nothing_is_touched_that_is_not_tested(found: dict[str, Any]) -> None:
+def test_nothing_is_touched_that_is_not_tested(found: tuple[dict[str, bool], set[str]]) -> None:
     """Every attribute of megatron-core's wrappers, buffers and buckets that the tap names."""
     named = {
         node.attr
@@ -124,5 +138,5 @@ def test_nothing_is_touched_that_is_not_tested(found: dict[str, Any]) -> None:
         for node in ast.walk(ast.parse((ROOT / "copus_ext/noise" / file).read_text()))
         if isinstance(node, ast.Attribute)
     }
-    touched = named & set(found["names"])
+    touched = named & found[1]
     assert touched and touched <= RELIED_ON.keys(), touched - RELIED_ON.keys()

@@ -98,6 +98,9 @@ def record(rank_box: Box, *, shape: tuple[int, ...] = (8,)) -> Record:
 def test_a_partial_hole_is_named() -> None:
     with pytest.raises(Incomplete, match=r"k: nobody holds all of \(0,\) to \(8,\)"):
         make_plan([[record(((0,), (5,)))]], [[record(((0,), (8,)))]])
+    overlapping = [record(((0,), (5,))), record(((3,), (6,)))]
+    with pytest.raises(Incomplete, match=r"k: nobody holds \(6,\) to \(8,\)"):
+        make_plan([overlapping], [[record(((0,), (8,)))]])
 
 
 def test_copies_share_the_sending() -> None:
