@@ -286,9 +286,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     assert hops[0] < hops[1]
 
 
-@pytest.mark.parametrize(
-    ("nodes", "pp"), [(16, 1), (16, 4), (16, 16), (32, 8), (32, 32), (64, 8)]
-)
+@pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 4), (16, 16), (32, 8), (32, 32), (64, 8)])
 def test_a_planted_order_is_found_again(nodes: int, pp: int) -> None:
     rng = np.random.default_rng(nodes + pp)
     work = job(4, pp, nodes // pp, count=2 * pp)

@@ -70,7 +70,12 @@ def test_a_screen_names_them_all_and_fits(tmp_path: Path) -> None:
     record_decisions(tmp_path)
     now = read_now(tmp_path)
     text = shown(now)
-    for part in ("20 of 1,000, 2.0 %", "0.3000", "84.0 samples [42.0, 168.0]", "critical batch size 84.0 = 1 x that"):
+    for part in (
+        "20 of 1,000, 2.0 %",
+        "0.3000",
+        "84.0 samples [42.0, 168.0]",
+        "critical batch size 84.0 = 1 x that",
+    ):
         assert part in text
     for part in (f"batch 16 in 4 on {LAYOUT}", "of step 20", "9.5 (-5%)", "0.51 s a step"):
         assert part in text
