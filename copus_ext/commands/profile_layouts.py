@@ -200,6 +200,8 @@ def model_of(flags: list[str], world: int) -> Any:
     config = resolve(parse_args(flags), world, **_environment())
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     spec = ModelSpec.from_megatron_flags(flags)
+    if config.model.padded_vocab_size is not None:
+        return spec
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
 
 

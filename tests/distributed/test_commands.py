@@ -111,7 +111,6 @@ def test_llama_style_trains(tmp_path: Path) -> None:
             "--train-samples": "40",
             "--lr-decay-samples": "40",
             "--lr-warmup-samples": "8",
-            "--decoupled-lr": None,
             "--vocab-size": "500",
             "--eval-iters": "2",
             "--eval-interval": "3",
@@ -124,20 +123,13 @@ def test_llama_style_trains(tmp_path: Path) -> None:
     assert files.read_latest(tmp_path / "checkpoints") == 5
 
 
-@pytest.mark.parametrize(
-    ("example", "words"),
-    [(MIXTRAL, ["--num-experts 8", "not supported yet"]), (LLAMA3, ["--decoupled-lr"])],
-    ids=["mixtral", "llama-with-decoupled-lr"],
-)
-def test_what_would_change_the_result_is_refused(
-    tmp_path: Path, example: str, words: list[str]
-) -> None:
-    result = torchrun(example.split(), tmp_path)
+def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
+    result = torchrun([*MIXTRAL.split()], tmp_path)
     assert result.returncode == 1, "torchrun's own code"
     assert re.search(r"exitcode *: 2", result.stderr)
     errors = [line for line in result.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
     assert len(errors) == 1
-    assert all(word in errors[0] for word in words)
+    assert "--num-experts 8" in errors[0] and "not supported yet" in errors[0]
     assert not (tmp_path / "checkpoints").exists()
 
 

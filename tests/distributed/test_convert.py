@@ -146,7 +146,7 @@ def test_an_imported_model_gives_the_logits_of_transformers(
     with torch.no_grad():
         expected = model(tokens()).logits
     got = torch.load(output / f"logits-{name}-{tp}.pt", weights_only=True)
-    assert got.shape[-1] == 128 * tp
+    assert got.shape[-1] == 128
     assert expected.std() > 0.3  # or the comparison says nothing
     assert (got[..., :101] - expected).abs().max() <= 1e-5
 

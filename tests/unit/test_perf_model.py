@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from copus_ext.perf.cluster_spec import ClusterSpec, here, kind_of, preset
 from copus_ext.perf.constants import Constants
@@ -101,6 +103,17 @@ def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: 
     rows = config.model.padded_vocab_size
     alone = dataclasses.replace(alone, vocab_size=rows, make_vocab_size_divisible_by=1)
     assert alone.num_parameters == built
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10**6), st.integers(1, 64))
+def test_the_planner_pads_the_vocabulary_as_the_trainer_does(vocab_size: int, tp: int) -> None:
+    spec = dataclasses.replace(MODEL, vocab_size=vocab_size)
+    flags = f"{TINY.partition('--pad-vocab')[0]} --train-iters 1 --kv-channels 8"
+    flags += f" --tensor-model-parallel-size {tp} --num-attention-heads {tp}"
+    config = resolve(parse_args([*flags.split(), "--ffn-hidden-size", str(tp)]), tp)
+    rows = settle(config, None, vocab_size=vocab_size).model.padded_vocab_size
+    assert int(spec.padded_vocab_size(tp)) == rows
 
 
 def test_parts_add_up_and_none_is_negative() -> None:

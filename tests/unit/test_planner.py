@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.model_spec import PRESETS, ModelSpec
+from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.perf.step import step_time
 from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
@@ -195,6 +195,9 @@ def test_impossible_memory_is_never_ranked() -> None:
         assert found.status == "none_fits" and not found.ranked
 
 
+PADDED_FOR_8 = "--pad-vocab-for-tensor-parallel-size 8"
+
+
 def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> None:
     flags = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32
     --seq-length 2048 --swiglu --normalization RMSNorm --disable-bias-linear --bf16 --vocab-size
@@ -215,6 +218,15 @@ def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> N
     assert from_flags.num_parameters == from_file.num_parameters
     known = PRESETS["llama-2-7b"]
     assert from_file.num_parameters == known.num_parameters
+    for more, rows in (("--padded-vocab-size 40000", 40000), (PADDED_FOR_8, 32768), ("", 32000)):
+        padded = ModelSpec.from_megatron_flags(shlex.split(f"{flags} {more}"))
+        assert {int(padded.padded_vocab_size(tp)) for tp in (1, 2, 4, 8)} == {rows}
+
+
+def test_a_model_that_the_cost_model_does_not_know_is_refused_by_its_flag() -> None:
+    for field, flag in (("kv_lora_rank", "--multi-latent-attention"), ("mtp_num_layers", "--mtp")):
+        with pytest.raises(SpecError, match=flag):
+            Planner(dataclasses.replace(MODEL, **{field: 2}), preset("h100-80g:8"))
 
 
 def test_limits_limit() -> None:

@@ -117,8 +117,8 @@ def test_initial_weights_are_drawn_as_the_flags_say() -> None:
 
 
 def test_a_parameter_without_a_global_name_is_not_left_as_it_is() -> None:
-    chunk = torch.nn.Linear(2, 2)
-    chunk.sharded_state_dict = lambda metadata: {}  # pyright: ignore[reportAttributeAccessIssue]
+    chunk: Any = torch.nn.Linear(2, 2)
+    chunk.sharded_state_dict = lambda metadata: {}
     with pytest.raises(ValueError, match="parameter weight"):
         draw_weights(chunk, InitialWeights(init_method_std=0.02, num_layers=8), seed=1)
 
