@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from copus_ext.reconfigure import ballot
 from copus_ext.reconfigure.ballot import Ballot, Deadline, NoAnswer
 
 RANKS = 3
@@ -48,7 +48,7 @@ def test_all_hear_who_says_no() -> None:
 
 
 def test_silence_is_no_answer() -> None:
-    votes = ballots(timeout_s=0.2)
+    votes = ballots(timeout_s=0.05)
     results = together(lambda r: votes[r].vote("a", None), ranks=RANKS - 1)
     assert [type(x) for x in results] == [NoAnswer] * (RANKS - 1)
 
@@ -59,25 +59,89 @@ def test_rank_zero_tells() -> None:
     assert heard == ["abc"] * RANKS
 
 
+class Rounds:
+    """Stands in for the event that ends watchdogs, and for their clock: it goes on when all have
+    looked, so that nothing waits and no machine is too slow.
+
+    Args:
+        num: watchdogs.
+        seconds: after which they end.
+        half_way: called once on the way.
+    """
+
+    def __init__(
+        self, num: int, seconds: float, half_way: Callable[[], None] = lambda: None
+    ) -> None:
+        self.now, self.end, self.half_way = 0.0, seconds, half_way
+        self.barrier = threading.Barrier(num, self.tick, timeout=20)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        before, self.now = self.now, self.now + ballot._POLL_S
+        if before < self.end / 2 <= self.now:
+            self.half_way()
+
+    def wait(self, seconds: float) -> bool:
+        assert seconds == ballot._POLL_S
+        self.barrier.wait()
+        return self.now >= self.end
+
+    def is_set(self) -> bool:
+        return self.now >= self.end
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets watchdogs look until the rounds are over or one has bitten."""
+
+    def run(rounds: Rounds, *dogs: Deadline) -> None:
+        monkeypatch.setattr(ballot, "time", rounds)
+        for dog in dogs:
+            monkeypatch.setattr(dog, "_stop", rounds)
+        assert together(lambda i: dogs[i]._run(), ranks=len(dogs)) == [None] * len(dogs)
+
+    return run
+
+
+LONG = {"deadline_s": 60.0, "patience_s": 60.0, "silence_s": 60.0}
+
+
 @pytest.mark.parametrize("refused", [False, True])
-def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(refused: bool) -> None:
-    votes, reasons = ballots(timeout_s=0.1), []
-    with Deadline(
-        votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
-    ) as dog:
-        dog.entering("build")
-        if refused:
-            with pytest.raises(NoAnswer):
-                votes[1].vote("build", "out of memory")
-        time.sleep(0.7)
+def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(
+    refused: bool, watch: Callable[..., None]
+) -> None:
+    votes, reasons = ballots(timeout_s=0.01), []
+    dog = Deadline(votes[0], **{**LONG, "patience_s": 1.0}, on_expire=reasons.append)
+    dog.entering("build")
+    if refused:
+        with pytest.raises(NoAnswer):
+            votes[1].vote("build", "out of memory")
+    watch(Rounds(1, 5.0), dog)
     assert [("another rank failed" in r) for r in reasons] == [True] * refused
 
 
 def test_the_watchdog_keeps_the_deadline() -> None:
-    votes, reasons = ballots(), []
-    with Deadline(votes[0], deadline_s=0.3, patience_s=9, silence_s=9, on_expire=reasons.append):
-        time.sleep(0.6)
+    votes, told = ballots(), threading.Event()
+    reasons: list[str] = []
+
+    def expire(reason: str) -> None:
+        reasons.append(reason)
+        told.set()
+
+    with Deadline(votes[0], **{**LONG, "deadline_s": 0.1}, on_expire=expire):
+        assert told.wait(20)
     assert reasons == ["not done after 0 s"]
+
+
+def test_a_change_that_is_over_is_watched_no_more() -> None:
+    votes, reasons = ballots(), []
+    votes[0].beat()
+    with Deadline(votes[0], **LONG, on_expire=reasons.append) as dog:
+        assert votes[1].beats(0) == 1
+    assert not dog._thread.is_alive() and reasons == []
+    assert votes[1].beats(0) is None, "the others need not wait for it"
 
 
 def test_nothing_is_left_of_old_votes() -> None:
@@ -90,48 +154,45 @@ def test_nothing_is_left_of_old_votes() -> None:
     assert store.num_keys() == before
 
 
-def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no() -> None:
-    votes, reasons = ballots(timeout_s=0.1), []
-    with Deadline(
-        votes[0], deadline_s=60, patience_s=0.1, silence_s=60, on_expire=reasons.append
-    ) as dog:
-        dog.entering("build")
-        dog.entering("")
-        with pytest.raises(NoAnswer):
-            votes[1].vote("build", "out of memory")
-        time.sleep(0.7)
+def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no(
+    watch: Callable[..., None],
+) -> None:
+    votes, reasons = ballots(timeout_s=0.01), []
+    dog = Deadline(votes[0], **{**LONG, "patience_s": 1.0}, on_expire=reasons.append)
+    dog.entering("build")
+    dog.entering("")
+    with pytest.raises(NoAnswer):
+        votes[1].vote("build", "out of memory")
+    watch(Rounds(1, 5.0), dog)
     assert reasons == []
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_silent_rank_is_dead_unless_its_change_is_over(leaves: bool) -> None:
+def test_a_silent_rank_is_dead_unless_its_change_is_over(
+    leaves: bool, watch: Callable[..., None]
+) -> None:
     votes, reasons = ballots(), []
     votes[1].beat()
-    with Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=0.6, on_expire=reasons.append):
-        time.sleep(0.3)
-        if leaves:
-            votes[1].beat(leaves=True)
-        time.sleep(1.2)
-    assert reasons == [] if leaves else ["rank 1 has been silent for 1 s"]
+    dog = Deadline(votes[0], **{**LONG, "silence_s": 4.0}, on_expire=reasons.append)
+    watch(Rounds(1, 6.0, lambda: votes[1].beat(leaves=True) if leaves else None), dog)
+    assert reasons == [] if leaves else ["rank 1 has been silent for 4 s"]
     assert votes[2].is_given_up is not leaves
 
 
-def test_a_rank_that_is_there_is_not_missed() -> None:
+def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
     votes, reasons = ballots(), []
     both = [
-        Deadline(votes[r], deadline_s=60, patience_s=60, silence_s=1.5, on_expire=reasons.append)
-        for r in (0, 1)
+        Deadline(votes[r], **{**LONG, "silence_s": 1.0}, on_expire=reasons.append) for r in (0, 1)
     ]
-    with both[0], both[1]:
-        time.sleep(2)
-    assert reasons == []
+    beats: list[int | None] = []
+    watch(Rounds(2, 5.0, lambda: beats.extend(votes[2].beats(r) for r in (0, 1))), *both)
+    assert reasons == [] and all(beats)
 
 
-def test_when_a_rank_has_left_the_others_leave() -> None:
+def test_when_a_rank_has_left_the_others_leave(watch: Callable[..., None]) -> None:
     votes, reasons = ballots(), []
-    with Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append):
-        votes[2].give_up()
-        time.sleep(0.7)
+    dog = Deadline(votes[0], **LONG, on_expire=reasons.append)
+    watch(Rounds(1, 5.0, votes[2].give_up), dog)
     assert reasons == ["another rank has left"]
 
 
@@ -142,15 +203,14 @@ class Broken:
         raise RuntimeError("connection reset")
 
 
-def test_a_store_that_is_gone_is_no_answer() -> None:
+def test_a_store_that_is_gone_is_no_answer(watch: Callable[..., None]) -> None:
     votes, reasons = ballots(), []
-    dog = Deadline(votes[0], deadline_s=60, patience_s=60, silence_s=60, on_expire=reasons.append)
+    dog = Deadline(votes[0], **LONG, on_expire=reasons.append)
     dog._own._store = votes[0]._store = Broken()
     with pytest.raises(NoAnswer, match=r"vote on 'a'.*connection reset"):
         votes[0].vote("a", None)
     with pytest.raises(NoAnswer, match="tell"):
         votes[0].tell("b")
     votes[0].give_up()
-    with dog:
-        time.sleep(0.3)
+    watch(Rounds(1, 1.0), dog)
     assert reasons == ["the store of the launch is gone (connection reset)"]
