@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 
-import psutil
-
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -31,6 +29,9 @@ def end_with_parent(parent: int) -> None:
 
 def kill_children(pid: int) -> None:
     """Kills all that a process has started, and what that has started."""
+    # A rank needs this module before it can say that a package is missing.
+    import psutil
+
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -130,7 +130,8 @@ def test_killed_without_warning_it_goes_on_from_the_last_committed_checkpoint(
     flags = [*long_run(40, save), "--save-interval", "4", "--async-save", "--load", str(save)]
     sender = Sender(run, signal.SIGKILL, after=14)
     sender.start()
-    assert train(flags, 2, run).returncode != 0
+    killed = train(flags, 2, run)
+    assert killed.returncode != 0 and killed.orphans == 0
     latest = files.read_latest(save)
     assert latest is not None and latest % 4 == 0
     assert files.damage(files.folder_of(save, latest)) == []

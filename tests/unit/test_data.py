@@ -408,7 +408,7 @@ class Stuck(Numbered):
 
 
 def test_close_stops_a_worker_that_waits_for_a_sample(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     samples = Stuck(40)
     reader = BatchReader(samples, num_workers=1)
     take(reader, 0, 4, 2)
