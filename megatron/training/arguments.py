@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -72,7 +73,7 @@ _READERS: Mapping[type, Callable[[str], Any]] = {int: _whole_number, float: _num
 
 def build_parser(
     extra_groups: Mapping[str, type] | None = None, *, prog: str | None = None
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Makes the parser of all implemented flags.
 
     Absent flags leave no attribute behind; `parse_args` fills in the defaults.
@@ -133,14 +134,7 @@ def parse_args(
     Raises:
         UsageError: an unknown flag, a refused flag or a value of the wrong kind.
     """
-    parser = build_parser(extra_groups, prog=prog)
-    known = known_flags()
-    section = parser.add_argument_group("known")
-    for flag in known.values():
-        settings: dict[str, Any] = {"action": "append_const", "const": flag.name}
-        if flag.nargs != 0:
-            settings = {"nargs": flag.nargs, "choices": flag.choices}
-        section.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **settings)
+    parser, known = _parser_of_all(tuple((extra_groups or {}).items()), prog), known_flags()
     found, rest = parser.parse_known_args(argv)
     given = vars(found)
     asked = {known[n]: given.pop(n) for n in list(given) if n in known}
@@ -155,6 +149,19 @@ def parse_args(
         value = given.get(spec.dest, spec.default)
         values[spec.dest] = tuple(value) if isinstance(value, list) else value
     return argparse.Namespace(**values, explicit_flags=frozenset(given), ignored_flags=ignored)
+
+
+@functools.cache
+def _parser_of_all(groups: tuple[tuple[str, type], ...], prog: str | None) -> Parser:
+    """Makes the parser of implemented and known flags, once: that takes longer than to parse."""
+    parser = build_parser(dict(groups), prog=prog)
+    section = parser.add_argument_group("known")
+    for flag in known_flags().values():
+        settings: dict[str, Any] = {"action": "append_const", "const": flag.name}
+        if flag.nargs != 0:
+            settings = {"nargs": flag.nargs, "choices": flag.choices}
+        section.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **settings)
+    return parser
 
 
 def _values(flag: KnownFlag, value: Any) -> list[str]:
