@@ -40,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save of the run")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest")
+    p.add_argument(
+        "--ckpt-trust-unverified",
+        action="store_true",
+        help="load a checkpoint that has lost its manifest, although damage would not be seen",
+    )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     prompts = p.add_argument_group("prompts")
     prompts.add_argument(
@@ -165,7 +170,13 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_of(args)
     given = {name: getattr(args, name) for name in _TOKENIZER_FLAGS}
     flags = [w for n, v in given.items() if v for w in (f"--{n.replace('_', '-')}", v)]
-    with open_generator(args.load, step=args.ckpt_step, device=args.device, flags=flags) as model:
+    with open_generator(
+        args.load,
+        step=args.ckpt_step,
+        device=args.device,
+        flags=flags,
+        trust_unverified=args.ckpt_trust_unverified,
+    ) as model:
         check_sampling(params, model.tokenizer.vocab_size)
         for where, prompt in prompts.items():
             model.tokens_of(prompt, where)

@@ -229,7 +229,12 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 @contextlib.contextmanager
 def open_generator(
-    load: Path, *, step: int | None = None, device: str = "auto", flags: Sequence[str] = ()
+    load: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    flags: Sequence[str] = (),
+    trust_unverified: bool = False,
 ) -> Iterator[TextGenerator]:
     """Builds the model of a checkpoint on this process, with its weights and its tokenizer.
 
@@ -238,6 +243,7 @@ def open_generator(
         step: iteration; None takes the latest that is complete and undamaged.
         device: `cpu`, `cuda`, or `auto`: a GPU if there is one.
         flags: of the trainer; these win over those that the checkpoint was saved with.
+        trust_unverified: `--ckpt-trust-unverified`.
 
     Raises:
         UsageError: there is no checkpoint, or its flags or these do not fit.
@@ -260,7 +266,9 @@ def open_generator(
             device_id=opened.torch_device if opened.is_cuda else None,
         )
         try:
-            stored = read_stored(load, step=step, verify=True, fallback=True)
+            stored = read_stored(
+                load, step=step, verify=True, fallback=True, trust_unverified=trust_unverified
+            )
             if stored is None:
                 fix = "give the --save directory of a run"
                 if huggingface.is_model(load):
@@ -272,10 +280,19 @@ def open_generator(
             groups = groups_of(config)
             model = build_for_inference(config, groups, opened)
             load_weights(stored, config, model, None, groups)
+            _leave_out_further_tokens(model)
             yield TextGenerator(config, model, groups, tokenizer, stored)
         finally:
             destroy_groups()
             dist.destroy_process_group()
+
+
+def _leave_out_further_tokens(model: Model) -> None:
+    """Turns off the layers of `--mtp-num-layers`, which only help training: megatron-core wants
+    labels for them. They were built to be loaded."""
+    for chunk in model.unwrapped:
+        chunk.mtp_process = False
+        chunk.config.mtp_num_layers = None
 
 
 def _config_of(stored: Stored, flags: Sequence[str]) -> Config:

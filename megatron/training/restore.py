@@ -152,7 +152,8 @@ def read_stored(
         return None
     rest = f", and so are all {len(passed)} that are there" if len(passed) > 1 else ""
     older = from_rank_zero([i for i in files.complete_iterations(load) if i < min(tries)])
-    raise TrainingFailure(f"checkpoint is damaged: {passed[0]}{rest}; {_offer(load, older)}")
+    offer = _offer(load, older) if older else f"--load {load} holds no other that is complete"
+    raise TrainingFailure(f"checkpoint is damaged: {passed[0]}{rest}; {offer}")
 
 
 def _problem_with(folder: Path, *, verify: bool, trust_unverified: bool) -> str | None:
@@ -344,6 +345,19 @@ _LATER_IN_USE = {
     "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor",
 }
 _LATER_RATES = {"decoupled_lr": "--decoupled-lr", "decoupled_min_lr": "--decoupled-min-lr"}
+# Fields that change nothing while the flag behind them is off in both.
+_COUNTS_ONLY_WITH = {
+    "q_lora_rank": "multi_latent_attention",
+    "kv_lora_rank": "multi_latent_attention",
+    "qk_head_dim": "multi_latent_attention",
+    "qk_pos_emb_head_dim": "multi_latent_attention",
+    "v_head_dim": "multi_latent_attention",
+    "rotary_scaling_factor": "multi_latent_attention",
+    "mscale": "multi_latent_attention",
+    "mscale_all_dim": "multi_latent_attention",
+    "mtp_loss_scaling_factor": "mtp_num_layers",
+    "rope_scaling_factor": "use_rope_scaling",
+}
 # Fields in which a resumed run must agree with its checkpoint, with the flag that sets each.
 _MUST_MATCH = {
     "num_layers": "--num-layers",
@@ -447,6 +461,9 @@ def _differs(name: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> bool
         return False
     if name == "split" and not (now["data_path"] or then.get("data_path")):
         return False  # invented samples, and data sets that are divided already, know no shares
+    switch = _COUNTS_ONLY_WITH.get(name)
+    if switch is not None and not (now[switch] or then.get(switch)):
+        return False
     return _meaning(name, now[name]) != _meaning(name, then[name])
 
 

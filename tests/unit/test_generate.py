@@ -43,7 +43,12 @@ GPT2 = {
     "untie_embeddings_and_output_weights": False,
 }
 QK = {"qk_layernorm": True, "group_query_attention": False, "num_query_groups": 4}
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "gpt2": GPT2, "qk": QK}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": GPT2,
+    "qk": QK,
+    "further tokens": {"mtp_num_layers": 1},
+}
 TOKENS = 257
 PROMPT = "def f(x):"
 

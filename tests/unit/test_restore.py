@@ -364,6 +364,8 @@ def resumed(flags: str, stored: dict[str, Any]) -> Config:
         ("--data-path a", {"mock_data": False, "data_path": ["a"], "split": "969, 30, 1"}),
         ("--data-path a", {"mock_data": False, "data_args_path": "paths.txt"}),
         ("--train-data-path a", {"mock_data": False, "train_data_path": ["a"]}),
+        # Another release has other defaults of what is off.
+        ("--mock-data", {"kv_lora_rank": 512, "mtp_loss_scaling_factor": 0.3}),
         # Other tools than its trainer leave more of them open.
         ("--mock-data", dict.fromkeys(OF_MEGATRON_LM)),
         ("--mock-data", {"kv_channels": None, "ffn_hidden_size": None, "num_query_groups": None}),
