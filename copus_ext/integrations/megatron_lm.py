@@ -1,10 +1,12 @@
 """The same controller in a user's own Megatron-LM checkout. Not run on a GPU yet.
 
-    from copus_ext.integrations.megatron_lm import CopusCallback, add_copus_args, install
+    from copus_ext.integrations.megatron_lm import add_copus_args, install
 
-    install()                                  # checkouts without callbacks in pretrain()
-    pretrain(..., extra_args_provider=add_copus_args,
-             callbacks=[CopusCallback()])      # checkouts with them; leave out before
+    install()
+    pretrain(..., extra_args_provider=add_copus_args)
+
+That is for Megatron-LM core 0.13 to 0.17. From 0.18 on, `pretrain` takes a container of settings and
+no `extra_args_provider`; it is not supported yet.
 
 The batch changes through megatron-core's micro-batch calculator, which that loop reads before every
 step: it can only grow there, and the micro-batch stays. That loop saves a checkpoint whenever the
@@ -69,7 +71,7 @@ def add_copus_args(parser: Any) -> Any:
 
 
 class CopusCallback:
-    """A callback of Megatron-LM's `pretrain`, or what `install` calls in older checkouts.
+    """What `install` calls at each event of the loop.
 
     Args:
         args: the checkout's arguments; None reads them when training starts.
@@ -112,7 +114,7 @@ class CopusCallback:
         """Reads the reduced gradients when the optimizer is about to use them."""
         step = optimizer.step
         if getattr(step, "is_watched", False):
-            raise UnsuitableRun("--copus is attached twice: use install() or callbacks, not both")
+            raise UnsuitableRun("--copus is attached twice: call install() once")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._controller is not None:
@@ -299,8 +301,8 @@ class CopusCallback:
 
 
 def install(training: Any = None) -> CopusCallback:
-    """Wraps `train`, `train_step` and `training_log` of a checkout whose `pretrain` takes no
-    callbacks. That module looks these names up when it calls them.
+    """Wraps `train`, `train_step` and `training_log` of a checkout. That module looks these names up
+    when it calls them.
 
     Args:
         training: the module `megatron.training.training`; None imports it.
