@@ -5,8 +5,8 @@
     install()
     pretrain(..., extra_args_provider=add_copus_args)
 
-That is for Megatron-LM core 0.13 to 0.17. From 0.18 on, `pretrain` takes a container of settings and
-no `extra_args_provider`; it is not supported yet.
+That is for Megatron-LM core 0.13 to 0.17. From 0.18 on, `pretrain` takes a container of settings
+and no `extra_args_provider`; it is not supported yet.
 
 The batch changes through megatron-core's micro-batch calculator, which that loop reads before every
 step: it can only grow there, and the micro-batch stays. That loop saves a checkpoint whenever the
@@ -301,8 +301,8 @@ class CopusCallback:
 
 
 def install(training: Any = None) -> CopusCallback:
-    """Wraps `train`, `train_step` and `training_log` of a checkout. That module looks these names up
-    when it calls them.
+    """Wraps `train`, `train_step` and `training_log` of a checkout. That module looks these names
+    up when it calls them.
 
     Args:
         training: the module `megatron.training.training`; None imports it.
