@@ -17,11 +17,11 @@ WORKER = Path(__file__).with_name("worker_layouts.py")
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output = tmp_path_factory.mktemp("layouts")
-    run_ranks([WORKER, output], 4, timeout_s=400).check()
+    run_ranks([WORKER, output], 4, timeout_s=800).check()
     return json.loads((output / "result.json").read_text())
 
 
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(840)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(case) for case in CASES])
 def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     rows: list[dict[str, Any]], number: int

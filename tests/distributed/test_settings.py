@@ -17,7 +17,8 @@ WORKER = Path(__file__).with_name("worker_settings.py")
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("settings")
-    run_ranks([WORKER, folder], 2, timeout_s=200).check()
+    # Forked ranks would hold what the server has imported.
+    run_ranks([WORKER, folder], 2, timeout_s=200, launcher="fresh").check()
     return json.loads((folder / "result.json").read_text())
 
 

@@ -26,7 +26,7 @@ def write_profile(path: Path, world_size: int) -> None:
     from megatron.training.arguments import parse_args, resolve
 
     config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
-    values = {**config.flat(), "vocab_size": 512, "make_vocab_size_divisible_by": 1}
+    values = {**config.flat(), "padded_vocab_size": 512}
     model = ModelSpec.from_arguments(type("Flags", (), values)())
     machine = {
         "model": model.to_json(),

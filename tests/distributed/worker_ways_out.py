@@ -76,15 +76,13 @@ def main() -> int:
     prepare()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    import pretrain_gpt
-
     way = json.loads(os.environ["COPUS_TEST_WAY"])
     write = hang if way.get("writers_hang") else filesystem_async._write_item
     with (
         mock.patch.object(filesystem_async, "_write_item", write),
-        mock.patch.object(pretrain_gpt, "controllers", lambda args: [leaving(way)]),
+        mock.patch.object(pretrain, "controllers", lambda args: [leaving(way)]),
     ):
-        return pretrain_gpt.main()
+        return pretrain.main()
 
 
 if __name__ == "__main__":
