@@ -76,6 +76,8 @@ def main() -> int:
     prepare()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    from copus_ext.commands import pretrain
+
     way = json.loads(os.environ["COPUS_TEST_WAY"])
     write = hang if way.get("writers_hang") else filesystem_async._write_item
     with (
