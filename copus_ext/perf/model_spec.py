@@ -268,6 +268,9 @@ class ModelSpec:
             if getattr(args, name) is None:
                 raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
         learned = args.position_embedding_type == "learned_absolute"
+        geglu, ffn = getattr(args, "quick_geglu", False), args.ffn_hidden_size
+        if geglu and ffn is None:
+            ffn = 4 * args.hidden_size
         latent = LatentWidths.of(vars(args))
         # Once it is known a run holds its padded vocabulary under every tensor size.
         rows = getattr(args, "padded_vocab_size", None)
@@ -279,12 +282,12 @@ class ModelSpec:
             hidden_size=args.hidden_size,
             num_attention_heads=args.num_attention_heads,
             seq_length=args.seq_length,
-            ffn_hidden_size=args.ffn_hidden_size,
+            ffn_hidden_size=ffn,
             num_query_groups=args.num_query_groups if args.group_query_attention else None,
             kv_channels=args.kv_channels,
             vocab_size=rows or _vocab_size(args),
             make_vocab_size_divisible_by=1 if rows else unit,
-            gated=args.swiglu or getattr(args, "quick_geglu", False),
+            gated=args.swiglu or bool(geglu),
             bias=args.add_bias_linear,
             qkv_bias=bool(getattr(args, "add_qkv_bias", False)),
             qk_layernorm=bool(getattr(args, "qk_layernorm", False)),

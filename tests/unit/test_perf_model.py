@@ -32,7 +32,7 @@ from megatron.training.pretrain import tokenizer_flags
 from megatron.training.settle import settle
 from megatron.training.tokenizer import build_tokenizer
 from tests.helpers.examples import with_values
-from tests.helpers.jobs import TINY, TINY_GPT2
+from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
@@ -86,6 +86,9 @@ def device() -> Iterator[Device]:
         f"{TINY} --qk-layernorm --add-qkv-bias --ffn-hidden-size 200",
         TINY_GPT2,
         f"{TINY_GPT2} --qk-layernorm --kv-channels 16",
+        FURTHER,
+        f"{TINY} {LATENT} --normalization LayerNorm --qk-layernorm",
+        f"{TINY_GPT2} --quick-geglu",
     ],
 )
 def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: str) -> None:
