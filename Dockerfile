@@ -23,4 +23,4 @@ ENV PYTHONPATH=/workspace/copus \
     TORCHINDUCTOR_CACHE_DIR=/tmp/inductor \
     TRITON_CACHE_DIR=/tmp/triton
 
-RUN python -c "from megatron.training.guard import check_environment; check_environment()"
+RUN python -c "from megatron.training.resilience.env_checks import check_environment; check_environment()"

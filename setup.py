@@ -24,9 +24,9 @@ setup(
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.training*", "copus_ext*"]),
     package_data={
-        "copus_ext.perf": ["data/*.json"],
+        "copus_ext.cost_model": ["data/*.json"],
         "copus_ext.simulate": ["data/*.json"],
-        "copus_ext.report": ["templates/*"],
+        "copus_ext.monitor": ["templates/*"],
     },
     entry_points={"console_scripts": ["copus = copus_ext.commands.main:main"]},
     install_requires=[

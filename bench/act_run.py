@@ -40,7 +40,7 @@ def run(data: str, samples: int, folder: Path) -> str:
 
 def curves(folder: Path) -> dict[str, Any]:
     """Batch, noise scale and losses over the samples."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.logging.metrics import read_metrics
 
     records = list(read_metrics(folder))
     steps = [r for r in records if r["kind"] == "step"]
@@ -95,7 +95,7 @@ def main() -> int:
     args = p.parse_args()
     open_source()
     from copus_ext.commands.replay import replayed
-    from copus_ext.journal import NAME, read_journal
+    from copus_ext.controller.decision_log import NAME, read_journal
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"

@@ -42,8 +42,8 @@ VARIANTS = {
 
 def run(data: str, variant: str, seed: int) -> dict[str, Any]:
     """One training: the rise of the loss at each change, and the losses on held-out text."""
-    from copus_ext.journal import NAME, read_journal
-    from megatron.training.metrics import read_metrics
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from megatron.training.logging.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"

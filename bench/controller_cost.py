@@ -30,10 +30,10 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 
 def timed_run(folder: Path) -> dict[str, list[float]]:
     """Seconds of the controller's part of every step, of the noise scale's and of decisions."""
-    from copus_ext.config import CopusConfig
-    from copus_ext.controller import Controller
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.pretrain import pretrain
+    from copus_ext.controller.callback import Controller
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.train.pretrain import pretrain
 
     spent: dict[str, list[float]] = {"own": [], "decide": []}
 

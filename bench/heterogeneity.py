@@ -142,7 +142,7 @@ def probe(site: Site, speeds: Sequence[float], work: Path) -> Path:
 def speeds_of(site: Site, data: str, work: Path) -> list[float]:
     """Work per second of every node over that of a rank as the planner knows it: one rank alone
     trains for some steps on a node of each quota."""
-    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.planner.answers import Ranked
     from copus_ext.planner.search import Planner
 
@@ -190,7 +190,7 @@ def plan(cluster: Path) -> dict[str, Any]:
 
 def configurations(cluster: Path) -> list[dict[str, Any]]:
     """What is run: every layout in its best micro-batch, with and without order and cut."""
-    from copus_ext.perf.cluster_spec import ClusterSpec
+    from copus_ext.cost_model.cluster_spec import ClusterSpec
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
     from copus_ext.planner.uneven import Site as Priced
@@ -237,7 +237,7 @@ def configurations(cluster: Path) -> list[dict[str, Any]]:
 
 
 def _model() -> Any:
-    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.cost_model.model_spec import ModelSpec
 
     return ModelSpec.from_megatron_flags([*MODEL.split(), "--vocab-size", "257"])
 
@@ -255,7 +255,7 @@ def _best_order(priced: Any) -> tuple[int, ...]:
 
 def measure(site: Site, one: dict[str, Any], data: str, work: Path) -> None:
     """Trains a configuration for some steps and takes their median."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.logging.metrics import read_metrics
 
     at = work / one["name"].replace(" ", "_").replace(",", "")
     flags = [*MODEL.split(), *TRAINING.split(), "--data-path", data, *one["flags"]]

@@ -11,7 +11,7 @@ from typing import Any
 
 def parse(flags: list[str], world_size: int = 1) -> Any:
     """The resolved configuration of some flags."""
-    from megatron.training.arguments import parse_args, resolve
+    from megatron.training.config.arguments import parse_args, resolve
 
     return resolve(parse_args(flags), world_size)
 
@@ -19,22 +19,22 @@ def parse(flags: list[str], world_size: int = 1) -> Any:
 @contextlib.contextmanager
 def open_job(flags: list[str]) -> Iterator[Any]:
     """A job with record and data, as `pretrain` makes it, without callbacks."""
-    from megatron.training.guard import check_environment, set_process_defaults
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()
     check_environment()
     import torch
 
-    from megatron.training.build import build_job, tear_down
-    from megatron.training.callbacks import Callbacks
-    from megatron.training.device import use_device
-    from megatron.training.job import Outside
-    from megatron.training.parallel import init_distributed
-    from megatron.training.pretrain import tokenizer_flags
-    from megatron.training.run_directory import hold_run, open_run
-    from megatron.training.settle import settle
-    from megatron.training.state import TrainState
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.training.checkpoint.settle import settle
+    from megatron.training.common.device import use_device
+    from megatron.training.common.train_state import TrainState
+    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.training.distributed.process_groups import init_distributed
+    from megatron.training.train.build import build_job, tear_down
+    from megatron.training.train.callbacks import Callbacks
+    from megatron.training.train.job import RunServices
+    from megatron.training.train.pretrain import tokenizer_flags
+    from megatron.training.train.run_directory import hold_run, open_run
 
     torch.set_num_threads(1)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -51,7 +51,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
         config = settle(config, None, vocab_size=tokenizer.vocab_size)
         state = TrainState()
         with hold_run(config) as run, open_run(config, run, None, state) as tracker:
-            outside = Outside(tracker=tracker)
+            outside = RunServices(tracker=tracker)
             job = build_job(config, None, state, tokenizer, device, Callbacks(()), outside)
             yield job
             tear_down(job)
@@ -60,7 +60,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
 
 def step_of_loop(job: Any, reporter: Any) -> None:
     """One step as `loop.train` takes it, without evaluation and saving."""
-    from megatron.training.step import train_step
+    from megatron.training.train.step import train_step
 
     sizes = {"global_batch_size": job.global_batch_size, "micro_batch_size": job.micro_batch_size}
     job.fire("on_train_step_start", **sizes)

@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
     with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(io.StringIO()):
         places = ["--data-path", args.data_path, "--run-dir", run_dir, "--data-cache-path", run_dir]
         with open_job([*MODEL.split(), *batch_flags(args), *places]) as job:
-            from megatron.training.reporting import Reporter
+            from megatron.training.train.reporting import Reporter
 
             sides = {
                 "ours": functools.partial(step_of_loop, job, Reporter(job)),

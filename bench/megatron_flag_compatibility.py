@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from copus_ext.config import CopusConfig
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.errors import UsageError
+from copus_ext.controller.flags import CopusConfig
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "bench" / "data" / "megatron_lm_flag_sets.json"

@@ -141,7 +141,7 @@ def run(
 
 def progress(folder: Path, samples: int, name: str) -> str:
     """How far a run of the trainer is, from the end of its record; empty before its sixth step."""
-    from megatron.training.metrics import METRICS_FILE, decode
+    from megatron.training.logging.metrics import METRICS_FILE, decode
 
     path = folder / METRICS_FILE
     if not path.exists():

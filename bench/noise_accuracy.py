@@ -54,19 +54,19 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (1, 4, 1), (2,
 
 def worker(kind: str, output: Path, flags: list[str]) -> None:
     """One training run on the ranks of this launch; `truth` adds up gradients by itself."""
-    from megatron.training.guard import set_process_defaults
+    from megatron.training.resilience.env_checks import set_process_defaults
 
     set_process_defaults()
     import torch
 
-    from copus_ext.config import CopusConfig
-    from copus_ext.noise.parameters import group_of
-    from copus_ext.watch import NoiseWatch
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.pretrain import pretrain
+    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.gns_callback import GradientNoiseCallback
+    from copus_ext.gns.parameters import group_of
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.train.callbacks import Callback, CallbackContext
+    from megatron.training.train.pretrain import pretrain
 
-    class Truth(Callback):
+    class GroundTruth(Callback):
         """Adds up the gradients of single samples, and their squares, in double precision."""
 
         def __init__(self) -> None:
@@ -93,12 +93,12 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
 
     torch.set_num_threads(1)
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    truth = Truth()
+    truth = GroundTruth()
     callbacks: list[Callback] = []
     if kind == "truth":
         callbacks = [truth]
     elif kind != "train":
-        callbacks = [NoiseWatch(CopusConfig(copus=True, copus_gns_estimator=kind))]
+        callbacks = [GradientNoiseCallback(CopusConfig(copus=True, copus_gns_estimator=kind))]
     pretrain(resolve(parse_args(flags), world), callbacks)
     if kind == "truth":
         output.write_text(json.dumps(truth.result()))
@@ -113,7 +113,7 @@ class Bench:
 
     def launch(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
         """Step records of one run, and the file its worker may have written."""
-        from megatron.training.metrics import read_metrics
+        from megatron.training.logging.metrics import read_metrics
 
         self.number += 1
         run_dir = self.scratch / f"run{self.number}"
@@ -168,8 +168,8 @@ def judge(steps: list[dict[str, Any]], truth: dict[str, float]) -> dict[str, Any
 
 def coverage(pairs: list[dict[str, float]], phi: float, *, runs: int = 4000, steps: int = 60):
     """How often the interval holds phi after `steps` measurements drawn from `pairs`."""
-    from copus_ext.noise.estimators import Estimate
-    from copus_ext.noise.smoothing import Smoothed
+    from copus_ext.gns.estimators import Estimate
+    from copus_ext.gns.smoothing import Smoothed
 
     rng = np.random.default_rng(1)
     held = bounded = 0

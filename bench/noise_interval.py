@@ -98,9 +98,9 @@ def misses(
 ) -> dict[str, float]:
     """Percent of runs whose interval lies above the truth, below it, and has no upper end; with
     another level where `z` is given."""
-    from copus_ext.noise.estimators import Estimate
-    from copus_ext.noise.interval import Z_95
-    from copus_ext.noise.smoothing import Smoothed, half_life_tokens
+    from copus_ext.gns.estimators import Estimate
+    from copus_ext.gns.interval import Z_95
+    from copus_ext.gns.smoothing import Smoothed, half_life_tokens
 
     rng, states = np.random.default_rng(seed), Smoothed()
     for step in range(1, case.measurements + 1):

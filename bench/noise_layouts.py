@@ -32,7 +32,7 @@ LAYOUTS = {
 
 def train(layout: list[str], steps: int, data: str) -> list[dict[str, Any]]:
     """Runs the trainer on two ranks and returns its step records."""
-    from megatron.training.metrics import read_metrics
+    from megatron.training.logging.metrics import read_metrics
 
     with tempfile.TemporaryDirectory() as run_dir:
         command = torchrun(2, ROOT / "pretrain_gpt.py", *MODEL.split())

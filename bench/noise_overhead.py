@@ -54,12 +54,12 @@ def worker(args: argparse.Namespace) -> None:
 def _rows(job: Any, estimator: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
-    from copus_ext.config import CopusConfig
-    from copus_ext.watch import NoiseWatch
-    from megatron.training.callbacks import Callbacks
-    from megatron.training.reporting import Reporter
+    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.gns_callback import GradientNoiseCallback
+    from megatron.training.train.callbacks import Callbacks
+    from megatron.training.train.reporting import Reporter
 
-    controller = NoiseWatch(CopusConfig(copus=True, copus_gns_estimator=estimator))
+    controller = GradientNoiseCallback(CopusConfig(copus=True, copus_gns_estimator=estimator))
     step = functools.partial(step_of_loop, job, Reporter(job))
 
     def side(name: str) -> dict[str, float]:

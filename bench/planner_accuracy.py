@@ -5,7 +5,7 @@
 Fits the constants of the cost model on published measurements (bench/data) and predicts rows that
 the fit has not seen: whole models left out, random fifths, other people's clusters. Writes
 docs/results/planner_accuracy.json and .svg, and the constants that ship with the planner,
-copus_ext/perf/data/*.json. About 4 minutes.
+copus_ext/cost_model/data/*.json. About 4 minutes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def errors(predicted: Any, measured: Any) -> dict[str, float]:
 
 def fit(parts: list[tuple[Measured, float]], **how: Any) -> Any:
     """Constants from several tables with a weight each."""
-    from copus_ext.perf.constants import Constants
-    from copus_ext.perf.fit import fit_constants
-    from copus_ext.perf.rows import concatenate
+    from copus_ext.cost_model.constants import Constants
+    from copus_ext.cost_model.fit import fit_constants
+    from copus_ext.cost_model.rows import concatenate
 
     how.setdefault("prior", Constants())
     return fit_constants(
@@ -57,7 +57,7 @@ def fit(parts: list[tuple[Measured, float]], **how: Any) -> Any:
 
 def predict(table: Measured, constants: Any) -> Any:
     """[n] predicted seconds."""
-    from copus_ext.perf.step import step_time
+    from copus_ext.cost_model.step import step_time
 
     return step_time(table.rows, constants).step_s
 
@@ -96,7 +96,7 @@ def random_fifths(table: Measured, others: list[tuple[Measured, float]]) -> dict
 
 def corrected_by_kin(table: Measured, keys: Any, predicted: Any, test: Any) -> Any:
     """Predictions of the rows `test`, corrected by the other rows of the same model."""
-    from copus_ext.perf.correct import correct
+    from copus_ext.cost_model.correct import correct
 
     better = predicted.copy()
     for model in np.unique(table.models):
@@ -132,7 +132,7 @@ def choice(table: Measured, predicted: Any) -> dict[str, Any]:
 def refused_for_memory(tables: list[Measured]) -> dict[str, Any]:
     """False alarms: rows that ran on 80 GB and are predicted not to fit. Misses cannot be seen
     here: no row ran out of memory."""
-    from copus_ext.perf.memory import PEAK_SD, memory
+    from copus_ext.cost_model.memory import PEAK_SD, memory
     from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 
     found = {}

@@ -75,7 +75,7 @@ def _vocabulary(size: int, tp: Any) -> Any:
 
 def vtrain(kind: str) -> Measured:
     """vTrain's ground truth, `multi` or `single` (arXiv 2312.12391)."""
-    from copus_ext.perf.rows import RECOMPUTE_FULL, Rows
+    from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows
 
     _, column = _read(f"vtrain_ground_truth_{kind}_a100.csv")
     tp, heads = column("tensor parallelism"), column("attention heads")
@@ -108,7 +108,7 @@ def vtrain(kind: str) -> Measured:
 
 def korthikanti() -> Measured:
     """Table 5 of arXiv 2205.05198."""
-    from copus_ext.perf.rows import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Rows
+    from copus_ext.cost_model.rows import RECOMPUTE_FULL, RECOMPUTE_SELECTIVE, Rows
 
     records, column = _read("korthikanti2022_table5_a100.csv")
     heads, mbs, dp = column("heads"), column("micro_batch"), column("dp")
@@ -133,7 +133,7 @@ def korthikanti() -> Measured:
 
 def narayanan() -> Measured:
     """Table 1 of arXiv 2104.04473; seconds derived from its throughput, which nobody checked."""
-    from copus_ext.perf.rows import RECOMPUTE_FULL, Rows
+    from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows
 
     _, column = _read("narayanan2021_table1_a100.csv")
     heads, mbs, dp = column("heads"), column("micro_batch"), column("dp")
@@ -159,7 +159,7 @@ def narayanan() -> Measured:
 
 def h100_weak_scaling() -> Measured:
     """Megatron-LM's table for H100; micro-batch 1 and no virtual stages are our assumptions."""
-    from copus_ext.perf.rows import RECOMPUTE_NONE, Rows
+    from copus_ext.cost_model.rows import RECOMPUTE_NONE, Rows
 
     _, column = _read("megatron_h100_weak_scaling.csv")
     heads, dp = column("heads"), column("dp")

@@ -5,7 +5,7 @@
 Two CPU ranks, the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts of
 every layout and micro-batch; the planner predicts every configuration of three batches from them
 (vpp up to 2, micro-batch up to 4); then those are measured, the profiled ones again. Also fits the
-constants that ship for CPU ranks (copus_ext/perf/data/cpu.json). Writes
+constants that ship for CPU ranks (copus_ext/cost_model/data/cpu.json). Writes
 docs/results/planner_here.json and .svg. One rank per core, nothing else running; about 8 minutes.
 """
 
@@ -39,7 +39,7 @@ def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
 
 def planner_of(model: Any, timings: list[Any]) -> Any:
     """A planner for two CPU ranks that knows some times."""
-    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
 
@@ -49,8 +49,8 @@ def planner_of(model: Any, timings: list[Any]) -> Any:
 
 def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
     """The model, the two-point profile, and times of every configuration of the batches."""
-    from copus_ext.perf.model_spec import ModelSpec
-    from copus_ext.perf.profile import read_profile
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.profile import read_profile
 
     with tempfile.TemporaryDirectory() as scratch:
         two, every = Path(scratch) / "two.jsonl", Path(scratch) / "every.jsonl"
@@ -62,8 +62,8 @@ def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
 
 def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
     """The same from an earlier result."""
-    from copus_ext.perf.model_spec import ModelSpec
-    from copus_ext.perf.profile import Timing
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.profile import Timing
 
     record = json.loads(path.read_text())
     timings, truth = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
@@ -72,9 +72,9 @@ def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
 
 def fit_here(timings: list[Any], model: Any) -> Any:
     """Constants of these ranks from all measured times."""
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.constants import Constants
-    from copus_ext.perf.fit import fit_constants
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.constants import Constants
+    from copus_ext.cost_model.fit import fit_constants
     from copus_ext.planner.space import measured_points, to_rows
 
     prior = Constants(

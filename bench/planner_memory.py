@@ -52,7 +52,7 @@ def watcher() -> Any:
     """A callback that finds the peak of the third step."""
     import torch
 
-    from megatron.training.callbacks import Callback
+    from megatron.training.train.callbacks import Callback
 
     class Watch(Callback):
         """Bytes of tensors between steps, and at most on top of them."""
@@ -89,13 +89,13 @@ def worker(number: int, output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.memory import memory
-    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.memory import memory
+    from copus_ext.cost_model.model_spec import ModelSpec
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.pretrain import pretrain
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.train.pretrain import pretrain
 
     world, base, how = CASES[number]
     recompute, _, layers = how.get("recompute", "none").partition(":")

@@ -33,9 +33,9 @@ def best_of(action: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
 
 def space(gpus: int, batches: list[int]) -> dict[str, Any]:
     """Configurations per second over the whole space, cold and warm."""
-    from copus_ext.perf import schedule
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.cost_model import schedule
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.planner.search import Planner
 
     planner = Planner(PRESETS["gpt3-175b"], preset(f"a100-80g:{gpus}"))
@@ -60,8 +60,8 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
 
 def replan() -> dict[str, Any]:
     """A table of about 2,000 configurations ranked again after a new measured time."""
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.planner.search import Planner
 
     planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
@@ -84,9 +84,9 @@ def replan() -> dict[str, Any]:
 
 def against_everything() -> dict[str, Any]:
     """The pruned ranking of a large space, and the one that simulates all of it."""
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.perf.step import step_time
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.model_spec import PRESETS
+    from copus_ext.cost_model.step import step_time
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import to_rows
 

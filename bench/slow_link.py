@@ -43,8 +43,8 @@ KINDS = {
 def account(folder: Path, kind: str) -> dict[str, Any]:
     """What a run did, from its own records."""
     from copus_ext.commands.replay import replayed
-    from copus_ext.journal import NAME, read_journal
-    from megatron.training.metrics import read_metrics
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from megatron.training.logging.metrics import read_metrics
 
     records = list(read_metrics(folder))
     journal = list(read_journal(folder / NAME))
@@ -110,7 +110,7 @@ def _brief(record: dict[str, Any]) -> dict[str, Any]:
 
 def cluster_file(rate_mbit: float, path: Path) -> None:
     """What a user writes who knows the link."""
-    from copus_ext.perf.cluster_spec import of_gpu
+    from copus_ext.cost_model.cluster_spec import of_gpu
 
     spec = of_gpu("CPU-rank", nodes=2, gpus_per_node=1).to_json()
     path.write_text(json.dumps({**spec, "nic_bytes_per_s": rate_mbit * 1e6 / 8}))

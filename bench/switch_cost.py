@@ -220,11 +220,11 @@ def plan_once() -> Rows:
     """The way between layouts of 512 ranks, each with the memory it takes on top."""
     import psutil
 
-    from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.reconfigure.ownership import all_of_layout, shape_of_spec
-    from copus_ext.reconfigure.plan import make_plan
-    from copus_ext.reconfigure.route import Route
-    from megatron.training.layout import Layout
+    from copus_ext.cost_model.model_spec import PRESETS
+    from copus_ext.reshard.ownership import all_of_layout, shape_of_spec
+    from copus_ext.reshard.plan import make_plan
+    from copus_ext.reshard.route import Route
+    from megatron.training.config.layout import Layout
 
     spec = PRESETS["llama-3-70b"]
     shape = shape_of_spec(spec, padded_vocab_size=int(spec.padded_vocab_size(8)))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT
-from copus_ext.reconfigure.route import Route
-from copus_ext.reconfigure.transfer import BUCKET_BYTES, WINDOW
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+from copus_ext.reshard.route import Route
+from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
 
 
 def bytes_between(route: Route) -> list[list[int]]:

@@ -28,22 +28,22 @@ from jobs import parse, step_of_loop
 from support import ROOT, peak_rss, reset_peak, torchrun
 from switch_gloo import bytes_between, exchange
 
-from copus_ext.reconfigure.inprocess import Mover
-from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT
-from megatron.training.agree import everyone, from_rank_zero
-from megatron.training.build import groups_of, install_layout, release_layout
-from megatron.training.callbacks import Callback, CallbackContext
-from megatron.training.layout import Layout
-from megatron.training.loading import load_weights
-from megatron.training.metrics import read_metrics
-from megatron.training.model import build_model
-from megatron.training.optimizer import build_optimizer
-from megatron.training.parallel import destroy_groups
-from megatron.training.pretrain import pretrain
-from megatron.training.relayout import with_layout
-from megatron.training.reporting import Reporter
-from megatron.training.restore import read_stored
-from megatron.training.settings import Request
+from copus_ext.reshard.inprocess import InProcessResharder
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+from megatron.training.checkpoint.load import load_weights
+from megatron.training.checkpoint.resume import read_stored
+from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
+from megatron.training.common.step_settings import Request
+from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.logging.metrics import read_metrics
+from megatron.training.model.gpt import build_model
+from megatron.training.optim.optimizer import build_optimizer
+from megatron.training.train.build import groups_of, install_layout, release_layout
+from megatron.training.train.callbacks import Callback, CallbackContext
+from megatron.training.train.pretrain import pretrain
+from megatron.training.train.reporting import Reporter
 from tests.helpers.walks import walk
 
 LAYOUTS = {
@@ -57,13 +57,13 @@ _OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "T
 class Measuring(Callback):
     """Hands the job over at the end of the first step, and ends the run after the next one."""
 
-    def __init__(self, act: Callable[[Any, Mover], None], *, quick: bool) -> None:
+    def __init__(self, act: Callable[[Any, InProcessResharder], None], *, quick: bool) -> None:
         self.act, self.quick = act, quick
-        self.mover: Mover | None = None
+        self.mover: InProcessResharder | None = None
         self.stage = 0
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        self.mover = Mover(prebuild=2 if self.quick else 0, sample=self.quick)
+        self.mover = InProcessResharder(prebuild=2 if self.quick else 0, sample=self.quick)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         if self.stage == 0:
@@ -85,7 +85,7 @@ class Bench:
     """One job, and the ways to another layout."""
 
     def __init__(
-        self, job: Any, mover: Mover, *, flags: list[str], launcher: str, folder: Path
+        self, job: Any, mover: InProcessResharder, *, flags: list[str], launcher: str, folder: Path
     ) -> None:
         self.job, self.mover, self.flags, self.launcher = job, mover, flags, launcher
         self.folder, self.reporter = folder, Reporter(job)
@@ -129,9 +129,11 @@ class Bench:
         outcome = self.mover.move(job, to, job.state.settings)
         if outcome.kind != "moved":
             raise RuntimeError(f"{start} -> {to}: {outcome.reason}")
-        peaks = everyone((peak_rss(), step_peak))
+        peaks = all_gather_object((peak_rss(), step_peak))
         if compare:
-            fields["gloo_s"] = max(everyone(exchange(self.mover._group, bytes_between(route))))
+            fields["gloo_s"] = max(
+                all_gather_object(exchange(self.mover._group, bytes_between(route)))
+            )
         first, normal = self.step(), self.step()
         self.note(
             "change",
@@ -176,9 +178,9 @@ class Bench:
                 "build and load": loaded - started,
                 "data and first step": stepped - loaded,
             }
-        parts = from_rank_zero(found)
+        parts = broadcast_from_rank0(found)
         # What the waiting processes take away from the new ones; should be nothing.
-        fields["waiting_cpu_s"] = sum(everyone(time.process_time() - cpu_s))
+        fields["waiting_cpu_s"] = sum(all_gather_object(time.process_time() - cpu_s))
         self.step()
         self.note("restart", start, to, pause_s=sum(parts.values()), phases=parts, **fields)
 
@@ -324,7 +326,7 @@ class Bench:
                 "groups": len(dist.distributed_c10d._world.pg_map),
                 "objects": len(gc.get_objects()),
             }
-            ranks = everyone(own)
+            ranks = all_gather_object(own)
             self.note(
                 "soak",
                 start,
@@ -350,7 +352,7 @@ def work(
     section: str, flags: list[str], *, count: int, launcher: str, output: Path, quick: bool
 ) -> None:
     """Runs one section on this rank; rank 0 writes its rows."""
-    from megatron.training.guard import set_process_defaults
+    from megatron.training.resilience.env_checks import set_process_defaults
 
     set_process_defaults()
     torch.set_num_threads(1)
@@ -361,7 +363,7 @@ def work(
     places += ["--save-interval", 10**9, "--save-retain-interval", 10**9]
     rows: list[dict[str, Any]] = []
 
-    def act(job: Any, mover: Mover) -> None:
+    def act(job: Any, mover: InProcessResharder) -> None:
         bench = Bench(job, mover, flags=flags, launcher=launcher, folder=folder)
         bench.rows = rows
         acts = {"changes": bench.all_changes, "restarts": bench.all_restarts, "soak": bench.soak}

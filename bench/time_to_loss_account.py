@@ -20,8 +20,8 @@ def account(folder: Path) -> dict[str, Any]:
     Args:
         folder: the run directory.
     """
-    from copus_ext.journal import NAME, read_journal
-    from megatron.training.metrics import read_metrics
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from megatron.training.logging.metrics import read_metrics
 
     records = read_metrics(folder)
     path = folder / NAME

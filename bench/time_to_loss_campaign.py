@@ -68,7 +68,7 @@ class Campaign:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from copus_ext.config import PUBLISHED_NOISE_SCALE_MULTIPLIER
+        from copus_ext.controller.flags import PUBLISHED_NOISE_SCALE_MULTIPLIER
 
         self.args, size = args, SIZES[args.size]
         batches = tuple(int(b) for b in (args.batches or size["batches"]).split(","))
@@ -161,7 +161,7 @@ class Campaign:
 
     def profile(self, link: str) -> Profile | None:
         """The measured times of a link; None before they are measured."""
-        from copus_ext.perf.profile import read_profile
+        from copus_ext.cost_model.profile import read_profile
 
         path = self.store(link)
         known = self.result["links"].get(link, {}).get("profile")

@@ -26,7 +26,7 @@ from support import ROOT, open_source
 from time_to_loss_policies import layout_of
 
 if TYPE_CHECKING:
-    from copus_ext.perf.profile import Timing
+    from copus_ext.cost_model.profile import Timing
     from copus_ext.planner.configuration import Configuration
 
 ROUNDS = 8
@@ -54,7 +54,7 @@ class Timed:
 def configuration_of(layout: str, micro_batch_size: int) -> Configuration:
     """What the runs of B8 give a layout, for its least batch."""
     from copus_ext.planner.configuration import Configuration
-    from megatron.training.layout import Layout
+    from megatron.training.config.layout import Layout
 
     at = Layout.from_text(layout)
     return Configuration(
@@ -100,9 +100,9 @@ def ranks() -> Iterator[Any]:
     """The process group that torchrun asks for; yields the device."""
     import torch.distributed as dist
 
-    from megatron.training.device import use_device
-    from megatron.training.guard import set_process_defaults
-    from megatron.training.parallel import init_distributed
+    from megatron.training.common.device import use_device
+    from megatron.training.distributed.process_groups import init_distributed
+    from megatron.training.resilience.env_checks import set_process_defaults
 
     set_process_defaults()
     with use_device("cpu", local_rank=int(os.environ["LOCAL_RANK"])) as device:

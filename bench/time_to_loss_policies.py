@@ -12,7 +12,7 @@ import numpy as np
 from time_to_loss import geometric_mean
 
 if TYPE_CHECKING:
-    from copus_ext.perf.profile import Timing
+    from copus_ext.cost_model.profile import Timing
     from copus_ext.planner.configuration import Configuration
 
 STATIC = "static"
@@ -137,7 +137,7 @@ class Profile:
 
 def layout_of(c: Configuration) -> str:
     """Text of the trainer's layout."""
-    from megatron.training.layout import Layout
+    from megatron.training.config.layout import Layout
 
     return str(Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp))
 

@@ -181,7 +181,7 @@ def own_clock(runs: Runs) -> Clock:
 def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock) -> list[Any]:
     """Every layout and batch of the profile in its fastest micro-batch, by the clock; at the start
     of a run in the one that it started in. Measuring the noise scale slows all alike."""
-    from copus_ext.goodput.situation import Row
+    from copus_ext.goodput.inputs import ConfigThroughput
     from copus_ext.simulate.speeds import PROFILED_SD
 
     start = run["ways"][0]
@@ -194,7 +194,7 @@ def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock)
             if way not in clock or (is_start and c.micro_batch_size != start["micro_batch"]):
                 continue
             if is_start or batch not in recipe.rising or not c.is_blind:
-                row = Row.of(c, batch / (factor * clock[way]), PROFILED_SD, "profiled")
+                row = ConfigThroughput.of(c, batch / (factor * clock[way]), PROFILED_SD, "profiled")
                 best = rows.setdefault((row.layout, batch), row)
                 if row.samples_per_s > best.samples_per_s:
                     rows[row.layout, batch] = row
@@ -203,12 +203,12 @@ def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock)
 
 def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: list[float]) -> Any:
     """What the simulator is told."""
-    from copus_ext.perf.cluster_spec import of_gpu
-    from copus_ext.perf.model_spec import PRESETS
-    from copus_ext.simulate.course import Truth
+    from copus_ext.cost_model.cluster_spec import of_gpu
+    from copus_ext.cost_model.model_spec import PRESETS
+    from copus_ext.simulate.course import GroundTruth
     from copus_ext.simulate.scenario import Scenario
     from copus_ext.simulate.speeds import Speeds
-    from copus_ext.simulate.trajectory import Trajectory
+    from copus_ext.simulate.trajectory import NoiseTrajectory
 
     progress, phi = fit["noise"]
     at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
@@ -221,8 +221,8 @@ def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: lis
         total_samples=recipe.samples,
         warmup_samples=int(recipe.warmup_part * recipe.samples),
         targets={name: p for name, p in at.items() if p is not None},
-        trajectory=Trajectory(progress=tuple(progress), phi=tuple(phi)),
-        truth=Truth(
+        trajectory=NoiseTrajectory(progress=tuple(progress), phi=tuple(phi)),
+        truth=GroundTruth(
             calibration=fit["c"],
             reference_batch=float(recipe.first_batch),
             rate_exponent=fit["exponent"],
@@ -237,7 +237,7 @@ def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: lis
 
 def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Any:
     """A policy of B8 as one of the simulator's; None if it has no such."""
-    from copus_ext.config import CopusConfig
+    from copus_ext.controller.flags import CopusConfig
     from copus_ext.simulate.contenders import Contender
 
     if is_static(policy):

@@ -41,7 +41,7 @@ MEASURING = 0.011
 
 def profile_of(records: list[dict[str, Any]]) -> Profile:
     """Out of the lines of a profile's file."""
-    from copus_ext.perf.profile import read_profile
+    from copus_ext.cost_model.profile import read_profile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.jsonl"

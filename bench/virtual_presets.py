@@ -160,8 +160,8 @@ def batches_of(paper: Paper) -> list[int]:
 
 def speeds_of(paper: Paper) -> Any:
     """Throughputs on the paper's cluster."""
-    from copus_ext.perf.cluster_spec import ClusterSpec
-    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.cost_model.cluster_spec import ClusterSpec
+    from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
     from copus_ext.simulate.speeds import planned
@@ -185,14 +185,14 @@ def minutes(paper: Paper, speeds: Any, values: Any) -> tuple[dict[int, Any], Any
         speeds: of the configurations.
         values: ln(Phi at the end), exponent, ln(progress at the first loss), its increments.
     """
-    from copus_ext.simulate.course import Course, Truth
+    from copus_ext.simulate.course import GroundTruth, TrainingDynamics
     from copus_ext.simulate.scenario import BEYOND
 
     progress = np.exp(values[2] + np.concatenate([[0.0], np.cumsum(np.exp(values[3:]))]))
     end, level, exponent = progress[-1], np.exp(values[0]), values[1]
-    course = Course(
+    course = TrainingDynamics(
         phi_at=lambda x: level * (x / end) ** exponent,
-        truth=Truth(calibration=1.0),
+        truth=GroundTruth(calibration=1.0),
         end=BEYOND * end,
     )
     found = {}

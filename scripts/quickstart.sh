@@ -68,7 +68,7 @@ echo "== 4. what happened"
 import sys
 from pathlib import Path
 
-from megatron.training.metrics import read_metrics
+from megatron.training.logging.metrics import read_metrics
 
 run = Path(sys.argv[1])
 records = read_metrics(run)

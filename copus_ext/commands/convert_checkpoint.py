@@ -17,10 +17,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from copus_ext.program import program_name, tell
-from megatron.training.arguments import Parser
-from megatron.training.errors import UsageError
-from megatron.training.offline.refusal import outcome_of
+from megatron.training.checkpoint.convert.refusal import outcome_of
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import program_name, tell
+from megatron.training.config.arguments import Parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,9 +58,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Converts and prints the outcome."""
-    from megatron.training.offline import huggingface
-    from megatron.training.offline.convert import convert
-    from megatron.training.offline.target import Wish
+    from megatron.training.checkpoint.convert import huggingface
+    from megatron.training.checkpoint.convert.convert import convert
+    from megatron.training.checkpoint.convert.target import Wish
 
     wish = Wish(
         **{

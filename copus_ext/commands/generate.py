@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from copus_ext.program import close_output, program_name, tell
-from megatron.training.arguments import Parser
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import close_output, program_name, tell
+from megatron.training.config.arguments import Parser
 
 _SCRIPT = "generate.py"
 _TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -137,7 +137,7 @@ def sampling_of(args: argparse.Namespace) -> Any:
     """
     from megatron.core.inference.sampling_params import SamplingParams
 
-    from megatron.training.generate import GREEDY
+    from megatron.training.train.generate import GREEDY
 
     others = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
     given = [flag for flag, value in others.items() if value is not None]
@@ -159,13 +159,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = prompts_of(args)
     if args.output is not None and not args.output.parent.is_dir():
         raise UsageError(f"--output {args.output}: there is no folder {args.output.parent}")
-    from megatron.training.guard import check_environment, set_process_defaults
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     set_process_defaults()
     # Told of every group and of what a pre-training run would miss.
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     check_environment()
-    from megatron.training.generate import check_sampling, open_generator
+    from megatron.training.train.generate import check_sampling, open_generator
 
     params = sampling_of(args)
     given = {name: getattr(args, name) for name in _TOKENIZER_FLAGS}
@@ -227,7 +227,7 @@ def harmless(text: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, generates, and turns problems into one line and an exit code."""
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.training.offline.refusal import outcome_of
+    from megatron.training.checkpoint.convert.refusal import outcome_of
 
     try:
         return run(parser().parse_args(argv))

@@ -16,10 +16,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from copus_ext.program import program_name, tell
-from megatron.training.arguments import Parser
-from megatron.training.errors import UsageError
-from megatron.training.offline.refusal import outcome_of
+from megatron.training.checkpoint.convert.refusal import outcome_of
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import program_name, tell
+from megatron.training.config.arguments import Parser
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,9 +71,9 @@ def text_of(record: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
-    from megatron.training.offline.archive import open_archive
-    from megatron.training.offline.huggingface import is_model
-    from megatron.training.offline.report import describe
+    from megatron.training.checkpoint.convert.archive import open_archive
+    from megatron.training.checkpoint.convert.huggingface import is_model
+    from megatron.training.checkpoint.convert.report import describe
 
     if is_model(args.source):
         raise UsageError(

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from copus_ext import __version__
-from copus_ext.program import running_as
+from megatron.training.common.program import running_as
 
 COMMANDS = (
     "pretrain",

@@ -27,7 +27,7 @@ from copus_ext.planner.request import (
     sizes,
     timings_of,
 )
-from copus_ext.program import close_output, tell
+from megatron.training.common.program import close_output, tell
 
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
@@ -37,7 +37,7 @@ _AT_ONCE = 16
 
 def planner_of(args: argparse.Namespace) -> Any:
     """The planner with all limits."""
-    from copus_ext.perf.constants import Constants
+    from copus_ext.cost_model.constants import Constants
     from copus_ext.planner.configuration import RECOMPUTE
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
@@ -305,7 +305,7 @@ def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
     """Where the constants come from, and what they are."""
-    from copus_ext.perf.constants import describe
+    from copus_ext.cost_model.constants import describe
 
     file = args.constants or planner.cluster.constants_file
     return {**describe(file), "values": planner.constants.to_json()}
@@ -323,8 +323,8 @@ def _put(text: str, output: Path | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
-    from copus_ext.perf.model_spec import SpecError
-    from megatron.training.errors import UsageError
+    from copus_ext.cost_model.model_spec import SpecError
+    from megatron.training.common.errors import UsageError
 
     try:
         return answer(parser((__doc__ or "").splitlines()[0]).parse_args(argv))

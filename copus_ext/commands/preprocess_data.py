@@ -16,7 +16,7 @@ import sys
 import warnings
 from typing import Any
 
-from copus_ext.program import program_name
+from megatron.training.common.program import program_name
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     # About what training on GPUs would miss; text needs none of it.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.training.errors import TrainingFailure, UsageError
-    from megatron.training.preprocessing import Job, preprocess
+    from megatron.training.common.errors import TrainingFailure, UsageError
+    from megatron.training.data.preprocess import Job, preprocess
 
     options: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value

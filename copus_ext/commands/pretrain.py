@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from copus_ext.program import program_name, tell
+from megatron.training.common.program import program_name, tell
 
 if TYPE_CHECKING:
-    from megatron.training.outcome import Outcome
+    from megatron.training.resilience.exit_status import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +36,25 @@ def main(argv: list[str] | None = None) -> int:
     from copus_ext.launch.rank_side import end_with_launcher, leave_error
 
     end_with_launcher()
-    from copus_ext.config import CopusConfig
+    from copus_ext.controller.flags import CopusConfig
     from copus_ext.launch.environment import adopt_srun
-    from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
-    from megatron.training.errors import TrainingFailure, UsageError
+    from megatron.training.common.errors import TrainingFailure, UsageError
+    from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 
     try:
         adopt_srun()
         args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        from megatron.training.guard import check_environment, set_process_defaults
+        from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
         set_process_defaults()
         check_environment()
         import torch
 
-        from copus_ext.reconfigure import ending
-        from megatron.training import optional
-        from megatron.training.pretrain import pretrain
-        from megatron.training.restore import read_arguments
+        from copus_ext.reshard import ending
+        from megatron.training.checkpoint.resume import read_arguments
+        from megatron.training.common import optional
+        from megatron.training.train.pretrain import pretrain
 
         if args.use_checkpoint_args and args.load:
             stored = read_arguments(
@@ -87,12 +87,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def controllers(args: argparse.Namespace) -> list[Any]:
     """The callbacks that `--copus` adds; imports the controller only then."""
-    from copus_ext.config import CopusConfig
+    from copus_ext.controller.flags import CopusConfig
 
     flags = CopusConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(CopusConfig)})
     if not flags.copus or flags.copus_mode == "off":
         return []
-    from copus_ext.controller import Controller
+    from copus_ext.controller.callback import Controller
 
     return [Controller(flags)]
 
@@ -100,13 +100,13 @@ def controllers(args: argparse.Namespace) -> list[Any]:
 def leave_course(outcome: "Outcome", code: int) -> None:
     """Leaves the course of a run that is done beside its traces of steps. Not of one that goes on
     elsewhere, or was told to stop: it reads the whole record, and such a process has no time."""
-    from copus_ext.reconfigure.ending import kind_of
+    from copus_ext.reshard.ending import kind_of
 
     is_urgent = outcome.reason is not None and outcome.reason.is_urgent
     if code != 0 or is_urgent or kind_of(outcome) != "done":
         return
     try:
-        from copus_ext.report import timeline
+        from copus_ext.monitor import timeline
     except Exception as error:  # the run is done all the same
         logger.warning("--profile: no trace of decisions, tools/trace.py makes it: %r", error)
         return

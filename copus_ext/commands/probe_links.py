@@ -20,9 +20,9 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.perf.cluster_spec import ClusterSpec, here, preset
-from copus_ext.perf.gpus import quantity
-from copus_ext.perf.model_spec import SpecError
+from copus_ext.cost_model.cluster_spec import ClusterSpec, here, preset
+from copus_ext.cost_model.gpus import quantity
+from copus_ext.cost_model.model_spec import SpecError
 from copus_ext.probe.findings import find
 from copus_ext.probe.meeting import Ended, Meeting, Place, Silence, meet, place_of
 from copus_ext.probe.record import Record, cluster_of, text_of
@@ -37,9 +37,9 @@ from copus_ext.probe.session import (
     plan_json,
 )
 from copus_ext.probe.table import table
-from copus_ext.program import program_name, tell
-from megatron.training.checkpoint_files import write_atomically
-from megatron.training.errors import UsageError
+from megatron.training.checkpoint.files import write_atomically
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import program_name, tell
 
 _SIZES = {
     "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",

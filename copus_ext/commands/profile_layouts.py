@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from copus_ext.program import program_name, tell
+from megatron.training.common.program import program_name, tell
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -66,7 +66,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
 
 def _cluster(world: int) -> Any:
     """One node of all ranks: any layout may be measured."""
-    from copus_ext.perf.cluster_spec import of_gpu
+    from copus_ext.cost_model.cluster_spec import of_gpu
 
     return of_gpu("CPU-rank", nodes=1, gpus_per_node=world)
 
@@ -88,7 +88,7 @@ def counts(c: Any, args: argparse.Namespace) -> list[int]:
 
 def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
     """Seconds of some steps, after a warm-up."""
-    from megatron.training.step import train_step
+    from megatron.training.train.step import train_step
 
     seconds = []
     for number in range(args.warm_up + args.steps):
@@ -103,16 +103,16 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
-    from copus_ext.reconfigure.relaunch import without_cut
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.batch_schedule import BatchSchedule
-    from megatron.training.build import build_job, tear_down
-    from megatron.training.callbacks import Callbacks
-    from megatron.training.job import Outside
-    from megatron.training.pretrain import tokenizer_flags
-    from megatron.training.settle import settle
-    from megatron.training.state import TrainState
-    from megatron.training.tokenizer import build_tokenizer
+    from copus_ext.reshard.relaunch import without_cut
+    from megatron.training.checkpoint.settle import settle
+    from megatron.training.common.train_state import TrainState
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.config.batch_schedule import BatchSchedule
+    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.training.train.build import build_job, tear_down
+    from megatron.training.train.callbacks import Callbacks
+    from megatron.training.train.job import RunServices
+    from megatron.training.train.pretrain import tokenizer_flags
 
     def config_of(count: int) -> Any:
         batch = str(count * c.dp * c.micro_batch_size)
@@ -125,7 +125,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     config = settle(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
     with contextlib.redirect_stdout(io.StringIO()):
-        job = build_job(config, None, state, tokenizer, device, Callbacks(()), Outside())
+        job = build_job(config, None, state, tokenizer, device, Callbacks(()), RunServices())
     for count in wanted:
         job.batch_schedule = BatchSchedule.of(config_of(count))
         state.consumed_samples = 0
@@ -147,7 +147,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
 def _environment() -> dict[str, bool]:
     import torch
 
-    from megatron.training import optional
+    from megatron.training.common import optional
 
     return {
         "cuda_available": torch.cuda.is_available(),
@@ -178,8 +178,8 @@ def _gpu() -> str:
     """The name that the planner's presets give to what a rank runs on."""
     import torch
 
-    from copus_ext.perf.cluster_spec import kind_of, preset
-    from copus_ext.perf.model_spec import SpecError
+    from copus_ext.cost_model.cluster_spec import kind_of, preset
+    from copus_ext.cost_model.model_spec import SpecError
 
     if not torch.cuda.is_available():
         return "CPU-rank"
@@ -192,10 +192,10 @@ def _gpu() -> str:
 
 def model_of(flags: list[str], world: int) -> Any:
     """The model of some flags, with the vocabulary of its tokenizer."""
-    from copus_ext.perf.model_spec import ModelSpec
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.pretrain import tokenizer_flags
-    from megatron.training.tokenizer import build_tokenizer
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.training.train.pretrain import tokenizer_flags
 
     config = resolve(parse_args(flags), world, **_environment())
     tokenizer = build_tokenizer(**tokenizer_flags(config))
@@ -207,11 +207,11 @@ def model_of(flags: list[str], world: int) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
+    from copus_ext.cost_model.model_spec import SpecError
+    from copus_ext.cost_model.profile import ForeignProfile, ProfileStore
     from copus_ext.launch.environment import adopt_srun
-    from copus_ext.perf.model_spec import SpecError
-    from copus_ext.perf.profile import ForeignProfile, ProfileStore
-    from megatron.training.errors import UsageError
-    from megatron.training.guard import check_environment, set_process_defaults
+    from megatron.training.common.errors import UsageError
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     args, flags = parse(sys.argv[1:] if argv is None else argv)
     set_process_defaults()
@@ -221,8 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         check_environment()
         import torch.distributed as dist
 
-        from megatron.training.device import use_device
-        from megatron.training.parallel import init_distributed
+        from megatron.training.common.device import use_device
+        from megatron.training.distributed.process_groups import init_distributed
 
         world = int(os.environ.get("WORLD_SIZE", "1"))
         model = model_of(flags, world)

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from copus_ext.controller.decision_log import NAME, VERSION, read_journal
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.situation import Situation
-from copus_ext.journal import NAME, VERSION, read_journal
-from copus_ext.program import program_name, tell
+from copus_ext.goodput.inputs import DecisionInputs
+from megatron.training.common.program import program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,7 +47,7 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
         record: a line of kind `decision`.
         changes: rules to decide with instead of the journal's.
     """
-    situation = Situation.from_json(record["situation"])
+    situation = DecisionInputs.from_json(record["situation"])
     if changes:
         rules = dataclasses.replace(situation.rules, **changes)
         situation = dataclasses.replace(situation, rules=rules)

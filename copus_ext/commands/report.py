@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from copus_ext.program import program_name, tell
+from megatron.training.common.program import program_name, tell
 
 _MOST_RUNS = 16
 
@@ -42,13 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     if len(args.runs) > _MOST_RUNS:
         return _say(f"{len(args.runs)} RUNs are too many for a page; name at most {_MOST_RUNS}", 2)
     try:
-        from copus_ext.report.page import Book, plotly_code, render
+        from copus_ext.monitor.page import ReportData, plotly_code, render
 
         plotly_code()
     except ImportError as error:
         return _say(f'{error.name} is missing; run: pip install -e ".[report]"', 5)
     try:
-        book = Book(args.runs)
+        book = ReportData(args.runs)
     except ValueError as error:
         return _say(str(error), 2)
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.goodput.objectives import OBJECTIVES
-from copus_ext.program import program_name, tell
+from megatron.training.common.program import program_name, tell
 
 _MOST_SEEDS = 10_000
 
@@ -148,7 +148,7 @@ def answer(args: argparse.Namespace) -> int:
     """Simulates, prints and writes; returns the exit code."""
     from tqdm import tqdm
 
-    from copus_ext.journal import Journal
+    from copus_ext.controller.decision_log import DecisionLog
     from copus_ext.planner.report import console_for
     from copus_ext.simulate import compare, report
     from copus_ext.simulate.contenders import chosen, contenders
@@ -168,7 +168,7 @@ def answer(args: argparse.Namespace) -> int:
             raise UsageProblem("--journal goes with one policy of --policies that decides")
         if not args.journal.is_dir():
             raise UsageProblem(f"--journal {args.journal} is no directory")
-        simulate(scenario, acting[0], seed=args.first_seed, journal=Journal(args.journal))
+        simulate(scenario, acting[0], seed=args.first_seed, journal=DecisionLog(args.journal))
     baselines = [c for c in everybody.values() if c.is_baseline]
     tqdm.monitor_interval = 0
     total = len({c.name for c in [*who, *baselines]}) * len(seeds)
@@ -202,7 +202,7 @@ def _write(path: Path, flag: str, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
-    from copus_ext.perf.model_spec import SpecError
+    from copus_ext.cost_model.model_spec import SpecError
     from copus_ext.planner import request
     from copus_ext.simulate.contenders import UnknownPolicy
     from copus_ext.simulate.speeds import NoSpeed

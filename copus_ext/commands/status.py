@@ -16,12 +16,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from copus_ext.journal import NAME as JOURNAL
-from copus_ext.program import program_name, tell
-from copus_ext.report.now import Now, read_now
-from copus_ext.report.screen import screen
-from copus_ext.tail import open_plain
-from megatron.training.metrics import METRICS_FILE, encode
+from copus_ext.controller.decision_log import NAME as JOURNAL
+from copus_ext.monitor.now import RunStatus, read_now
+from copus_ext.monitor.screen import screen
+from megatron.training.common.program import program_name, tell
+from megatron.training.logging.metrics import METRICS_FILE, encode
+from megatron.training.logging.tail_reader import open_plain
 
 _EVERY_S = 2.0
 _LEAST_S = 0.1
@@ -110,7 +110,7 @@ def answer(argv: list[str] | None) -> int:
 def show_page(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Serves the page until Ctrl-C."""
     try:
-        from copus_ext.report.serve import read_token, serve
+        from copus_ext.monitor.serve import read_token, serve
     except ImportError as error:
         p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
     try:
@@ -161,7 +161,7 @@ def show_screen(run: Path, every_s: float | None) -> None:
             live.update(screen(now), refresh=True)
 
 
-def is_over(now: Now) -> bool:
+def is_over(now: RunStatus) -> bool:
     """Whether nothing will come any more; a run that failed may be started again."""
     return now.state == "done"
 

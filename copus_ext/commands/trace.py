@@ -14,8 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from copus_ext.program import program_name, tell
-from copus_ext.report.timeline import FILE, course, folder_of, traces_of, with_steps, write_trace
+from copus_ext.monitor.timeline import FILE, course, folder_of, traces_of, with_steps, write_trace
+from megatron.training.common.program import program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:

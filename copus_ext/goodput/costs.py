@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.training.layout import Layout
+from megatron.training.config.layout import Layout
 
 _NEWEST = 3
 MOST_FAILURES = 3
@@ -64,7 +64,7 @@ class Costs:
         return self.record["num_failed"] < MOST_FAILURES
 
     def of(self, layout: Layout) -> dict[str, Any]:
-        """The fields of a `Situation` under a layout."""
+        """The fields of a `DecisionInputs` under a layout."""
         here = _sizes(layout)
         barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start in (here, None))
         return {

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from copus_ext.goodput import objectives, policies, switch_rule
-from copus_ext.goodput.bars import WARMING_UP, barred, blind, closed, grid, only_layouts
-from copus_ext.goodput.situation import Candidate, Decision, Row, Situation
+from copus_ext.goodput.constraints import WARMING_UP, barred, blind, closed, grid, only_layouts
+from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 
 _SHOWN = 12
 """Candidates that a decision keeps."""
@@ -30,7 +30,7 @@ class _Goal:
     """Phi, samples."""
 
 
-def decide(s: Situation) -> Decision:
+def decide(s: DecisionInputs) -> Decision:
     """What to do now. The same situation gives the same decision, bit for bit."""
     why_not = closed(s)
     if why_not:
@@ -56,7 +56,7 @@ def decide(s: Situation) -> Decision:
     )
 
 
-def best_other(s: Situation, judged: Sequence[Candidate]) -> Candidate | None:
+def best_other(s: DecisionInputs, judged: Sequence[Candidate]) -> Candidate | None:
     """The best move, within reach if any is.
 
     Args:
@@ -69,13 +69,13 @@ def best_other(s: Situation, judged: Sequence[Candidate]) -> Candidate | None:
     return next(iter(within or others), None)
 
 
-def _kept_back(s: Situation, judged: list[Candidate]) -> str:
+def _kept_back(s: DecisionInputs, judged: list[Candidate]) -> str:
     """The best move within reach, and what keeps it back."""
     best = best_other(s, judged)
     return f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
 
 
-def _unknown(s: Situation) -> str:
+def _unknown(s: DecisionInputs) -> str:
     """Why only configurations of the present batch were compared."""
     if why := blind(s, s.now):
         return why
@@ -88,7 +88,7 @@ def _unknown(s: Situation) -> str:
 
 
 def _stay(
-    s: Situation,
+    s: DecisionInputs,
     reason: str,
     *,
     target: float | None = None,
@@ -106,7 +106,7 @@ def _stay(
     )
 
 
-def _goal(s: Situation) -> _Goal | None:
+def _goal(s: DecisionInputs) -> _Goal | None:
     """What the policy wants; None where it lacks the noise scale."""
     policy, noise = s.rules.policy, s.critical_batch_size
     if policies.needs_noise(policy) and (
@@ -131,7 +131,7 @@ def _goal(s: Situation) -> _Goal | None:
     return _Goal(log_worth=_speeds(s, within), batch=batch, critical_batch_size=critical)
 
 
-def _present_batch(s: Situation) -> _Goal:
+def _present_batch(s: DecisionInputs) -> _Goal:
     """Without a noise scale only configurations of the present batch can be compared."""
     speeds = _speeds(s, s.now.global_batch_size)
     if blind(s, s.now):  # any that sees is better
@@ -139,7 +139,7 @@ def _present_batch(s: Situation) -> _Goal:
     return _Goal(log_worth=speeds, batch=None, critical_batch_size=_SAME_BATCH_NOISE)
 
 
-def _speeds(s: Situation, batch: int) -> list[float]:
+def _speeds(s: DecisionInputs, batch: int) -> list[float]:
     """ln(throughput) of the rows of one batch, between which nothing else decides."""
     return [
         math.log(row.samples_per_s) if row.global_batch_size == batch else -math.inf
@@ -147,7 +147,7 @@ def _speeds(s: Situation, batch: int) -> list[float]:
     ]
 
 
-def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
+def _reachable(s: DecisionInputs, wanted: int, sizes: list[int]) -> int:
     """The batch nearest to the wanted one that may be taken in one go."""
     now = s.now.global_batch_size
     most = now * s.rules.growth
@@ -159,7 +159,7 @@ def _reachable(s: Situation, wanted: int, sizes: list[int]) -> int:
     return max(smaller) if s.rules.allow_shrink and smaller else now
 
 
-def _log_worths(s: Situation, rows: Sequence[Row], noise: float) -> list[float]:
+def _log_worths(s: DecisionInputs, rows: Sequence[ConfigThroughput], noise: float) -> list[float]:
     """ln(worth) of rows; minus infinity where it is not positive."""
     values = objectives.worth(
         s.rules.objective,
@@ -171,7 +171,7 @@ def _log_worths(s: Situation, rows: Sequence[Row], noise: float) -> list[float]:
     return [math.log(value) if value > 0 else -math.inf for value in values.tolist()]
 
 
-def _considered(s: Situation, goal: _Goal) -> list[int]:
+def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
     """Rows worth a verdict: of every layout and batch the best one, and the one with the present
     micro-batch, whose speed is surer; and the present one."""
     allowed = {*grid(s)}
@@ -195,7 +195,7 @@ def _considered(s: Situation, goal: _Goal) -> list[int]:
     return sorted({*best.values(), *alike, s.current})
 
 
-def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
+def _judge(s: DecisionInputs, i: int, goal: _Goal, *, small: bool) -> Candidate:
     """One row against the present one."""
     row, now = s.rows[i], s.now
     if i == s.current:
@@ -216,7 +216,7 @@ def _judge(s: Situation, i: int, goal: _Goal, *, small: bool) -> Candidate:
     return Candidate(row=row, gain=gain, needed=needed, verdict=why or "chosen")
 
 
-def _needed(s: Situation, row: Row, goal: _Goal) -> float:
+def _needed(s: DecisionInputs, row: ConfigThroughput, goal: _Goal) -> float:
     """The gain that the switch rule asks for."""
     is_same = row.layout == s.now.layout
     cost_s = 0.0 if is_same else s.switch_cost_s
@@ -230,7 +230,7 @@ def _needed(s: Situation, row: Row, goal: _Goal) -> float:
     )
 
 
-def _log_sd(s: Situation, row: Row, noise: float) -> float:
+def _log_sd(s: DecisionInputs, row: ConfigThroughput, noise: float) -> float:
     """Standard deviation of the logarithm of a gain: of the noise scale, as far as it moves the two
     worths apart, and of the two throughputs."""
     slopes = [
@@ -246,7 +246,7 @@ def _log_sd(s: Situation, row: Row, noise: float) -> float:
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
 
 
-def _log_variance(s: Situation) -> float:
+def _log_variance(s: DecisionInputs) -> float:
     """Variance of ln(phi), from its interval; none where a lower bound stands for it."""
     low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
     if s.noise.status != "ok" or not phi or not high:
@@ -256,7 +256,7 @@ def _log_variance(s: Situation) -> float:
     return (width / (2 * _INTERVAL_Z)) ** 2
 
 
-def _is_small(s: Situation) -> bool:
+def _is_small(s: DecisionInputs) -> bool:
     """Whether the present batch is too large even at the upper end of the noise scale."""
     high = s.noise.high_samples
     if s.noise.status != "ok" or high is None:
@@ -272,7 +272,7 @@ def _is_small(s: Situation) -> bool:
     return best.global_batch_size < s.now.global_batch_size
 
 
-def _net(s: Situation, c: Candidate) -> float:
+def _net(s: DecisionInputs, c: Candidate) -> float:
     """The worth of a candidate over the present one, its pause taken off."""
     if c.gain is None:
         return -math.inf
@@ -284,18 +284,18 @@ def _net(s: Situation, c: Candidate) -> float:
     return (1.0 + c.gain) / (1.0 + switch_rule.break_even(cost_s, _remaining_s(s)))
 
 
-def _remaining_s(s: Situation) -> float:
+def _remaining_s(s: DecisionInputs) -> float:
     """Seconds that the rest of the run takes as it is now."""
     return max(s.total_samples - s.consumed_samples, 0) / s.now.samples_per_s
 
 
-def _order(s: Situation, row: Row) -> tuple:
+def _order(s: DecisionInputs, row: ConfigThroughput) -> tuple:
     """Of equals the present layout, then the faster, the smaller tp, the smaller batch."""
     is_other = row.layout != s.now.layout
     return is_other, -row.samples_per_s, row.tp, row.global_batch_size, row.micro_batch_size
 
 
-def _why(s: Situation, chosen: Candidate, goal: _Goal) -> str:
+def _why(s: DecisionInputs, chosen: Candidate, goal: _Goal) -> str:
     """A change in words: from what to what, its gain, and what it goes by."""
     parts = [_change(s.now, chosen.row)]
     if chosen.gain is not None and chosen.needed is not None:
@@ -307,7 +307,7 @@ def _why(s: Situation, chosen: Candidate, goal: _Goal) -> str:
     return "; ".join(parts)
 
 
-def _change(now: Row, to: Row) -> str:
+def _change(now: ConfigThroughput, to: ConfigThroughput) -> str:
     sizes = {
         "batch": (now.global_batch_size, to.global_batch_size),
         "micro-batch": (now.micro_batch_size, to.micro_batch_size),
@@ -316,7 +316,7 @@ def _change(now: Row, to: Row) -> str:
     return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)
 
 
-def critical_batch_size_words(s: Situation) -> str:
+def critical_batch_size_words(s: DecisionInputs) -> str:
     """The critical batch size and what it is made of, as the log and the report put it."""
     critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
     assert critical is not None

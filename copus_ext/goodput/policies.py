@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from copus_ext.goodput.situation import Rules, Situation
+from copus_ext.goodput.inputs import DecisionInputs, Rules
 
 WEIGHING = ("adaptive", "copus")
 """Policies that weigh configurations; `copus` is the paper's to the letter."""
@@ -27,7 +27,7 @@ def needs_noise(policy: str) -> bool:
     return policy not in (*SCHEDULED, "static", "seesaw")
 
 
-def target_batch(s: Situation) -> float | None:
+def target_batch(s: DecisionInputs) -> float | None:
     """The batch that a policy of `TARGETS` aims at, samples; None where it does not know.
 
     Raises:
@@ -64,7 +64,7 @@ def scheduled_batch(rules: Rules, consumed_samples: int, total_samples: int) -> 
     return batch
 
 
-def _seesaw(s: Situation) -> float:
+def _seesaw(s: DecisionInputs) -> float:
     """B_0 / f, f the part of the learning rate that the schedule has left (arXiv 2510.14717).
 
     A cut by f becomes one by sqrt(f), the batch doing the rest; not above the noise scale.
@@ -75,7 +75,7 @@ def _seesaw(s: Situation) -> float:
     return max(min(wanted, most), float(s.now.global_batch_size))
 
 
-def _norm_test(s: Situation) -> float | None:
+def _norm_test(s: DecisionInputs) -> float | None:
     """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et
     al. 2012); never below the present one."""
     g2, v, batch = s.noise.g2, s.noise.v, s.now.global_batch_size

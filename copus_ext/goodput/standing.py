@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from copus_ext.gns.observer import NoiseObserver
 from copus_ext.goodput.costs import Costs
-from copus_ext.goodput.history import History
-from copus_ext.goodput.rates import Ramp
-from copus_ext.goodput.situation import Row, Rules, Situation
-from copus_ext.noise.observer import NoiseObserver
-from megatron.training.layout import Layout
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.state import History
+from megatron.training.config.layout import Layout
 
 
 def standing(
     rules: Rules,
     *,
-    rows: Sequence[Row],
+    rows: Sequence[ConfigThroughput],
     current: int,
     layout: Layout,
     history: History,
     observer: NoiseObserver,
     costs: Costs,
     **position: Any,
-) -> Situation:
+) -> DecisionInputs:
     """The situation after a step.
 
     Args:
@@ -35,11 +35,11 @@ def standing(
         observer: of the noise scale.
         costs: of changing the layout.
         position: `iteration`, `consumed_samples`, `total_samples`, `in_warmup`, `lr_decay_factor`
-            and `paused` of a `Situation`.
+            and `paused` of a `DecisionInputs`.
     """
     record = history.record
     ramp = record["ramp"]
-    return Situation(
+    return DecisionInputs(
         rules=rules,
         noise=observer.noise(),
         rows=tuple(rows),

@@ -64,7 +64,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
     """That trainer's arguments in the groups of ours."""
     import torch
 
-    from megatron.training.layout import Layout
+    from megatron.training.config.layout import Layout
 
     layout = Layout(
         tp=args.tensor_model_parallel_size,
@@ -111,7 +111,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron.training.settings import StepSettings
+    from megatron.training.common.step_settings import StepSettings
 
     state = SimpleNamespace(
         iteration=args.iteration,

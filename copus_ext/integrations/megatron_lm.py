@@ -56,7 +56,7 @@ def _join_packages() -> None:
 def add_copus_args(parser: Any) -> Any:
     """Adds the controller's flags to the checkout's parser: an `extra_args_provider`."""
     _join_packages()
-    from copus_ext.config import CopusConfig
+    from copus_ext.controller.flags import CopusConfig
     from megatron.training.config.fields import option_specs
 
     section = parser.add_argument_group("copus controller")
@@ -90,8 +90,8 @@ class CopusCallback:
         if not args.copus or args.copus_mode == "off":
             return
         check(args)
-        from copus_ext.config import CopusConfig
-        from copus_ext.controller import Controller
+        from copus_ext.controller.callback import Controller
+        from copus_ext.controller.flags import CopusConfig
 
         class _Controller(Controller):
             changes_micro_batch = False
@@ -160,7 +160,7 @@ class CopusCallback:
         """A step is done; that loop counts its samples only afterwards."""
         if self._controller is None:
             return
-        from megatron.training.settings import StepInfo, learning_rate
+        from megatron.training.common.step_settings import StepInfo, learning_rate
 
         inner, args = self._inner, self._args
         loss, seconds = shared(context.loss_dict, time.monotonic() - self._started)
@@ -225,7 +225,7 @@ class CopusCallback:
 
     def _set_rates(self) -> None:
         """Sets the rates of the next step."""
-        from megatron.training.settings import set_rates
+        from megatron.training.common.step_settings import set_rates
 
         inner = self._inner
         if inner.state.settings.changes_rates:
@@ -274,8 +274,8 @@ class CopusCallback:
 
     def _load(self) -> None:
         """Takes over the last state not beyond the checkpoint, on every rank."""
-        from megatron.training.agree import from_rank_zero
-        from megatron.training.settings import StepSettings
+        from megatron.training.common.collectives import broadcast_from_rank0
+        from megatron.training.common.step_settings import StepSettings
 
         found, inner, args = None, self._inner, self._args
         folders = [getattr(args, "load", None), inner.run_dir]
@@ -291,7 +291,7 @@ class CopusCallback:
                 # A later launch may have gone back: what it wrote last counts.
                 if record["iteration"] <= inner.state.iteration:
                     found = record
-        found = from_rank_zero(found)
+        found = broadcast_from_rank0(found)
         if found is not None:
             inner.state.callbacks = found["callbacks"]
             inner.state.settings = StepSettings(**found["settings"])

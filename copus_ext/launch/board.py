@@ -22,10 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from copus_ext.launch.messages import Ended, Plan, Presence
+from copus_ext.launch.messages import Ended, NodeHeartbeat, Plan
 from copus_ext.launch.say import say
-from copus_ext.reconfigure.checked import read_value
-from megatron.training.checkpoint_files import write_atomically
+from copus_ext.reshard.checked import read_value
+from megatron.training.checkpoint.files import write_atomically
 
 _NODES, _ENDED = Path("control") / "nodes", Path("control") / "ended"
 _NEXT = Path("control") / "next.json"
@@ -33,7 +33,7 @@ _MOST_BYTES = 1 << 21
 _TOUCH_S, _TOUCH_AT_START_S, _LOOK_S = 5.0, 0.5, 0.5
 
 
-class Board:
+class NodeRendezvous:
     """The files, as one supervisor sees them. With one node there are none.
 
     Args:
@@ -48,10 +48,10 @@ class Board:
         self, run_dir: Path, *, node: int, num_nodes: int, processes: int, lost_s: float
     ) -> None:
         self._run_dir, self._is_alone, self._lost_s = run_dir, num_nodes == 1, lost_s
-        self.me = Presence(
+        self.me = NodeHeartbeat(
             node=node, token=secrets.token_hex(8), processes=processes, host=platform.node()[:500]
         )
-        self.there: dict[int, Presence] = {node: self.me}
+        self.there: dict[int, NodeHeartbeat] = {node: self.me}
         """Supervisors that are known to be there."""
         self._num_nodes = num_nodes
         self._touched_s = self._looked_s = self._compared_s = float("-inf")
@@ -93,7 +93,7 @@ class Board:
         """Nodes whose supervisors have not come yet. On the head."""
         for node in range(self._num_nodes):
             if node not in self.there:
-                found = self._read(self._file_of(node), Presence.from_json)
+                found = self._read(self._file_of(node), NodeHeartbeat.from_json)
                 if found is not None and found.node == node:
                     self.there[node] = found
         return [node for node in range(self._num_nodes) if node not in self.there]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.training.layout import Layout
+from megatron.training.config.layout import Layout
 
 ENTERED_STEPS = 20
 """A crash within so many steps of entering a layout is laid at its door."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from copus_ext.reconfigure.checked import check_fields, check_number, check_text, one_line
+from copus_ext.reshard.checked import check_fields, check_number, check_text, one_line
 
 MOST_TEXT = 8000
 """Characters of a traceback that are kept: its end."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from copus_ext.config import CopusConfig
-from copus_ext.reconfigure.relaunch import Request, merged, value_of
-from megatron.training import checkpoint_files as files
-from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.reshard.relaunch import Request, merged, value_of
+from megatron.training.checkpoint import files
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.config.layout import Layout
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")

@@ -19,13 +19,13 @@ from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.say import say
 from copus_ext.launch.slurm_watch import SIGNAL_LEAD, watch_of
 from copus_ext.launch.stored import TRUST, stored_arguments
-from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Judge, Next
+from copus_ext.launch.verdict import AGAIN, FAILED, Ending, Next, RestartPolicy
 from copus_ext.launch.workers import Workers
-from copus_ext.reconfigure.relaunch import Request, read_request, resumed
-from megatron.training import checkpoint_files as files
-from megatron.training import metrics
-from megatron.training.control import STACKS
-from megatron.training.lock import Lock
+from copus_ext.reshard.relaunch import Request, read_request, resumed
+from megatron.training.checkpoint import files
+from megatron.training.common.control import STACKS
+from megatron.training.logging import metrics
+from megatron.training.resilience.lock import Lock
 
 _GATHER_S = 30.0
 """Reports of other nodes are waited for so long, and once more after all were told to end."""
@@ -33,7 +33,7 @@ _SLURM_S = 1.0
 """Between two looks at what SLURM says."""
 
 
-class Head(Node):
+class LeaderNode(Node):
     """Node 0, which decides."""
 
     def __init__(self, options: Options) -> None:
@@ -47,7 +47,7 @@ class Head(Node):
             options = dataclasses.replace(options, flags=tuple(resumed(options.flags)))
         assert options.run_dir is not None
         super().__init__(options, options.run_dir)
-        self._judge = Judge(
+        self._judge = RestartPolicy(
             options.flags, limits=options.limits, stored=self._stored, has_gpu=options.has_gpu
         )
         job = os.environ.get("SLURM_JOB_ID") or f"{now}-{os.getpid()}"

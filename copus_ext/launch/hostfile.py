@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 if TYPE_CHECKING:
     from copus_ext.launch.slurm import Step

@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from copus_ext.launch.cause import Failure
-from copus_ext.reconfigure.checked import (
+from copus_ext.reshard.checked import (
     MAX_NUMBER,
     check_fields,
     check_number,
     check_text,
     shown,
 )
-from megatron.training.control import LAUNCH_NAME
-from megatron.training.layout import Layout
+from megatron.training.common.control import LAUNCH_NAME
+from megatron.training.config.layout import Layout
 
 _MOST_NODES, _MOST_PROCESSES = 1 << 16, 1 << 12
 _MOST_FLAGS, _MOST_TEXT = 1 << 14, 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Presence:
+class NodeHeartbeat:
     """A supervisor that is there.
 
     Raises:
@@ -45,7 +45,7 @@ class Presence:
         check_text("host", self.host, 500)
 
     @classmethod
-    def from_json(cls, data: Any) -> Presence:
+    def from_json(cls, data: Any) -> NodeHeartbeat:
         """Reads what was written of it.
 
         Raises:

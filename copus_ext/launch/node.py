@@ -7,14 +7,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from copus_ext.launch.board import Board
+from copus_ext.launch.board import NodeRendezvous
 from copus_ext.launch.messages import Ended, Plan
 from copus_ext.launch.options import Options
 from copus_ext.launch.say import say
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.verdict import FAILED
 from copus_ext.launch.workers import Launch, Workers
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 TICK_S = 0.1
 """Between two looks at everything."""
@@ -34,7 +34,7 @@ class Node:
     def __init__(self, options: Options, run_dir: Path) -> None:
         self.options, self.run_dir = options, run_dir
         self.stops = Stops(run_dir, options.stop_margin_s)
-        self.board = Board(
+        self.board = NodeRendezvous(
             run_dir,
             node=options.node_rank,
             num_nodes=options.nnodes,
@@ -84,7 +84,7 @@ class Node:
         self.board.tick(starting=starting)
 
 
-class Follower(Node):
+class WorkerNode(Node):
     """Another node, which does what node 0 decides."""
 
     def __init__(self, options: Options) -> None:

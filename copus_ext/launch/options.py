@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from copus_ext.launch.budget import Limits
 from copus_ext.launch.slurm import Step, address_of, read_step
-from copus_ext.program import program_name
-from copus_ext.reconfigure.relaunch import value_of
-from megatron.training.errors import UsageError
+from copus_ext.reshard.relaunch import value_of
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import program_name
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "python -m copus_ext.launch.supervisor"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from copus_ext.tail import Tail, last_lines
-from megatron.training.layout import Layout
-from megatron.training.metrics import METRICS_FILE, decode
+from megatron.training.config.layout import Layout
+from megatron.training.logging.metrics import METRICS_FILE, decode
+from megatron.training.logging.tail_reader import Tail, last_lines
 
 _MOST_BYTES = 1 << 19
 """Read from the end of the record: some thousand steps, many more than entering a layout counts."""

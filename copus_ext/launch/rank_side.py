@@ -9,8 +9,8 @@ import sys
 import time
 import traceback
 
-from copus_ext.reconfigure.relaunch import is_supervised
-from megatron.training.children import end_with_parent
+from copus_ext.reshard.relaunch import is_supervised
+from megatron.training.common.child_processes import end_with_parent
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 

@@ -21,9 +21,9 @@ from typing import Any
 from copus_ext.launch.cause import Failure, first_line, root_of, shortened, told_apart
 from copus_ext.launch.say import say
 from copus_ext.launch.workers import REPORT, end_launch
-from megatron.training.checkpoint_files import write_atomically
-from megatron.training.control import SUPERVISOR_VARIABLE
-from megatron.training.guard import no_collection
+from megatron.training.checkpoint.files import write_atomically
+from megatron.training.common.control import SUPERVISOR_VARIABLE
+from megatron.training.resilience.env_checks import no_collection
 
 _LEFT_ALONE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Schedulers send these to every process of a job; ranks and supervisor answer them."""

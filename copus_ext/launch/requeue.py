@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.launch.slurm import handle_of, state_of
-from copus_ext.reconfigure.checked import MAX_NUMBER, check_fields, check_number, read_value
-from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, read_request
-from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_files import write_atomically
-from megatron.training.control import STOP_FILE, Control
-from megatron.training.signals import StopReason, kind_of_text
+from copus_ext.reshard.checked import MAX_NUMBER, check_fields, check_number, read_value
+from copus_ext.reshard.relaunch import REQUEST_FILE, Request, read_request
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.files import write_atomically
+from megatron.training.common.control import STOP_FILE, Control
+from megatron.training.common.signals import StopReason, kind_of_text
 
 MOST = "COPUS_MAX_REQUEUES"
 """Environment variable: times without a new checkpoint; 0 never goes back."""

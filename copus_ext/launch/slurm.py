@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from copus_ext.launch.hostfile import in_order
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Numbers from here on are the shells of sbatch and salloc, not steps of srun."""

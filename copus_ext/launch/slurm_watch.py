@@ -20,13 +20,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.goodput import costs
-from copus_ext.journal import NAME as JOURNAL
 from copus_ext.launch import slurm
 from copus_ext.launch.say import say as to_operator
-from copus_ext.tail import Tail
-from megatron.training.control import STOP_FILE, TIME_LIMIT, write_stop
-from megatron.training.metrics import METRICS_FILE
+from megatron.training.common.control import STOP_FILE, TIME_LIMIT, write_stop
+from megatron.training.logging.metrics import METRICS_FILE
+from megatron.training.logging.tail_reader import Tail
 
 SIGNAL_LEAD = "COPUS_SIGNAL_LEAD_S"
 """Environment variable: seconds that `--signal` gives, set by the batch script."""

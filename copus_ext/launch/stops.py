@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from copus_ext.launch.say import say
-from megatron.training.control import SIGNALLED, STOP_FILE, write_stop
+from megatron.training.common.control import SIGNALLED, STOP_FILE, write_stop
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from copus_ext.reconfigure.checked import one_line
-from megatron.training import checkpoint_files as files
+from copus_ext.reshard.checked import one_line
+from megatron.training.checkpoint import files
 
 TRUST = "--ckpt-trust-unverified"
 _WAIT_S = 600.0
@@ -108,12 +108,12 @@ def _run(
 
 def main(argv: list[str]) -> int:
     """Prints the flags of a checkpoint as one line of JSON."""
-    from megatron.training.errors import TrainingFailure
-    from megatron.training.guard import import_core, set_process_defaults
+    from megatron.training.common.errors import TrainingFailure
+    from megatron.training.resilience.env_checks import import_core, set_process_defaults
 
     set_process_defaults()
     import_core()
-    from megatron.training.restore import read_arguments
+    from megatron.training.checkpoint.resume import read_arguments
 
     folder, iteration, *trust = argv
     try:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from copus_ext.launch.head import Head
-from copus_ext.launch.node import Follower
+from copus_ext.launch.head import LeaderNode
+from copus_ext.launch.node import WorkerNode
 from copus_ext.launch.options import read_options
 from copus_ext.launch.say import say
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = read_options(sys.argv[1:] if argv is None else argv)
-        node = Head(options) if options.node_rank == 0 else Follower(options)
+        node = LeaderNode(options) if options.node_rank == 0 else WorkerNode(options)
         return node.run_job()
     except UsageError as error:
         say(str(error))

@@ -11,9 +11,9 @@ from copus_ext.launch.cause import Failure
 from copus_ext.launch.fit import Fit, NoFit, Stored
 from copus_ext.launch.progress import Progress
 from copus_ext.launch.stored import stored_arguments
-from copus_ext.reconfigure.relaunch import Request, merged, value_of
-from megatron.training import checkpoint_files as files
-from megatron.training.layout import Layout
+from copus_ext.reshard.relaunch import Request, merged, value_of
+from megatron.training.checkpoint import files
+from megatron.training.config.layout import Layout
 
 MAX_LAUNCHES = 1001
 """The first and a thousand more."""
@@ -60,7 +60,7 @@ class Next:
     """Whether the run ends though it is not done, so that a person has to look."""
 
 
-class Judge:
+class RestartPolicy:
     """Remembers what happened to a run, and says what to do next.
 
     Args:

@@ -17,9 +17,9 @@ import psutil
 
 from copus_ext.launch.cause import Failure
 from copus_ext.launch.messages import Ended
-from copus_ext.reconfigure.checked import check_fields, check_number, read_value
-from copus_ext.reconfigure.relaunch import BARRED_VARIABLE, LAUNCH_VARIABLE
-from megatron.training.control import SUPERVISOR_VARIABLE
+from copus_ext.reshard.checked import check_fields, check_number, read_value
+from copus_ext.reshard.relaunch import BARRED_VARIABLE, LAUNCH_VARIABLE
+from megatron.training.common.control import SUPERVISOR_VARIABLE
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 REPORT = "report.json"

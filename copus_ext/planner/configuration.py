@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from copus_ext.perf.profile import Timing
-from megatron.training import stages
+from copus_ext.cost_model.profile import Timing
+from megatron.training.config import layer_partition
 
 Recompute = Literal["none", "selective", "full", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")
-"""By the codes of `copus_ext.perf.rows`."""
+"""By the codes of `copus_ext.cost_model.rows`."""
 REJECTION_CODES = (
     "heads",
     "query_groups",
@@ -57,7 +57,7 @@ class Configuration:
     use_distributed_optimizer: bool = True
     """Optimizer state split over the replicas."""
     cut: tuple[int, ...] | None = None
-    """Layers of every chunk, as of `megatron.training.layout.Layout`; None: even."""
+    """Layers of every chunk, as of `megatron.training.config.layout.Layout`; None: even."""
 
     @property
     def num_microbatches(self) -> int:
@@ -84,7 +84,7 @@ class Configuration:
         flags = ["--tensor-model-parallel-size", str(self.tp)]
         flags += ["--pipeline-model-parallel-size", str(self.pp)]
         if self.cut:
-            flags += [stages.FLAG, stages.text_of_cut(self.cut)]
+            flags += [layer_partition.FLAG, layer_partition.text_of_cut(self.cut)]
         elif self.vpp > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
         flags += ["--micro-batch-size", str(self.micro_batch_size)]

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.blocks import Blocks, SecondsBehind, in_flight_chunks
-from copus_ext.perf.schedule import pipeline_time
+from copus_ext.cost_model.blocks import Blocks, SecondsBehind, in_flight_chunks
+from copus_ext.cost_model.schedule import pipeline_time
 
 
 @dataclass(frozen=True, kw_only=True)

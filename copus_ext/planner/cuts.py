@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.blocks import costs_by_block
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.cost_model.blocks import costs_by_block
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cut_search import MOST_CUTS, search
 from copus_ext.planner.space import point_of, to_rows
-from megatron.training.stages import text_of_cut
+from megatron.training.config.layer_partition import text_of_cut
 
 GIB = 2.0**30
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.rows import RECOMPUTE_BLOCK, RECOMPUTE_FULL, RECOMPUTE_SELECTIVE
+from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, RECOMPUTE_FULL, RECOMPUTE_SELECTIVE
 from copus_ext.planner.space import Points
 
 _ALL = 1 << 30

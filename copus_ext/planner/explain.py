@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
+from copus_ext.cost_model.model_spec import ModelSpec, SpecError, divisors
 from copus_ext.planner.configuration import Configuration
 
 GIB = 2.0**30

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.comm import hop_bytes
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.links import Links
-from copus_ext.perf.model_spec import ModelSpec, SpecError
-from copus_ext.perf.step import stage_work
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.comm import hop_bytes
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.links import Links
+from copus_ext.cost_model.model_spec import ModelSpec, SpecError
+from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.node_order import Limit, NodeOrder
 from copus_ext.planner.orders import Array, Orders, anneal, every_order, greedy_orders

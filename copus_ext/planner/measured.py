@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.correct import Correction, correct
-from copus_ext.perf.model_spec import ModelSpec
-from copus_ext.perf.profile import Timing
-from copus_ext.perf.step import step_time
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.correct import Correction, correct
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.profile import Timing
+from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import Points, joined, measured_points, to_rows
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from copus_ext.perf.memory import peak_bytes
-from copus_ext.perf.step import stage_work
+from copus_ext.cost_model.memory import peak_bytes
+from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.answers import Plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner

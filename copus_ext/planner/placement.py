@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from copus_ext.perf.links import Links
-from copus_ext.perf.model_spec import SpecError
-from copus_ext.perf.schedule import pipeline_time
-from copus_ext.perf.step import EndOfStep
+from copus_ext.cost_model.links import Links
+from copus_ext.cost_model.model_spec import SpecError
+from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.cost_model.step import EndOfStep
 
 Array = NDArray[np.float64]
 Orders = NDArray[np.int64]

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from copus_ext import __version__
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.model_spec import ModelSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB

@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.perf.cluster_spec import ClusterSpec, here, of_gpu, preset
-from copus_ext.perf.gpus import quantity
-from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
-from copus_ext.perf.profile import read_profile
-from copus_ext.program import program_name
+from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
+from copus_ext.cost_model.gpus import quantity
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.profile import read_profile
+from megatron.training.common.program import program_name
 
 LARGEST = 2**31
 """Beyond this no size is taken."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.memory import (
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.memory import (
     KINDS,
     PEAK_SD,
     fit_probability,
@@ -25,9 +25,9 @@ from copus_ext.perf.memory import (
     peak_bytes,
     static_bytes,
 )
-from copus_ext.perf.model_spec import ModelSpec, SpecError
-from copus_ext.perf.profile import Timing
-from copus_ext.perf.step import PARTS, StepTime, least_step_s, step_time
+from copus_ext.cost_model.model_spec import ModelSpec, SpecError
+from copus_ext.cost_model.profile import Timing
+from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
     REJECTION_CODES,
@@ -46,7 +46,7 @@ from copus_ext.planner.space import (
     joined,
     to_rows,
 )
-from megatron.training.flops import training_flops_per_sample
+from megatron.training.model.flops import training_flops_per_sample
 
 MEMORY, DOMINATED = REJECTION_CODES.index("memory"), REJECTION_CODES.index("dominated")
 MEMORY_MARGIN = 0.04

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.model_spec import ModelSpec, SpecError, divisors
-from copus_ext.perf.profile import Timing
-from copus_ext.perf.rows import RECOMPUTE_BLOCK, Rows
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.model_spec import ModelSpec, SpecError, divisors
+from copus_ext.cost_model.profile import Timing
+from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
 from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
 
 LEGAL = -1

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from copus_ext.perf.blocks import costs_by_block
-from copus_ext.perf.cluster_spec import ClusterSpec, of_gpu
-from copus_ext.perf.comm import hop_bytes
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.gpus import GPUS
-from copus_ext.perf.model_spec import ModelSpec
-from copus_ext.perf.nodes import NodeSpec
-from copus_ext.perf.step import end_of_step
+from copus_ext.cost_model.blocks import costs_by_block
+from copus_ext.cost_model.cluster_spec import ClusterSpec, of_gpu
+from copus_ext.cost_model.comm import hop_bytes
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.gpus import GPUS
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.nodes import NodeSpec
+from copus_ext.cost_model.step import end_of_step
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cuts import Cut, best_cut, price_cut

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 _POLL_S = 0.02
 _END = "end"

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.links import Links
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.links import Links
 from copus_ext.probe.findings import usual
 from copus_ext.probe.line import Timed
 from copus_ext.probe.rounds import Pair
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 Known = dict[tuple[int, int], Timed]
 """What is known of the direction from one node to another."""

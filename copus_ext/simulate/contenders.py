@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from copus_ext.config import CopusConfig
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.goodput.objectives import OBJECTIVES
 
 Start = Literal["small", "large"]

@@ -25,7 +25,7 @@ _FIRST = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Truth:
+class GroundTruth:
     """What a sample is worth; the controller may believe something else."""
 
     objective: str = "goodput"
@@ -57,7 +57,7 @@ class Truth:
 
 
 @dataclass(kw_only=True)
-class Course:
+class TrainingDynamics:
     """Samples that batches need from anywhere to anywhere.
 
     Args:
@@ -67,7 +67,7 @@ class Course:
     """
 
     phi_at: Callable[[Any], Any]
-    truth: Truth
+    truth: GroundTruth
     end: float
     num_intervals: int = _INTERVALS
     _spent: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.noise.estimators import Estimate
+from copus_ext.gns.estimators import Estimate
 
 DIMENSION = 200
 """Effective directions of the noise; the tests of `bench/noise_accuracy.py` had 170."""
 _AHEAD = 256
 
 
-class Gauge:
+class NoiseEstimatorModel:
     """A stream of one-step estimates.
 
     Args:

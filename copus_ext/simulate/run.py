@@ -8,26 +8,26 @@ from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from copus_ext import rules as flags_to_rules
+from copus_ext.controller import rules
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.goodput import policies
 from copus_ext.goodput.costs import Costs
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import (
+from copus_ext.goodput.inputs import Decision
+from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.standing import standing
+from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
     WARM_UP_STEPS,
     History,
     key_of,
     new_record,
 )
-from copus_ext.goodput.rates import Ramp
-from copus_ext.goodput.situation import Decision
-from copus_ext.goodput.standing import standing
-from copus_ext.journal import Journal
-from copus_ext.noise.observer import CONTROL, NoiseObserver
 from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.gauge import Gauge
+from copus_ext.simulate.gauge import NoiseEstimatorModel
 from copus_ext.simulate.scenario import Scenario
-from megatron.training.layout import Layout
+from megatron.training.config.layout import Layout
 
 _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
 
@@ -106,7 +106,7 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
 
 
 def simulate(
-    scenario: Scenario, contender: Contender, *, seed: int, journal: Journal | None = None
+    scenario: Scenario, contender: Contender, *, seed: int, journal: DecisionLog | None = None
 ) -> Run:
     """A run of anybody but the oracle. The same arguments give the same run, bit for bit.
 
@@ -125,7 +125,7 @@ class _Runner:
     """State of a run with a controller."""
 
     def __init__(
-        self, scenario: Scenario, contender: Contender, seed: int, journal: Journal | None
+        self, scenario: Scenario, contender: Contender, seed: int, journal: DecisionLog | None
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
@@ -136,7 +136,7 @@ class _Runner:
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
         self.history = History(new_record())
         self.costs = Costs(self.history.record["layouts"], prior_s=scenario.prior_cost_s)
-        self.gauge = Gauge(seed)
+        self.gauge = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
         self.measures = policies.needs_noise(self.flags.copus_policy)
@@ -213,7 +213,7 @@ class _Runner:
 
     def _is_due(self) -> bool:
         batch = self.row.global_batch_size
-        samples = flags_to_rules.samples_to_decision(
+        samples = rules.samples_to_decision(
             self.flags, self.config, batch, is_first=not self.history.record["num_decisions"]
         )
         return self.history.is_due(
@@ -225,7 +225,7 @@ class _Runner:
 
     def _decide(self) -> None:
         s, record = self.scenario, self.history.record
-        batches = flags_to_rules.batches_to_weigh(self.rules, self.row.global_batch_size)
+        batches = rules.batches_to_weigh(self.rules, self.row.global_batch_size)
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         done = min(self.consumed / s.total_samples, 1.0)
@@ -311,8 +311,8 @@ class _Runner:
             layout=Layout(tp=row.tp, pp=row.pp, vpp=row.vpp, dp=row.dp),
             optim=SimpleNamespace(adam_beta2=s.beta2),
         )
-        self.rules = flags_to_rules.rules_of(self.flags, self.config)
-        self.rates = flags_to_rules.rate_rules_of(self.flags, self.config)
+        self.rules = rules.rules_of(self.flags, self.config)
+        self.rates = rules.rate_rules_of(self.flags, self.config)
 
     def _note(self) -> None:
         self._key = key_of(

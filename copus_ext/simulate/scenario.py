@@ -9,17 +9,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.model_spec import PRESETS, SpecError
+from copus_ext.cost_model.profile import Timing
+from copus_ext.cost_model.spec_file import read_json
 from copus_ext.goodput import costs
-from copus_ext.perf.cluster_spec import ClusterSpec
-from copus_ext.perf.model_spec import PRESETS, SpecError
-from copus_ext.perf.profile import Timing
-from copus_ext.perf.spec_file import read_json
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from copus_ext.simulate.course import Course, Truth
+from copus_ext.simulate.course import GroundTruth, TrainingDynamics
 from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
-from copus_ext.simulate.trajectory import Trajectory, power_law
+from copus_ext.simulate.trajectory import NoiseTrajectory, power_law
 
 _DATA = Path(__file__).parent / "data"
 BEYOND = 1.5
@@ -46,9 +46,9 @@ class Scenario:
     """Samples over which the learning rate warms up; nobody decides before."""
     targets: dict[str, float]
     """Progress at which a loss is reached, samples, by the loss."""
-    trajectory: Trajectory
+    trajectory: NoiseTrajectory
     """Noise scale over progress."""
-    truth: Truth
+    truth: GroundTruth
     """What a sample is worth."""
     switch_cost_s: float
     """Seconds that a change of layout takes."""
@@ -101,10 +101,10 @@ class Scenario:
         return {}
 
     @cached_property
-    def course(self) -> Course:
+    def course(self) -> TrainingDynamics:
         """What gets how far."""
         end = BEYOND * self.last
-        return Course(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)
+        return TrainingDynamics(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)
 
     @cached_property
     def schedule(self) -> RateSchedule:
@@ -158,7 +158,7 @@ class Scenario:
             truth=dataclasses.replace(self.truth, calibration=calibration),
         )
 
-    def follow(self, trajectory: Trajectory) -> Scenario:
+    def follow(self, trajectory: NoiseTrajectory) -> Scenario:
         """The same with another course of the noise, stretched to the progress of this one; its
         own losses are not taken over."""
         return self.change(trajectory=trajectory.stretched(self.last))
@@ -204,7 +204,9 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
             phi_end=noise["phi_end_samples"],
             exponent=noise["exponent"],
         ),
-        truth=Truth(calibration=data["calibration"], reference_batch=float(data["batches"][0])),
+        truth=GroundTruth(
+            calibration=data["calibration"], reference_batch=float(data["batches"][0])
+        ),
         switch_cost_s=data["switch_cost_s"],
         limits=Limits(
             fixed=limits.get("fixed", {}),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from copus_ext.goodput.situation import Row
+from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.search import Planner
 
 Layout4 = tuple[int, int, int, int]
@@ -35,21 +35,23 @@ class Speeds:
         known: the same rows as a run knows them before it has used them; None: as they are.
     """
 
-    def __init__(self, rows: Sequence[Row], known: Sequence[Row] | None = None) -> None:
+    def __init__(
+        self, rows: Sequence[ConfigThroughput], known: Sequence[ConfigThroughput] | None = None
+    ) -> None:
         self._true = {(row.layout, row.global_batch_size): row for row in rows}
         self._known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
         self.batches = sorted({row.global_batch_size for row in rows})
         self.layouts = sorted({row.layout for row in rows})
 
-    def true(self, row: Row) -> Row:
+    def true(self, row: ConfigThroughput) -> ConfigThroughput:
         """A configuration as it is."""
         return self._true[row.layout, row.global_batch_size]
 
-    def at(self, layout: Layout4, batch: int) -> Row | None:
+    def at(self, layout: Layout4, batch: int) -> ConfigThroughput | None:
         """A configuration as it is, None where there is none."""
         return self._true.get((layout, batch))
 
-    def fastest(self, batch: int, layout: Layout4 | None = None) -> Row:
+    def fastest(self, batch: int, layout: Layout4 | None = None) -> ConfigThroughput:
         """The fastest of a batch, of a layout if given.
 
         Raises:
@@ -66,8 +68,8 @@ class Speeds:
         batches: Sequence[int],
         used: Collection[tuple[Layout4, int]],
         layouts: Sequence,
-        now: Row,
-    ) -> tuple[list[Row], dict[tuple[Layout4, int], int]]:
+        now: ConfigThroughput,
+    ) -> tuple[list[ConfigThroughput], dict[tuple[Layout4, int], int]]:
         """Rows of some batches and layouts as a run knows them, and where each is.
 
         Args:
@@ -79,7 +81,7 @@ class Speeds:
         present = now.layout, now.global_batch_size
         return _table(self, tuple(batches), frozenset(used), tuple(layouts), present)
 
-    def _row(self, key: Key, used: Collection[Key], present: Key) -> Row:
+    def _row(self, key: Key, used: Collection[Key], present: Key) -> ConfigThroughput:
         """One configuration as a run knows it."""
         row, source = self._known[key], self._known[key].source
         sd = row.relative_sd * (_SAME_LAYOUT if key[0] == present[0] else 1.0)
@@ -95,7 +97,7 @@ class Speeds:
         used: Collection[Key],
         layouts: Sequence[Layout4],
         present: Key,
-    ) -> list[Row]:
+    ) -> list[ConfigThroughput]:
         keys = [(layout, batch) for batch in batches for layout in layouts]
         return [self._row(key, used, present) for key in keys if key in self._known]
 
@@ -103,7 +105,7 @@ class Speeds:
 @functools.lru_cache(maxsize=4096)
 def _table(
     speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple, present: Key
-) -> tuple[list[Row], dict[Key, int]]:
+) -> tuple[list[ConfigThroughput], dict[Key, int]]:
     rows = speeds._rows(batches, used, layouts, present)
     return rows, {(row.layout, row.global_batch_size): i for i, row in enumerate(rows)}
 
@@ -128,11 +130,13 @@ def planned(
     Raises:
         NoSpeed: nothing fits.
     """
-    best: dict[tuple[Layout4, int], Row] = {}
+    best: dict[tuple[Layout4, int], ConfigThroughput] = {}
     for plan in planner.rank(list(batches), top=_ASKED):
         for r in plan.ranked:
             sd = r.prediction.step_rel_sd if known_sd is None else known_sd
-            row = Row.of(r.configuration, r.prediction.samples_per_s, sd, r.prediction.source)
+            row = ConfigThroughput.of(
+                r.configuration, r.prediction.samples_per_s, sd, r.prediction.source
+            )
             best.setdefault((row.layout, row.global_batch_size), row)
     if not best:
         raise NoSpeed("no configuration of these batches fits on this cluster")

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.goodput.situation import Situation
-from copus_ext.journal import read_journal
-from copus_ext.perf.spec_file import read_json
-from copus_ext.simulate.course import Truth
+from copus_ext.controller.decision_log import read_journal
+from copus_ext.cost_model.spec_file import read_json
+from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.simulate.course import GroundTruth
 
 _LARGEST = 1e15
 
@@ -27,7 +27,7 @@ class TrajectoryError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectory:
+class NoiseTrajectory:
     """Noise scale and loss at some points; between them both are powers of the progress."""
 
     progress: tuple[float, ...]
@@ -57,7 +57,7 @@ class Trajectory:
         """Progress of the last point."""
         return self.progress[-1]
 
-    def stretched(self, end: float) -> Trajectory:
+    def stretched(self, end: float) -> NoiseTrajectory:
         """The same with every progress multiplied so that it ends there."""
         factor = end / self.end
         return replace(self, progress=tuple(p * factor for p in self.progress))
@@ -67,7 +67,7 @@ class Trajectory:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Any) -> Trajectory:
+    def from_json(cls, data: Any) -> NoiseTrajectory:
         """Inverse of `to_json`.
 
         Raises:
@@ -81,14 +81,14 @@ class Trajectory:
         return cls(**{name: tuple(value) for name, value in lists.items()})
 
 
-def power_law(*, end: float, phi_end: float, exponent: float) -> Trajectory:
+def power_law(*, end: float, phi_end: float, exponent: float) -> NoiseTrajectory:
     """phi = phi_end (progress / end)^exponent."""
     start = end / 1e4
     phi = phi_end * (start / end) ** exponent
-    return Trajectory(progress=(start, end), phi=(phi, phi_end))
+    return NoiseTrajectory(progress=(start, end), phi=(phi, phi_end))
 
 
-def from_journal(path: Path, truth: Truth) -> Trajectory:
+def from_journal(path: Path, truth: GroundTruth) -> NoiseTrajectory:
     """The noise scale that a run saw at its decisions. Its steps are turned into progress by a
     truth; its losses are not in the journal.
 
@@ -103,7 +103,7 @@ def from_journal(path: Path, truth: Truth) -> Trajectory:
         if record["kind"] != "decision":
             continue
         try:
-            s = Situation.from_json(record["situation"])
+            s = DecisionInputs.from_json(record["situation"])
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise TrajectoryError(f"a decision of another form: {error!r}") from error
         phi = s.noise.phi_samples
@@ -116,10 +116,10 @@ def from_journal(path: Path, truth: Truth) -> Trajectory:
         points.append((progress, phi))
     if len(points) < 2:
         raise TrajectoryError("it holds less than two decisions with a noise scale")
-    return Trajectory(progress=tuple(p for p, _ in points), phi=tuple(x for _, x in points))
+    return NoiseTrajectory(progress=tuple(p for p, _ in points), phi=tuple(x for _, x in points))
 
 
-def load(path: Path, truth: Truth) -> Trajectory:
+def load(path: Path, truth: GroundTruth) -> NoiseTrajectory:
     """A file of `to_json`, or a journal.
 
     Raises:
@@ -128,7 +128,7 @@ def load(path: Path, truth: Truth) -> Trajectory:
     try:
         if path.suffix == ".jsonl":
             return from_journal(path, truth)
-        return Trajectory.from_json(read_json(path))
+        return NoiseTrajectory.from_json(read_json(path))
     except (OSError, ValueError) as error:
         raise TrajectoryError(f"{path}: {error}") from error
 

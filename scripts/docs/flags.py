@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
-from copus_ext.config import CopusConfig
-from megatron.training.arguments import TITLES
+from copus_ext.controller.flags import CopusConfig
 from megatron.training.config import GROUPS
+from megatron.training.config.arguments import TITLES
 from megatron.training.config.fields import OptionSpec, option_specs
-from megatron.training.known_flags import KnownFlag
+from megatron.training.config.known_flags import KnownFlag
 
 _CODE = re.compile(r"`[^`]+`|(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?:-\*)?")
 """What is shown as code: what a docstring marks so, and flags."""

@@ -77,7 +77,7 @@ def draw_noise(decisions: list[dict[str, Any]], path: Path) -> None:
 
 def draw_goodput(situation: dict[str, Any], path: Path) -> None:
     """Throughput, worth of a sample and their product by batch and layout, at one decision."""
-    from copus_ext.config import NOISE_SCALE_MULTIPLIER
+    from copus_ext.controller.flags import NOISE_SCALE_MULTIPLIER
     from copus_ext.goodput.objectives import goodput
 
     phi = NOISE_SCALE_MULTIPLIER * situation["noise"]["phi_samples"]
@@ -112,8 +112,8 @@ def _now(situation: dict[str, Any]) -> dict[str, Any]:
 
 def draw_layouts(path: Path) -> None:
     """Predicted throughput of three layouts by batch: which is fastest changes."""
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.model_spec import PRESETS
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.planner.search import Planner
 
     sizes = [16, 32, 64, 128, 256, 512]
@@ -137,7 +137,7 @@ def draw_layouts(path: Path) -> None:
 
 
 def _decisions(name: str) -> list[dict[str, Any]]:
-    from copus_ext.journal import read_journal
+    from copus_ext.controller.decision_log import read_journal
 
     records = read_journal(RESULTS / f"{name}.journal.jsonl")
     return [record for record in records if record["kind"] == "decision"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.report import serve, source
+from copus_ext.monitor import serve, source
 from tests.browser.browser import Browser
 from tests.helpers.written_runs import WrittenRun
 

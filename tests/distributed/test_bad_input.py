@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpoint_files as files
-from megatron.training.metrics import read_metrics
+from megatron.training.checkpoint import files
+from megatron.training.logging.metrics import read_metrics
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, losses_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from copus_ext.journal import NAME, read_journal
-from megatron.training.metrics import read_metrics
+from copus_ext.controller.decision_log import NAME, read_journal
+from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_controller_layouts import BASE, TRACED, write_profile
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT

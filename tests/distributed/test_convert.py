@@ -13,11 +13,11 @@ import torch
 from megatron.core.dist_checkpointing import load_common_state_dict, load_plain_tensors
 from megatron.core.safe_globals import register_safe_globals
 
-from megatron.training.checkpoint_files import folder_of
-from megatron.training.device import use_device
-from megatron.training.offline import huggingface
-from megatron.training.offline.archive import open_archive
-from megatron.training.offline.target import Wish
+from megatron.training.checkpoint.convert import huggingface
+from megatron.training.checkpoint.convert.archive import open_archive
+from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.files import folder_of
+from megatron.training.common.device import use_device
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
 from tests.helpers.launch import run_ranks
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpoint_files as files
-from megatron.training.metrics import read_metrics
+from megatron.training.checkpoint import files
+from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import FAULTS
 from tests.helpers.launch import run_ranks
 

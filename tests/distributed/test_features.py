@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.offline import huggingface
-from megatron.training.offline.convert import convert
-from megatron.training.offline.refusal import Refused
-from megatron.training.offline.target import Wish
+from megatron.training.checkpoint.convert import huggingface
+from megatron.training.checkpoint.convert.convert import convert
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.convert.target import Wish
 from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
 from tests.helpers.launch import run_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from copus_ext.commands import replay
-from copus_ext.journal import NAME, read_journal
+from copus_ext.controller.decision_log import NAME, read_journal
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.star import star

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.layout import Layout
+from megatron.training.config.layout import Layout
 from tests.helpers.launch import run_ranks
 from tests.helpers.scaled_commands import GLOBAL_BATCH_SIZE, STEPS, goes_on, read_commands
 

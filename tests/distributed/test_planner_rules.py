@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.perf.cluster_spec import preset
+from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from tests.distributed.worker_planner import BATCH, tiny_spec
@@ -67,8 +67,8 @@ WORDS = {
 
 
 def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.errors import UsageError
+    from megatron.training.common.errors import UsageError
+    from megatron.training.config.arguments import parse_args, resolve
 
     base = TINY.replace("--pad-vocab-for-tensor-parallel-size 4", "")
     examples = rejected_examples(6) + rejected_examples(4)
@@ -131,8 +131,8 @@ def test_megatron_core_refuses_a_batch_that_does_not_divide(
 
 
 def test_layouts_are_timed_once_and_the_planner_reads_the_times(tmp_path: Path) -> None:
-    from copus_ext.perf.model_spec import ModelSpec
-    from copus_ext.perf.profile import read_profile
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.profile import read_profile
 
     store = tmp_path / "profile.jsonl"
     own = ["--store", store, "--fix", "tp=2,micro_batch=2", "--steps", "1", "--warm-up", "1"]

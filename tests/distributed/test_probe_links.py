@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 from tests.helpers.star import DEVICE, address, star
 from tests.helpers.two_nodes import why_not

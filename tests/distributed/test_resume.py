@@ -14,8 +14,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import load_plain_tensors
 
-from megatron.training import checkpoint_files as files
-from megatron.training.device import use_device
+from megatron.training.checkpoint import files
+from megatron.training.common.device import use_device
 from tests.helpers.jobs import losses_of, steps_of, train
 
 N = 3

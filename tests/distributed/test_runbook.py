@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.training import control
+from megatron.training.common import control
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.launch import ROOT
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.metrics import read_metrics
+from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_steps import SPOILT
 from tests.helpers.launch import run_ranks
 

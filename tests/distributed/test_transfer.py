@@ -36,7 +36,7 @@ def test_parts_of_a_buffer_come_to_all(results: Any) -> None:
 
 
 def test_windows_and_buffers_were_full(results: Any) -> None:
-    from copus_ext.reconfigure.transfer import BUFFERS, WINDOW
+    from copus_ext.reshard.transfer import BUFFERS, WINDOW
 
     def most(way: str, name: str) -> int:
         return max(row[name] for own in results for row in own if row["way"] == way)

@@ -34,7 +34,7 @@ def counter() -> Any:
     its first training pass."""
     import torch
 
-    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
         """Bytes of the first layer of this rank."""
@@ -86,9 +86,9 @@ def main(output: Path) -> None:
     import numpy as np
     import torch.distributed as dist
 
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.memory import layer_activation_bytes
-    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.memory import layer_activation_bytes
+    from copus_ext.cost_model.model_spec import ModelSpec
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
 
     world = dist.get_world_size()

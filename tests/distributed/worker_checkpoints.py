@@ -23,10 +23,10 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.checkpoint import Checkpointer
-    from megatron.training.model import Model
-    from megatron.training.rank_times import StepClock
+    from megatron.training.checkpoint.save import Checkpointer
+    from megatron.training.distributed.stragglers import StepClock
+    from megatron.training.model.gpt import Model
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class SaveWhatWasLoaded(Callback):
         """Writes a checkpoint before the first step."""

@@ -29,10 +29,10 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from copus_ext.config import CopusConfig
-    from copus_ext.controller import Controller
-    from copus_ext.journal import NAME, read_journal
-    from megatron.training.callbacks import CallbackContext
+    from copus_ext.controller.callback import Controller
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.train.callbacks import CallbackContext
 
     class Noting(Controller):
         """Also keeps what every rank came to."""

@@ -20,10 +20,10 @@ TRACED = ["--profile", "--profile-step-start", "6", "--profile-step-end", "10"]
 
 def write_profile(path: Path, world_size: int) -> None:
     """Times in which pipeline parallelism is ten times as fast; so the decision is known."""
-    from copus_ext.perf.cluster_spec import of_gpu
-    from copus_ext.perf.model_spec import ModelSpec
-    from copus_ext.perf.profile import ProfileStore, Timing
-    from megatron.training.arguments import parse_args, resolve
+    from copus_ext.cost_model.cluster_spec import of_gpu
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.cost_model.profile import ProfileStore, Timing
+    from megatron.training.config.arguments import parse_args, resolve
 
     config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
     values = {**config.flat(), "padded_vocab_size": 512}
@@ -58,10 +58,10 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from copus_ext.config import CopusConfig
-    from copus_ext.controller import Controller
-    from copus_ext.journal import NAME, read_journal
-    from megatron.training.callbacks import CallbackContext
+    from copus_ext.controller.callback import Controller
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.train.callbacks import CallbackContext
 
     class Noting(Controller):
         """Also keeps what every rank came to."""

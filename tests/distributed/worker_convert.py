@@ -130,8 +130,8 @@ def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) 
     """Converts with every check while the other rank waits."""
     import torch.distributed as dist
 
-    from megatron.training.offline.convert import convert
-    from megatron.training.offline.target import Wish
+    from megatron.training.checkpoint.convert.convert import convert
+    from megatron.training.checkpoint.convert.target import Wish
 
     if dist.get_rank() == 0:
         convert(source, destination, Wish(**wish), verify=True)
@@ -161,9 +161,9 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.offline.huggingface import load
-    from megatron.training.offline.target import Wish
+    from megatron.training.checkpoint.convert.huggingface import load
+    from megatron.training.checkpoint.convert.target import Wish
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class WriteLogits(Callback):
         """Before the first step."""

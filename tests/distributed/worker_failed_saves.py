@@ -110,7 +110,7 @@ def broken(faults: dict[int, tuple[str, int]], rank: int) -> Any:
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
     from torch.distributed.checkpoint import FileSystemWriter
 
-    from megatron.training.save_process import SaveProcess
+    from megatron.training.checkpoint.async_writer import SaveProcess
 
     all_faults = Faults(faults, rank)
     save_common: Any = TorchCommonSaveStrategy.save_common
@@ -146,9 +146,9 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from megatron.training.agree import everyone
-    from megatron.training.errors import TrainingFailure
-    from megatron.training.parallel import destroy_groups
+    from megatron.training.common.collectives import all_gather_object
+    from megatron.training.common.errors import TrainingFailure
+    from megatron.training.distributed.process_groups import destroy_groups
 
     told = {}
     for name, faults, steps, more in (
@@ -164,7 +164,7 @@ def main(output: Path) -> None:
             except TrainingFailure as failure:
                 error = str(failure)
                 destroy_groups()
-        told[name] = everyone(error)
+        told[name] = all_gather_object(error)
     if dist.get_rank() == 0:
         (output / "result.json").write_text(json.dumps(told))
     dist.destroy_process_group()

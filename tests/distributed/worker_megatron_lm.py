@@ -94,7 +94,7 @@ def main(output: Path, kinds: list[str]) -> None:
     from megatron.core import num_microbatches_calculator, parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron.training.device import use_device
+    from megatron.training.common.device import use_device
 
     training: Any = importlib.import_module("megatron.training.training")
     assert "fake_megatron_lm" in str(training.__file__)

@@ -107,11 +107,11 @@ def main(output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.config import CopusConfig
-    from copus_ext.watch import STATE_KEY, NoiseWatch
-    from megatron.training.callbacks import CallbackContext
+    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.gns_callback import STATE_KEY, GradientNoiseCallback
+    from megatron.training.train.callbacks import CallbackContext
 
-    class Watched(NoiseWatch):
+    class Watched(GradientNoiseCallback):
         """Keeps what the controller knew at set-up and after every step."""
 
         def __init__(self, *, spoil: bool = False, **flags: Any) -> None:
@@ -218,13 +218,13 @@ class _counting_norms_on_every_rank:
     """A mistake that the comparison of layouts is there to find."""
 
     def __enter__(self) -> None:
-        from copus_ext.noise import parameters
+        from copus_ext.gns import parameters
 
         self.right = parameters.param_is_not_tensor_parallel_duplicate
         parameters.param_is_not_tensor_parallel_duplicate = lambda _param: True
 
     def __exit__(self, *_: object) -> None:
-        from copus_ext.noise import parameters
+        from copus_ext.gns import parameters
 
         parameters.param_is_not_tensor_parallel_duplicate = self.right
 

@@ -83,7 +83,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
 @contextmanager
 def mistaken(shape: Any, mistake: dict[str, Any]) -> Iterator[Any]:
     """The shape with a mistake in it, or in the constants meanwhile."""
-    from copus_ext.reconfigure import ownership
+    from copus_ext.reshard import ownership
 
     ((name, value),) = mistake.items()
     if name.isupper():
@@ -100,11 +100,11 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     """Builds model and optimizer, reads them and asks their twin; a row of each rank."""
     import torch.distributed as dist
 
-    from copus_ext.reconfigure.ownership import all_of_layout, of_layout, shape_of
-    from megatron.training.model import build_model
-    from megatron.training.optimizer import build_optimizer
-    from megatron.training.rectangles import digest
-    from megatron.training.shards import own_shards
+    from copus_ext.reshard.ownership import all_of_layout, of_layout, shape_of
+    from megatron.training.distributed.sharding import digest
+    from megatron.training.model.gpt import build_model
+    from megatron.training.model.shards import own_shards
+    from megatron.training.optim.optimizer import build_optimizer
 
     rank, layout, shape = dist.get_rank(), config.layout, shape_of(config)
     model = build_model(config, groups, device)
@@ -138,10 +138,10 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.device import use_device
-    from megatron.training.parallel import build_groups, destroy_groups
-    from megatron.training.settle import settle
+    from megatron.training.checkpoint.settle import settle
+    from megatron.training.common.device import use_device
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.distributed.process_groups import build_groups, destroy_groups
 
     cases, before = [], None
     with use_device("cpu", local_rank=0, backend="gloo") as device:

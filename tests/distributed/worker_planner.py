@@ -19,7 +19,7 @@ BATCH = 8
 
 def tiny_spec() -> Any:
     """The model of `TINY`, vocabulary padded for the tensor size of each run."""
-    from copus_ext.perf.model_spec import ModelSpec
+    from copus_ext.cost_model.model_spec import ModelSpec
 
     return ModelSpec(
         num_layers=4,
@@ -38,7 +38,7 @@ def tiny_spec() -> Any:
 
 def legal_configurations(world_size: int) -> list[Any]:
     """One configuration per layout and micro-batch, recomputation and sharding taking turns."""
-    from copus_ext.perf.cluster_spec import preset
+    from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
 
     cluster = preset(f"cpu:{world_size}")
@@ -63,10 +63,10 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from copus_ext.perf.cluster_spec import preset
-    from copus_ext.perf.params import stage_parameters
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.params import stage_parameters
     from copus_ext.planner.space import to_rows
-    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
         """Counts the parameters of this rank."""

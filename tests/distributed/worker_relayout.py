@@ -53,8 +53,8 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.reconfigure.transfer import view_of
-    from megatron.training.shards import KINDS, own_shards, weights_of
+    from copus_ext.reshard.transfer import view_of
+    from megatron.training.model.shards import KINDS, own_shards, weights_of
 
     for chunk in job.model.chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -109,10 +109,10 @@ def main(output: Path, names: list[str]) -> None:
     import psutil
     import torch.distributed as dist
 
-    from copus_ext.reconfigure.inprocess import Mover
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.layout import Layout
-    from megatron.training.settings import Request
+    from copus_ext.reshard.inprocess import InProcessResharder
+    from megatron.training.common.step_settings import Request
+    from megatron.training.config.layout import Layout
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Wander(Callback):
         """After so many steps goes through some layouts at one boundary."""
@@ -120,10 +120,10 @@ def main(output: Path, names: list[str]) -> None:
         def __init__(self, path: list[Any], *, prebuild: int) -> None:
             self.path, self.prebuild = path, prebuild
             self.rows: list[dict[str, Any]] = []
-            self.mover: Mover | None = None
+            self.mover: InProcessResharder | None = None
 
         def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = Mover(prebuild=self.prebuild)
+            self.mover = InProcessResharder(prebuild=self.prebuild)
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             if context.state.iteration != BEFORE:

@@ -24,11 +24,12 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from megatron.training import rank_times, step
-    from megatron.training.agree import everyone
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.errors import TrainingFailure
-    from megatron.training.parallel import destroy_groups
+    from megatron.training.common.collectives import all_gather_object
+    from megatron.training.common.errors import TrainingFailure
+    from megatron.training.distributed import stragglers
+    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.training.train import step
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Watcher(Callback):
         """Sums the weights after every step; spoils gradients or losses of rank 1."""
@@ -82,7 +83,7 @@ def main(output: Path) -> None:
     record("ramp", ["--rampup-batch-size", "2", "2", "24", "--train-samples", "56"])
     record("skip", ["--iterations-to-skip", "2", "4", *six])
     record("plain", six)
-    with mock.patch.object(rank_times, "WINDOW", 3):
+    with mock.patch.object(stragglers, "WINDOW", 3):
         record("slow", six, spoil="time", since=4, until=6)
     error = None
     save = str(output / "save")
@@ -92,7 +93,7 @@ def main(output: Path) -> None:
     except TrainingFailure as failure:
         error = str(failure)
         destroy_groups()
-    errors = everyone(error)
+    errors = all_gather_object(error)
     if dist.get_rank() == 0:
         (output / "abort.json").write_text(json.dumps(errors))
     dist.destroy_process_group()

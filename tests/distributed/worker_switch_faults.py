@@ -43,7 +43,7 @@ def topics(*, waiting: bool) -> list[str]:
         waiting: those where the other ranks wait for the broken one in a collective, or those
             where they come to the vote.
     """
-    from copus_ext.reconfigure.phases import PHASES, TOGETHER
+    from copus_ext.reshard.phases import PHASES, TOGETHER
 
     if not waiting:
         return [*PHASES[:-1], *(p + TOGETHER for p in ("prepare", "drain", "commit"))]
@@ -81,10 +81,10 @@ def wandering(
     import psutil
     import torch.distributed as dist
 
-    from copus_ext.reconfigure.inprocess import Mover
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.layout import Layout
-    from megatron.training.settings import Request
+    from copus_ext.reshard.inprocess import InProcessResharder
+    from megatron.training.common.step_settings import Request
+    from megatron.training.config.layout import Layout
+    from megatron.training.train.callbacks import Callback, CallbackContext
     from tests.distributed.worker_relayout import equal, state_of
 
     class Wander(Callback):
@@ -92,10 +92,10 @@ def wandering(
 
         def __init__(self) -> None:
             self.rows: list[dict[str, Any]] = []
-            self.mover: Mover | None = None
+            self.mover: InProcessResharder | None = None
 
         def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = Mover(patience_s=30, **mover_arguments)
+            self.mover = InProcessResharder(patience_s=30, **mover_arguments)
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             if context.state.iteration != BEFORE:
@@ -208,8 +208,8 @@ def spoiled(name: str) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.reconfigure import change
-    from copus_ext.reconfigure.transfer import Transfer
+    from copus_ext.reshard import change
+    from copus_ext.reshard.transfer import Transfer
 
     class Spoiled(Transfer):
         """See above."""
@@ -283,10 +283,10 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
     """
     prepare()
     from copus_ext.commands import pretrain
-    from copus_ext.reconfigure.inprocess import Mover
-    from megatron.training.callbacks import Callback, CallbackContext
-    from megatron.training.layout import Layout
-    from megatron.training.settings import Request
+    from copus_ext.reshard.inprocess import InProcessResharder
+    from megatron.training.common.step_settings import Request
+    from megatron.training.config.layout import Layout
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     rank = int(os.environ["RANK"])
     output = Path(case["output"])
@@ -295,10 +295,10 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
         """Changes the layout at one step."""
 
         def __init__(self) -> None:
-            self.mover: Mover | None = None
+            self.mover: InProcessResharder | None = None
 
         def on_setup_start(self, context: CallbackContext) -> None:
-            self.mover = Mover(
+            self.mover = InProcessResharder(
                 run_dir=output, fault=self.fault, patience_s=PATIENCE_S, min_timeout_s=TIMEOUT_S
             )
 

@@ -46,8 +46,8 @@ def state_of(records: list[Any], keys: list[str]) -> Any:
     """Shards in which every element is a number that only its kind, tensor and place have."""
     import torch
 
-    from copus_ext.reconfigure.transfer import view_of
-    from megatron.training.shards import KINDS, Shards
+    from copus_ext.reshard.transfer import view_of
+    from megatron.training.model.shards import KINDS, Shards
 
     sizes = [0] * (1 + max((r.shard for r in records), default=-1))
     for r in records:
@@ -69,7 +69,7 @@ def gathers() -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.reconfigure import transfer
+    from copus_ext.reshard import transfer
 
     rank, rows = dist.get_rank(), []
     uneven: list[Any] = [dist.new_group(some) for some in ([0, 2, 3], [1])]
@@ -93,10 +93,10 @@ def main(output: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from copus_ext.reconfigure import transfer
-    from copus_ext.reconfigure.ownership import ModelShape, all_of_layout
-    from copus_ext.reconfigure.plan import make_plan
-    from megatron.training.layout import Layout
+    from copus_ext.reshard import transfer
+    from copus_ext.reshard.ownership import ModelShape, all_of_layout
+    from copus_ext.reshard.plan import make_plan
+    from megatron.training.config.layout import Layout
 
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]

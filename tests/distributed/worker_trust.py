@@ -64,8 +64,8 @@ class Cases:
 
     def resume(self, name: str, save: Path, *flags: str) -> None:
         """Writes down how a resume ends: an error, or the iterations done."""
-        from megatron.training.errors import TrainingFailure, UsageError
-        from megatron.training.parallel import destroy_groups
+        from megatron.training.common.errors import TrainingFailure, UsageError
+        from megatron.training.distributed.process_groups import destroy_groups
 
         try:
             result: Any = [s["iteration"] for s in self.train(4, "--load", str(save), *flags)]
@@ -77,7 +77,7 @@ class Cases:
 
     def copy(self, name: str) -> tuple[Path, Path]:
         """A copy of the checkpoint: its root and its folder."""
-        from megatron.training import checkpoint_files as files
+        from megatron.training.checkpoint import files
 
         root = self.output / name
         shutil.copytree(self.save, root)
@@ -85,7 +85,7 @@ class Cases:
 
     def seal(self, folder: Path) -> None:
         """Makes a manifest that lists what is there, as whoever tampers would."""
-        from megatron.training import checkpoint_files as files
+        from megatron.training.checkpoint import files
 
         (folder / files.MANIFEST).unlink()
         sums = files.checksums(folder, files.data_files(folder))
@@ -102,8 +102,8 @@ def tamper_with_pickles(cases: Cases) -> None:
     """Index and common state that run code."""
     import torch
 
-    from megatron.training.errors import TrainingFailure
-    from megatron.training.restore import read_arguments
+    from megatron.training.checkpoint.resume import read_arguments
+    from megatron.training.common.errors import TrainingFailure
 
     payload = pickle.dumps(Evil(cases.touched))
     cases.control("control index", lambda: pickle.loads(payload))
@@ -128,8 +128,8 @@ def tamper_with_objects(cases: Cases) -> None:
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    from megatron.training import checkpoint
-    from megatron.training.offline.archive import open_archive
+    from megatron.training.checkpoint import save as checkpoint
+    from megatron.training.checkpoint.convert.archive import open_archive
 
     plain = checkpoint.model_state
 

@@ -24,7 +24,7 @@ HOW = ("error", "usage", "SIGINT", "SIGTERM", "SIGKILL")
 
 def leave(how: str) -> None:
     """Leaves this rank, or has it leave."""
-    from megatron.training.errors import UsageError
+    from megatron.training.common.errors import UsageError
 
     if how.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[how])
@@ -34,7 +34,7 @@ def leave(how: str) -> None:
 
 def leaving(way: dict[str, Any]) -> Any:
     """A callback that leaves."""
-    from megatron.training.callbacks import Callback, CallbackContext
+    from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Leave(Callback):
         """Leaves where and how it is told."""

@@ -205,9 +205,9 @@ def tool_problem(result: tuple[int | str, str], *codes: int) -> str | None:
 def flags(rng: random.Random, folder: Path) -> str | None:
     """`pretrain_gpt.py`, up to where processes would start."""
     from copus_ext.commands import pretrain
-    from copus_ext.config import CopusConfig
-    from megatron.training.arguments import parse_args, resolve
-    from megatron.training.errors import UsageError
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.common.errors import UsageError
+    from megatron.training.config.arguments import parse_args, resolve
 
     cli = json.loads((ROOT / "tests/unit/data/cli.json").read_text())
     base = [*TINY.split(), "--train-iters", "100"] + (["--copus"] if rng.random() < 0.5 else [])
@@ -231,8 +231,8 @@ def data_set(rng: random.Random, folder: Path) -> str | None:
     """An indexed data set."""
     import numpy
 
-    from megatron.training.corpus import check_vocabulary, open_corpus
-    from megatron.training.errors import UsageError
+    from megatron.training.common.errors import UsageError
+    from megatron.training.data.indexed import check_vocabulary, open_corpus
 
     prefix = folder / "data"
     lengths = numpy.array([rng.randrange(1, 50) for _ in range(rng.randrange(1, 9))], dtype="<i4")
@@ -285,7 +285,7 @@ def inspected(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
 def _is_damaged(folder: Path) -> bool:
     """Whether the manifest is gone, or it and the files differ. One that says the same in other
     words is none the worse."""
-    from megatron.training import checkpoint_files as files
+    from megatron.training.checkpoint import files
 
     try:
         listed = files.read_manifest(folder)
@@ -311,8 +311,8 @@ def converted(rng: random.Random, folder: Path, checkpoints: Checkpoints) -> str
 
 def request(rng: random.Random, folder: Path) -> str | None:
     """`control/request.json`."""
-    from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, merged, read_request
-    from megatron.training.layout import Layout
+    from copus_ext.reshard.relaunch import REQUEST_FILE, Request, merged, read_request
+    from megatron.training.config.layout import Layout
 
     whole = Request(
         launch="job.0.1",
@@ -340,12 +340,12 @@ def request(rng: random.Random, folder: Path) -> str | None:
 def told(rng: random.Random, folder: Path) -> str | None:
     """What supervisors tell each other."""
     from copus_ext.launch.cause import Failure
-    from copus_ext.launch.messages import Ended, Plan, Presence
-    from copus_ext.reconfigure.checked import read_value
+    from copus_ext.launch.messages import Ended, NodeHeartbeat, Plan
+    from copus_ext.reshard.checked import read_value
 
     failure = Failure(rank=1, code=-9, host="a", time_s=1.0)
     messages: list[Any] = [
-        Presence(node=1, token="ab", processes=8, host="a"),
+        NodeHeartbeat(node=1, token="ab", processes=8, host="a"),
         Plan(
             launch="job.0.1", number=3, tokens={"1": "ab"}, shares={"0": 8, "1": 8}, flags=["--x"]
         ),
@@ -359,9 +359,9 @@ def told(rng: random.Random, folder: Path) -> str | None:
 
 def lock(rng: random.Random, folder: Path) -> str | None:
     """A lock that somebody left."""
-    from megatron.training.control import LOCK_FILE
-    from megatron.training.errors import UsageError
-    from megatron.training.lock import Holder, Lock
+    from megatron.training.common.control import LOCK_FILE
+    from megatron.training.common.errors import UsageError
+    from megatron.training.resilience.lock import Holder, Lock
 
     path = folder / LOCK_FILE
     path.parent.mkdir()
@@ -401,7 +401,7 @@ def journal(rng: random.Random, folder: Path) -> str | None:
 def metrics(rng: random.Random, folder: Path) -> str | None:
     """`metrics.jsonl`."""
     from copus_ext.launch.progress import progress_of, saved_with
-    from megatron.training.metrics import previous_launches, read_metrics
+    from megatron.training.logging.metrics import previous_launches, read_metrics
 
     kinds = ("run.start", "step", "step", "eval", "run.end")
     records = [
@@ -421,7 +421,7 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
 
 def profile(rng: random.Random, folder: Path) -> str | None:
     """Measured times."""
-    from copus_ext.perf.profile import ForeignProfile, ProfileStore, Timing, read_profile
+    from copus_ext.cost_model.profile import ForeignProfile, ProfileStore, Timing, read_profile
 
     path = folder / "profile.jsonl"
     store = ProfileStore(path, {"model": "m", "ranks": 2})
@@ -460,7 +460,7 @@ def plan(rng: random.Random, folder: Path) -> str | None:
     """`tools/plan.py`, with its files and flags."""
     from copus_ext.commands import plan as tool
 
-    constants = json.loads((ROOT / "copus_ext/perf/data/cpu.json").read_text())
+    constants = json.loads((ROOT / "copus_ext/cost_model/data/cpu.json").read_text())
     inputs = {"--cluster": _CLUSTER, "--model": _MODEL, "--constants": constants}
     spoiled = rng.choice((*inputs, "words"))
     words = ["--seq-length", "2048", "--global-batch-size", "64", "--top", "1"]

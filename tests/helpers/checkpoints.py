@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 
-from megatron.training import checkpoint_files as files
-from megatron.training.horizon import Horizon
-from megatron.training.offline import contents
-from megatron.training.offline.checks import Contents
-from megatron.training.offline.coverage import Chunk
-from megatron.training.offline.target import DTYPES
-from megatron.training.offline.writing import FILE_BYTES, Piece, write_common, write_tensors
-from megatron.training.rectangles import flat_to_rects
-from megatron.training.state import TrainState
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert.checks import Contents
+from megatron.training.checkpoint.convert.coverage import Chunk
+from megatron.training.checkpoint.convert.target import DTYPES
+from megatron.training.checkpoint.convert.writing import (
+    FILE_BYTES,
+    Piece,
+    write_common,
+    write_tensors,
+)
+from megatron.training.common.train_state import TrainState
+from megatron.training.config.lengths import TrainingLengths
+from megatron.training.distributed.sharding import flat_to_rects
 
 FLAGS: dict[str, Any] = {
     "num_layers": 4,
@@ -54,7 +59,7 @@ FLAGS: dict[str, Any] = {
     "rotary_base": 10000,
 }
 ITERATION = 5
-HORIZON = Horizon(
+HORIZON = TrainingLengths(
     initial_global_batch_size=8,
     train_samples=80,
     lr_decay_samples=80,

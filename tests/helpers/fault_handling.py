@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.training import checkpoint_files as files
+from megatron.training.checkpoint import files
 from tests.helpers.fault_drawn import Case, Kind, Seen, after, goes_on, moment, only_launch, plain
 from tests.helpers.fault_runs import (
     INTERVAL,

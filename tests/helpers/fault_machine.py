@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.training import checkpoint_files as files
+from megatron.training.checkpoint import files
 from tests.helpers import fault_links
 from tests.helpers.fault_drawn import Case, Kind, Seen, after, goes_on, moment, only_launch
 from tests.helpers.fault_runs import (

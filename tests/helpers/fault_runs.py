@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from megatron.training import checkpoint_files as files
-from megatron.training.metrics import METRICS_FILE, decode, read_metrics
+from megatron.training.checkpoint import files
+from megatron.training.logging.metrics import METRICS_FILE, decode, read_metrics
 from tests.helpers import processes
 from tests.helpers.jobs import TINY, steps_of
 from tests.helpers.launch import ROOT

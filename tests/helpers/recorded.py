@@ -7,18 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from copus_ext.config import CopusConfig
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.gns_callback import noise_scalars
+from copus_ext.controller.ledger import Ledger
+from copus_ext.controller.rules import rules_of
+from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import WINDOW_STEPS, History, new_record
-from copus_ext.goodput.situation import Row, Rules, Situation
-from copus_ext.journal import Journal
-from copus_ext.ledger import Ledger
-from copus_ext.rules import rules_of
-from copus_ext.types import NoiseScale
-from copus_ext.watch import noise_scalars
-from megatron.training.layout import Layout
-from megatron.training.logline import StepReport
-from megatron.training.tracker import NullTracker, Sink, Tracker
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.goodput.state import WINDOW_STEPS, History, new_record
+from megatron.training.config.layout import Layout
+from megatron.training.logging.log_line import StepReport
+from megatron.training.logging.tracker import NullTracker, Sink, Tracker
 
 BATCH, TOTAL = 16, 16_000
 LAYOUT = "tp1.pp1.dp2"
@@ -71,9 +71,9 @@ def noise(phi: float = 64.0) -> NoiseScale:
     )
 
 
-def row(batch: int, samples_per_s: float = 10.0) -> Row:
+def row(batch: int, samples_per_s: float = 10.0) -> ConfigThroughput:
     """A configuration of the layout."""
-    return Row(
+    return ConfigThroughput(
         tp=1,
         pp=1,
         vpp=1,
@@ -86,10 +86,10 @@ def row(batch: int, samples_per_s: float = 10.0) -> Row:
     )
 
 
-def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Situation:
+def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> DecisionInputs:
     """Flat throughput, so that the best batch is the noise scale."""
     rows = tuple(row(b) for b in (8, 16, 32, 64, 128))
-    return Situation(
+    return DecisionInputs(
         rules=shipped_rules(
             grid=(8, 16, 32, 64, 128), objective="copus", noise_scale_multiplier=1.0
         ),
@@ -162,7 +162,7 @@ def record_decisions(run: Path, *, reason: str | None = None) -> Ledger:
         reason: what the change is said to be for.
     """
     ledger = Ledger(History(new_record()))
-    ledger.journal = Journal(run)
+    ledger.journal = DecisionLog(run)
     ledger.write("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
     grown = situation(5, 8)
     decision = decide(grown)

@@ -8,13 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.situation import Decision, Row, Situation
-from copus_ext.journal import Journal
-from copus_ext.types import NoiseScale
-from megatron.training.layout import Layout
-from megatron.training.logline import StepReport
-from megatron.training.tracker import Tracker
+from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from megatron.training.config.layout import Layout
+from megatron.training.logging.log_line import StepReport
+from megatron.training.logging.tracker import Tracker
 from tests.helpers.recorded import shipped_rules
 
 GRID = (8, 16, 32, 64)
@@ -32,7 +32,7 @@ FLAGS = {
 
 
 def write_change(
-    journal: Journal, number: int, iteration: int, *, batch: int = 16, to: Layout = LAYOUTS[0]
+    journal: DecisionLog, number: int, iteration: int, *, batch: int = 16, to: Layout = LAYOUTS[0]
 ) -> None:
     """A decision, obeyed, to change from batch 8 on dp 4 and micro-batches of 2, without the rest
     of what it was about."""
@@ -57,7 +57,7 @@ class WrittenRun:
         self.path, self.flags = path, {**FLAGS, **flags}
         self.iteration = self.samples = self.number = 0
         self.batch, self.micro, self.layout = GRID[0], 2, LAYOUTS[0]
-        self.journal = Journal(path)
+        self.journal = DecisionLog(path)
         self.tracker = Tracker(path, launch=launch)
         self.start()
 
@@ -114,10 +114,10 @@ class WrittenRun:
             age_tokens=0.0,
         )
 
-    def situation(self) -> Situation:
+    def situation(self) -> DecisionInputs:
         """What a decision would depend on now."""
         rows = [
-            Row(
+            ConfigThroughput(
                 tp=layout.tp,
                 pp=layout.pp,
                 vpp=1,
@@ -139,7 +139,7 @@ class WrittenRun:
             if row.layout == here
             and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
         )
-        return Situation(
+        return DecisionInputs(
             rules=shipped_rules(
                 flags={"copus_layouts": "all"},
                 grid=GRID,

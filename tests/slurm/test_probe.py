@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.perf.cluster_spec import ClusterSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec
 from tests.helpers.launch import ROOT
 from tests.slurm.cluster import Cluster
 

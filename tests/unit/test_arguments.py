@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import nearest_flag, parse_args, resolve, with_checkpoint_args
+from megatron.training.common.errors import UsageError
 from megatron.training.config import GROUPS, Config
+from megatron.training.config.arguments import (
+    nearest_flag,
+    parse_args,
+    resolve,
+    with_checkpoint_args,
+)
 from megatron.training.config.fields import field_docstrings, option, option_specs
-from megatron.training.errors import UsageError
-from megatron.training.known_flags import DEPRECATED, FAMILIES, KnownFlag, known_flags
-from megatron.training.layout import Layout
+from megatron.training.config.known_flags import DEPRECATED, FAMILIES, KnownFlag, known_flags
+from megatron.training.config.layout import Layout
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, names_a_way_on
 
 DATA = Path(__file__).parent / "data"
@@ -66,7 +71,7 @@ def test_defaults_of_the_parser() -> None:
 def test_help_is_quick_and_light() -> None:
     code = (
         "import sys\n"
-        "from megatron.training.arguments import parse_args\n"
+        "from megatron.training.config.arguments import parse_args\n"
         "try: parse_args(['--help'])\n"
         "finally: print('heavy', [m for m in sys.modules if m in ('torch', 'megatron.core')])\n"
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training import checkpoint_files as files
-from megatron.training.bad_steps import MAX_IN_A_ROW, WINDOW, BadSteps, explain, is_bad
+from megatron.training.checkpoint import files
+from megatron.training.train.nan_guard import MAX_IN_A_ROW, WINDOW, BadSteps, explain, is_bad
 from tests.helpers.steps import step_info
 
 

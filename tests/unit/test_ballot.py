@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from copus_ext.reconfigure import ballot
-from copus_ext.reconfigure.ballot import Ballot, Deadline, NoAnswer
+from copus_ext.reshard import consensus
+from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 
 RANKS = 3
 
 
-def ballots(timeout_s: float = 5.0) -> list[Ballot]:
+def ballots(timeout_s: float = 5.0) -> list[Consensus]:
     store = dist.HashStore()
     return [
-        Ballot(store, "one", rank=r, world_size=RANKS, timeout_s=timeout_s) for r in range(RANKS)
+        Consensus(store, "one", rank=r, world_size=RANKS, timeout_s=timeout_s) for r in range(RANKS)
     ]
 
 
@@ -79,12 +79,12 @@ class Rounds:
         return self.now
 
     def tick(self) -> None:
-        before, self.now = self.now, self.now + ballot._POLL_S
+        before, self.now = self.now, self.now + consensus._POLL_S
         if before < self.end / 2 <= self.now:
             self.half_way()
 
     def wait(self, seconds: float) -> bool:
-        assert seconds == ballot._POLL_S
+        assert seconds == consensus._POLL_S
         self.barrier.wait()
         return self.now >= self.end
 
@@ -97,7 +97,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets watchdogs look until the rounds are over or one has bitten."""
 
     def run(rounds: Rounds, *dogs: Deadline) -> None:
-        monkeypatch.setattr(ballot, "time", rounds)
+        monkeypatch.setattr(consensus, "time", rounds)
         for dog in dogs:
             monkeypatch.setattr(dog, "_stop", rounds)
         assert together(lambda i: dogs[i]._run(), ranks=len(dogs)) == [None] * len(dogs)
@@ -146,7 +146,7 @@ def test_a_change_that_is_over_is_watched_no_more() -> None:
 
 def test_nothing_is_left_of_old_votes() -> None:
     store = dist.HashStore()
-    votes = [Ballot(store, "x", rank=r, world_size=1, timeout_s=1) for r in range(1)]
+    votes = [Consensus(store, "x", rank=r, world_size=1, timeout_s=1) for r in range(1)]
     votes[0].vote("first", None)
     before = store.num_keys()
     for number in range(20):

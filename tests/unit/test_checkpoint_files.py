@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training import checkpoint_files as files
+from megatron.training.checkpoint import files
 
 
 def make(root: Path, iteration: int, *, complete: bool = True, manifest: bool = True) -> Path:

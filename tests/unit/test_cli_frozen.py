@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from copus_ext.config import CopusConfig
+from copus_ext.controller.flags import CopusConfig
 from megatron.training.config import GROUPS
 from megatron.training.config.fields import option_specs
-from megatron.training.known_flags import known_flags
+from megatron.training.config.known_flags import known_flags
 
 FROZEN = Path(__file__).parent / "data" / "cli.json"
 HOW = (

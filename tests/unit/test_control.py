@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.control import (
+from megatron.training.common.control import (
     SAVE_FILE,
     STOP_FILE,
     TIME_LIMIT,
@@ -16,7 +16,7 @@ from megatron.training.control import (
     remove_stale,
     supervised_launch,
 )
-from megatron.training.signals import stop_reason
+from megatron.training.common.signals import stop_reason
 
 
 @pytest.fixture

@@ -10,29 +10,11 @@ from typing import Any
 
 import pytest
 
-from copus_ext import config as config_module
-from copus_ext.config import CopusConfig
-from copus_ext.goodput import costs, rates, switch_rule
-from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
-from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import (
-    MIN_TIMED_STEPS,
-    WARM_UP_STEPS,
-    WINDOW_STEPS,
-    History,
-    key_of,
-    new_record,
-)
-from copus_ext.goodput.rates import RateRules
-from copus_ext.goodput.situation import Row, Rules, Situation
-from copus_ext.goodput.summary import decision_line, length_line, summary
-from copus_ext.journal import NAME, Journal, read_journal
-from copus_ext.link import Link
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.gpus import GPUS
-from copus_ext.perf.profile import Timing
-from copus_ext.planner.configuration import Configuration
-from copus_ext.rules import (
+from copus_ext.controller import flags as config_module
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.link_timing import Link
+from copus_ext.controller.rules import (
     batches_to_weigh,
     check,
     check_run,
@@ -41,11 +23,29 @@ from copus_ext.rules import (
     samples_to_decision,
     tensor_parallel_sizes,
 )
-from copus_ext.table import Table
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.errors import UsageError, counted
-from megatron.training.layout import Layout
-from megatron.training.relayout import with_layout
+from copus_ext.controller.throughput_table import Table
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.gpus import GPUS
+from copus_ext.cost_model.profile import Timing
+from copus_ext.goodput import costs, lr_scaling, switch_rule
+from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.goodput.lr_scaling import RateRules
+from copus_ext.goodput.messages import decision_line, length_line, summary
+from copus_ext.goodput.state import (
+    MIN_TIMED_STEPS,
+    WARM_UP_STEPS,
+    WINDOW_STEPS,
+    History,
+    key_of,
+    new_record,
+)
+from copus_ext.planner.configuration import Configuration
+from megatron.training.common.errors import UsageError, counted
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
 from tests.helpers.recorded import record_decisions
@@ -146,10 +146,10 @@ SHIPPED = [
     ("allow_shrink", False, "docs/decisions/012-copus-acts-by-default.md"),
     ("growth", 2.0, "docs/decisions/012-copus-acts-by-default.md"),
     ("min_effective_steps", 20.0, "docs/gns.md"),
-    ("norm_test_eta", 0.5, "copus_ext/config.py"),
+    ("norm_test_eta", 0.5, "copus_ext/controller/flags.py"),
     ("schedule", (), CONTROLLER),
     ("doubling_first_samples", None, CONTROLLER),
-    ("doubling_ratio", 3.0, "copus_ext/config.py"),
+    ("doubling_ratio", 3.0, "copus_ext/controller/flags.py"),
     ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
 ]
 SHIPPED_RATES = [
@@ -164,9 +164,9 @@ CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
     (config_module.MOST_SHRINKING, 8, CONTROLLER),
     (config_module.DECISION_STEPS, 20, CONTROLLER),
-    (rates.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
+    (lr_scaling.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
     (costs.MOST_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
-    (costs.RELAUNCH_S, 60.0, "copus_ext/config.py"),
+    (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),
     (switch_rule.Z, 1.28, CONTROLLER),
     (switch_rule.BATCH_MARGIN, 0.02, CONTROLLER),
     (switch_rule.RELAYOUT_MARGIN, 0.01, CONTROLLER),
@@ -198,7 +198,7 @@ def test_what_ships_is_what_is_written_down() -> None:
 def test_rules_have_no_defaults_of_their_own() -> None:
     for kind in (Rules, RateRules):
         own = [f.name for f in fields(kind) if f.default is not MISSING]
-        assert not own, f"{kind.__name__}: defaults stand in copus_ext/config.py: {own}"
+        assert not own, f"{kind.__name__}: defaults stand in copus_ext/controller/flags.py: {own}"
 
 
 @pytest.mark.parametrize("text", ["--copus-noise-scale-multiplier", "--copus-calibration"])
@@ -207,7 +207,7 @@ def test_the_multiplier_has_its_name_of_before(text: str) -> None:
     assert parse_args(argv, {"copus": CopusConfig}).copus_noise_scale_multiplier == 3.0
     journal = situation(16).to_json()
     journal["rules"]["calibration"] = journal["rules"].pop("noise_scale_multiplier")
-    assert Situation.from_json(journal) == situation(16)
+    assert DecisionInputs.from_json(journal) == situation(16)
 
 
 def test_the_table_of_a_run() -> None:
@@ -274,7 +274,7 @@ def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_prese
         for (b, n), step_s in profiled.items()
     ]
 
-    def sizes(r: Row) -> tuple[int, int]:
+    def sizes(r: ConfigThroughput) -> tuple[int, int]:
         return r.micro_batch_size, r.global_batch_size
 
     def over_now(step_s: float) -> list[float]:
@@ -315,7 +315,7 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
     assert [(r.global_batch_size, r.source) for r in own] == [(8, "measured"), (16, "assumed")]
     assert rows[at] == own[0] and own[0].cut == (3, 2)
     plain = json.loads(json.dumps(asdict(own[0])))
-    assert Row(**plain) == own[0]
+    assert ConfigThroughput(**plain) == own[0]
 
 
 @pytest.mark.parametrize(("micro", "batch"), [(8, 6), (4, 10)])
@@ -474,7 +474,7 @@ def test_a_spike_is_seen_once_and_nan_is_one() -> None:
 
 
 def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = DecisionLog(tmp_path)
     journal.append("start", iteration=0)
     with journal.path.open("a") as file:
         file.write('{"kind": "decisi')
@@ -492,7 +492,7 @@ def test_numbers_for_the_sinks_are_worth_no_decision(
         raise OverflowError("math range error")
 
     for name in ("decision_scalars", "outcome_scalars"):
-        monkeypatch.setattr(f"copus_ext.ledger.{name}", broken)
+        monkeypatch.setattr(f"copus_ext.controller.ledger.{name}", broken)
     ledger = record_decisions(tmp_path)
     kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
     assert kinds == ["start", "decision", "outcome", "decision"]

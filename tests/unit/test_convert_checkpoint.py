@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training import checkpoint_files as files
-from megatron.training.offline import archive as archives
-from megatron.training.offline.archive import Archive, open_archive
-from megatron.training.offline.convert import convert
-from megatron.training.offline.coverage import Chunk, coverage_problem
-from megatron.training.offline.refusal import Refused
-from megatron.training.offline.target import Wish
-from megatron.training.offline.writing import Piece
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import archive as archives
+from megatron.training.checkpoint.convert.archive import Archive, open_archive
+from megatron.training.checkpoint.convert.convert import convert
+from megatron.training.checkpoint.convert.coverage import Chunk, coverage_problem
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.writing import Piece
 from tests.helpers.checkpoints import ITERATION, index_of, make_checkpoint, renamed
 
 
@@ -439,7 +439,7 @@ def test_a_failure_on_the_way_leaves_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron.training.offline.convert.write_common", full)
+    monkeypatch.setattr("megatron.training.checkpoint.convert.convert.write_common", full)
     code, _, err = run(capsys, source, tmp_path / "b", "--tp", 1)
     assert code == 1 and "No space left" in err
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -17,17 +17,17 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
-from megatron.training import checkpoint_files as files
-from megatron.training.checkpoint_index import BadIndex, read_index
-from megatron.training.errors import UsageError
-from megatron.training.offline import convert as converting
-from megatron.training.offline import huggingface, staging
-from megatron.training.offline.archive import open_archive
-from megatron.training.offline.convert import convert
-from megatron.training.offline.coverage import Chunk, coverage_problem
-from megatron.training.offline.target import Wish
-from megatron.training.offline.writing import Piece
-from megatron.training.rectangles import flat_to_rects
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import convert as converting
+from megatron.training.checkpoint.convert import huggingface, staging
+from megatron.training.checkpoint.convert.archive import open_archive
+from megatron.training.checkpoint.convert.convert import convert
+from megatron.training.checkpoint.convert.coverage import Chunk, coverage_problem
+from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.writing import Piece
+from megatron.training.checkpoint.safe_index import BadIndex, read_index
+from megatron.training.common.errors import UsageError
+from megatron.training.distributed.sharding import flat_to_rects
 from tests.helpers.checkpoints import (
     ITERATION,
     cut_like_ranks,
@@ -385,7 +385,9 @@ def test_what_nobody_foresaw_is_one_line_too(
     def odd(*_: Any, **__: Any) -> None:
         raise AttributeError("'list' object\nhas no attribute")
 
-    monkeypatch.setattr("megatron.training.offline.checks.contents.expected_weights", odd)
+    monkeypatch.setattr(
+        "megatron.training.checkpoint.convert.checks.contents.expected_weights", odd
+    )
     code, _, err = run(capsys, source, tmp_path / "b")
     assert code == 3 and err.count("\n") == 1 and "AttributeError" in err
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from copus_ext.commands import convert_checkpoint
-from megatron.training import checkpoint_files as files
-from megatron.training.offline import contents, huggingface, llama
-from megatron.training.offline.archive import open_archive
-from megatron.training.offline.target import Wish
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import contents, huggingface, llama
+from megatron.training.checkpoint.convert.archive import open_archive
+from megatron.training.checkpoint.convert.target import Wish
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from copus_ext.perf.correct import Correction, Spread, correct
+from copus_ext.cost_model.correct import Correction, Spread, correct
 
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
 
@@ -87,7 +87,7 @@ def test_two_predictions_that_are_wrong_alike_are_compared_more_surely() -> None
 
 
 def test_the_gap_is_that_of_the_joint_posterior() -> None:
-    from copus_ext.perf import correct as module
+    from copus_ext.cost_model import correct as module
 
     s, asked, known = Spread(), module._table(KEYS, 4.0), module._table(KEYS[2:4], 4.0)
     joint = module._kernel(asked, asked, s)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.perf.blocks import Blocks, in_flight_chunks
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.memory import memory
-from copus_ext.perf.model_spec import PRESETS, ModelSpec
-from copus_ext.perf.schedule import pipeline_time
-from copus_ext.perf.step import step_time
+from copus_ext.cost_model.blocks import Blocks, in_flight_chunks
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cut_search import branch_and_bound, search

@@ -14,11 +14,11 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.training.common.errors import UsageError
 from megatron.training.config import DataConfig
-from megatron.training.data import build_datasets, parse_blend
-from megatron.training.errors import UsageError
-from megatron.training.reader import BATCH_KEYS, BatchReader
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.data.dataloader import BATCH_KEYS, BatchReader
+from megatron.training.data.datasets import build_datasets, parse_blend
+from megatron.training.data.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.unit
 

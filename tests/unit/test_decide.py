@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
+from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap
-from copus_ext.goodput.situation import Decision, Row, Situation
-from copus_ext.types import NoiseScale
 from tests.helpers.recorded import shipped_rules
 
 GRID = (8, 16, 32, 64, 128, 256, 512)
@@ -22,9 +22,9 @@ GRID = (8, 16, 32, 64, 128, 256, 512)
 
 def row(
     batch: int, speed: float, *, micro: int = 4, sd: float = 0.0, dp: int = 2, **more: Any
-) -> Row:
+) -> ConfigThroughput:
     sizes = {"tp": 1, "pp": 2 // dp, "vpp": 1, "dp": dp, **more}
-    return Row(
+    return ConfigThroughput(
         **sizes,
         micro_batch_size=micro,
         global_batch_size=batch,
@@ -34,7 +34,7 @@ def row(
     )
 
 
-def saturating(half: float = 24.0) -> list[Row]:
+def saturating(half: float = 24.0) -> list[ConfigThroughput]:
     """Throughput in proportion to B/(B + half): twice the batch is never twice as slow."""
     return [row(b, 100.0 * b / (b + half)) for b in GRID]
 
@@ -62,12 +62,12 @@ def situation(
     batch: int = 16,
     phi: float | None = 64.0,
     *,
-    rows: list[Row] | None = None,
+    rows: list[ConfigThroughput] | None = None,
     flags: dict[str, Any] | None = None,
     rules: dict[str, Any] | None = None,
     measured: NoiseScale | None = None,
     **more: Any,
-) -> Situation:
+) -> DecisionInputs:
     """Saturating throughput on a grid, decided as `--copus` with these flags does; `rules` are
     those fields that no flag can set so."""
     table = rows if rows is not None else saturating()
@@ -81,7 +81,7 @@ def situation(
         "switch_cost_s": 60.0,
         **more,
     }
-    return Situation(
+    return DecisionInputs(
         rules=shipped_rules(flags=flags, **(rules or {})),
         noise=measured or noise(phi),
         rows=tuple(table),
@@ -90,7 +90,7 @@ def situation(
     )
 
 
-def follow(s: Situation, number: int = 30) -> list[int]:
+def follow(s: DecisionInputs, number: int = 30) -> list[int]:
     """Batches when every decision is obeyed and nothing else changes."""
     sizes = [s.now.global_batch_size]
     for _ in range(number):
@@ -125,7 +125,7 @@ def test_a_decision_is_the_same_from_its_json() -> None:
         rules = {"policy": policy, "schedule": ((0, 8), (100, 16))}
         s = situation(batch, phi, rules=rules, measured=noise(phi, sd=0.3) if phi else None)
         assert s.to_json()["rules"]["noise_scale_multiplier"] == 4.0
-        again = Situation.from_json(json.loads(json.dumps(s.to_json(), allow_nan=False)))
+        again = DecisionInputs.from_json(json.loads(json.dumps(s.to_json(), allow_nan=False)))
         assert again == s
         first, second = decide(s), decide(again)
         assert first == second

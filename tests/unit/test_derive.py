@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import parse_args, resolve
+from megatron.training.checkpoint.settle import settle, vocabulary_line
+from megatron.training.common.errors import UsageError
 from megatron.training.config import GROUPS, Config
+from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.fields import option_specs
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
-from megatron.training.relayout import with_layout
-from megatron.training.settle import settle, vocabulary_line
-from megatron.training.vocabulary import pad_vocab_size, padding_unit
+from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
+from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 from tests.helpers.examples import names_a_way_on
 
 BASE = (
@@ -255,7 +255,7 @@ GPU = {"cuda_available": True, "transformer_engine_available": True, "apex_avail
 
 
 def test_eight_bits_reach_megatron_core() -> None:
-    from megatron.training.model import core_config
+    from megatron.training.model.gpt import core_config
 
     flags = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --fp8-amax-history-len 1024"
     more = "--fp8-amax-compute-algo max --fp8-margin 1 --no-fp8-wgrad --first-last-layers-bf16"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as core_random
 
-from megatron.training import parallel
-from megatron.training.device import use_device
-from megatron.training.model import _let_go_of_values
+from megatron.training.common.device import use_device
+from megatron.training.distributed import process_groups
+from megatron.training.model.gpt import _let_go_of_values
 
 PATCHED = [
     (torch.cuda, "current_device"),
@@ -146,10 +146,10 @@ def test_groups_that_linger_are_waited_for_later() -> None:
             assert may_end.wait(30)
             ended.set()
 
-    parallel._let_go([Slow()], linger=True)
+    process_groups._let_go([Slow()], linger=True)
     assert not ended.is_set()
     may_end.set()
-    parallel.await_closed()
+    process_groups.await_closed()
     assert ended.is_set()
 
 

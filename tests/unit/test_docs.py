@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from copus_ext import rules
-from copus_ext.config import CopusConfig
-from copus_ext.journal import read_journal
+from copus_ext.controller import rules
+from copus_ext.controller.decision_log import read_journal
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.launch.options import read_options
-from megatron.training.arguments import build_parser, parse_args, resolve
+from megatron.training.config.arguments import build_parser, parse_args, resolve
 from megatron.training.config.fields import option, option_specs
-from megatron.training.known_flags import known_flags
+from megatron.training.config.known_flags import known_flags
 from scripts.docs import pictures
 from scripts.docs.flags import all_groups, flags_page
 from tests.helpers.launch import ROOT

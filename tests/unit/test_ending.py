@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.reconfigure import ending
-from copus_ext.reconfigure.relaunch import REQUEST_FILE, Request, read_request, write_request
-from megatron.training.errors import Relaunch, TrainingFailure
-from megatron.training.layout import Layout
-from megatron.training.outcome import Outcome
-from megatron.training.signals import StopReason
-from megatron.training.state import TrainState
+from copus_ext.reshard import ending
+from copus_ext.reshard.relaunch import REQUEST_FILE, Request, read_request, write_request
+from megatron.training.common.errors import Relaunch, TrainingFailure
+from megatron.training.common.signals import StopReason
+from megatron.training.common.train_state import TrainState
+from megatron.training.config.layout import Layout
+from megatron.training.resilience.exit_status import Outcome
 
 LAUNCH = "job.0.3"
 SIGNAL = StopReason(kind="signal", signal="SIGUSR1")

@@ -19,9 +19,12 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from copus_ext.commands import convert_checkpoint
 from copus_ext.commands import generate as command
-from megatron.training import checkpoint_files as files
-from megatron.training.errors import TrainingFailure, UsageError
-from megatron.training.generate import (
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert.writing import Piece
+from megatron.training.checkpoint.resume import Stored
+from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.training.common.train_state import TrainState
+from megatron.training.train.generate import (
     GREEDY,
     Generated,
     TextGenerator,
@@ -29,9 +32,6 @@ from megatron.training.generate import (
     check_sampling,
     open_generator,
 )
-from megatron.training.offline.writing import Piece
-from megatron.training.restore import Stored
-from megatron.training.state import TrainState
 from tests.helpers.checkpoints import ITERATION, index_of, make_checkpoint
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "padded_vocab_size": 384, "vocab_size": None}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.arguments import parse_args, resolve
+from megatron.training.common.errors import UsageError
 from megatron.training.config import Config
-from megatron.training.errors import UsageError
-from megatron.training.horizon import Horizon, adopt
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.lengths import TrainingLengths, adopt
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
@@ -50,40 +50,42 @@ def test_samples_equal_iterations() -> None:
         "--train-samples 800 --lr-decay-samples 720 --lr-warmup-samples 80 --lr-decay-style WSD "
         "--lr-wsd-decay-samples 160 --eval-interval 10 --eval-iters 3"
     )
-    assert Horizon.of(by_iters) == Horizon.of(by_samples)
-    assert Horizon.of(by_iters).eval_samples == (100 // 10 + 1) * 3 * 8
+    assert TrainingLengths.of(by_iters) == TrainingLengths.of(by_samples)
+    assert TrainingLengths.of(by_iters).eval_samples == (100 // 10 + 1) * 3 * 8
 
 
 def test_json_round_trip() -> None:
-    horizon = Horizon.of(config_of("--train-iters 100"))
-    assert Horizon.from_json(json.loads(json.dumps(horizon.to_json()))) == horizon
+    horizon = TrainingLengths.of(config_of("--train-iters 100"))
+    assert TrainingLengths.from_json(json.loads(json.dumps(horizon.to_json()))) == horizon
     with pytest.raises(ValueError, match="keys"):
-        Horizon.from_json({"train_samples": 1})
+        TrainingLengths.from_json({"train_samples": 1})
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.sampled_from(["fraction 0.1", "iters 10"]))
 def test_another_batch_moves_nothing(first: int, second: int, warmup: str) -> None:
     flags = f"--train-iters 100 --lr-decay-iters 80 --lr-warmup-{warmup} --eval-interval 10"
-    stored = Horizon.of(config_of(flags, first))
+    stored = TrainingLengths.of(config_of(flags, first))
     for override in (False, True):
         resumed = adopt(config_of(flags, second), stored, override=override)
         # A smaller batch means more iterations and so more evaluations; nothing else moves.
-        kept = {**Horizon.of(resumed).to_json(), "eval_samples": stored.eval_samples}
+        kept = {**TrainingLengths.of(resumed).to_json(), "eval_samples": stored.eval_samples}
         assert kept == stored.to_json()
         assert resumed.batch.global_batch_size == second
         assert resumed.batch.eval_samples >= stored.eval_samples
 
 
 def test_absent_flags_take_the_stored_schedule() -> None:
-    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    stored = TrainingLengths.of(
+        config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
+    )
     resumed = adopt(config_of("--train-iters 100", 16), stored, override=False)
-    assert Horizon.of(resumed) == stored
+    assert TrainingLengths.of(resumed) == stored
 
 
 def test_samples_on_resume_may_say_what_iterations_said() -> None:
-    stored = Horizon.of(config_of("--train-iters 100"))
+    stored = TrainingLengths.of(config_of("--train-iters 100"))
     resumed = adopt(config_of("--train-samples 800", 16), stored, override=False)
-    assert Horizon.of(resumed) == stored
+    assert TrainingLengths.of(resumed) == stored
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,9 @@ def test_samples_on_resume_may_say_what_iterations_said() -> None:
     ],
 )
 def test_another_meaning_is_refused(flags: str, parts: list[str]) -> None:
-    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    stored = TrainingLengths.of(
+        config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
+    )
     with pytest.raises(UsageError) as error:
         adopt(config_of(flags), stored, override=False)
     (line,) = str(error.value).split("\n")
@@ -107,7 +111,9 @@ def test_another_meaning_is_refused(flags: str, parts: list[str]) -> None:
 
 
 def test_override_takes_the_new_horizon() -> None:
-    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10"))
+    stored = TrainingLengths.of(
+        config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
+    )
     asked = config_of("--train-iters 200 --lr-warmup-iters 5", 16)
     resumed = adopt(asked, stored, override=True)
     # Iterations keep the unit of the first launch, 8 samples.
@@ -118,19 +124,19 @@ def test_override_takes_the_new_horizon() -> None:
 
 
 def test_override_never_shortens_the_data() -> None:
-    stored = Horizon.of(config_of("--train-iters 100"))
+    stored = TrainingLengths.of(config_of("--train-iters 100"))
     with pytest.raises(UsageError, match="--exit-interval"):
         adopt(config_of("--train-iters 99"), stored, override=True)
 
 
 def test_checkpoint_schedule_can_be_taken_unasked() -> None:
-    stored = Horizon.of(config_of("--train-iters 100 --lr-decay-iters 80"))
+    stored = TrainingLengths.of(config_of("--train-iters 100 --lr-decay-iters 80"))
     asked = config_of("--train-iters 100 --lr-decay-iters 70 --use-checkpoint-opt_param-scheduler")
-    assert Horizon.of(adopt(asked, stored, override=False)) == stored
+    assert TrainingLengths.of(adopt(asked, stored, override=False)) == stored
 
 
 def test_adopting_twice_changes_nothing() -> None:
-    stored = Horizon.of(config_of("--train-iters 100 --lr-warmup-fraction 0.1"))
+    stored = TrainingLengths.of(config_of("--train-iters 100 --lr-warmup-fraction 0.1"))
     once = adopt(
         config_of("--train-iters 100 --lr-warmup-fraction 0.1", 32), stored, override=False
     )

@@ -120,8 +120,12 @@ def test_the_layers_hold(house: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("errors.py", "from megatron.training import tracker", "megatron.training.errors"),
-        ("tracker.py", "import copus_ext.controller", "copus_ext"),
+        (
+            "common/errors.py",
+            "from megatron.training.logging import tracker",
+            "megatron.training.common.errors",
+        ),
+        ("logging/tracker.py", "import copus_ext.controller.callback", "copus_ext"),
         ("stray.py", "", "stray"),
     ],
 )

@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.checkpoint import model_state, sharding_metadata
+from megatron.training.checkpoint.convert import config_json, huggingface, llama
+from megatron.training.checkpoint.convert.archive import open_archive
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.save import model_state, sharding_metadata
+from megatron.training.common.device import use_device
+from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.config.layout import Layout
 from megatron.training.config.model import ModelConfig
-from megatron.training.device import use_device
-from megatron.training.layout import Layout
-from megatron.training.model import build_model
-from megatron.training.offline import config_json, huggingface, llama
-from megatron.training.offline.archive import open_archive
-from megatron.training.offline.refusal import Refused
-from megatron.training.offline.target import Wish
-from megatron.training.parallel import build_groups, destroy_groups
+from megatron.training.distributed.process_groups import build_groups, destroy_groups
+from megatron.training.model.gpt import build_model
 from tests.helpers.checkpoints import FLAGS
 
 safetensors = pytest.importorskip("safetensors.torch")

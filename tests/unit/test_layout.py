@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.training.errors import UsageError
-from megatron.training.layout import (
+from megatron.training.common.errors import UsageError
+from megatron.training.config.layout import (
     Layout,
     batch_problems,
     group_of_microbatches,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from copus_ext.perf.cluster_spec import ClusterSpec, preset
-from copus_ext.perf.links import Links
-from copus_ext.perf.model_spec import SpecError
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.links import Links
+from copus_ext.cost_model.model_spec import SpecError
 
 CLUSTER = preset("h100-80g:24")
 

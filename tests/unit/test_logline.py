@@ -11,7 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.logline import StepReport, perplexity, training_line, validation_lines
+from megatron.training.logging.log_line import (
+    StepReport,
+    perplexity,
+    training_line,
+    validation_lines,
+)
 
 NOW = datetime(2025, 3, 4, 5, 6, 7)
 USERS_REGEX = re.compile(

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.links import Links, Matrix
-from copus_ext.perf.model_spec import PRESETS, SpecError
-from copus_ext.perf.schedule import pipeline_time
-from copus_ext.perf.step import EndOfStep
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.links import Links, Matrix
+from copus_ext.cost_model.model_spec import PRESETS, SpecError
+from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.cost_model.step import EndOfStep
 from copus_ext.planner import mapping
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.mapping import alike, find_order, job_of, network_of, order_for

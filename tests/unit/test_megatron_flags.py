@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
 from tests.helpers.examples import names_a_way_on
 from tests.helpers.scaled_commands import SCALED, grouped, scaled
 from tests.unit.test_time_to_loss import bench

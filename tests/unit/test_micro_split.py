@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.model_spec import PRESETS
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner.micro_split import best_split, best_tail, resplits, seconds_by_size
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits

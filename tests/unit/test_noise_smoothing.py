@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.noise.estimators import Estimate
-from copus_ext.noise.interval import Z_95, ratio_interval, skewed_bounds, student_quantile
-from copus_ext.noise.observer import CONTROL, NoiseObserver
-from copus_ext.noise.smoothing import (
+from copus_ext.gns.estimators import Estimate
+from copus_ext.gns.interval import Z_95, ratio_interval, skewed_bounds, student_quantile
+from copus_ext.gns.observer import CONTROL, NoiseObserver
+from copus_ext.gns.smoothing import (
     ENOUGH_MEASUREMENTS,
     LARGEST_INTERVAL,
     Smoothed,

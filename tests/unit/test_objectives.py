@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from copus_ext.goodput import rates, switch_rule
+from copus_ext.goodput import lr_scaling, switch_rule
 from copus_ext.goodput.objectives import OBJECTIVES, lr_model, sensitivity, worth
 
 FINE = np.exp(np.linspace(math.log(0.5), math.log(1e5), 400_001))
@@ -167,27 +167,31 @@ def test_cool_down_and_budget_of_pauses() -> None:
 
 
 def test_rates_go_with_the_absolute_batch() -> None:
-    assert rates.lr_factor(64, 16, "sqrt") == 2.0
-    assert rates.lr_factor(64, 16, "linear") == 4.0
-    assert [rates.lr_factor(b, 16, "sqrt") for b in (16, 32, 16)] == [1.0, 2**0.5, 1.0]
-    doubled = rates.weight_decay_factor(32, 16, 2**0.5, "tokens")
+    assert lr_scaling.lr_factor(64, 16, "sqrt") == 2.0
+    assert lr_scaling.lr_factor(64, 16, "linear") == 4.0
+    assert [lr_scaling.lr_factor(b, 16, "sqrt") for b in (16, 32, 16)] == [1.0, 2**0.5, 1.0]
+    doubled = lr_scaling.weight_decay_factor(32, 16, 2**0.5, "tokens")
     assert doubled == pytest.approx(2**0.5)
-    assert rates.weight_decay_factor(32, 16, 2**0.5, "const") == 1.0
-    assert rates.beta2_for(0.95, 32, 16, "tokens") == pytest.approx(0.9025)
-    assert rates.beta2_for(0.95, 128, 16, "tokens") == 0.9
-    assert rates.beta2_for(0.95, 16, 16, "tokens") is None is rates.beta2_for(0.9, 32, 16, "const")
+    assert lr_scaling.weight_decay_factor(32, 16, 2**0.5, "const") == 1.0
+    assert lr_scaling.beta2_for(0.95, 32, 16, "tokens") == pytest.approx(0.9025)
+    assert lr_scaling.beta2_for(0.95, 128, 16, "tokens") == 0.9
+    assert (
+        lr_scaling.beta2_for(0.95, 16, 16, "tokens")
+        is None
+        is lr_scaling.beta2_for(0.9, 32, 16, "const")
+    )
 
 
 def test_the_ramp() -> None:
-    assert rates.ramp_steps(0.95) == 20 and rates.ramp_steps(0.999) == 100
-    ramp = rates.Ramp(start_iteration=100, num_steps=20, start=1.0, end=2**0.5)
+    assert lr_scaling.ramp_steps(0.95) == 20 and lr_scaling.ramp_steps(0.999) == 100
+    ramp = lr_scaling.Ramp(start_iteration=100, num_steps=20, start=1.0, end=2**0.5)
     factors = [ramp.at(100 + k) for k in range(25)]
     assert factors == sorted(factors) and factors[0] > 1.0
     assert factors[18] < 2**0.5 == factors[19] == factors[24]
     assert [ramp.is_over(100 + k) for k in (0, 18, 19)] == [False, False, True]
     ratios = [b / a for a, b in itertools.pairwise(factors[:20])]
     assert ratios == pytest.approx([ratios[0]] * 19)
-    shrink = rates.Ramp(start_iteration=5, num_steps=20, start=2.0, end=1.0)
+    shrink = lr_scaling.Ramp(start_iteration=5, num_steps=20, start=2.0, end=1.0)
     assert shrink.at(5) == 1.0 and shrink.is_over(5)
-    jump = rates.Ramp(start_iteration=5, num_steps=0, start=1.0, end=2.0)
+    jump = lr_scaling.Ramp(start_iteration=5, num_steps=0, start=1.0, end=2.0)
     assert jump.at(5) == 2.0

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.perf.model_spec import PRESETS, ModelSpec
-from copus_ext.reconfigure import ownership
-from copus_ext.reconfigure.model_shape import WORDS
-from copus_ext.reconfigure.ownership import (
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.reshard import ownership
+from copus_ext.reshard.model_shape import WORDS
+from copus_ext.reshard.ownership import (
     ModelShape,
     Place,
     all_of_layout,
@@ -24,9 +24,9 @@ from copus_ext.reconfigure.ownership import (
     rank_of,
     shape_of_spec,
 )
-from megatron.training.flops import LatentWidths
-from megatron.training.layout import Layout
-from megatron.training.rectangles import Record, digest
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record, digest
+from megatron.training.model.flops import LatentWidths
 
 TOY = ModelShape(
     num_layers=2,

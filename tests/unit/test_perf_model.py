@@ -14,23 +14,29 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.perf.cluster_spec import ClusterSpec, here, kind_of, preset
-from copus_ext.perf.constants import Constants
-from copus_ext.perf.gpus import GpuSpec, quantity
-from copus_ext.perf.memory import KINDS, fit_probability, layer_activation_bytes, memory, peak_bytes
-from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
-from copus_ext.perf.rows import RECOMPUTE_FULL, Rows, concatenate
-from copus_ext.perf.step import PARTS, least_step_s, step_time
+from copus_ext.cost_model.cluster_spec import ClusterSpec, here, kind_of, preset
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.gpus import GpuSpec, quantity
+from copus_ext.cost_model.memory import (
+    KINDS,
+    fit_probability,
+    layer_activation_bytes,
+    memory,
+    peak_bytes,
+)
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows, concatenate
+from copus_ext.cost_model.step import PARTS, least_step_s, step_time
+from copus_ext.monitor import summary
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows
-from copus_ext.report import summary
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.build import groups_of
-from megatron.training.device import Device, use_device
-from megatron.training.model import build_model
-from megatron.training.parallel import destroy_groups
-from megatron.training.pretrain import tokenizer_flags
-from megatron.training.settle import settle
-from megatron.training.tokenizer import build_tokenizer
+from megatron.training.checkpoint.settle import settle
+from megatron.training.common.device import Device, use_device
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.model.gpt import build_model
+from megatron.training.train.build import groups_of
+from megatron.training.train.pretrain import tokenizer_flags
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
 
@@ -269,7 +275,7 @@ def test_this_machine_is_a_cluster() -> None:
 def test_shipped_constants_say_where_they_come_from() -> None:
     import json
 
-    from copus_ext.perf import cluster_spec
+    from copus_ext.cost_model import cluster_spec
 
     files = sorted(cluster_spec._CONSTANTS.glob("*.json"))
     assert {"a100-80g", "h100-80g", "h200-141g", "mi210-64g", "cpu"} <= {f.stem for f in files}
@@ -280,7 +286,7 @@ def test_shipped_constants_say_where_they_come_from() -> None:
 
 
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    from copus_ext.perf.fit import fit_constants
+    from copus_ext.cost_model.fit import fit_constants
 
     truth = dataclasses.replace(Constants(), gemm_efficiency=0.6, tp_bytes_per_s=80e9)
     # Short pipelines, which are quick to price.

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.perf import schedule
-from copus_ext.perf.schedule import pipeline_time
+from copus_ext.cost_model import schedule
+from copus_ext.cost_model.schedule import pipeline_time
 
 
 def simulate(f: Any, g: Any, c: Any, count: int, vpp: int) -> list[float]:

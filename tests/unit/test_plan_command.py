@@ -15,9 +15,9 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.model_spec import PRESETS
-from copus_ext.perf.profile import ProfileStore
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.profile import ProfileStore
 from copus_ext.planner import report
 from copus_ext.planner.request import cluster_of
 from copus_ext.planner.search import Planner
@@ -281,7 +281,7 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planning_needs_no_torch() -> None:
     code = (
         "import sys; from copus_ext.commands import plan; "
-        "import copus_ext.planner.search, copus_ext.perf.fit; "
+        "import copus_ext.planner.search, copus_ext.cost_model.fit; "
         "sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

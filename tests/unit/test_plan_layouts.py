@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reconfigure.ownership import ModelShape, all_of_layout
-from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT, Piece, make_plan
-from megatron.training.layout import Layout
-from megatron.training.rectangles import Record, volume
+from copus_ext.reshard.ownership import ModelShape, all_of_layout
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT, TransferOp, make_plan
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record, volume
 
 EXAMPLES = int(os.environ.get("COPUS_TEST_EXAMPLES", "15"))
 """More of them by hand, and then on more ranks too."""
@@ -59,7 +59,7 @@ def overlap(a: Record, b: Record) -> int:
     return 0 if min(edges) <= 0 else volume([0] * len(edges), edges)
 
 
-def disjoint(pieces: list[Piece]) -> bool:
+def disjoint(pieces: list[TransferOp]) -> bool:
     return not any(
         all(x < y for x, y in zip(map(max, a.lo, b.lo), map(min, a.hi, b.hi)))
         for a, b in itertools.combinations(pieces, 2)
@@ -72,7 +72,7 @@ def test_plans_are_complete_minimal_and_even(case: tuple[ModelShape, Layout, Lay
     shape, before, after = case
     source, target = all_of_layout(shape, before), all_of_layout(shape, after)
     plan = make_plan(source, target)
-    by_target: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    by_target: dict[tuple[int, int], list[TransferOp]] = defaultdict(list)
     sent = [0] * len(source)
     for p in plan.pieces:
         record = source[p.source_rank][p.source]

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from copus_ext.perf.cluster_spec import preset
+from copus_ext.cost_model.cluster_spec import preset
 from tests.helpers.launch import ROOT
 from tests.unit.test_plan_command import run
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.perf.cluster_spec import preset
-from copus_ext.perf.model_spec import PRESETS, ModelSpec, SpecError
-from copus_ext.perf.step import step_time
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.step import step_time
 from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import DOMINATED, Planner
@@ -169,7 +169,7 @@ def test_two_counts_give_every_batch() -> None:
 
 
 def test_a_configuration_becomes_the_flags_of_the_trainer() -> None:
-    from megatron.training.arguments import parse_args
+    from megatron.training.config.arguments import parse_args
 
     c = Configuration(
         tp=2,

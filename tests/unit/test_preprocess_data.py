@@ -19,11 +19,11 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training import preprocessing
-from megatron.training.documents import stdlib_sources
-from megatron.training.errors import UsageError
-from megatron.training.preprocessing import Job, preprocess
-from megatron.training.tokenizer import TOKENIZER_TYPES
+from megatron.training.common.errors import UsageError
+from megatron.training.data import preprocess as preprocessing
+from megatron.training.data.documents import stdlib_sources
+from megatron.training.data.preprocess import Job, preprocess
+from megatron.training.data.tokenizer import TOKENIZER_TYPES
 from tests.helpers.tokenizer_files import flags_of
 
 pytestmark = pytest.mark.unit

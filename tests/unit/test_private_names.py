@@ -35,10 +35,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.distributed import distributed_c10d
 
-from megatron.training import agreed_save
-from megatron.training.device import use_device
-from megatron.training.optional import have_transformer_engine
-from megatron.training.parallel import (
+from megatron.training.checkpoint import agreed_save
+from megatron.training.common.device import use_device
+from megatron.training.common.optional import have_transformer_engine
+from megatron.training.distributed.process_groups import (
     FORGOTTEN_GLOBALS,
     destroy_groups,
     set_groups_aside,

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.callbacks import Callback
-from megatron.training.pretrain import pretrain
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.train.callbacks import Callback
+from megatron.training.train.pretrain import pretrain
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_in_fork
 
@@ -134,8 +134,8 @@ def test_nothing_is_touched_that_is_not_tested(found: tuple[dict[str, bool], set
     """Every attribute of megatron-core's wrappers, buffers and buckets that the tap names."""
     named = {
         node.attr
-        for file in ("tap.py", "parameters.py")
-        for node in ast.walk(ast.parse((ROOT / "copus_ext/noise" / file).read_text()))
+        for file in ("hooks.py", "parameters.py")
+        for node in ast.walk(ast.parse((ROOT / "copus_ext/gns" / file).read_text()))
         if isinstance(node, ast.Attribute)
     }
     touched = named & found[1]

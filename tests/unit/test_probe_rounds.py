@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from copus_ext.commands.probe_links import base_of, expected_of, parser, settings_of
-from copus_ext.perf.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.probe import session
 from copus_ext.probe.line import Timed
 from copus_ext.probe.meeting import Meeting, Place, Silence, nodes_of, place_of, within
@@ -30,7 +30,7 @@ from copus_ext.probe.session import (
     plan_json,
 )
 from copus_ext.probe.table import table
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
 SIZES = (8, 4096, 1 << 16, 1 << 20, 1 << 22, 1 << 24)
@@ -165,7 +165,7 @@ def test_without_a_launcher_it_says_how_to_start(env: dict[str, str]) -> None:
         place_of(env, every_rank=False)
 
 
-class Board:
+class NodeRendezvous:
     """A store in memory."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ SETTINGS = Settings(backend="gloo", sizes=SIZES, repeats=3, pair_s=0.1, timeout_
 
 
 def test_who_does_not_come_is_named() -> None:
-    meeting = Meeting(Board())
+    meeting = Meeting(NodeRendezvous())
     for rank in (0, 2):
         introduce(meeting, Place(rank=rank, world_size=4, node=rank, host="h", local_rank=0))
     with pytest.raises(Silence, match="ranks 1, 3 have not come"):
@@ -198,7 +198,7 @@ def play(
     """Rounds of threads over a board in memory; what was recorded, said and lost."""
     monkeypatch.setattr(session, "_measure", measure)
     monkeypatch.setattr(session, "_MARGIN_S", 0.5)
-    meeting, names = Meeting(Board(), poll_s=0.001), hosts(n)
+    meeting, names = Meeting(NodeRendezvous(), poll_s=0.001), hosts(n)
     plan = Plan(ranks=tuple(range(n)), hosts=tuple(names), rounds=tournament(n), settings=SETTINGS)
     assert Plan.of(json.loads(json.dumps(plan_json(plan)))) == plan
     record, said = Record(tmp_path / "rounds.jsonl", names, HOW), []

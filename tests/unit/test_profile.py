@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.perf.profile import ForeignProfile, ProfileStore, Timing, read_profile
+from copus_ext.cost_model.profile import ForeignProfile, ProfileStore, Timing, read_profile
 
 MACHINE = {"model": {"num_layers": 4}, "gpu": "cpu", "torch": "2.13"}
 

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import WINDOW_STEPS
-from copus_ext.goodput.summary import decision_scalars, outcome_scalars
+from copus_ext.goodput.messages import decision_scalars, outcome_scalars
+from copus_ext.goodput.state import WINDOW_STEPS
 from megatron.training.config import LoggingConfig
-from megatron.training.metrics import read_metrics
-from megatron.training.sinks import open_sinks
-from megatron.training.textfile import PrometheusSink, metric_name
-from megatron.training.tracker import Tracker
+from megatron.training.logging.metrics import read_metrics
+from megatron.training.logging.prometheus import PrometheusSink, metric_name
+from megatron.training.logging.sinks import open_sinks
+from megatron.training.logging.tracker import Tracker
 from tests.helpers.recorded import (
     BATCH,
     LAYOUT,

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import report, status, trace
-from copus_ext.journal import NAME as JOURNAL
-from copus_ext.reconfigure.checked import read_value
-from copus_ext.report.lines import Lines
-from copus_ext.report.now import read_now
-from copus_ext.report.page import Book, script_json
-from copus_ext.tail import Tail, last_lines
-from megatron.training.metrics import METRICS_FILE
+from copus_ext.controller.decision_log import NAME as JOURNAL
+from copus_ext.monitor.lines import Lines
+from copus_ext.monitor.now import read_now
+from copus_ext.monitor.page import ReportData, script_json
+from copus_ext.reshard.checked import read_value
+from megatron.training.logging.metrics import METRICS_FILE
+from megatron.training.logging.tail_reader import Tail, last_lines
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
 
 
@@ -92,7 +92,7 @@ def test_a_decision_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> No
     record["situation"]["current"] = 0
     changed = list(others(record, odd))
     path.write_text(kept + "".join(json.dumps(one) + "\n" for one in changed))
-    book = Book([tmp_path])
+    book = ReportData([tmp_path])
     book.refresh()
     assert len(changed) > 80 and script_json(book.payload())
     for one in changed[::4]:
@@ -145,7 +145,7 @@ def test_a_time_of_a_step_that_is_beyond_all_bounds_is_passed_over(tmp_path: Pat
 
 
 def payload_of(run: Path) -> dict[str, Any]:
-    book = Book([run])
+    book = ReportData([run])
     book.refresh()
     return book.payload()
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reconfigure import relaunch
-from copus_ext.reconfigure.relaunch import (
+from copus_ext.reshard import relaunch
+from copus_ext.reshard.relaunch import (
     Request,
     flags_for,
     merged,
@@ -20,9 +20,9 @@ from copus_ext.reconfigure.relaunch import (
     resumed,
     write_request,
 )
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.checkpoint_files import TRACKER
-from megatron.training.layout import Layout
+from megatron.training.checkpoint.files import TRACKER
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
 from tests.helpers.jobs import TINY
 
 LAYOUTS = [

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
+from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.costs import BUILD_S, MOST_FAILURES, Costs, new_costs, prior_s
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.history import History, new_record
-from copus_ext.goodput.situation import Row, Situation
-from copus_ext.types import NoiseScale
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.callbacks import Callback, CallbackContext, Callbacks
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.goodput.state import History, new_record
+from megatron.training.common.errors import UsageError
+from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config import Config
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
-from megatron.training.relayout import with_layout
-from megatron.training.settings import Request, StepSettings
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
+from megatron.training.train.callbacks import Callback, CallbackContext, Callbacks
 from tests.helpers.jobs import TINY, layout_flags
 from tests.helpers.recorded import shipped_rules
 
@@ -128,8 +128,8 @@ def test_an_old_record_gets_an_account() -> None:
     assert History(old).record["layouts"] == new_costs()
 
 
-def row(tp: int, pp: int, speed: float) -> Row:
-    return Row(
+def row(tp: int, pp: int, speed: float) -> ConfigThroughput:
+    return ConfigThroughput(
         tp=tp,
         pp=pp,
         vpp=1,
@@ -142,7 +142,7 @@ def row(tp: int, pp: int, speed: float) -> Row:
     )
 
 
-def situation(**values: Any) -> Situation:
+def situation(**values: Any) -> DecisionInputs:
     plain: dict[str, Any] = {
         "rules": shipped_rules(flags={"copus_policy": "static", "copus_layouts": "all"}, grid=(8,)),
         "noise": NoiseScale(
@@ -166,7 +166,7 @@ def situation(**values: Any) -> Situation:
         "elapsed_s": 1000.0,
         "switch_cost_s": 10.0,
     }
-    return Situation(**{**plain, **values})
+    return DecisionInputs(**{**plain, **values})
 
 
 def test_the_best_layout_within_reach_is_taken() -> None:
@@ -187,7 +187,7 @@ def test_bars_survive_the_journal() -> None:
     import json
 
     before = situation(barred_layouts=((1, 2, 1, 2),))
-    again = Situation.from_json(json.loads(json.dumps(before.to_json())))
+    again = DecisionInputs.from_json(json.loads(json.dumps(before.to_json())))
     assert again == before
 
 

@@ -16,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.commands import report as tool
-from copus_ext.report.figures import most_points
-from copus_ext.report.landscape import chosen_decisions
-from copus_ext.report.lines import Lines
-from copus_ext.report.page import Book, names_of, render, script_json
-from copus_ext.report.reader import RunReader
-from copus_ext.report.thin import kept, running_mean, turns
-from megatron.training.metrics import read_metrics
+from copus_ext.monitor.figures import most_points
+from copus_ext.monitor.landscape import chosen_decisions
+from copus_ext.monitor.lines import Lines
+from copus_ext.monitor.page import ReportData, names_of, render, script_json
+from copus_ext.monitor.reader import RunReader
+from copus_ext.monitor.thin import kept, running_mean, turns
+from megatron.training.logging.metrics import read_metrics
 from tests.helpers.written_runs import WrittenRun, usual_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 %{y} \ud800"
 
 
 def payload_of(*runs: Path) -> dict[str, Any]:
-    book = Book(runs)
+    book = ReportData(runs)
     book.refresh()
     return book.payload()
 

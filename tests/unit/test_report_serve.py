@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from copus_ext.commands import status as tool
-from copus_ext.report import page, serve, source
-from copus_ext.report.serve import ReportServer, is_local, is_own_host, make_server, read_token
-from megatron.training.control import LOCK_FILE, PAUSE_FILE
-from megatron.training.metrics import METRICS_FILE
+from copus_ext.monitor import page, serve, source
+from copus_ext.monitor.serve import ReportServer, is_local, is_own_host, make_server, read_token
+from megatron.training.common.control import LOCK_FILE, PAUSE_FILE
+from megatron.training.logging.metrics import METRICS_FILE
 from tests.helpers.written_runs import WrittenRun
 
 TOKEN = "a token of some length"

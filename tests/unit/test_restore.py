@@ -17,12 +17,8 @@ import torch
 import torch.distributed as dist
 
 from copus_ext.launch import stored
-from megatron.training import checkpoint_files as files
-from megatron.training.arguments import parse_args, resolve, with_checkpoint_args
-from megatron.training.config import Config
-from megatron.training.data_identity import changes, identity_of
-from megatron.training.errors import TrainingFailure, UsageError
-from megatron.training.restore import (
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.resume import (
     Stored,
     _stored,
     check_same_run,
@@ -30,8 +26,12 @@ from megatron.training.restore import (
     read_arguments,
     read_stored,
 )
-from megatron.training.settle import settle
-from megatron.training.state import TrainState
+from megatron.training.checkpoint.settle import settle
+from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import Config
+from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
+from megatron.training.data.fingerprint import changes, identity_of
 from tests.helpers.checkpoints import ITERATION, make_checkpoint
 from tools import convert_checkpoint, inspect_checkpoint
 

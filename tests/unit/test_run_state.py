@@ -14,16 +14,17 @@ from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-from megatron.training import guard, reporting
-from megatron.training.callbacks import Callback, CallbackContext, Callbacks, Request
-from megatron.training.errors import UsageError
-from megatron.training.flops import LatentWidths, training_flops_per_sample
-from megatron.training.initialise import InitialWeights, draw_weights
-from megatron.training.optimizer import mark_decoupled
-from megatron.training.parallel import FORGOTTEN_GLOBALS, random_seed_at
-from megatron.training.reporting import _Interval
-from megatron.training.state import TrainState
-from megatron.training.tracker import NullTracker
+from megatron.training.common.errors import UsageError
+from megatron.training.common.train_state import TrainState
+from megatron.training.distributed.process_groups import FORGOTTEN_GLOBALS, random_seed_at
+from megatron.training.logging.tracker import NullTracker
+from megatron.training.model.flops import LatentWidths, training_flops_per_sample
+from megatron.training.model.init import InitialWeights, draw_weights
+from megatron.training.optim.optimizer import mark_decoupled
+from megatron.training.resilience import env_checks
+from megatron.training.train import reporting
+from megatron.training.train.callbacks import Callback, CallbackContext, Callbacks, Request
+from megatron.training.train.reporting import _Interval
 from tests.helpers.steps import step_info
 
 
@@ -163,17 +164,17 @@ def test_the_events_are_those_of_megatron_lm_and_our_four() -> None:
 
 @pytest.mark.parametrize("version", [None, "0.15.0", "0.16.0", "0.17.0", "0.19.2"])
 def test_other_versions_of_megatron_core_are_refused_with_the_command(version: str | None) -> None:
-    problem = guard.core_version_problem(version)
+    problem = env_checks.core_version_problem(version)
     assert problem is not None and "pip install" in problem
 
 
 def test_this_environment_is_accepted() -> None:
-    guard.check_environment()
+    env_checks.check_environment()
 
 
 def test_a_second_training_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "training").mkdir()
-    problem = guard.namespace_problem([tmp_path])
+    problem = env_checks.namespace_problem([tmp_path])
     assert problem is not None and str(tmp_path) in problem
 
 
@@ -193,7 +194,7 @@ def test_an_apex_that_breaks_on_import_is_named(
     (tmp_path / "apex" / "__init__.py").write_text("import pyramid_of_another_project\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="pip uninstall apex"):
-        guard.check_environment()
+        env_checks.check_environment()
 
 
 class Events(NullTracker):

@@ -14,7 +14,10 @@ PAGE = (ROOT / "docs" / "runbook.md").read_text()
 def test_flags_and_variables_are_known() -> None:
     known = set(json.loads((ROOT / "tests/unit/data/cli.json").read_text()))
     sources = [*(ROOT / "copus_ext/commands").glob("*.py"), ROOT / "copus_ext/launch/options.py"]
-    sources += [*(ROOT / "scripts/slurm").iterdir(), ROOT / "megatron/training/watchdog.py"]
+    sources += [
+        *(ROOT / "scripts/slurm").iterdir(),
+        ROOT / "megatron/training/resilience/watchdog.py",
+    ]
     sources += [ROOT / "copus_ext/launch/requeue.py", ROOT / "copus_ext/planner/request.py"]
     text = "".join(path.read_text() for path in sources)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)):

@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron.training import agreed_save
-from megatron.training.save_process import WriteResults
+from megatron.training.checkpoint import agreed_save
+from megatron.training.checkpoint.async_writer import WriteResults
 
 FORKED = multiprocessing.get_context("fork")
 PARENT = """
 import os, sys, time
-from megatron.training.children import end_with_parent
+from megatron.training.common.child_processes import end_with_parent
 parent = os.getpid()
 if os.fork() == 0:
     end_with_parent(parent)
@@ -83,7 +83,8 @@ def test_a_child_of_a_killed_process_ends_and_lets_go_of_its_output() -> None:
 
 
 def test_a_child_whose_parent_went_before_it_could_ask_ends_too() -> None:
-    code = "from megatron.training.children import end_with_parent; end_with_parent(2**30)"
+    module = "megatron.training.common.child_processes"
+    code = f"from {module} import end_with_parent; end_with_parent(2**30)"
     done = subprocess.run([sys.executable, "-c", code], timeout=60)
     assert done.returncode == -signal.SIGKILL
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.control import TIME_LIMIT
-from megatron.training.signals import STOP_SIGNALS, StopReason, StopSignals, stop_reason
+from megatron.training.common.control import TIME_LIMIT
+from megatron.training.common.signals import STOP_SIGNALS, StopReason, StopSignals, stop_reason
 
 reasons = st.sampled_from(
     [

@@ -13,19 +13,19 @@ import pytest
 
 from copus_ext.commands import replay
 from copus_ext.commands import simulate as tool
-from copus_ext.goodput.situation import Row
-from copus_ext.journal import NAME, Journal, read_journal
-from copus_ext.noise.estimators import predicted_spread
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.gns.estimators import predicted_spread
+from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.simulate.compare import compare
 from copus_ext.simulate.contenders import contenders
-from copus_ext.simulate.course import Course, Truth
-from copus_ext.simulate.gauge import Gauge
+from copus_ext.simulate.course import GroundTruth, TrainingDynamics
+from copus_ext.simulate.gauge import NoiseEstimatorModel
 from copus_ext.simulate.oracle import optima, optimum
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import Scenario, preset, presets
 from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import Speeds
-from copus_ext.simulate.trajectory import Trajectory, TrajectoryError, from_journal, power_law
+from copus_ext.simulate.trajectory import NoiseTrajectory, TrajectoryError, from_journal, power_law
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,16 +41,16 @@ def small(**values: Any) -> Scenario:
         "total_samples": 40_000,
         "warmup_samples": 500,
         "trajectory": trajectory,
-        "truth": Truth(calibration=2.0, reference_batch=16.0),
+        "truth": GroundTruth(calibration=2.0, reference_batch=16.0),
         "switch_cost_s": 5.0,
         "assumed_cost_s": 5.0,
     }
     return preset("8xh100-3b").change(**{**known, **values})
 
 
-def row(layout: tuple[int, int, int, int], batch: int, speed: float) -> Row:
+def row(layout: tuple[int, int, int, int], batch: int, speed: float) -> ConfigThroughput:
     sizes = dict(zip(("tp", "pp", "vpp", "dp"), layout))
-    return Row(
+    return ConfigThroughput(
         **sizes,
         micro_batch_size=1,
         global_batch_size=batch,
@@ -70,11 +70,11 @@ def test_a_preset_can_be_run(name: str) -> None:
 
 
 def test_a_truth_is_the_curve_that_published_runs_follow() -> None:
-    truth = Truth(calibration=2.0)
+    truth = GroundTruth(calibration=2.0)
     for batch, phi in ((16, 10.0), (512, 100.0)):
         assert truth.per_sample(batch, phi) == pytest.approx(1 / (1 + batch / (2 * phi)))
     # With the rate that was chosen for the reference batch all of them agree there.
-    forms = [Truth(objective=o, reference_batch=16) for o in ("goodput", "copus", "lr_model")]
+    forms = [GroundTruth(objective=o, reference_batch=16) for o in ("goodput", "copus", "lr_model")]
     at = [float(form.per_sample(16, 50.0)) for form in forms]
     assert at == pytest.approx([at[0]] * 3)
 
@@ -108,7 +108,7 @@ def test_a_schedule_says_what_samples_are_worth() -> None:
 
 
 def test_a_sample_of_a_low_rate_gets_less_far() -> None:
-    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
     scenario, without = small(truth=truth), small()
     who = contenders(scenario.batches)["static_16"]
     course, times = scenario.course, simulate(scenario, who, seed=0).times_s
@@ -125,10 +125,10 @@ def test_a_sample_of_a_low_rate_gets_less_far() -> None:
 
 
 def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
-    from copus_ext.config import CopusConfig
+    from copus_ext.controller.flags import CopusConfig
     from copus_ext.simulate.contenders import Contender
 
-    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=1.0)
+    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=1.0)
     scenario = small(truth=truth)
     flags = CopusConfig(copus=True, copus_policy="static", copus_max_global_batch_size=128)
     stays = simulate(scenario, Contender(name="stays", flags=flags), seed=0)
@@ -139,7 +139,7 @@ def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
 
 
 def test_the_oracle_refuses_a_schedule() -> None:
-    truth = Truth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
     with pytest.raises(ValueError, match="schedule of the learning rate"):
         optima(small(truth=truth))
 
@@ -162,8 +162,8 @@ def test_the_oracle_is_the_best_of_all_ways() -> None:
             [row(w, b, float(random.uniform(50, 100))) for w in layouts for b in (16, 64)]
         )
         scenario = small(switch_cost_s=cost, batches=(16, 64))
-        course = Course(
-            phi_at=scenario.trajectory.phi_at, truth=Truth(), end=16_000.0, num_intervals=6
+        course = TrainingDynamics(
+            phi_at=scenario.trajectory.phi_at, truth=GroundTruth(), end=16_000.0, num_intervals=6
         )
         scenario.__dict__["course"] = course
         target = 15_000.0
@@ -200,13 +200,17 @@ def test_the_same_seed_gives_the_same_run() -> None:
     who = contenders(small().batches)["adaptive_copus_forward"]
     one, again = (simulate(small(), who, seed=3).to_json() for _ in range(2))
     assert json.dumps(one) == json.dumps(again)
-    assert Gauge(3).read(50.0, 16, 4) == Gauge(3).read(50.0, 16, 4) != Gauge(4).read(50.0, 16, 4)
+    assert (
+        NoiseEstimatorModel(3).read(50.0, 16, 4)
+        == NoiseEstimatorModel(3).read(50.0, 16, 4)
+        != NoiseEstimatorModel(4).read(50.0, 16, 4)
+    )
 
 
 def test_decisions_of_a_simulation_replay(tmp_path: Path) -> None:
     scenario = small()
     who = contenders(scenario.batches)["adaptive_goodput_forward"]
-    run = simulate(scenario, who, seed=0, journal=Journal(tmp_path))
+    run = simulate(scenario, who, seed=0, journal=DecisionLog(tmp_path))
     assert run.resizes and run.relayouts
     records = list(read_journal(tmp_path / NAME))
     assert len(records) == run.decisions
@@ -216,7 +220,7 @@ def test_decisions_of_a_simulation_replay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_where_noise_stands_still_so_does_the_batch(seed: int) -> None:
     """With a flat table the worth `copus` is largest at Phi, here the first batch."""
-    scenario = small(trajectory=Trajectory(progress=(1.0, 1e6), phi=(8.0, 8.0)))
+    scenario = small(trajectory=NoiseTrajectory(progress=(1.0, 1e6), phi=(8.0, 8.0)))
     layout = (1, 1, 1, 8)
     scenario._speeds[0] = Speeds([row(layout, b, 90.0) for b in scenario.batches])
     run = simulate(scenario, contenders(scenario.batches)["adaptive_copus_forward"], seed=seed)
@@ -226,7 +230,7 @@ def test_where_noise_stands_still_so_does_the_batch(seed: int) -> None:
 
 def test_what_is_measured_has_the_spread_of_an_estimator() -> None:
     phi, batch, groups = 400.0, 32, 16
-    gauge = Gauge(0)
+    gauge = NoiseEstimatorModel(0)
     drawn = [gauge.read(phi, batch, groups) for _ in range(20_000)]
     g2, v = np.array([[e.g2, e.v] for e in drawn if e is not None]).T
     expected = predicted_spread(
@@ -245,15 +249,15 @@ def test_what_is_measured_has_the_spread_of_an_estimator() -> None:
 
 
 def test_a_journal_gives_a_trajectory(tmp_path: Path) -> None:
-    found = from_journal(ROOT / "docs" / "results" / "act_run.journal.jsonl", Truth())
+    found = from_journal(ROOT / "docs" / "results" / "act_run.journal.jsonl", GroundTruth())
     assert len(found.progress) == 17
     assert found.phi[0] == pytest.approx(2.6064, rel=1e-3)
     assert found.end < 12_000
-    again = Trajectory.from_json(json.loads(json.dumps(found.to_json())))
+    again = NoiseTrajectory.from_json(json.loads(json.dumps(found.to_json())))
     assert again == found
     (tmp_path / "empty.jsonl").write_text('{"kind": "start"}\n')
     with pytest.raises(TrajectoryError, match="two decisions"):
-        from_journal(tmp_path / "empty.jsonl", Truth())
+        from_journal(tmp_path / "empty.jsonl", GroundTruth())
 
 
 def test_errors_of_known_speeds_are_drawn_and_learned() -> None:
@@ -322,7 +326,7 @@ def test_wrong_usage_gets_one_line(
 
 def test_a_trajectory_is_stretched_to_the_preset() -> None:
     scenario = small()
-    other = scenario.follow(Trajectory(progress=(1.0, 10.0), phi=(4.0, 40.0)))
+    other = scenario.follow(NoiseTrajectory(progress=(1.0, 10.0), phi=(4.0, 40.0)))
     assert other.trajectory.end == scenario.last
     assert other.course.phi(scenario.last * 0.999) == pytest.approx(40.0, rel=0.02)
     assert dataclasses.replace(other).targets == scenario.targets

@@ -16,14 +16,14 @@ from copus_ext.launch import requeue, slurm
 from copus_ext.launch.environment import adopt_srun
 from copus_ext.launch.hostfile import VARIABLE, expanded
 from copus_ext.launch.slurm_watch import Facts, Watch, watch_of
-from copus_ext.reconfigure.relaunch import Request, write_request
-from copus_ext.tail import Tail
-from megatron.training import checkpoint_files as files
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
-from megatron.training.outcome import Outcome
-from megatron.training.signals import Kind, StopReason
-from megatron.training.state import TrainState
+from copus_ext.reshard.relaunch import Request, write_request
+from megatron.training.checkpoint import files
+from megatron.training.common.errors import UsageError
+from megatron.training.common.signals import Kind, StopReason
+from megatron.training.common.train_state import TrainState
+from megatron.training.config.layout import Layout
+from megatron.training.logging.tail_reader import Tail
+from megatron.training.resilience.exit_status import Outcome
 
 TASK = {
     "SLURM_JOB_ID": "1234",

@@ -8,9 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
-from megatron.training.stages import cut_of_ends, cut_of_text, cut_with_ends_counted, text_of_cut
+from megatron.training.common.errors import UsageError
+from megatron.training.config.layer_partition import (
+    cut_of_ends,
+    cut_of_text,
+    cut_with_ends_counted,
+    text_of_cut,
+)
+from megatron.training.config.layout import Layout
 
 core: Any = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
 pieces = st.recursive(

@@ -16,19 +16,19 @@ import pytest
 from rich.console import Console
 
 from copus_ext.commands import status
-from copus_ext.goodput.history import WINDOW_STEPS
-from copus_ext.journal import NAME, Journal, read_journal
-from copus_ext.report.now import Now, read_now
-from copus_ext.report.page import Book
-from copus_ext.report.screen import duration, screen
-from megatron.training.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
-from megatron.training.metrics import METRICS_FILE, encode, read_metrics
-from megatron.training.tracker import Tracker
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.monitor.now import RunStatus, read_now
+from copus_ext.monitor.page import ReportData
+from copus_ext.monitor.screen import duration, screen
+from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
+from megatron.training.logging.metrics import METRICS_FILE, encode, read_metrics
+from megatron.training.logging.tracker import Tracker
 from tests.helpers.recorded import BATCH, CONFIG, LAYOUT, TOTAL, record_decisions, record_run, step
 from tests.helpers.written_runs import LAYOUTS, write_change
 
 
-def shown(now: Now, width: int = 200) -> str:
+def shown(now: RunStatus, width: int = 200) -> str:
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(screen(now))
     return out.getvalue()
@@ -202,7 +202,7 @@ def silent(run: Path) -> None:
 
 def switching(run: Path) -> None:
     lock(run)
-    Journal(run).append("switch.begin", iteration=20, to=LAYOUT)
+    DecisionLog(run).append("switch.begin", iteration=20, to=LAYOUT)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
     make(tmp_path)
     now = read_now(tmp_path)
     assert now.state == state and why in now.why
-    book = Book([tmp_path])
+    book = ReportData([tmp_path])
     book.refresh()
     told = dict(book.payload()["runs"][0]["facts"])["State"]
     assert told.startswith(state) and why in told, "the report says the same"

@@ -17,16 +17,16 @@ import torch
 
 from copus_ext.commands import pretrain
 from copus_ext.commands import trace as trace_tool
-from copus_ext.report.timeline import leave_course
-from megatron.training.arguments import parse_args, resolve
+from copus_ext.monitor.timeline import leave_course
+from megatron.training.common.errors import Relaunch, UsageError
+from megatron.training.common.signals import StopReason
+from megatron.training.common.train_state import TrainState
 from megatron.training.config import LoggingConfig
-from megatron.training.errors import Relaunch, UsageError
-from megatron.training.layout import Layout
-from megatron.training.outcome import Outcome
-from megatron.training.rank_times import StepClock
-from megatron.training.signals import StopReason
-from megatron.training.state import TrainState
-from megatron.training.step_trace import Trace, open_trace
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.stragglers import StepClock
+from megatron.training.logging.profiler import Trace, open_trace
+from megatron.training.resilience.exit_status import Outcome
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 
@@ -315,8 +315,8 @@ def test_the_course_is_left_by_a_run_that_is_done(
     about = {"layout": Layout(dp=4), "save": None, "reason": reason}
     outcome = Outcome(state=state, run_dir=tmp_path, **about)
     with monkeypatch.context() as broken:
-        broken.setitem(sys.modules, "copus_ext.report.timeline", None)
-        broken.delattr("copus_ext.report.timeline", raising=False)
+        broken.setitem(sys.modules, "copus_ext.monitor.timeline", None)
+        broken.delattr("copus_ext.monitor.timeline", raising=False)
         pretrain.leave_course(outcome, code)
     assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
     pretrain.leave_course(outcome, code)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from copus_ext.launch import requeue
-from copus_ext.launch.head import Head
+from copus_ext.launch.head import LeaderNode
 from copus_ext.launch.options import read_options
 from copus_ext.launch.slurm_watch import SIGNAL_LEAD, Watch
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.verdict import AGAIN
-from megatron.training import control
-from megatron.training.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
-from megatron.training.errors import UsageError
-from megatron.training.lock import Lock
+from megatron.training.common import control
+from megatron.training.common.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
+from megatron.training.common.errors import UsageError
+from megatron.training.resilience.lock import Lock
 from tests.unit.test_slurm import JOB, TASK, request
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
 
-    def make(job: str | None) -> Head:
+    def make(job: str | None) -> LeaderNode:
         for name in TASK:
             monkeypatch.delenv(name, raising=False)
         for name, value in {**TASK, **ALONE, "SLURM_JOB_ID": job}.items():
@@ -107,7 +107,7 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 monkeypatch.setenv(name, value)
         monkeypatch.setenv("PATH", str(tmp_path))
         words = ["--nproc-per-node", "1", "--", "pretrain_gpt.py", "--run-dir", str(tmp_path)]
-        return Head(read_options(words))
+        return LeaderNode(read_options(words))
 
     yield make
     for number, handler in before.items():

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from copus_ext.launch import board as board_module
 from copus_ext.launch import stored
-from copus_ext.launch.board import Board
+from copus_ext.launch.board import NodeRendezvous
 from copus_ext.launch.cause import (
     MOST_TEXT,
     Failure,
@@ -30,18 +30,18 @@ from copus_ext.launch.cause import (
     told_apart,
 )
 from copus_ext.launch.head import ending_of, next_number
-from copus_ext.launch.messages import Ended, Plan, Presence, shares_of
+from copus_ext.launch.messages import Ended, NodeHeartbeat, Plan, shares_of
 from copus_ext.launch.options import read_options, visible_gpus
 from copus_ext.launch.progress import progress_of, saved_with
 from copus_ext.launch.rank_side import leave_error
 from copus_ext.launch.stops import Stops
 from copus_ext.launch.workers import end_launch
-from copus_ext.program import running_as
-from copus_ext.reconfigure.relaunch import LAUNCH_VARIABLE
-from megatron.training.control import STOP_FILE, SUPERVISOR_VARIABLE
-from megatron.training.errors import UsageError
-from megatron.training.layout import Layout
-from megatron.training.tracker import Tracker
+from copus_ext.reshard.relaunch import LAUNCH_VARIABLE
+from megatron.training.common.control import STOP_FILE, SUPERVISOR_VARIABLE
+from megatron.training.common.errors import UsageError
+from megatron.training.common.program import running_as
+from megatron.training.config.layout import Layout
+from megatron.training.logging.tracker import Tracker
 from tests.unit.test_slurm import TASK
 
 
@@ -137,7 +137,7 @@ PLAN = Plan(
     barred=["tp2.pp1.dp1"],
 )
 ENDED = Ended(launch="j.0.3", node=1, code=1, failure=failed(1, "ValueError: boom"))
-HERE = Presence(node=1, token="b", processes=2, host="h")
+HERE = NodeHeartbeat(node=1, token="b", processes=2, host="h")
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
@@ -205,22 +205,26 @@ def test_nodes_are_filled_in_their_order(ranks: int, sizes: list[int]) -> None:
 
 
 @pytest.fixture
-def boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Board, Board]:
+def boards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[NodeRendezvous, NodeRendezvous]:
     """Of the head, and of the one other node."""
     monkeypatch.setattr(board_module, "_LOOK_S", 0.0)
     monkeypatch.setattr(board_module, "_TOUCH_S", 0.0)
     head, other = (
-        Board(tmp_path, node=node, num_nodes=2, processes=2, lost_s=60) for node in (0, 1)
+        NodeRendezvous(tmp_path, node=node, num_nodes=2, processes=2, lost_s=60) for node in (0, 1)
     )
     return head, other
 
 
-def plan_for(head: Board, number: int) -> Plan:
+def plan_for(head: NodeRendezvous, number: int) -> Plan:
     tokens = {str(node): one.token for node, one in head.there.items()}
     return Plan(launch=f"j.0.{number}", number=number, tokens=tokens, shares={"0": 2, "1": 2})
 
 
-def test_two_supervisors_find_each_other_and_the_plan(boards: tuple[Board, Board]) -> None:
+def test_two_supervisors_find_each_other_and_the_plan(
+    boards: tuple[NodeRendezvous, NodeRendezvous],
+) -> None:
     head, other = boards
     head.clear()
     assert head.missing() == [1]
@@ -240,13 +244,13 @@ def test_two_supervisors_find_each_other_and_the_plan(boards: tuple[Board, Board
 
 
 def test_files_of_another_job_are_ignored_and_removed(
-    boards: tuple[Board, Board], tmp_path: Path
+    boards: tuple[NodeRendezvous, NodeRendezvous], tmp_path: Path
 ) -> None:
     head, other = boards
     other.tick()
     head.missing()
     head.publish(plan_for(head, 7))
-    late = Board(tmp_path, node=1, num_nodes=2, processes=2, lost_s=60)
+    late = NodeRendezvous(tmp_path, node=1, num_nodes=2, processes=2, lost_s=60)
     assert late.plan_after(-1) is None, "for the one that was there before"
     head.clear()
     left = [path.name for path in (tmp_path / "control").rglob("*") if path.is_file()]
@@ -254,7 +258,9 @@ def test_files_of_another_job_are_ignored_and_removed(
 
 
 def test_damaged_messages_are_said_once_and_ignored(
-    boards: tuple[Board, Board], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    boards: tuple[NodeRendezvous, NodeRendezvous],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     head, other = boards
     other.tick()
@@ -267,7 +273,7 @@ def test_damaged_messages_are_said_once_and_ignored(
 
 
 def test_a_silent_node_is_lost_by_the_clock_of_the_files(
-    boards: tuple[Board, Board], tmp_path: Path
+    boards: tuple[NodeRendezvous, NodeRendezvous], tmp_path: Path
 ) -> None:
     head, other = boards
     for board in boards:
@@ -283,7 +289,7 @@ def test_a_silent_node_is_lost_by_the_clock_of_the_files(
 
 
 def test_a_node_alone_writes_no_file(tmp_path: Path) -> None:
-    board = Board(tmp_path, node=0, num_nodes=1, processes=2, lost_s=0)
+    board = NodeRendezvous(tmp_path, node=0, num_nodes=1, processes=2, lost_s=0)
     board.clear()
     board.tick()
     plan = Plan(launch="j.0.0", number=0, shares={"0": 2})

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.config import CopusConfig
-from copus_ext.perf.profile import Timing, fingerprint
-from copus_ext.rules import rate_rules_of
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.rules import rate_rules_of
+from copus_ext.cost_model.profile import Timing, fingerprint
 from tests.helpers.launch import ROOT
 
 

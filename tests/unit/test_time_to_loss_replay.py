@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.simulate.course import Course, Truth
+from copus_ext.simulate.course import GroundTruth, TrainingDynamics
 from copus_ext.simulate.schedule import RateSchedule
 from tests.unit.test_time_to_loss import bench, recipe
 
@@ -29,8 +29,8 @@ def loss_at(progress: Any) -> Any:
 def run_of(batch: int, c: float, exponent: float, change: tuple[int, int] | None = None) -> dict:
     """A run of a static batch, or of one that changes once, whose losses lie on one curve over
     progress without noise."""
-    truth = Truth(calibration=c, rate_exponent=exponent)
-    course = Course(phi_at=lambda p: 2.0 + 0.02 * np.asarray(p), truth=truth, end=4096.0)
+    truth = GroundTruth(calibration=c, rate_exponent=exponent)
+    course = TrainingDynamics(phi_at=lambda p: 2.0 + 0.02 * np.asarray(p), truth=truth, end=4096.0)
     schedule = RateSchedule(
         warmup_samples=409, total_samples=4096, end_part=RECIPE.min_lr_part, exponent=exponent
     )

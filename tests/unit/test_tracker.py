@@ -21,10 +21,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training import metrics
 from megatron.training.config import LoggingConfig
-from megatron.training.logline import StepReport
-from megatron.training.metrics import (
+from megatron.training.logging import metrics
+from megatron.training.logging.log_line import StepReport
+from megatron.training.logging.metrics import (
     METRICS_FILE,
     decode,
     encode,
@@ -32,8 +32,8 @@ from megatron.training.metrics import (
     previous_launches,
     read_metrics,
 )
-from megatron.training.sinks import TensorBoardSink, open_sinks
-from megatron.training.tracker import NullTracker, Tracker, step_scalars
+from megatron.training.logging.sinks import TensorBoardSink, open_sinks
+from megatron.training.logging.tracker import NullTracker, Tracker, step_scalars
 
 NOW = datetime(2025, 3, 4, 5, 6, 7, tzinfo=timezone.utc)
 

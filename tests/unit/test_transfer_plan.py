@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reconfigure.plan import BYTES_PER_ELEMENT, Incomplete, Plan, make_plan
-from megatron.training.rectangles import Box, Record, flat_to_rects
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT, Incomplete, Plan, make_plan
+from megatron.training.distributed.sharding import Box, Record, flat_to_rects
 
 Ownership = list[list[Record]]
 

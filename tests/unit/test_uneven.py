@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.perf.cluster_spec import ClusterSpec, preset
-from copus_ext.perf.links import Links
-from copus_ext.perf.model_spec import PRESETS, SpecError
-from copus_ext.perf.nodes import NodeSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.links import Links
+from copus_ext.cost_model.model_spec import PRESETS, SpecError
+from copus_ext.cost_model.nodes import NodeSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.mapping import job_of
 from copus_ext.planner.recut import recuts

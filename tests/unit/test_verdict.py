@@ -16,10 +16,10 @@ from copus_ext.launch.budget import Bars, Budget, Limits
 from copus_ext.launch.cause import Failure
 from copus_ext.launch.fit import Fit, NoFit, layouts_for
 from copus_ext.launch.progress import Progress
-from copus_ext.launch.verdict import Ending, Judge
-from megatron.training import checkpoint_files as files
-from megatron.training.arguments import parse_args, resolve
-from megatron.training.layout import Layout
+from copus_ext.launch.verdict import Ending, RestartPolicy
+from megatron.training.checkpoint import files
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
 from tests.helpers.jobs import TINY
 from tests.unit.test_relaunch import BASE, asked
 
@@ -49,7 +49,7 @@ class Case:
 
     def __init__(self, flags: Sequence[str], stored: Any = STORED, **limits: Any) -> None:
         self.stored, self.now_s, self.ranks = stored, 0.0, 4
-        self.judge = Judge(flags, limits=Limits(**limits), stored=self.read)
+        self.judge = RestartPolicy(flags, limits=Limits(**limits), stored=self.read)
 
     def read(self, folder: Path) -> Any:
         return self.stored
@@ -348,7 +348,7 @@ def test_ranks_that_no_layout_can_use_are_refused() -> None:
     fit = of_flags("--tensor-model-parallel-size 2")
     with pytest.raises(NoFit, match="no layout of 3 ranks"):
         fit.start(3)
-    judge = Judge(fit.flags)
+    judge = RestartPolicy(fit.flags)
     refused = judge.first(3)
     assert refused.leave == 2 and "world size 3" in refused.line and not refused.gives_up
 

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reconfigure import verify
-from copus_ext.reconfigure.held import _alone, adam_steps
-from copus_ext.reconfigure.verify import Mismatch, checked_keys, compare, own_sums, sums_of
-from megatron.training.device import use_device
-from megatron.training.rectangles import Record, records_of_block
-from megatron.training.shards import KINDS, Shards
+from copus_ext.reshard import verify
+from copus_ext.reshard.saved_state import _alone, adam_steps
+from copus_ext.reshard.verify import Mismatch, checked_keys, compare, own_sums, sums_of
+from megatron.training.common.device import use_device
+from megatron.training.distributed.sharding import Record, records_of_block
+from megatron.training.model.shards import KINDS, Shards
 
 State = dict[str, dict[str, torch.Tensor]]
 """By tensor and kind."""

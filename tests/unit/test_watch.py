@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from copus_ext.config import CopusConfig
-from copus_ext.noise.estimators import Weights
-from copus_ext.noise.observer import NoiseObserver
-from copus_ext.noise.parameters import GROUPS, group_of, unavailable_groups
-from copus_ext.noise.tap import StepNorms, choose
-from copus_ext.watch import Contradiction, NoiseWatch, noise_line
-from megatron.training.errors import UsageError
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.gns_callback import Contradiction, GradientNoiseCallback, noise_line
+from copus_ext.gns.estimators import Weights
+from copus_ext.gns.hooks import StepNorms, choose
+from copus_ext.gns.observer import NoiseObserver
+from copus_ext.gns.parameters import GROUPS, group_of, unavailable_groups
+from megatron.training.common.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from megatron.training.errors import UsageError
 )
 def test_flags_are_checked(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        NoiseWatch(CopusConfig(copus=True, **flags))
+        GradientNoiseCallback(CopusConfig(copus=True, **flags))
 
 
 def norms(*, small: float, big: float, estimator: Any = "micro") -> StepNorms:
@@ -60,7 +60,7 @@ def observed(steps: int, *, small: float = 10.0, start: int = 0, observer: Any =
 
 
 def judge(step: StepNorms | None, grad_norm: float | None) -> dict[str, Any]:
-    controller = NoiseWatch(CopusConfig(copus=True))
+    controller = GradientNoiseCallback(CopusConfig(copus=True))
     controller.sets = {"layers": ("attention", "mlp")}
     info = SimpleNamespace(global_batch_size=8, updated=True)
     context: Any = SimpleNamespace(grad_norm=grad_norm, step=info)
@@ -91,7 +91,7 @@ def test_a_step_without_numbers_is_no_contradiction() -> None:
 
 
 def test_after_a_contradiction_nothing_is_published(caplog: pytest.LogCaptureFixture) -> None:
-    controller = NoiseWatch(CopusConfig(copus=True))
+    controller = GradientNoiseCallback(CopusConfig(copus=True))
     controller.observer = observed(5)
     assert controller.observer.noise().status == "ok"
     with caplog.at_level(logging.ERROR):

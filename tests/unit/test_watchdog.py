@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from megatron.training import watchdog
-from megatron.training.control import HEARTBEATS, STACKS
-from megatron.training.errors import UsageError
-from megatron.training.lock import process_start
-from megatron.training.watchdog import EXIT_CODE, Limits, Watchdog
+from megatron.training.common.control import HEARTBEATS, STACKS
+from megatron.training.common.errors import UsageError
+from megatron.training.resilience import watchdog
+from megatron.training.resilience.lock import process_start
+from megatron.training.resilience.watchdog import EXIT_CODE, Limits, Watchdog
 
 HANG = """
 import subprocess, sys, time
 from pathlib import Path
-from megatron.training.watchdog import Limits, Watchdog
+from megatron.training.resilience.watchdog import Limits, Watchdog
 def stuck():
     time.sleep(1000)
 notes = lambda kind, **fields: print(kind, fields[kind], flush=True)

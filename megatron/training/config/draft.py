@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.errors import UsageError
+from megatron.training.common.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

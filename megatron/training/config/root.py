@@ -10,12 +10,12 @@ from typing import Any
 
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.layout import Layout
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import KernelConfig, ModelConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
 from megatron.training.config.runtime import RuntimeConfig
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
-from megatron.training.layout import Layout
 
 GROUPS: Mapping[str, type] = MappingProxyType(
     {

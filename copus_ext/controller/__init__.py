@@ -1,0 +1,1 @@
+"""The controller as a callback of the trainer: flags, measurements, decisions, changes."""

@@ -1,0 +1,273 @@
+"""Measures the noise scale of a run and records it. Changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable
+from copus_ext.gns.hooks import GradientNormHooks, StepNorms, choose, unavailable
+from copus_ext.gns.observer import NoiseObserver
+from copus_ext.gns.parameters import CONTROL_SET, GROUPS, unavailable_groups
+from copus_ext.gns.types import NoiseScale
+from megatron.training.common.errors import UsageError
+from megatron.training.data.sampler import micro_batch_sizes
+from megatron.training.train.callbacks import Callback, CallbackContext
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY = "copus_noise"
+_NORM_TOLERANCE = 1e-3
+_NEGATIVE_TOLERANCE = 1e-6
+
+
+class Contradiction(ArithmeticError):
+    """Measured numbers that cannot all be true."""
+
+
+class GradientNoiseCallback(Callback):
+    """Measures the noise scale, every `--copus-gns-interval` steps, and records it."""
+
+    def __init__(self, flags: CopusConfig) -> None:
+        """Checks the flags.
+
+        Raises:
+            UsageError: a value that makes no sense.
+        """
+        interval = flags.copus_gns_interval
+        if interval is not None and interval < 1:
+            raise UsageError(f"--copus-gns-interval {interval} must be at least 1")
+        half_life = flags.copus_gns_half_life_tokens
+        if half_life is not None and half_life <= 0:
+            raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
+        self.flags = flags
+        self._smoothing: dict[str, Any] = {
+            "half_life_tokens": half_life,
+            "interval": interval,
+            "per_step": flags.copus_policy == "copus" and half_life is None,
+        }
+        self.observer = NoiseObserver(**self._smoothing)
+        self.tap: GradientNormHooks | None = None
+        self._handle: Any = None
+        self._norms: StepNorms | None = None
+
+    def on_setup_start(self, context: CallbackContext) -> None:
+        """Checks that the layout can be measured, hooks into the gradients and takes over what the
+        checkpoint knows."""
+        self._check_estimator(context.config, self.flags.copus_gns_estimator)
+        is_resumed = context.state.iteration > 0
+        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
+        self._hook_in(context)
+
+    def _hook_in(self, context: CallbackContext) -> None:
+        """Gets ready to measure the present layout."""
+        config = context.config
+        self.layout = {
+            "dp": config.layout.dp,
+            "fused_accumulation": config.kernels.gradient_accumulation_fusion,
+        }
+        left_out = unavailable_groups(
+            tp=config.layout.tp,
+            pp=config.layout.pp,
+            sequence_parallel=config.parallel.sequence_parallel,
+            qk_layernorm=config.model.qk_layernorm,
+            shared_embeddings=not config.model.untie_embeddings_and_output_weights
+            or bool(config.model.mtp_num_layers),
+        )
+        self.sets: dict[str, tuple[str, ...]] = {
+            name: (name,) for name in GROUPS if name not in left_out
+        }
+        self.sets["layers"] = CONTROL_SET
+        if not left_out:
+            self.sets["all"] = GROUPS
+        self.tap = GradientNormHooks(
+            context.model,
+            context.groups,
+            per_token=config.batch.calculate_per_token_loss,
+            device=config.runtime.device,
+        )
+
+    def _take_over(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
+        """Goes on with the averages of a checkpoint, or starts empty."""
+        if stored is None:
+            if is_resumed and dist.get_rank() == 0:
+                logger.warning("the checkpoint holds no noise scale: it starts afresh")
+            return
+        try:
+            self.observer = NoiseObserver.from_json(stored, **self._smoothing)
+        except (ValueError, KeyError, TypeError) as error:
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
+                )
+
+    def _check_estimator(self, config: Any, wanted: str) -> None:
+        if wanted == "auto":
+            return
+        why = unavailable(
+            wanted,  # pyright: ignore[reportArgumentType]
+            dp=config.layout.dp,
+            num_microbatches=2,
+            fused_accumulation=config.kernels.gradient_accumulation_fusion,
+        )
+        if why is not None:
+            raise UsageError(f"--copus-gns-estimator {wanted} cannot measure here: {why}; use auto")
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Opens the tap for a step that is to be measured."""
+        assert self.tap is not None and context.global_batch_size is not None
+        due = (context.state.iteration + 1) % self.observer.interval_at(
+            context.global_batch_size
+        ) == 0
+        assert context.micro_batch_size is not None
+        own = context.global_batch_size // context.config.layout.dp
+        sizes = micro_batch_sizes(own, context.micro_batch_size)
+        num_microbatches = len(sizes)
+        estimator = choose(
+            self.flags.copus_gns_estimator, num_microbatches=num_microbatches, **self.layout
+        )
+        self.observer.layout_estimator = estimator
+        is_open = due and not self.observer.is_broken
+        is_even = sizes[0] == sizes[-1]
+        shares = None if is_even else [size / own for size in sizes]
+        self.tap.begin(estimator if is_open else None, num_microbatches, shares)
+
+    def on_grads_ready(self, context: CallbackContext) -> None:
+        """Reads the reduced gradients before they are clipped."""
+        assert self.tap is not None
+        self._handle = self.tap.reduce(context.microbatch_tokens)
+        if self._handle is not None:
+            self._loss_scale = context.optimizer.get_loss_scale()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Takes the measurement in and hands the noise scale to the record."""
+        assert self.tap is not None and context.step is not None
+        norms, self._norms = None, None
+        if self._handle is not None:
+            norms = self.tap.finish(
+                self._handle,
+                global_batch_size=context.step.global_batch_size,
+                loss_scale=float(self._loss_scale),
+            )
+            self._handle = None
+        try:
+            estimates = self._estimates(norms, context)
+        except Contradiction as error:
+            self._end(f"{error}. Please report it")
+            estimates = {}
+        if norms is not None and estimates:
+            self._norms = norms
+            self.observer.take(
+                estimates,
+                estimator=norms.estimator,
+                global_batch_size=context.step.global_batch_size,
+                consumed_samples=context.step.consumed_samples,
+                tokens=norms.tokens,
+            )
+        else:
+            self.observer.skip(context.step.consumed_samples)
+        context.state.callbacks[STATE_KEY] = self.observer.to_json()
+        self._record(context)
+
+    def _estimates(self, norms: StepNorms | None, context: CallbackContext) -> dict[str, Estimate]:
+        """Estimates of a step by parameter set; empty where it has none.
+
+        Raises:
+            Contradiction: the batch's norm is not the one that the optimizer found (a wrong scale
+                or count), or small gradients of equal weight have less norm than their mean.
+        """
+        want = context.grad_norm
+        if norms is None or want is None or not context.step or not context.step.updated:
+            return {}
+        got = norms.all_squares**0.5
+        if abs(got - want) > _NORM_TOLERANCE * max(want, got):
+            raise Contradiction(f"its gradient norm is {got:.6g} and the optimizer's is {want:.6g}")
+        try:
+            estimates = {name: norms.estimate(names) for name, names in self.sets.items()}
+        except NoiseNotIdentifiable:
+            return {}
+        v, limit = norms.estimate(CONTROL_SET).v, _NEGATIVE_TOLERANCE * norms.all_squares
+        if norms.are_small_equal and v < -limit * context.step.global_batch_size:
+            raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
+        return estimates
+
+    def _end(self, why: str) -> None:
+        """Measures no more; every rank comes to it with the same numbers."""
+        self.observer.is_broken = True
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.error("the noise scale is no longer measured: %s; training goes on", why)
+
+    def _record(self, context: CallbackContext) -> None:
+        noise, latest = self.observer.noise(), self.observer.latest
+        context.step_fields["noise"] = {
+            **noise.to_json(),
+            "measured": bool(latest),
+            "step": {name: dataclasses.asdict(e) for name, e in latest.items()},
+            "groups": self.observer.ratios(self.sets),
+        }
+        if self._norms is not None:
+            kept = [name for name in GROUPS if name in self.sets]
+            context.step_fields["noise"]["squares"] = self._norms.squares(kept)
+        context.scalars.update(noise_scalars(noise))
+
+    def on_log(self, context: CallbackContext) -> None:
+        """Adds a line below the log line."""
+        ended = self.observer.is_broken
+        context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
+
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """Takes the hooks out."""
+        self.on_train_end(context)
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Hooks into the gradients of the new layout; the averages go on: they belong to the
+        parameters and the data."""
+        self._hook_in(context)
+        try:
+            self._check_estimator(context.config, self.flags.copus_gns_estimator)
+        except UsageError as error:
+            if dist.get_rank() == 0:
+                logger.warning("the noise scale ages under this layout: %s", error)
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Takes the hooks out."""
+        if self.tap is not None:
+            self.tap.close()
+            self.tap = None
+
+
+def noise_scalars(noise: NoiseScale) -> dict[str, float]:
+    """What the sinks get of the noise scale, by tag."""
+    named = {
+        "noise-scale/phi-samples": noise.phi_samples,
+        "noise-scale/phi-samples-low": noise.low_samples,
+        "noise-scale/phi-samples-high": noise.high_samples,
+        "noise-scale/gradient-squared": noise.g2,
+        "noise-scale/trace-of-covariance": noise.v,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}
+
+
+def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
+    """The line that a log shows of the noise scale."""
+    if ended:
+        return " noise scale: no longer measured, see the error above |"
+    if noise.status == "none":
+        why = (
+            "not measured yet"
+            if noise.estimator != "none"
+            else "this layout and batch leave nothing to compare (docs/gns.md)"
+        )
+        return f" noise scale: {why} |"
+    low = "unknown" if noise.low_samples is None else f"{noise.low_samples:.1f}"
+    high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
+    phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
+    return (
+        f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "
+        f"|G|^2: {noise.g2:.6E} | tr(Sigma): {noise.v:.6E} | "
+        f"estimator: {noise.estimator} | age (tokens): {noise.age_tokens:.0f} |"
+    )

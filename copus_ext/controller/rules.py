@@ -1,0 +1,257 @@
+"""From the controller's flags to the rules of its decisions; refuses what makes no sense."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from copus_ext.controller.flags import (
+    DECISION_STEPS,
+    MOST_GROWTH,
+    MOST_SHRINKING,
+    NOISE_SCALE_MULTIPLIER,
+    PUBLISHED_NOISE_SCALE_MULTIPLIER,
+    CopusConfig,
+)
+from copus_ext.cost_model.model_spec import divisors
+from copus_ext.goodput import policies
+from copus_ext.goodput.inputs import Rules
+from copus_ext.goodput.lr_scaling import RateRules, ramp_steps
+from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
+from megatron.training.common.errors import UsageError
+from megatron.training.config.batch_schedule import parse_steps
+from megatron.training.config.layout import Layout, batch_problems, further_sizes, layout_problems
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+GROWTH = 2.0
+"""Most by which the batch grows at once."""
+_ANY = 1e9
+MIN_EFFECTIVE_STEPS = 20.0
+"""Measurements that the noise scale must be worth before it counts."""
+_FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
+"""Before the first where layouts may change: from then on the present one's speed is known, and of
+configurations of the present batch nothing else needs to be."""
+
+
+def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
+    """Checks the flags by themselves.
+
+    Args:
+        flags: of the controller.
+        changes_layout: whether the trainer can take another layout.
+
+    Raises:
+        UsageError: a value that makes no sense, or that this trainer cannot do.
+    """
+    if flags.copus_mode == "act" and flags.copus_layouts == "all" and not changes_layout:
+        raise UsageError(
+            "--copus-layouts all: this trainer cannot change its layout while it runs; use "
+            "--copus-layouts current, or --copus-mode observe to see what it would do"
+        )
+    positive = {
+        "--copus-noise-scale-multiplier": flags.copus_noise_scale_multiplier,
+        "--copus-interval": flags.copus_interval,
+        "--copus-min-global-batch-size": flags.copus_min_global_batch_size,
+        "--copus-max-global-batch-size": flags.copus_max_global_batch_size,
+        "--copus-reference-batch-size": flags.copus_reference_batch_size,
+        "--copus-max-micro-batch-size": flags.copus_max_micro_batch_size,
+        "--copus-norm-test-eta": flags.copus_norm_test_eta,
+        "--copus-doubling-first-tokens": flags.copus_doubling_first_tokens,
+        "--copus-switch-checkpoint-tokens": flags.copus_switch_checkpoint_tokens,
+        "--copus-switch-cost-s": flags.copus_switch_cost_s,
+    }
+    for flag, value in positive.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UsageError(f"{flag} {value:g} must be positive")
+    if flags.copus_lr_ramp_steps is not None and flags.copus_lr_ramp_steps < 0:
+        raise UsageError(f"--copus-lr-ramp-steps {flags.copus_lr_ramp_steps} must be at least 0")
+    if flags.copus_prebuild < 0:
+        raise UsageError(f"--copus-prebuild {flags.copus_prebuild} must be at least 0")
+    if not flags.copus_doubling_ratio > 1:
+        raise UsageError(f"--copus-doubling-ratio {flags.copus_doubling_ratio:g} must exceed 1")
+    least, most = flags.copus_min_global_batch_size, flags.copus_max_global_batch_size
+    if least is not None and most is not None and least > most:
+        raise UsageError(
+            f"--copus-min-global-batch-size {least} is above --copus-max-global-batch-size {most}"
+        )
+    _user_grid(flags)
+
+
+def check_run(flags: CopusConfig, config: Config) -> None:
+    """Checks the flags against those of the run.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    batch, scheduled = config.batch, flags.copus_policy == "step_schedule"
+    given = batch.step_batch_size_schedule
+    if scheduled and given is None:
+        raise UsageError("--copus-policy step_schedule needs --step-batch-size-schedule")
+    flag = "--step-batch-size-schedule" if given is not None and not scheduled else None
+    flag = "--rampup-batch-size" if batch.rampup_batch_size is not None else flag
+    if flag and flags.copus_mode == "act":
+        raise UsageError(
+            f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
+        )
+    moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
+    if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
+        raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
+    if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
+        raise UsageError(
+            "--fp8-format: Transformer Engine's scales cannot follow a change of layout in the "
+            "running processes; use --copus-relayout relaunch, or --copus-layouts current"
+        )
+    first = first_batch_of(flags, config)
+    group = config.parallel.microbatch_group_size_per_vp_stage
+    uneven = batch.allow_uneven_micro_batches
+    if group and batch_problems(config.layout, batch.micro_batch_size, first, uneven=uneven):
+        raise UsageError(
+            f"--copus knows micro-batches in groups of the pipeline size, and the batch {first} "
+            f"needs --microbatch-group-size-per-virtual-pipeline-stage {group}; choose another "
+            "--global-batch-size"
+        )
+    least, most = _bounds(flags, first)
+    if not least <= first <= most:
+        raise UsageError(
+            f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
+            f"--copus-max-global-batch-size {most}"
+        )
+
+
+def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
+    """The tensor parallel sizes that the run may be taken to on its ranks."""
+    if flags.copus_layouts != "all":
+        return []
+    model, world_size = config.model, config.layout.world_size
+    return [
+        tp
+        for tp in divisors(math.gcd(world_size, model.num_attention_heads))
+        if not layout_problems(
+            Layout(tp=tp),
+            num_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.num_query_groups,
+            ffn_hidden_size=model.ffn_hidden_size,
+            seq_length=config.batch.seq_length,
+            padded_vocab_size=None,
+            sequence_parallel=False,
+            **further_sizes(config.flat()),
+        )
+    ]
+
+
+def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
+    least = flags.copus_min_global_batch_size
+    if least is None:
+        least = max(first // MOST_SHRINKING, 1) if flags.copus_allow_shrink else first
+    return least, flags.copus_max_global_batch_size or MOST_GROWTH * first
+
+
+def _user_grid(flags: CopusConfig) -> list[int]:
+    text = flags.copus_batch_grid
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--copus-batch-grid {text}: write batch sizes like 24,48,96")
+    return [int(part) for part in parts]
+
+
+def _schedule(flags: CopusConfig, config: Config) -> tuple[tuple[int, int], ...]:
+    if flags.copus_policy != "step_schedule":
+        return ()
+    text = config.batch.step_batch_size_schedule or ""
+    return parse_steps(text, config.batch.seq_length)
+
+
+def first_batch_of(flags: CopusConfig, config: Config) -> int:
+    """The batch of the first step, samples."""
+    schedule = _schedule(flags, config)
+    return schedule[0][1] if schedule else config.batch.initial_global_batch_size
+
+
+def rules_of(flags: CopusConfig, config: Config) -> Rules:
+    """The rules of a run; batches are those that its layout can cut into micro-batches."""
+    batch, layout = config.batch, config.layout
+    first, schedule = first_batch_of(flags, config), _schedule(flags, config)
+    least, most = _bounds(flags, first)
+    if schedule:
+        least, most = (pick(size for _, size in schedule) for pick in (min, max))
+    doublings = range(-int(math.log2(first)), int(math.log2(max(most // first, 1))) + 1)
+    plain = {int(first * 2.0**k) for k in doublings if (first * 2.0**k).is_integer()}
+    unit = layout.batch_unit
+    # A layout of a later launch may not cut the first batch: the nearest below stands for it.
+    sizes = {size // unit * unit for size in plain if least <= size <= most}
+    more = {*_user_grid(flags), *(size for _, size in schedule)}
+    sizes |= {size for size in more if least <= size <= most and size % unit == 0}
+    tokens = flags.copus_doubling_first_tokens
+    is_paper = flags.copus_policy == "copus"
+    switch_rule: Any = flags.copus_switch_rule
+    return Rules(
+        policy=flags.copus_policy,
+        objective="copus" if is_paper else flags.copus_objective,
+        switch_rule="paper" if is_paper else switch_rule,
+        noise_scale_multiplier=_noise_scale_multiplier(flags),
+        reference_batch=flags.copus_reference_batch_size or first,
+        first_batch=first,
+        grid=tuple(sorted(sizes - {0})),
+        allow_shrink=flags.copus_allow_shrink or bool(schedule),
+        growth=_ANY if schedule else GROWTH,
+        min_effective_steps=MIN_EFFECTIVE_STEPS,
+        norm_test_eta=flags.copus_norm_test_eta,
+        schedule=schedule,
+        doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
+        doubling_ratio=flags.copus_doubling_ratio,
+        relayout=flags.copus_layouts == "all",
+    )
+
+
+def _noise_scale_multiplier(flags: CopusConfig) -> float:
+    """c. The root of the batch in the objective `copus` stands in for a larger one."""
+    if flags.copus_noise_scale_multiplier is not None:
+        return flags.copus_noise_scale_multiplier
+    weighs = flags.copus_policy == "adaptive" and flags.copus_objective != "copus"
+    return NOISE_SCALE_MULTIPLIER if weighs else PUBLISHED_NOISE_SCALE_MULTIPLIER
+
+
+def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
+    """How the rates of a run go with its batch; the paper's policy jumps and keeps the decay."""
+    steps, beta2 = flags.copus_lr_ramp_steps, config.optim.adam_beta2
+    is_paper = flags.copus_policy == "copus"
+    names: dict[str, Any] = {
+        "lr": flags.copus_lr_rule,
+        "weight_decay": "const" if is_paper else flags.copus_weight_decay_rule,
+        "beta2_rule": flags.copus_beta2_rule,
+    }
+    return RateRules(
+        **names,
+        reference_batch=flags.copus_reference_batch_size or first_batch_of(flags, config),
+        beta2=beta2,
+        ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
+    )
+
+
+def samples_to_decision(flags: CopusConfig, config: Config, batch: int, *, is_first: bool) -> float:
+    """Samples between two decisions, or before the first of a run.
+
+    Args:
+        flags: of the controller.
+        config: of the run.
+        batch: samples of a step.
+        is_first: whether nothing has been decided yet.
+    """
+    samples: float = DECISION_STEPS * batch
+    if flags.copus_interval is not None:
+        samples = flags.copus_interval / config.batch.seq_length
+    is_early = is_first and flags.copus_layouts == "all"
+    return min(samples, _FIRST_STEPS * batch) if is_early else samples
+
+
+def batches_to_weigh(rules: Rules, present: int) -> list[int]:
+    """The batches that the present one may become, and those near it."""
+    if rules.policy in policies.SCHEDULED:
+        return sorted({*rules.grid, present})
+    near = [size for size in rules.grid if size <= 4 * present]
+    return sorted({*near, present})

@@ -1,0 +1,325 @@
+"""The throughput of every configuration that a run may choose: predicted, profiled, and measured as
+it goes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.link_timing import Link, ranks_of_a_node
+from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
+from copus_ext.cost_model.model_spec import ModelSpec, SpecError
+from copus_ext.cost_model.profile import ForeignProfile, Timing, read_profile
+from copus_ext.goodput.inputs import ConfigThroughput
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from megatron.training.common.errors import UsageError
+from megatron.training.config.layout import Layout, batch_problems
+from megatron.training.config.relayout import with_layout
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+_PER_BATCH = 64
+"""Configurations of a batch that are worth a look."""
+_ASSUMED_SD = 0.05
+"""Relative uncertainty of a throughput that is taken to be that of now."""
+_MEASURED_SD = 0.01
+
+
+def gpu_of(config: Config) -> tuple[str, float] | None:
+    """Name and memory in MiB of this process's GPU; None on CPU ranks."""
+    if config.runtime.device != "cuda":
+        return None
+    import torch
+
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.name, found.total_memory / 2**20
+
+
+class Table:
+    """Rows of the configurations that fit, for the batches asked for.
+
+    Args:
+        config: of the run.
+        flags: of the controller.
+        gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
+        fixed_micro_batch: whether the micro-batch of the flags must stay.
+        link: between nodes, as timed.
+        home: layout of the flags; of one with its sizes the stages are cut as there, of others
+            evenly. None: that of `config`.
+
+    Raises:
+        UsageError: a cluster or a profile that cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        flags: CopusConfig,
+        *,
+        gpu: tuple[str, float] | None,
+        fixed_micro_batch: bool = False,
+        link: Link | None = None,
+        home: Layout | None = None,
+    ) -> None:
+        self.config, self.flags, self._gpu = config, flags, gpu
+        self._known = {x.sizes: x for x in (home, config.layout) if x is not None}
+        self.note = ""
+        """Why nothing can be predicted; empty if it can."""
+        self.profiled: list[Timing] = []
+        self.planner: Planner | None = None
+        self._legal: dict[Layout, bool] = {}
+        try:
+            model = _model(config)
+            cluster = _cluster(flags, gpu, config.layout.world_size, link)
+            self.profiled = _profile(flags, model, cluster)
+            self.planner = Planner(
+                model,
+                cluster,
+                limits=_limits(config, flags, fixed_micro_batch),
+                timings=self.profiled,
+            )
+        except SpecError as error:
+            if flags.copus_cluster is not None:
+                raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
+            self.note = f"throughputs are not predicted: {error}"
+            if flags.copus_layouts == "all":
+                self.note += "; the layout stays"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Arithmetic per second that a rank is built for; None if unknown, or of CPU ranks that no
+        flag describes."""
+        is_known = self._gpu is not None or self.flags.copus_cluster is not None
+        if self.planner is None or not is_known:
+            return None
+        precision = self.config.precision
+        half = precision.bf16 or precision.fp16
+        return self.planner.cluster.gpu.peak("bf16" if half else "fp32")
+
+    def rows(
+        self,
+        batches: Sequence[int],
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+        visited: Sequence[Layout] = (),
+    ) -> tuple[list[ConfigThroughput], int]:
+        """Every configuration of some batches that fits.
+
+        Args:
+            batches: to choose from, the present one among them; samples.
+            micro_batch_size: of now.
+            global_batch_size: of now.
+            measured: median seconds of a step, their median deviation and number, if this run has
+                timed the configuration.
+            visited: further layouts under which it has.
+
+        Returns:
+            The rows, and the index of the present configuration.
+        """
+        now = _configuration(self.config, micro_batch_size, global_batch_size)
+        rows = self._predicted(batches, now, measured, visited)
+        is_known = any(row.layout == self.config.layout.sizes for row in rows)
+        if not rows or (now.cut and not is_known):
+            # The planner ranks even stages only; it has none where the layers do not divide.
+            rows = [*rows, *self._assumed(batches, now, measured)]
+        at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
+        if at is None:
+            # It runs, whatever is predicted for it.
+            same = [row for row in rows if row.global_batch_size == global_batch_size]
+            known = measured(now)
+            speed = global_batch_size / known[0] if known else None
+            speed = speed or (same[0].samples_per_s if same else 1.0)
+            sd = _MEASURED_SD if known else _ASSUMED_SD
+            rows.append(ConfigThroughput.of(now, speed, sd, "measured" if known else "assumed"))
+            at = len(rows) - 1
+        return rows, at
+
+    def _predicted(
+        self,
+        batches: Sequence[int],
+        now: Configuration,
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+        visited: Sequence[Layout],
+    ) -> list[ConfigThroughput]:
+        if self.planner is None:
+            return []
+        live = []
+        sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
+        own = {x for x in visited if x == self._with_cut(x.sizes)}
+        for layout, batch, b in itertools.product(
+            sorted({self.config.layout, *own}, key=str), batches, sizes
+        ):
+            c = _configuration(self.config, b, batch, layout)
+            known = measured(c)
+            if known is not None and c.is_even:
+                median, deviation, number = known
+                live.append(c.timed(median, spread_s=deviation, num_steps=number))
+        seen = {(t.line, t.num_microbatches) for t in live}
+        self.planner.retime(live, earlier=self.profiled)
+        unit, against = now.dp * now.micro_batch_size, now
+        if not now.is_even:
+            # The cost model knows equal micro-batches only.
+            batch = max(now.global_batch_size // unit, 1) * unit
+            against = replace(now, global_batch_size=batch)
+        rows = []
+        for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
+            for r in plan.ranked:
+                c, p = r.configuration, r.prediction
+                layout = self._with_cut((c.tp, c.pp, c.vpp, c.dp))
+                if not self._can_be(layout):
+                    continue
+                c = replace(c, cut=layout.cut)
+                is_live = (c.timed(1.0).line, c.num_microbatches) in seen
+                source = "measured" if is_live else p.source
+                rows.append(
+                    ConfigThroughput.of(c, p.samples_per_s, r.against_rel_sd or 0.0, source)
+                )
+        return rows
+
+    def _with_cut(self, sizes: tuple[int, int, int, int]) -> Layout:
+        tp, pp, vpp, dp = sizes
+        return self._known.get(sizes) or Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
+
+    def _can_be(self, layout: Layout) -> bool:
+        """Whether the run's own flags allow a layout; the planner knows the model alone. Another
+        trainer's flags cannot be asked."""
+        if layout == self.config.layout or not hasattr(self.config, "replace"):
+            return True
+        if layout not in self._legal:
+            try:
+                with_layout(self.config, layout)
+                self._legal[layout] = True
+            except UsageError:
+                self._legal[layout] = False
+        return self._legal[layout]
+
+    def _assumed(
+        self,
+        batches: Sequence[int],
+        now: Configuration,
+        measured: Callable[[Configuration], tuple[float, float, int] | None],
+    ) -> list[ConfigThroughput]:
+        """Without a planner: the throughput of now, for every batch that it can cut."""
+        known = measured(now)
+        if known is None:
+            return []
+        rows = []
+        for batch in batches:
+            c = _configuration(self.config, now.micro_batch_size, batch)
+            micro, uneven = now.micro_batch_size, self.config.batch.allow_uneven_micro_batches
+            if batch_problems(self.config.layout, micro, batch, uneven=uneven):
+                continue
+            own = measured(c)
+            speed = batch / own[0] if own else now.global_batch_size / known[0]
+            sd = _MEASURED_SD if own else _ASSUMED_SD
+            rows.append(ConfigThroughput.of(c, speed, sd, "measured" if own else "assumed"))
+        return rows
+
+
+def _is(row: ConfigThroughput, c: Configuration) -> bool:
+    sizes = row.micro_batch_size, row.global_batch_size
+    return row.layout == (c.tp, c.pp, c.vpp, c.dp) and sizes == (
+        c.micro_batch_size,
+        c.global_batch_size,
+    )
+
+
+def _recompute(config: Config) -> tuple[str, int]:
+    r = config.recompute
+    if r.recompute_granularity == "full":
+        block = r.recompute_method == "block"
+        layers = r.recompute_num_layers or 0
+        chunk = max(config.layout.layers_of_chunks(config.model.num_layers))
+        return ("block", layers) if block and layers < chunk else ("full", 0)
+    return r.recompute_granularity or "none", 0
+
+
+def _configuration(
+    config: Config, micro_batch_size: int, batch: int, layout: Layout | None = None
+) -> Configuration:
+    """The run's own layout, or another, with other sizes."""
+    layout = layout or config.layout
+    mode, layers = _recompute(config)
+    return Configuration(
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=layout.vpp,
+        dp=layout.dp,
+        cut=layout.cut,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=batch,
+        recompute=mode,  # pyright: ignore[reportArgumentType]
+        recompute_num_layers=layers,
+        sequence_parallel=layout.tp > 1,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+
+
+def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limits:
+    layout, (mode, layers) = config.layout, _recompute(config)
+    fixed = {"recompute_num_layers": layers}
+    if fixed_micro_batch:
+        fixed["micro_batch"] = config.batch.micro_batch_size
+    if flags.copus_layouts == "current":
+        fixed |= {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp}
+    return Limits(
+        fixed=fixed,
+        recompute=(mode,),
+        use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
+        cross_node_tp=True,
+        max_micro_batch=flags.copus_max_micro_batch_size,
+    )
+
+
+def _model(config: Config) -> ModelSpec:
+    return ModelSpec.from_arguments(SimpleNamespace(**config.flat()))
+
+
+def _cluster(
+    flags: CopusConfig,
+    gpu: tuple[str, float] | None,
+    world_size: int,
+    link: Link | None,
+) -> ClusterSpec:
+    """What the run is on; its network no faster than was timed."""
+    text = flags.copus_cluster
+    if text is not None:
+        spec = ClusterSpec.load(Path(text)) if text.endswith(".json") else preset(text)
+        if spec.world_size != world_size:
+            raise SpecError(f"it has {spec.world_size} GPUs and the run {world_size}")
+        return spec
+    kind = "cpu" if gpu is None else kind_of(*gpu)
+    node = replace(preset(f"{kind}:1"), gpus_per_node=ranks_of_a_node(world_size))
+    if link is not None:
+        network = min(node.nic_bytes_per_s, link.bytes_per_s)
+        node = replace(node, nic_bytes_per_s=network)
+    return node.resize(world_size)
+
+
+def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list[Timing]:
+    if flags.copus_profile is None:
+        return []
+    path = Path(flags.copus_profile)
+    try:
+        machine, timings = read_profile(path)
+        theirs = ModelSpec.from_json(machine.get("model", {}))
+    except (OSError, ForeignProfile, ValueError, TypeError) as error:
+        raise UsageError(f"--copus-profile {path}: {error}") from error
+    measured = machine.get("world_size"), machine.get("gpu")
+    own = cluster.world_size, cluster.gpu.name
+    if measured != own or theirs.num_parameters != model.num_parameters:
+        raise UsageError(
+            f"--copus-profile {path} is of another model or machine ({measured[0]} x "
+            f"{measured[1]}, here {own[0]} x {own[1]}); measure with tools/profile_layouts.py"
+        )
+    return timings

@@ -1,0 +1,80 @@
+"""What the cost model does not know from the data sheet: few constants, fitted or assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from copus_ext.cost_model.spec_file import read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Efficiencies and latencies of one kind of machine with one software stack; all positive."""
+
+    gemm_efficiency: float = 0.75
+    """Share of the peak that a large matrix product reaches."""
+    gemm_half_inner: float = 300.0
+    """Inner dimension at which half of that is reached."""
+    gemm_half_outer: float = 300.0
+    """Output columns at which half of that is reached."""
+    memory_factor: float = 1.0
+    """Bytes that memory-bound operations really move, over those of the model."""
+    attention_efficiency: float = 0.4
+    """Share of the peak that attention reaches."""
+    launch_sharpness: float = 4.0
+    """Exponent with which launch time and work of a layer join; large: the greater of the two."""
+    launch_s: float = 10e-6
+    """Time to start one kernel from Python."""
+    exchange_s: float = 30e-6
+    """Fixed time of a pipeline message."""
+    step_s: float = 10e-3
+    """Fixed time of a step."""
+    tp_bytes_per_s: float = 150e9
+    """Bandwidth of a GPU in a tensor-parallel collective inside a node."""
+    tp_latency_s: float = 20e-6
+    """Fixed time of a tensor-parallel collective."""
+    tp_cross_bytes_per_s: float = 10e9
+    """The same across nodes."""
+    dp_bytes_per_s: float = 100e9
+    """Bandwidth of a GPU in a data-parallel ring inside a node."""
+    nic_bytes_per_s: float = 80e9
+    """Network bandwidth of a node that collectives and messages reach."""
+    optimizer_factor: float = 1.0
+    """Bytes that the end of a step really moves, over those of the model."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"constant {field.name} must be positive, got {value!r}")
+
+    def to_json(self) -> dict[str, float]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Constants:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: an unknown name or a value that is not positive.
+        """
+        unknown = sorted(set(data) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown constants: {', '.join(unknown)}")
+        return cls(**data)
+
+    @classmethod
+    def load(cls, path: Path) -> Constants:
+        """Reads a file that `bench/planner_accuracy.py` or a user wrote."""
+        return cls.from_json(read_json(path)["constants"])
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Name of a file of constants, what it was fitted on, and how well that went."""
+    record = read_json(path)
+    names = ("fitted_on", "residual")
+    return {"name": path.stem, **{name: record.get(name) for name in names}}

@@ -1,0 +1,217 @@
+"""Bytes that every pipeline stage needs, by kind.
+
+Saved activations follow arXiv 2205.05198 (section 4), widened to grouped queries, gated MLPs and
+fused attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from copus_ext.cost_model.params import all_stages, stage_parameters
+from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
+
+KINDS = (
+    "weights",
+    "grads",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "context",
+    "fragmentation",
+)
+FRAGMENTATION = 1.06
+"""Reserved over allocated, of what comes and goes."""
+CONTEXT_BYTES = 1.2e9
+"""CUDA context, libraries and communicators of a process."""
+PEAK_SD = 0.05
+"""Relative uncertainty of a predicted peak before any was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of many configurations."""
+
+    stages: dict[str, Any]
+    """Of each of `KINDS`, [max pp, n]; zero beyond a row's own stages."""
+    peak_bytes: Any
+    """[n] of the stage that needs most."""
+    worst_stage: Any
+    """[n] which stage that is."""
+
+
+def layer_activation_bytes(rows: Rows) -> Any:
+    """Bytes that one layer keeps of one micro-batch for its backward pass."""
+    return np.where(rows.plain_torch, _local_layer_bytes(rows), _fused_layer_bytes(rows))
+
+
+def _local_layer_bytes(rows: Rows) -> Any:
+    """The same in plain torch, byte for byte what autograd saves (seen with saved-tensor hooks:
+    `tests/distributed/test_activations.py`)."""
+    e, tokens, h = rows.element_bytes, rows.tokens, rows.hidden_size
+    rms, rope = rows.norm_vectors == 1, rows.learned_positions == 0
+    # RMSNorm computes in fp32 and keeps its input and output so; LayerNorm keeps two statistics.
+    norm = np.where(rms, (8.0 + e) * h + 4.0, 2.0 * e * h + 8.0)
+    mask = np.where(rows.dropout, e * h, 0.0)
+    streams = 2.0 * tokens * (norm + mask) / np.where(rows.sequence_parallel, rows.tp, 1)
+    query = rows.num_attention_heads * rows.kv_channels
+    groups = rows.num_query_groups * rows.kv_channels
+    # Rotated queries and keys are new tensors; so are queries gathered from several groups.
+    gathered = (groups != query) & (rows.num_query_groups > rows.tp)
+    moved = np.where(rope | gathered, query, 0) + np.where(rope, groups, 0)
+    inputs = rows.attention_width + moved + query
+    selective = rows.recompute == RECOMPUTE_SELECTIVE
+    flash = e * inputs + np.where(selective, 0.0, 4.0 * rows.num_attention_heads)
+    copies = np.where(rows.dropout, 3.0, 1.0)
+    # Values that no repetition copied keep the whole projection alive.
+    held = np.where(rope & (groups == query), 6.0, 4.0) * query
+    scores = e * (held + copies * rows.num_attention_heads * rows.seq_length)
+    whole = rows.fused_attention & np.logical_not(rows.dropout)
+    core = np.where(selective | whole, flash, scores)
+    mlp = e * np.where(rows.mlp_matrices == 3, 5.0, 2.0) * rows.ffn_hidden_size
+    angles = np.where(rope, 4.0 * e * rows.seq_length * rows.kv_channels, 0.0)
+    return streams + tokens * (core + mlp) / rows.tp + angles
+
+
+def _fused_layer_bytes(rows: Rows) -> Any:
+    h, tokens = rows.hidden_size, rows.tokens
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    streams = (8.0 + np.where(rows.dropout, 2.0, 0.0)) * tokens * h / shared
+    heads = 2.0 * tokens * 2 * (rows.num_attention_heads + rows.num_query_groups)
+    scores = tokens * rows.num_attention_heads * rows.seq_length
+    scores = scores * np.where(rows.dropout, 5.0, 2.0)
+    kept = np.where(rows.recompute == RECOMPUTE_SELECTIVE, 0.0, scores)
+    core = np.where(rows.fused_attention, 4.0 * tokens * rows.num_attention_heads, kept)
+    mlp = 2.0 * rows.mlp_matrices * tokens * rows.ffn_hidden_size
+    return (streams + (heads * rows.kv_channels + core + mlp) / rows.tp) * rows.element_bytes / 2
+
+
+def in_flight(rows: Rows, stage: Any) -> Any:
+    """Micro-batches (of all chunks of a stage together) whose activations a stage keeps at most."""
+    ahead = rows.pp - stage
+    plain = np.minimum(ahead, rows.num_microbatches)
+    chunks = np.minimum(
+        2 * (ahead - 1) + (rows.vpp - 1) * rows.pp + 1, rows.num_microbatches * rows.vpp
+    )
+    return np.where(rows.vpp > 1, chunks / rows.vpp, plain)
+
+
+def memory(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Memory:
+    """Predicts the bytes of every stage of every row."""
+    rows = rows.full()
+    stages = _of_stages(rows, all_stages(rows), context_bytes)
+    total = np.sum(list(stages.values()), axis=0)
+    return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
+
+
+def peak_bytes(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Any:
+    """Bytes of the stage that needs most: [n], as `memory` but sooner. The first or the last it is:
+    those between hold fewer parameters than both and fewer micro-batches than the first."""
+    rows = rows.full()
+    ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
+    return np.sum(list(_of_stages(rows, ends, context_bytes).values()), axis=0).max(axis=0)
+
+
+def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
+    """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
+    inside, last = stage < rows.pp, stage == rows.pp - 1
+    held = stage_parameters(rows, stage)
+    state = np.where(rows.element_bytes == 4, 8.0, 12.0)
+    owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
+    layers = rows.num_layers / rows.pp
+    message = message_bytes(rows)
+    kept, layer = layer_bytes(rows)
+    head = np.where(last, head_bytes(rows), 0.0)
+    flying = in_flight(rows, stage)
+    activations = flying * layers * kept + np.maximum(layer - head, 0.0)
+    # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
+    stages = {
+        "weights": rows.element_bytes * held,
+        "grads": 4.0 * held,
+        "optimizer": state * owned,
+        "activations": activations,
+        "logits": head,
+        "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
+        + np.where(rows.on_cpu & (rows.vpp > 1), rows.vpp * flying * message, 0.0),
+        "context": np.full(held.shape, float(context_bytes)),
+    }
+    moving = stages["activations"] + stages["logits"] + stages["buffers"]
+    stages["fragmentation"] = (FRAGMENTATION - 1) * moving
+    return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
+
+
+def message_bytes(rows: Rows) -> Any:
+    """Bytes of what one rank sends to the next stage, or receives, of one micro-batch."""
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    return rows.element_bytes * rows.tokens * rows.hidden_size / shared
+
+
+def layer_bytes(rows: Rows) -> tuple[Any, Any]:
+    """Bytes that a layer keeps of a micro-batch in flight, the mean over those that are recomputed
+    and those that are not; and what its backward pass adds.
+
+    The latter when the head is done and its bytes are free again; a layer recomputed whole stands
+    there too, unless others of its chunk have just made room.
+    """
+    saved, share = layer_activation_bytes(rows), rows.recomputed_share
+    kept = share * message_bytes(rows) + (1 - share) * saved
+    mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
+    again = np.where(share == 1, saved, _recomputed_core_bytes(rows, saved))
+    return kept, rows.element_bytes * rows.tokens * mlp + again
+
+
+def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
+    """What selective recomputation brings back of one layer."""
+    selective = rows.recompute == RECOMPUTE_SELECTIVE
+    if not np.any(selective):
+        return 0.0
+    whole = layer_activation_bytes(rows.change(recompute=np.full(len(rows), RECOMPUTE_NONE)))
+    return np.where(selective, np.maximum(whole - saved, 0.0), 0.0)
+
+
+def head_bytes(rows: Rows) -> Any:
+    """Logits and what becomes of them, and the final norm; in plain torch also the gradient of the
+    output weights before it is added to the others."""
+    columns = rows.padded_vocab_size / rows.tp
+    width = np.where(rows.element_bytes == 4, 4.0, 6.0)
+    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
+    alone = np.where(rows.plain_torch, rows.element_bytes * columns * rows.hidden_size, 0.0)
+    return width * rows.tokens * columns + norm + alone
+
+
+def buffer_bytes(rows: Rows) -> Any:
+    """Gathered inputs, score workspace and messages under way."""
+    whole = rows.element_bytes * rows.tokens * rows.hidden_size
+    gathered = np.where(rows.sequence_parallel, whole, 0.0)
+    scores = rows.element_bytes * rows.micro_batch_size * rows.num_attention_heads / rows.tp
+    workspace = np.where(rows.fused_attention, 0.0, scores * rows.seq_length**2)
+    return gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
+
+
+def static_bytes(rows: Rows) -> Any:
+    """Bytes of weights, gradients and optimizer on the stage that holds most: [n]; a lower bound of
+    the peak that is cheap."""
+    held = stage_parameters(rows.full())
+    state = np.where(rows.element_bytes == 4, 8.0, 12.0)
+    owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
+    return ((rows.element_bytes + 4.0) * held + state * owned).max(axis=0)
+
+
+def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: float = PEAK_SD) -> Any:
+    """Probability that a configuration fits, the peak being log-normal around its prediction."""
+    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (sd * np.sqrt(2.0))
+    return 0.5 * (1.0 + _erf(z))
+
+
+def _erf(x: Any) -> Any:
+    """Error function to 1.5e-7 (Abramowitz and Stegun 7.1.26)."""
+    t = 1.0 / (1.0 + 0.3275911 * np.abs(x))
+    series = t * (
+        0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
+    )
+    return np.sign(x) * (1.0 - series * np.exp(-x * x))

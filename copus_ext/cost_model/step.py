@@ -1,0 +1,275 @@
+"""Seconds of one optimizer step, and where they go."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from copus_ext.cost_model import comm, compute
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.params import stage_parameters
+from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.schedule import pipeline_time
+
+PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host")
+_ADAM_BYTES = 30.0
+"""Read gradient, master and two moments, write master, moments and weight, per owned parameter."""
+_SWEEP_BYTES = 16.0
+"""Gradient norm, clipping and zeroing, per parameter."""
+_HIDDEN_SHARE = 0.7
+"""Part of the last backward pass behind which a reduction can hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step of many configurations."""
+
+    step_s: Any
+    """[n] seconds."""
+    parts: dict[str, Any]
+    """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
+    `step_s`."""
+
+    @classmethod
+    def unknown(cls, num: int) -> StepTime:
+        """Room for so many configurations, none priced yet."""
+        parts = {name: np.full(num, np.nan) for name in PARTS}
+        return cls(step_s=np.full(num, np.nan), parts=parts)
+
+    def put(self, at: Any, found: StepTime) -> None:
+        """Fills in some of them."""
+        self.step_s[at] = found.step_s
+        for name in PARTS:
+            self.parts[name][at] = found.parts[name]
+
+    def take(self, at: Any) -> StepTime:
+        """Some of them."""
+        parts = {name: values[at] for name, values in self.parts.items()}
+        return StepTime(step_s=self.step_s[at], parts=parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stages:
+    """Seconds of one micro-batch on every stage: [pp, n], chunks together."""
+
+    compute: Any
+    recompute: Any
+    tp_forward: Any
+    tp_backward: Any
+    forward: Any
+    backward: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndOfStep:
+    """What follows the last backward pass on every stage: [pp, n] or what broadcasts to it."""
+
+    gradient_bytes: Any
+    """Gradients of a rank that go round the replicas."""
+    passes: Any
+    """How often: once to reduce-scatter, twice to all-reduce."""
+    least_bytes: Any
+    """Gradients whose reduction nothing can hide, sent as often; 0 where nothing hides any."""
+    hidden_s: Any
+    """Seconds of computation behind which the others can hide."""
+    gather_bytes: Any
+    """Weights gathered again before anything else; 0 without."""
+    optimizer_s: Any
+    """Seconds of the optimizer."""
+
+    def seconds(self, ring: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+        """Seconds of the exposed reduction, of gathering, and of the optimizer.
+
+        Args:
+            ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
+        """
+        full = self.passes * ring(self.gradient_bytes)
+        least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
+        gather = np.where(self.gather_bytes > 0, ring(self.gather_bytes), 0.0)
+        return np.maximum(least, full - self.hidden_s), gather, self.optimizer_s
+
+
+def step_time(rows: Rows, c: Constants) -> StepTime:
+    """Predicts the seconds of a step of every row."""
+    rows = rows.full()
+    num = len(rows)
+    step = np.empty(num)
+    parts = {name: np.empty(num) for name in PARTS}
+    shapes = np.stack([rows.pp, rows.vpp], axis=1).astype(np.int64)
+    for pp, vpp in np.unique(shapes, axis=0):
+        at = np.flatnonzero((shapes == (pp, vpp)).all(axis=1))
+        found = _of_one_shape(rows.take(at), c, int(pp), int(vpp))
+        step[at] = found.step_s
+        for name in PARTS:
+            parts[name][at] = found.parts[name]
+    return StepTime(step_s=step, parts=parts)
+
+
+def least_step_s(rows: Rows, c: Constants) -> Any:
+    """A lower bound of the seconds of a step, for less than a simulation: every stage's own work,
+    after the first micro-batch has come down to it; and, for the first stage, before the last
+    gradient has come back up from there.
+
+    Returns:
+        [n] seconds.
+    """
+    rows = rows.full()
+    least = np.empty(len(rows))
+    for pp in np.unique(rows.pp):
+        at = np.flatnonzero(rows.pp == pp)
+        part = rows.take(at)
+        stages = _stages(part, c, int(pp))
+        hop = comm.hop_s(part, c)
+        down = stages.forward / part.vpp + hop
+        up = stages.backward / part.vpp + hop
+        work = part.num_microbatches * (stages.forward + stages.backward)
+        own = work + np.cumsum(down, axis=0) - down
+        ring = functools.partial(comm.ring_s, part, c)
+        end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(ring), axis=0)
+        back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
+        least[at] = np.maximum((own + end).max(axis=0), back + end[0]) + c.step_s
+    return least
+
+
+def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
+    stages = _stages(rows, c, pp)
+    hop = comm.hop_s(rows, c)
+    count = rows.num_microbatches.astype(np.int64)
+    forward, backward = _chunks(rows, c, stages, pp, vpp)
+    clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
+    ring = functools.partial(comm.ring_s, rows, c)
+    reduce, gather, optimizer = _end_of_step(rows, c, stages, pp).seconds(ring)
+    done = clocks + reduce
+    worst = np.argmax(done + optimizer + gather, axis=0)
+
+    def of(values: Any) -> Any:
+        return np.take_along_axis(np.broadcast_to(values, done.shape), worst[None], axis=0)[0]
+
+    transfers = _transfers(hop, count, pp, vpp)
+    parts = {
+        "compute": of(count * stages.compute),
+        "recompute": of(count * stages.recompute),
+        "tp": of(count * (stages.tp_forward + stages.tp_backward)),
+        "pp": of(transfers),
+        "dp": of(reduce + gather),
+        "optimizer": of(optimizer),
+        "host": np.full(len(count), c.step_s),
+    }
+    busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
+    bubble = of(clocks) - busy
+    # Messages of the interleaved schedule may hide: what does not fit was not waited for.
+    parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
+    parts["bubble"] = np.maximum(bubble, 0.0)
+    return StepTime(step_s=sum(parts.values()), parts=parts)
+
+
+def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
+    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
+    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
+    first_s, last_s = comm.tp_ends_s(rows, c)
+    layers = rows.num_layers / rows.pp
+    stage = np.arange(pp)[:, None]
+    first, last = stage == 0, stage == pp - 1
+
+    def whole(inner: Any, at_first: Any = 0.0, at_last: Any = 0.0) -> Any:
+        return layers * inner + np.where(first, at_first, 0.0) + np.where(last, at_last, 0.0)
+
+    work_forward = whole(layer.forward, table.forward, head.forward)
+    work_backward = whole(layer.backward, table.backward, head.backward)
+    again = whole(layer.recompute)
+    send_forward = whole(tp_forward, first_s, last_s / 2)
+    send_backward = whole(tp_backward + tp_again, 0.0, last_s / 2)
+    return _Stages(
+        compute=work_forward + work_backward,
+        recompute=again,
+        tp_forward=send_forward,
+        tp_backward=send_backward,
+        forward=work_forward + send_forward,
+        backward=work_backward + again + send_backward,
+    )
+
+
+def _chunks(rows: Rows, c: Constants, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
+    """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last."""
+    if vpp == 1:
+        return stages.forward[:, None], stages.backward[:, None]
+    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
+    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
+    first_s, last_s = comm.tp_ends_s(rows, c)
+    layers = rows.layers_of_chunk
+    shape = (pp, vpp, len(rows))
+    forward = np.broadcast_to(layers * (layer.forward + tp_forward), shape).copy()
+    backward = np.broadcast_to(
+        layers * (layer.backward + layer.recompute + tp_backward + tp_again), shape
+    ).copy()
+    forward[0, 0] += table.forward + first_s
+    backward[0, 0] += table.backward
+    forward[-1, -1] += head.forward + last_s / 2
+    backward[-1, -1] += head.backward + last_s / 2
+    return forward, backward
+
+
+def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
+    """Seconds that each stage spends in its own pipeline messages: [pp, n]."""
+    total = np.zeros((pp, len(count)))
+    if pp == 1:
+        return total
+    if vpp > 1:
+        # Sent eagerly: only those of the first and last pass are surely waited for.
+        total += 2 * hop.sum(axis=0) / pp
+        return total
+    for r in range(pp - 1):
+        meetings = count + np.minimum(pp - 1 - r, count)
+        total[r] += meetings * hop[r]
+        total[r + 1] += meetings * hop[r]
+    return total
+
+
+def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, EndOfStep]:
+    """What stages do, whatever the network between them is.
+
+    Args:
+        rows: of full length, all with this pp and vpp.
+        c: the constants.
+        pp: stages.
+        vpp: chunks of a stage.
+
+    Returns:
+        [pp, vpp, n] seconds of a forward and of a backward pass, and the end of the step.
+    """
+    stages = _stages(rows, c, pp)
+    return *_chunks(rows, c, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
+
+
+def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
+    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward)
+
+
+def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep:
+    """What follows the last backward pass.
+
+    Args:
+        rows: configurations.
+        c: the constants.
+        held: [pp, n] parameters that a rank of every stage holds.
+        backward: [pp, n] seconds of the backward pass of one micro-batch.
+    """
+    sharded = rows.use_distributed_optimizer
+    first = np.arange(len(held))[:, None] == 0
+    behind = rows.overlap_grad_reduce & first
+    bucket = np.minimum(held, np.maximum(40e6, 1e6 * rows.dp))
+    gathered = np.where(rows.overlap_param_gather, bucket, held)
+    owned = np.where(sharded, held / rows.dp, held)
+    moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
+    return EndOfStep(
+        gradient_bytes=rows.gradient_bytes * held,
+        passes=np.where(sharded, 1.0, 2.0),
+        least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
+        hidden_s=np.where(behind, _HIDDEN_SHARE * backward, 0.0),
+        gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
+        optimizer_s=c.optimizer_factor * moved / rows.hbm_bytes_per_s,
+    )

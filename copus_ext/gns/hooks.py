@@ -1,0 +1,329 @@
+"""Takes squared gradient norms out of megatron-core's gradient buffers while it trains.
+
+The only file that knows where an unreduced gradient can be seen:
+
+- `micro`: a hook on each parameter is given one micro-batch's gradient before it is accumulated;
+- `rank`: a bucket's entry into its data-parallel reduction, where this replica's gradient is whole;
+- `half`: a hook behind the accumulation, after half of the micro-batches.
+
+Nothing is changed: the steps are bit for bit those of a run without the tap.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.gns.estimators import Estimate, Weights, estimate_gns, group_weights
+from copus_ext.gns.parameters import GROUPS, Measured, measured_parameters
+
+Estimator = Literal["micro", "rank", "half"]
+ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
+
+_NUM = len(GROUPS)
+# Behind the squares of small and big gradients: small signal and noise, batch W and A, tokens.
+_WEIGHTS = slice(2 * _NUM, 2 * _NUM + 5)
+
+
+def unavailable(
+    estimator: Estimator, *, dp: int, num_microbatches: int, fused_accumulation: bool
+) -> str | None:
+    """Why an estimator cannot measure a step, or None if it can."""
+    if estimator == "micro":
+        if fused_accumulation:
+            return "--gradient-accumulation-fusion adds up gradients where no hook sees them"
+        if num_microbatches < 2:
+            return "there is one micro-batch per replica, for which `rank` does the same"
+    if estimator == "rank" and dp < 2:
+        return "there is one replica"
+    if estimator == "half" and num_microbatches < 2:
+        return "there is one micro-batch per replica, which cannot be halved"
+    return None
+
+
+def choose(
+    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool
+) -> Estimator | None:
+    """The estimator of a step: the one wanted, or with `auto` the one of least variance that can.
+
+    None when the step cannot be measured.
+    """
+    if wanted == "micro" and num_microbatches == 1 and dp > 1:
+        wanted = "rank"  # the same gradients, seen a moment later
+    for estimator in ESTIMATORS if wanted == "auto" else (wanted,):
+        assert estimator in ESTIMATORS
+        if not unavailable(
+            estimator,
+            dp=dp,
+            num_microbatches=num_microbatches,
+            fused_accumulation=fused_accumulation,
+        ):
+            return estimator
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNorms:
+    """What was measured in one step; the same on every rank."""
+
+    estimator: Estimator
+    """How the small norms came about."""
+    small: dict[str, float]
+    """Sum over the small gradients of their squared norm, by parameter group."""
+    big: dict[str, float]
+    """Squared norm of the batch's gradient, by parameter group."""
+    small_weights: Weights
+    """What averaging did, summed over the small gradients."""
+    big_weights: Weights
+    """What averaging did in the batch's gradient."""
+    tokens: float
+    """Loss tokens of the batch."""
+    tokens_per_sample: float
+    """Loss tokens of a sample."""
+    are_small_equal: bool
+    """Whether the small gradients have equal weights, so that their mean square cannot be less than
+    the batch's (Jensen)."""
+
+    def estimate(self, names: tuple[str, ...]) -> Estimate:
+        """Signal and noise of some parameter groups together."""
+        return estimate_gns(
+            sum(self.small[name] for name in names),
+            self.small_weights,
+            sum(self.big[name] for name in names),
+            self.big_weights,
+        )
+
+    def squares(self, names: list[str]) -> dict[str, dict[str, float]]:
+        """Mean squared norm of a small gradient, and squared norm of the batch's, by parameter
+        group; both as if averaged with total weight 1."""
+        signal = self.small_weights.signal, self.big_weights.signal
+        return {
+            "small": {name: self.small[name] / signal[0] for name in names},
+            "big": {name: self.big[name] / signal[1] for name in names},
+        }
+
+    @property
+    def all_squares(self) -> float:
+        """Squared norm of the whole gradient, which the optimizer also computes."""
+        return sum(self.big.values())
+
+
+class GradientNormHooks:
+    """Measures steps of one layout. Every rank makes one and calls the same methods.
+
+    Args:
+        chunks: data-parallel wrappers of this rank's model chunks.
+        groups: process groups of the layout.
+        per_token: `--calculate-per-token-loss`.
+        device: of the gradients.
+    """
+
+    def __init__(
+        self, chunks: list[Any], groups: Any, *, per_token: bool, device: torch.device
+    ) -> None:
+        self._groups, self._per_token = groups, per_token
+        self._chunks, self._device = chunks, device
+        self._measured = measured_parameters(chunks, groups)
+        self._index = _indices(self._measured, device)
+        self._mode: Estimator | None = None
+        self._num_microbatches = 0
+        self._shares: list[float] | None = None
+        self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
+        self._norms = torch.zeros((0, len(self._measured)), device=device)
+        # Per parameter: the slots for norms not yet used in this step, and accumulations seen.
+        self._slots: list[list[torch.Tensor]] = []
+        self._seen = [0] * len(self._measured)
+        owned = [m for m in self._measured if m.reduced is not None]
+        self._reduced = [m.reduced for m in owned]
+        self._reduced_index = _indices(owned, device)
+        self._hooked: Estimator | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def _hook(self, estimator: Estimator) -> None:
+        """Puts in the hooks that an estimator needs, in place of others."""
+        self._unhook()
+        self._hooked = estimator
+        if estimator == "rank":
+            by_param = {m.param: m for m in self._measured}
+            for chunk in self._chunks:
+                for bucket_group in chunk.bucket_groups:
+                    self._wrap(bucket_group, by_param)
+            return
+        for number, m in enumerate(self._measured):
+            if estimator == "micro":
+                handle = m.param.register_hook(functools.partial(self._on_gradient, number))
+            else:
+                # The node that accumulates; the data-parallel wrapper holds it and its hook came
+                # first.
+                view: Any = m.param.expand_as(m.param)
+                node = view.grad_fn.next_functions[0][0]
+                handle = node.register_hook(functools.partial(self._on_accumulated, number))
+            self._undo.append(handle.remove)
+
+    def _unhook(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._hooked = None
+
+    def _wrap(self, bucket_group: Any, by_param: dict[Any, Measured]) -> None:
+        """Looks at a group of buckets on its way into the reduction."""
+        part = [
+            by_param[param]
+            for bucket in bucket_group.buckets
+            for param in bucket.params_list
+            if param in by_param
+        ]
+        index = _indices(part, self._device)
+        start = bucket_group.start_grad_sync
+
+        def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
+            # With a reduction under way the call does nothing.
+            if self._mode == "rank" and bucket_group.grad_reduce_handle is None:
+                self._add([m.param.main_grad for m in part], index, 0)  # pyright: ignore[reportAttributeAccessIssue]
+            return start(*args, **kwargs)
+
+        bucket_group.start_grad_sync = start_grad_sync
+        self._undo.append(lambda: delattr(bucket_group, "start_grad_sync"))
+
+    def begin(
+        self,
+        estimator: Estimator | None,
+        num_microbatches: int,
+        shares: list[float] | None = None,
+    ) -> None:
+        """Measures the step that follows, or with None lets it pass.
+
+        Args:
+            estimator: how.
+            num_microbatches: of a replica.
+            shares: of every micro-batch in the replica's gradient, where they differ in size.
+        """
+        self._mode, self._num_microbatches = estimator, num_microbatches
+        self._shares = shares
+        if estimator is None:
+            return
+        if estimator != self._hooked:
+            self._hook(estimator)
+        self._numbers.zero_()
+        self._make_slots({"micro": num_microbatches, "rank": 0, "half": 1}[estimator])
+
+    def _make_slots(self, per_parameter: int) -> None:
+        """Empties the slots, one number per parameter and small gradient of this rank."""
+        if len(self._norms) != per_parameter:
+            shape = (per_parameter, len(self._measured))
+            self._norms = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self._norms.zero_()
+        self._slots = [list(column.unbind()) for column in self._norms.unbind(1)]
+        self._seen = [0] * len(self._measured)
+
+    def _on_gradient(self, number: int, grad: torch.Tensor) -> None:
+        if self._mode == "micro":
+            self._note(number, grad)
+
+    def _on_accumulated(self, number: int, *_: Any) -> None:
+        if self._mode == "half":
+            self._seen[number] += 1
+            if self._seen[number] == self._num_microbatches // 2:
+                self._note(number, self._measured[number].param.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _note(self, number: int, grad: torch.Tensor) -> None:
+        slot = self._slots[number].pop()
+        torch.linalg.vector_norm(grad.detach(), dtype=torch.float32, out=slot)
+
+    def _add(self, grads: list[Any], index: torch.Tensor, offset: int) -> None:
+        """Adds squared norms, fp32 within a tensor and fp64 across tensors."""
+        if grads:
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double()
+            self._numbers[offset : offset + _NUM].index_add_(0, index, norms.square())
+
+    @torch.no_grad()
+    def reduce(self, microbatch_tokens: torch.Tensor | None) -> Any:
+        """Starts the one all-reduce of a measured step, when the gradients are reduced and neither
+        clipped nor used.
+
+        Args:
+            microbatch_tokens: loss tokens of this replica's micro-batches, on ranks of the last
+                stage; None elsewhere.
+
+        Returns:
+            A handle for `finish`, or None if the step is not measured.
+        """
+        if self._mode is None:
+            return None
+        self._add(self._reduced, self._reduced_index, _NUM)
+        if len(self._norms):
+            squares = self._norms.double().square().sum(dim=0)
+            self._numbers[:_NUM].index_add_(0, self._index, squares)
+        if microbatch_tokens is not None and self._groups.tp.rank() == 0:
+            weights = self._own_weights(microbatch_tokens.tolist())
+            self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
+        return dist.all_reduce(self._numbers, async_op=True)
+
+    def _own_weights(self, tokens: list[float]) -> list[float]:
+        """This replica's share of: small signal, small noise, batch W, batch A, tokens."""
+        count = len(tokens)
+        form: Any = {
+            "divisor": 1 if self._per_token else count,
+            "per_token": self._per_token,
+            "tokens_per_sample": 1.0,
+        }
+        parts = {
+            "micro": [slice(i, i + 1) for i in range(count)],
+            "rank": [slice(count)],
+            "half": [slice(count // 2)],
+        }
+        shares = self._shares
+
+        def of(part: slice) -> Weights:
+            return group_weights(tokens[part], shares=shares and shares[part], **form)
+
+        assert self._mode is not None
+        small = sum((of(part) for part in parts[self._mode]), start=Weights(signal=0.0, noise=0.0))
+        whole = of(slice(count))
+        return [small.signal, small.noise, whole.signal**0.5, whole.noise, sum(tokens)]
+
+    def finish(self, handle: Any, *, global_batch_size: int, loss_scale: float) -> StepNorms | None:
+        """What the step that `reduce` ended has shown; None if a number is not finite.
+
+        Args:
+            handle: of `reduce`.
+            global_batch_size: samples of the step.
+            loss_scale: the gradients were multiplied by.
+        """
+        handle.wait()
+        numbers = self._numbers.tolist()
+        estimator, self._mode = self._mode, None
+        assert estimator is not None
+        small_signal, small_noise, w, a, tokens = numbers[_WEIGHTS]
+        if not torch.isfinite(self._numbers).all().item() or not tokens:
+            return None
+        dp, per_sample = self._groups.dp.size(), tokens / global_batch_size
+        # After the reduction the sums over tokens have become a mean, the means of replicas one.
+        big = (1.0, 1.0 / tokens) if self._per_token else ((w / dp) ** 2, a / dp**2)
+        scale = loss_scale**2
+        count = {"micro": dp * self._num_microbatches, "rank": dp, "half": 0}[estimator]
+        return StepNorms(
+            estimator=estimator,
+            small=dict(zip(GROUPS, (x / scale for x in numbers[:_NUM]))),
+            big=dict(zip(GROUPS, (x / scale for x in numbers[_NUM : 2 * _NUM]))),
+            small_weights=Weights(signal=small_signal, noise=small_noise * per_sample),
+            big_weights=Weights(signal=big[0], noise=big[1] * per_sample),
+            tokens=tokens,
+            tokens_per_sample=per_sample,
+            are_small_equal=abs(count * small_signal - w * w) <= 1e-9 * w * w,
+        )
+
+    def close(self) -> None:
+        """Takes out every hook. The tap is not used after that."""
+        self._unhook()
+        self._measured, self._chunks, self._reduced, self._slots = [], [], [], []
+
+
+def _indices(part: list[Measured], device: torch.device) -> torch.Tensor:
+    return torch.tensor([m.group for m in part], dtype=torch.long, device=device)

@@ -1,0 +1,211 @@
+"""The noise scale of a run: one average per parameter group, its age and its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from copus_ext.gns.estimators import Estimate
+from copus_ext.gns.smoothing import (
+    MIN_HALF_LIFE_TOKENS,
+    Smoothed,
+    half_life_of_factor,
+    half_life_tokens,
+    measuring_interval,
+)
+from copus_ext.gns.types import NoiseScale, NoiseStatus
+
+VERSION = 1
+CONTROL = "layers"
+_BATCH_DOUBT = 2.0
+_PAPER_FACTORS, _PAPER_TOKENS = (0.95, 0.99), 8e6
+
+
+class NoiseObserver:
+    """Averages the estimates of a run; the same on every rank, and part of every checkpoint.
+
+    Args:
+        half_life_tokens: of the averages; None takes the default, which grows with the run.
+        interval: steps from one measurement to the next; None takes the default, which grows with
+            the half-life.
+        per_step: forget by a factor per measured step as arXiv 2604.26687 does: 0.95 for the first
+            8 million tokens, then 0.99.
+    """
+
+    def __init__(
+        self,
+        *,
+        half_life_tokens: float | None = None,
+        interval: int | None = None,
+        per_step: bool = False,
+    ) -> None:
+        self._half_life, self._interval, self._per_step = half_life_tokens, interval, per_step
+        self._averages: dict[str, Smoothed] = {}
+        self._measured_at: dict[str, int] = {}
+        self._consumed_samples = 0
+        self._batch: int | None = None
+        self._tokens_per_sample = 0.0
+        self._estimator = "none"
+        self._last_half_life = MIN_HALF_LIFE_TOKENS
+        self.layout_estimator: str | None = None
+        """What could measure the present step, or None."""
+        self.is_broken = False
+        """Whether a measurement contradicted itself: nothing is published any more."""
+        self.latest: dict[str, Estimate] = {}
+        """One-step estimates of the last step, by parameter set; empty if it was not measured."""
+        self.num_measured = 0
+        """Measurements taken in."""
+        self.num_skipped = 0
+        """Steps without one."""
+
+    def take(
+        self,
+        estimates: dict[str, Estimate],
+        *,
+        estimator: str,
+        global_batch_size: int,
+        consumed_samples: int,
+        tokens: float,
+    ) -> None:
+        """Takes in a measured step.
+
+        Args:
+            estimates: by parameter set; sets that the layout cannot measure are left out.
+            estimator: how they came about.
+            global_batch_size: samples of the step.
+            consumed_samples: samples of the run, this step's included.
+            tokens: loss tokens of the step.
+        """
+        per_sample = tokens / global_batch_size
+        usual_samples = self.interval_at(global_batch_size) * global_batch_size
+        usual = usual_samples * per_sample
+        trained = consumed_samples * per_sample
+        half_life = self._half_life or half_life_tokens(trained, usual)
+        if self._per_step:
+            factor = _PAPER_FACTORS[trained >= _PAPER_TOKENS]
+            half_life = half_life_of_factor(factor, usual)
+        self._last_half_life = half_life
+        changed = self._batch is not None and self._batch != global_batch_size
+        for name, estimate in estimates.items():
+            average = self._averages.get(name, Smoothed())
+            since = consumed_samples - self._measured_at.get(name, consumed_samples)
+            gap = max(since - usual_samples, 0) * per_sample
+            if gap and average.weight:
+                average = average.drift(tokens=gap, half_life=half_life)
+                average = average.decay(tokens=gap, half_life=half_life)
+            if changed:
+                # The optimizer now moves through other curvature: half the evidence.
+                average = average.doubt(_BATCH_DOUBT)
+            self._averages[name] = average.update(estimate, tokens=usual, half_life=half_life)
+            self._measured_at[name] = consumed_samples
+        if CONTROL in estimates:
+            a = 2.0 ** (-usual / half_life) if self._tokens_per_sample else 0.0
+            self._tokens_per_sample = a * self._tokens_per_sample + (1 - a) * per_sample
+        self.latest, self._estimator = dict(estimates), estimator
+        self._consumed_samples, self._batch = consumed_samples, global_batch_size
+        self.num_measured += 1
+
+    def interval_at(self, global_batch_size: int) -> int:
+        """Steps from one measurement to the next, of the step that is about to be made.
+
+        Args:
+            global_batch_size: its samples.
+        """
+        if self._interval is not None or self._per_step or not self._tokens_per_sample:
+            return self._interval or 1
+        step = global_batch_size * self._tokens_per_sample
+        trained = self._consumed_samples * self._tokens_per_sample
+        return measuring_interval(self._half_life or half_life_tokens(trained, step), step)
+
+    def skip(self, consumed_samples: int) -> None:
+        """Counts a step that was not measured; the averages stay and age.
+
+        Args:
+            consumed_samples: samples of the run, this step's included.
+        """
+        self._consumed_samples = consumed_samples
+        self.num_skipped += 1
+        self.latest = {}
+
+    @property
+    def age_tokens(self) -> float:
+        """Tokens trained since the last measurement of the control set."""
+        at = self._measured_at.get(CONTROL, self._consumed_samples)
+        return (self._consumed_samples - at) * self._tokens_per_sample
+
+    @property
+    def half_life_samples(self) -> float:
+        """Half-life of the averages, in samples of the usual number of loss tokens."""
+        return self._last_half_life / max(self._tokens_per_sample, 1.0)
+
+    def noise(self, name: str = CONTROL) -> NoiseScale:
+        """The noise scale of a parameter set as known now."""
+        average = Smoothed() if self.is_broken else self._averages.get(name, Smoothed())
+        if self.age_tokens and average.weight:
+            average = average.drift(tokens=self.age_tokens, half_life=self._last_half_life)
+        interval = average.read()
+        status: NoiseStatus = "none"
+        if average.weight:
+            status = "ok" if interval.high is not None else "lower_bound_only"
+        known = self._estimator if average.weight else self.layout_estimator
+        return NoiseScale(
+            status=status,
+            phi_samples=interval.ratio,
+            low_samples=interval.low,
+            high_samples=interval.high,
+            g2=average.g2 if average.weight else None,
+            v=average.v if average.weight else None,
+            tokens_per_sample=self._tokens_per_sample,
+            effective_steps=average.effective_steps,
+            estimator=known if known and self.layout_estimator and not self.is_broken else "none",
+            age_tokens=self.age_tokens,
+        )
+
+    def ratios(self, names: Iterable[str]) -> dict[str, float | None]:
+        """phi in samples of some parameter sets, of those that were measured."""
+        kept = [] if self.is_broken else [name for name in names if name in self._averages]
+        return {name: self._averages[name].ratio for name in kept}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return {
+            "version": VERSION,
+            "averages": {name: average.to_json() for name, average in self._averages.items()},
+            "measured_at": dict(self._measured_at),
+            "consumed_samples": self._consumed_samples,
+            "batch": self._batch,
+            "tokens_per_sample": self._tokens_per_sample,
+            "estimator": self._estimator,
+            "half_life_tokens": self._last_half_life,
+            "is_broken": self.is_broken,
+            "num_measured": self.num_measured,
+            "num_skipped": self.num_skipped,
+        }
+
+    @classmethod
+    def from_json(
+        cls,
+        data: dict[str, Any],
+        *,
+        half_life_tokens: float | None,
+        interval: int | None = None,
+        per_step: bool = False,
+    ) -> NoiseObserver:
+        """Inverse of `to_json`.
+
+        Raises:
+            ValueError: the record is of another version, or of a measurement that contradicted
+                itself.
+        """
+        if data.get("version") != VERSION:
+            raise ValueError(f"noise record of version {data.get('version')}, not {VERSION}")
+        if data["is_broken"]:
+            raise ValueError("its measurement had ended with an error")
+        new = cls(half_life_tokens=half_life_tokens, interval=interval, per_step=per_step)
+        new._averages = {n: Smoothed.from_json(a) for n, a in data["averages"].items()}
+        new._measured_at = dict(data["measured_at"])
+        new._consumed_samples, new._batch = data["consumed_samples"], data["batch"]
+        new._tokens_per_sample, new._estimator = data["tokens_per_sample"], data["estimator"]
+        new._last_half_life = data["half_life_tokens"]
+        new.num_measured, new.num_skipped = data["num_measured"], data["num_skipped"]
+        return new

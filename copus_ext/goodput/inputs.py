@@ -1,0 +1,266 @@
+"""All that a decision depends on, and the decision: values that a journal holds and that can be
+decided again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from copus_ext.gns.types import NoiseScale
+from copus_ext.planner.configuration import Configuration
+from megatron.training.config.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigThroughput:
+    """One configuration and what is known of its speed."""
+
+    tp: int
+    """Tensor parallel size."""
+    pp: int
+    """Pipeline parallel size."""
+    vpp: int
+    """Chunks of a stage."""
+    dp: int
+    """Replicas."""
+    micro_batch_size: int
+    """Samples of a micro-batch."""
+    global_batch_size: int
+    """Samples of a step."""
+    samples_per_s: float
+    """Throughput of all ranks."""
+    relative_sd: float
+    """Relative uncertainty of that over the throughput of the present configuration; 0 for that
+    one. (In journals of before: of `samples_per_s` alone.)"""
+    source: str
+    """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
+    cut: tuple[int, ...] | None = None
+    """Layers of every chunk; None: even. One cut at most belongs to the sizes of a layout."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cut", tuple(self.cut) if self.cut else None)
+
+    @classmethod
+    def of(
+        cls, c: Configuration, samples_per_s: float, relative_sd: float, source: str, /
+    ) -> ConfigThroughput:
+        """What is known of the speed of a configuration."""
+        return cls(
+            tp=c.tp,
+            pp=c.pp,
+            vpp=c.vpp,
+            dp=c.dp,
+            micro_batch_size=c.micro_batch_size,
+            global_batch_size=c.global_batch_size,
+            samples_per_s=samples_per_s,
+            relative_sd=relative_sd,
+            source=source,
+            cut=c.cut,
+        )
+
+    @property
+    def layout(self) -> tuple[int, int, int, int]:
+        """tp, pp, vpp, dp."""
+        return self.tp, self.pp, self.vpp, self.dp
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the noise scale cannot be measured there: one micro-batch on one replica."""
+        return self.dp == 1 and self.global_batch_size <= self.micro_batch_size
+
+    @property
+    def as_layout(self) -> Layout:
+        """The same as the trainer has it."""
+        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp, cut=self.cut)
+
+    def __str__(self) -> str:
+        chunks = f" vpp={self.vpp}" if self.vpp > 1 else ""
+        return (
+            f"batch {self.global_batch_size} in micro-batches of {self.micro_batch_size} on "
+            f"tp={self.tp} pp={self.pp}{chunks} dp={self.dp}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How to decide, fixed for a launch. `copus_ext.controller.rules` makes it of the flags."""
+
+    policy: str
+    """A name of `policies.POLICIES`."""
+    objective: str
+    """A name of `objectives.OBJECTIVES`."""
+    switch_rule: Literal["forward", "paper"]
+    """When a better configuration is worth moving to."""
+    noise_scale_multiplier: float
+    """c: the critical batch size is c times the measured noise scale."""
+    reference_batch: int
+    """Batch for which the learning rate was chosen, samples."""
+    first_batch: int
+    """Batch of the first step, samples."""
+    grid: tuple[int, ...]
+    """Batches to consider, ascending, samples."""
+    allow_shrink: bool
+    """Whether the batch may become smaller."""
+    growth: float
+    """Most by which the batch grows at once."""
+    min_effective_steps: float
+    """Measured steps that the noise scale must be worth before it counts."""
+    norm_test_eta: float
+    """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
+    schedule: tuple[tuple[int, int], ...]
+    """Of `step_schedule`: (samples consumed from which it holds, batch)."""
+    doubling_first_samples: int | None
+    """Of `doubling`: samples after which the batch doubles first; None is an eighth of the run."""
+    doubling_ratio: float
+    """Of `doubling`: each further doubling comes after this times as many samples."""
+    relayout: bool
+    """Whether the run can move to another layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecisionInputs:
+    """Where a run stands."""
+
+    rules: Rules
+    """How to decide."""
+    noise: NoiseScale
+    """The measured noise scale."""
+    rows: tuple[ConfigThroughput, ...]
+    """Configurations to choose from, the present one among them."""
+    current: int
+    """Index of the present one."""
+    iteration: int
+    """Steps done."""
+    consumed_samples: int
+    """Samples trained."""
+    total_samples: int
+    """Samples of the whole run."""
+    half_life_samples: float
+    """Half-life of the noise scale's average."""
+    elapsed_s: float
+    """Seconds of training so far, pauses included."""
+    paused_s: float = 0.0
+    """Seconds of pauses for changes so far."""
+    switch_cost_s: float
+    """Seconds that moving to another layout is taken to cost."""
+    in_warmup: bool = False
+    """Whether the learning rate is still warming up."""
+    in_ramp: bool = False
+    """Whether the learning rate still follows the last growth."""
+    lr_decay_factor: float = 1.0
+    """Schedule's learning rate over its largest, 1 before it decays."""
+    steps_since_change: int | None = None
+    """Steps since batch or micro-batch last changed."""
+    skipped_steps: int = 0
+    """Of the last 100 steps those that left the weights unchanged."""
+    last_change_samples: int | None = None
+    """Samples at which the batch last changed."""
+    last_relayout_iteration: int | None = None
+    """Step after which the layout last changed."""
+    barred_layouts: tuple[tuple[int, ...], ...] = ()
+    """Layouts (tp, pp, vpp, dp) to which a change from the present one has failed."""
+    relayouts_ended: bool = False
+    """Whether too many changes of layout have failed."""
+    hold_growth_until_samples: int = 0
+    """No growth before, because of a loss spike."""
+    small_since_samples: int | None = None
+    """Samples since when the best batch has surely been below the present one."""
+    noise_when_shrunk: float | None = None
+    """Phi when the batch last became smaller, samples."""
+    paused: bool = False
+    """Whether an operator has stopped decisions."""
+
+    @property
+    def now(self) -> ConfigThroughput:
+        """The present configuration."""
+        return self.rows[self.current]
+
+    @property
+    def critical_batch_size(self) -> float | None:
+        """Phi = c phi, samples; while only a lower bound is known, from that."""
+        phi = self.noise.phi_samples
+        if self.noise.status == "lower_bound_only":
+            phi = self.noise.low_samples
+        return None if phi is None else self.rules.noise_scale_multiplier * phi
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return asdict(self, dict_factory=_without_even_cuts)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DecisionInputs:
+        """Inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError: a record of another form.
+        """
+        rules = dict(data["rules"])
+        if "calibration" in rules:  # its name in journals of before
+            rules["noise_scale_multiplier"] = rules.pop("calibration")
+        rules["grid"] = tuple(rules["grid"])
+        rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
+        return cls(
+            **{
+                **data,
+                "rules": Rules(**rules),
+                "noise": NoiseScale.from_json(data["noise"]),
+                "rows": tuple(ConfigThroughput(**row) for row in data["rows"]),
+                "barred_layouts": tuple(map(tuple, data.get("barred_layouts", ()))),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A configuration as the decision saw it."""
+
+    row: ConfigThroughput
+    """The configuration."""
+    gain: float | None
+    """Worth over that of the present one, minus 1; None where the policy has no such number."""
+    needed: float | None
+    """Gain that it would take to move there."""
+    verdict: str
+    """Chosen, or why not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do at a step boundary."""
+
+    kind: Literal["stay", "batch", "relayout"]
+    """Nothing; another batch or micro-batch; another layout."""
+    to: ConfigThroughput
+    """The configuration to go on with."""
+    reason: str
+    """One line with the numbers."""
+    gain: float | None
+    """Predicted worth over the present one, minus 1."""
+    target_batch: float | None
+    """Batch that the policy aims at in the end, samples."""
+    is_small: bool
+    """Whether even the upper end of the best batch is below the present one."""
+    candidates: tuple[Candidate, ...] = field(default_factory=tuple)
+    """The best, best first."""
+
+    @property
+    def other_layouts(self) -> list[Layout]:
+        """Layouts of the candidates but that of `to`, best first."""
+        layouts = dict.fromkeys(c.row.as_layout for c in self.candidates)
+        return [layout for layout in layouts if layout != self.to.as_layout]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; floats survive exactly."""
+        return asdict(self, dict_factory=_without_even_cuts)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Decision:
+        """Inverse of `to_json`."""
+        candidates = tuple(
+            Candidate(**{**c, "row": ConfigThroughput(**c["row"])}) for c in data["candidates"]
+        )
+        return cls(**{**data, "to": ConfigThroughput(**data["to"]), "candidates": candidates})
+
+
+def _without_even_cuts(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if name != "cut" or value is not None}

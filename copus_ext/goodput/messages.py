@@ -1,0 +1,128 @@
+"""Decisions and outcomes in words and numbers, for the log, the sinks and the end of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from copus_ext.goodput.decide import best_other
+from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.objectives import useful_samples_per_s
+from copus_ext.goodput.state import WINDOW_STEPS
+from megatron.training.common.errors import counted
+
+UNDECIDED = " copus: no decision yet |"
+FAILED = " copus: ended with an error, see above; the run keeps its configuration |"
+
+
+def decision_line(decision: Decision) -> str:
+    """The line that a log shows of a decision that changes nothing."""
+    if decision.kind != "stay":
+        return f" copus: would change {decision.reason} |"
+    target = "" if decision.target_batch is None else f" target batch {decision.target_batch:.0f} |"
+    return f" copus: batch {decision.to.global_batch_size} stays |{target} {decision.reason} |"
+
+
+def length_line(total_samples: int, *, before: int, after: int) -> str:
+    """Why the number of steps is another after a change of the batch.
+
+    Args:
+        total_samples: of the run.
+        before: step at which it would have ended.
+        after: step at which it ends now.
+    """
+    return (
+        f"copus: training is measured in samples: its {total_samples} samples now end at step "
+        f"{after} instead of {before}"
+    )
+
+
+def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
+    """What a run changed, when, why, and what came of it: a line per change."""
+    if mode != "act":
+        return "copus: observed only; the journal says what it would have done"
+    if not changes:
+        return "copus: nothing was changed"
+    lines = [f"copus: {counted(len(changes), 'change')}"]
+    for c in changes:
+        sizes = f"{c['from_batch']} -> {c['to_batch']}"
+        if c["from_micro_batch"] != c["to_micro_batch"]:
+            sizes += f" (micro-batch {c['from_micro_batch']} -> {c['to_micro_batch']})"
+        if c.get("from_layout") != c.get("to_layout"):
+            sizes += f", layout {c['from_layout']} -> {c['to_layout']}"
+        parts = [f"  sample {c['consumed_samples']}: batch {sizes}"]
+        if c["gain"] is not None:
+            parts.append(f"predicted goodput {100 * c['gain']:+.1f} %")
+        if c["samples_per_s"] is not None and c["samples_per_s_before"] is not None:
+            ratio = c["samples_per_s"] / c["samples_per_s_before"] - 1
+            parts.append(f"measured {c['samples_per_s']:.1f} samples/s ({100 * ratio:+.1f} %)")
+        if c["speed_over_predicted"] is not None:
+            parts.append(f"{100 * (c['speed_over_predicted'] - 1):+.1f} % against the prediction")
+        if c["loss_slope"] is not None and c["slope_before"] is not None:
+            slopes = f"{c['slope_before']:.3f} -> {c['loss_slope']:.3f}"
+            parts.append(f"loss per 1000 samples {slopes}")
+        if c.get("spiked"):
+            parts.append("loss spike")
+        lines.append(", ".join(parts))
+    return "\n".join(lines)
+
+
+def goodput(s: DecisionInputs, row: ConfigThroughput) -> float | None:
+    """Useful samples per second of a configuration, those of a batch of the reference size counting
+    in full; None without a noise scale."""
+    noise = s.critical_batch_size
+    if not noise or noise <= 0:
+        return None
+    value = useful_samples_per_s(
+        s.rules.objective,
+        row.samples_per_s,
+        row.global_batch_size,
+        noise,
+        reference_batch=s.rules.reference_batch,
+    )
+    return float(value)
+
+
+def next_choice(s: DecisionInputs, decision: Decision) -> Candidate | None:
+    """The configuration that was chosen, or that would come next."""
+    if decision.kind == "stay":
+        return best_other(s, decision.candidates)
+    return next((c for c in decision.candidates if c.row == decision.to), None)
+
+
+def decision_scalars(s: DecisionInputs, decision: Decision, *, number: int) -> dict[str, float]:
+    """The numbers of a decision by tag.
+
+    Args:
+        s: where the run stood.
+        decision: what came out.
+        number: of the decision.
+    """
+    best = next_choice(s, decision)
+    named = {
+        "copus/decisions": float(number),
+        "copus/goodput": goodput(s, s.now),
+        "copus/target-batch": decision.target_batch,
+        "copus/next-batch": None if best is None else float(best.row.global_batch_size),
+        "copus/next-goodput": None if best is None else goodput(s, best.row),
+        "copus/next-gain": None if best is None else best.gain,
+        "copus/next-gain-needed": None if best is None else best.needed,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}
+
+
+def outcome_scalars(outcome: dict[str, Any], *, changes: int) -> dict[str, float]:
+    """The numbers of a change that was graded, by tag; how far off the prediction was only where
+    enough steps have shown it, as somebody is alarmed by it.
+
+    Args:
+        outcome: what came of it.
+        changes: graded and ungraded ones so far.
+    """
+    is_sure = (outcome.get("steps") or 0) >= WINDOW_STEPS
+    named = {
+        "copus/changes": float(changes),
+        "copus/predicted-samples-per-s": outcome.get("predicted_samples_per_s"),
+        "copus/samples-per-s": outcome.get("samples_per_s"),
+        "copus/speed-over-predicted": outcome.get("speed_over_predicted") if is_sure else None,
+    }
+    return {tag: value for tag, value in named.items() if value is not None}

@@ -1,0 +1,395 @@
+"""The figures of a report as data for plotly: traces and layouts, no drawing, no colours.
+
+A trace that runs along the course of training carries its positions in `meta.x` under `steps`,
+`hours` and `samples` (`meta.tokens` is the length of a sequence), so that a reader can choose the
+axis; and in `meta.color` which colour of the reader's theme it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.monitor.decisions import Decisions
+from copus_ext.monitor.history import RunHistory
+from copus_ext.monitor.thin import Column, kept, running_mean, running_rate, turns
+from copus_ext.monitor.words import graded, headline, percent, seconds
+from copus_ext.reshard.phases import BACK, PHASES, TOGETHER
+
+_MOST_POINTS, _LEAST_POINTS = 2400, 300
+_FEW = 30
+"""Points up to which they are marked, not only joined."""
+_SPEED_STEPS = 20
+_MOST_TICKS = 6
+_FAR = 100.0
+"""Times the top of a picture."""
+_NO_PHASES = "new processes"
+
+Run = tuple[RunHistory, Decisions]
+Figure = dict[str, Any]
+
+
+def most_points(num_runs: int) -> int:
+    """Points of a series, for a page of so many runs."""
+    return max(_MOST_POINTS // max(num_runs, 1), _LEAST_POINTS)
+
+
+def loss_figure(runs: Sequence[Run]) -> Figure:
+    """Training loss, its mean, evaluations and changes."""
+    data: list[dict[str, Any]] = []
+    for color, (run, decisions) in enumerate(runs):
+        losses = [step.loss for step in run.steps]
+        mean = running_mean(losses, WINDOW_STEPS)
+        style = {"width": 1}
+        raw = _along(run, kept([losses], most_points(len(runs))), losses, color, line=style)
+        smooth = _along(run, kept([mean], most_points(len(runs)) // 4), mean, color)
+        data += [
+            raw | _named(run, runs, "loss") | {"opacity": 0.4, "hovertemplate": _HOVER_LOSS},
+            smooth | _named(run, runs, f"mean of {WINDOW_STEPS} steps"),
+            _evaluations(run, _own(color, 1, runs)) | _named(run, runs, "evaluation"),
+            _changes(run, decisions, mean, _own(color, 2, runs)) | _named(run, runs, "change"),
+        ]
+    return {
+        "id": "loss",
+        "title": "Loss",
+        "caption": "Nats per token of every step, thin, and the mean of the last "
+        f"{WINDOW_STEPS} steps, thick. Diamonds are evaluations, open ones on the test set; "
+        "circles are changes that were made.",
+        "height": 420,
+        "axis": True,
+        "data": data,
+        "layout": {"yaxis": {"title": {"text": "loss, nats per token"}}},
+    }
+
+
+_HOVER_LOSS = "step %{customdata}: loss %{y:.6g}<extra></extra>"
+
+
+def course_figure(runs: Sequence[Run]) -> Figure:
+    """Batch, layout, learning rate and throughput."""
+    data: list[dict[str, Any]] = []
+    for color, (run, _) in enumerate(runs):
+        steps = run.steps
+        stairs = {"shape": "hv", "width": 2}
+        batch, micro = [s.batch for s in steps], [s.micro for s in steps]
+        rates = [s.rate for s in steps]
+        layouts = [run.layout_at(s.iteration - 1) or None for s in steps]
+        speed = running_rate(batch, [s.seconds for s in steps], _SPEED_STEPS)
+        most = most_points(len(runs)) // 2
+        hidden = {"showlegend": False}  # their panels have names
+        data += [
+            _along(run, turns(batch), batch, color, line=stairs) | _named(run, runs, "batch"),
+            _along(run, turns(micro), micro, color, line=stairs | {"dash": "dot"})
+            | _named(run, runs, "micro-batch"),
+            _along(run, turns(layouts), layouts, color, line=stairs, axis="y2")
+            | _named(run, runs, "layout")
+            | hidden,
+            _along(run, kept([rates], most), rates, color, axis="y3")
+            | _named(run, runs, "learning rate")
+            | hidden,
+            _along(run, kept([speed], most), speed, color, axis="y4")
+            | _named(run, runs, "samples/s")
+            | hidden,
+        ]
+    sizes = {s.batch for run, _ in runs for s in run.steps} | {
+        s.micro for run, _ in runs for s in run.steps
+    }
+    names = {name for trace in data if trace["yaxis"] == "y2" for name in trace["y"]}
+    layout = _panels()
+    layout["yaxis"] |= {"type": "log", "tickmode": "array", "tickvals": _ticks(sizes)}
+    layout["yaxis2"] |= {"type": "category", "range": [-0.4, max(len(names), 1) - 0.6]}
+    layout["yaxis3"] |= {"exponentformat": "e"}
+    return {
+        "id": "course",
+        "title": "Batch, layout, learning rate, throughput",
+        "caption": "Batch (solid) and micro-batch (dotted) of every step, the parallel layout, the "
+        f"learning rate, and samples per second over the last {_SPEED_STEPS} steps. Every change "
+        "of batch and layout is there.",
+        "height": 640,
+        "axis": True,
+        "data": data,
+        "layout": layout,
+    }
+
+
+def _panels() -> dict[str, Any]:
+    """Four axes above each other, each with its title on top."""
+    domains = ((0.79, 0.97), (0.54, 0.69), (0.27, 0.44), (0.0, 0.17))
+    titles = ("batch, micro-batch: samples", "layout", "learning rate", "samples per second")
+    layout: dict[str, Any] = {"xaxis": {"anchor": "y4"}, "annotations": []}
+    for i, (domain, title) in enumerate(zip(domains, titles)):
+        layout[f"yaxis{i + 1 if i else ''}"] = {"domain": list(domain), "automargin": True}
+        place = {"xref": "paper", "x": 0, "yref": "paper", "y": domain[1] + 0.005}
+        style = {"xanchor": "left", "yanchor": "bottom", "showarrow": False}
+        layout["annotations"].append({"text": title, **place, **style})
+    return layout
+
+
+def _ticks(sizes: set[int | None]) -> list[int]:
+    """Batches to name on an axis: those that came, or the powers of two among so many."""
+    known = sorted(size for size in sizes if size is not None and size > 0)
+    if len(known) <= _MOST_TICKS:
+        return known
+    powers = [1 << k for k in range(known[-1].bit_length()) if known[0] <= 1 << k]
+    return powers[:: -(-len(powers) // _MOST_TICKS)] or known[:1]
+
+
+def noise_figure(runs: Sequence[Run]) -> Figure:
+    """The measured noise scale with its interval, and the batch."""
+    data: list[dict[str, Any]] = []
+    top = _top(runs)
+    for color, (run, _) in enumerate(runs):
+        measured = [s for s in run.steps if s.phi is not None or s.low is not None]
+        phi, low = [s.phi for s in measured], [s.low for s in measured]
+        high, batch = [s.high for s in measured], [s.batch for s in measured]
+        chosen = kept([phi, low, high], most_points(len(runs)) // 2)
+        line = _along(run, chosen, phi, color, of=measured)
+        line["customdata"] = [
+            [measured[i].iteration, low[i], high[i], _interval(low[i], high[i])] for i in chosen
+        ]
+        data += [
+            _band(run, [measured[i] for i in chosen], color, top=top)
+            | _named(run, runs, "95 % interval"),
+            line | _named(run, runs, "noise scale phi") | {"hovertemplate": _HOVER_PHI},
+            _along(
+                run,
+                turns(batch),
+                batch,
+                _own(color, 1, runs),
+                of=measured,
+                line={"shape": "hv", "dash": "dot", "width": 1.5},
+            )
+            | _named(run, runs, "batch"),
+        ]
+    return {
+        "id": "noise",
+        "title": "Gradient noise scale",
+        "caption": "phi as measured, smoothed, with its 95 % interval, open above where only the "
+        "lower end is known; dotted the batch. Decisions go by the critical batch size: "
+        "phi times --copus-noise-scale-multiplier.",
+        "height": 420,
+        "axis": True,
+        "data": data,
+        "layout": {
+            "yaxis": {
+                "type": "log",
+                "title": {"text": "samples"},
+                # What is open goes on beyond the edge.
+                "autorangeoptions": {"clipmax": top},
+            }
+        },
+    }
+
+
+_HOVER_PHI = "step %{customdata[0]}: phi %{y:.4g}, interval %{customdata[3]}<extra></extra>"
+
+
+def _top(runs: Sequence[Run]) -> float:
+    """Upper edge of a picture in which all that is known of noise scales and batches has room."""
+    values = (v for run, _ in runs for s in run.steps for v in (s.phi, s.low, s.high, s.batch))
+    return 1.5 * max((v for v in values if v is not None), default=1.0)
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    ends = [
+        "unknown" if low is None else f"{low:.4g}",
+        "unbounded" if high is None else f"{high:.4g}",
+    ]
+    return " to ".join(ends)
+
+
+def pauses_figure(runs: Sequence[Run]) -> Figure:
+    """What each change of layout took, by phase."""
+    tried = [
+        (run, switch)
+        for run, decisions in runs
+        for switch in decisions.switches
+        if switch.phases or switch.pause_s
+    ]
+    names: list[str] = []
+    phases: dict[str, list[float | None]] = {}
+    for i, (run, switch) in enumerate(tried):
+        where = f"{run.name}\n" if len(runs) > 1 else ""
+        # A number keeps two bars of one name apart.
+        names.append(f"{i + 1}. {where}step {switch.iteration}\n{switch.start}\nto {switch.to}")
+        parts = {k: v for k, v in switch.phases.items() if not k.endswith(TOGETHER)}
+        for phase, took in (parts or {_NO_PHASES: switch.pause_s or 0.0}).items():
+            phases.setdefault(phase, [None] * len(tried))[i] = took
+    known = [*PHASES, *(BACK + phase for phase in PHASES), _NO_PHASES]
+    order = sorted(phases, key=lambda p: known.index(p) if p in known else len(known))
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": phase,
+            "y": names,
+            "x": phases[phase],
+            "meta": {"color": known.index(phase) % len(PHASES) if phase in known else 0},
+            "hovertemplate": "%{fullData.name}: %{x:.3g} s<extra></extra>",
+        }
+        for phase in order
+    ]
+    return {
+        "id": "pauses",
+        "title": "Pauses for changes of layout",
+        "caption": "Seconds of each phase of every change of layout that was tried.",
+        "height": 200 + 70 * len(tried),
+        "axis": False,
+        "data": data,
+        "layout": {
+            "barmode": "stack",
+            "bargap": 0.45,
+            "legend": {"traceorder": "normal"},
+            "xaxis": {"title": {"text": "seconds"}},
+            "yaxis": {"autorange": "reversed", "automargin": True},
+        },
+    }
+
+
+def prediction_figure(runs: Sequence[Run]) -> Figure:
+    """Predicted against measured throughput of every change."""
+    data: list[dict[str, Any]] = []
+    both: list[float] = []
+    for color, (run, decisions) in enumerate(runs):
+        known = [o for o in decisions.outcomes if o.predicted and o.speed]
+        both += [v for o in known for v in (o.predicted, o.speed) if v is not None]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "x": [o.predicted for o in known],
+                "y": [o.speed for o in known],
+                "text": [f"step {o.iteration}: {o.after}: {graded(o)}" for o in known],
+                "hovertemplate": "%{text}<extra></extra>",
+                "marker": {"size": 11},
+                "meta": {"color": color},
+                **_named(run, runs, "changes"),
+            }
+        )
+    if both:
+        ends = [min(both) / 1.2, max(both) * 1.2]
+        style = {"dash": "dash", "width": 1}
+        data.append({"type": "scatter", "mode": "lines", "name": "equal", "x": ends, "y": ends})
+        data[-1] |= {"line": style, "meta": {"color": -1}, "hoverinfo": "skip"}
+    return {
+        "id": "predictions",
+        "title": "Predicted and measured throughput",
+        "caption": "Of every change that was made: samples per second as predicted before, and as "
+        "measured in the steps after. On the dashed line they are equal.",
+        "height": 400,
+        "axis": False,
+        "data": data,
+        "layout": {
+            "xaxis": {"type": "log", "title": {"text": "predicted, samples/s"}},
+            "yaxis": {"type": "log", "title": {"text": "measured, samples/s"}},
+        },
+    }
+
+
+def _along(
+    run: RunHistory,
+    chosen: Sequence[int],
+    values: Sequence[Any],
+    color: int,
+    *,
+    of: Sequence[Any] | None = None,
+    line: dict[str, Any] | None = None,
+    axis: str = "y",
+) -> dict[str, Any]:
+    """A line along the course of a run through chosen steps."""
+    points = run.steps if of is None else of
+    picked = [points[i] for i in chosen]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(picked) <= _FEW else "lines",
+        "y": [values[i] for i in chosen],
+        "yaxis": axis,
+        "line": line or {"width": 2},
+        "customdata": [p.iteration for p in picked],
+        "hovertemplate": "step %{customdata}: %{y}<extra>%{fullData.name}</extra>",
+        "meta": {"color": color, **_positions(run, picked)},
+    }
+
+
+def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
+    """Where points lie, under each choice of axis."""
+    begin = run.begin
+    hours: list[float | None] = [None] * len(points)
+    if begin is not None:
+        hours = [None if p.t is None else round((p.t - begin) / 3600, 6) for p in points]
+    columns = {"steps": [p.iteration for p in points], "samples": [p.samples for p in points]}
+    return {"x": {**columns, "hours": hours}, "tokens": run.tokens_per_sample}
+
+
+def _own(color: int, index: int, runs: Sequence[Run]) -> int:
+    """The colour of a run where there are several; else one of its own for each series."""
+    return color if len(runs) > 1 else index
+
+
+def _named(run: RunHistory, runs: Sequence[Run], what: str) -> dict[str, Any]:
+    """Name in the legend; the series of one run are switched together where there are several."""
+    if len(runs) == 1:
+        return {"name": what}
+    return {"name": f"{run.name}: {what}", "legendgroup": run.name}
+
+
+def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
+    points = [e for e in run.evaluations if e.loss is not None]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "y": [e.loss for e in points],
+        "customdata": [f"{e.split} after step {e.iteration}" for e in points],
+        "hovertemplate": "%{customdata}: loss %{y:.6g}<extra></extra>",
+        "marker": {
+            "symbol": ["diamond" if e.split == "valid" else "diamond-open" for e in points],
+            "size": 9,
+        },
+        "meta": {"color": color, **_positions(run, points)},
+    }
+
+
+def _changes(run: RunHistory, decisions: Decisions, mean: Column, color: int) -> dict[str, Any]:
+    """Marks on the mean loss where something was changed."""
+    index = {step.iteration: i for i, step in enumerate(run.steps)}
+    made = [d for d in decisions.made if d.iteration in index]
+    places = [index[d.iteration] for d in made if d.iteration is not None]
+    words = []
+    for d in made:
+        gain = "" if d.gain is None else f", {percent(d.gain, sign=True)} goodput expected"
+        pause = "" if d.switch is None else f", pause {seconds(d.switch.pause_s)}"
+        words.append(f"after step {d.iteration}: {headline(d)}{gain}{pause}")
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "y": [mean[i] for i in places],
+        "text": words,
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"symbol": "circle-open", "size": 12, "line": {"width": 2}},
+        "meta": {"color": color, **_positions(run, [run.steps[i] for i in places])},
+    }
+
+
+def _band(run: RunHistory, steps: Sequence[Any], color: int, *, top: float) -> dict[str, Any]:
+    """The interval as closed shapes, one for each stretch where it is known; where it has no upper
+    end, far beyond the top of the picture."""
+    stretches: list[list[Any]] = [[]]
+    for step in steps:
+        if step.low is not None and (step.high is not None or step.low > 0):
+            stretches[-1].append(step)
+        elif stretches[-1]:
+            stretches.append([])
+    lows = [s.low for stretch in stretches for s in stretch if s.low > 0]
+    # A logarithmic axis has no 0: an end that reaches it is drawn below all others.
+    floor = min(lows, default=1.0) / 2
+    trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "fill": "toself", "y": []}
+    columns: dict[str, list[Any]] = {"steps": [], "samples": [], "hours": []}
+    for stretch in filter(None, stretches):
+        way = [*stretch, *reversed(stretch)]
+        for name, values in _positions(run, way)["x"].items():
+            columns[name] += [*values, None]
+        ups = [_FAR * top if s.high is None else s.high for s in stretch]
+        trace["y"] += [*ups, *(max(s.low, floor) for s in reversed(stretch)), None]
+    meta = {"color": color, "band": True, "x": columns, "tokens": run.tokens_per_sample}
+    return trace | {"line": {"width": 0}, "hoverinfo": "skip", "meta": meta}

@@ -1,0 +1,151 @@
+"""The Goodput landscape of a decision: what every layout was worth at every batch, the way of the
+run over it, and why it went where it went."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from copus_ext.goodput import objectives, policies
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.monitor.decisions import Decided, layout_name
+from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
+from copus_ext.monitor.words import told
+
+_MOST_LAYOUTS = 24
+_MOST, _LEAST = 200, 20
+"""Landscapes that a page holds, and of a run in any case."""
+
+
+def chosen_decisions(decided: list[Decided], num_runs: int = 1) -> list[Decided]:
+    """Those whose landscape a page holds: all, if they are few; else the changes, the newest where
+    there is no room for all, and of the others as many as there is room for, evenly, the last one
+    among them.
+
+    Args:
+        decided: of a run.
+        num_runs: that share the page.
+    """
+    valid = [d for d in decided if not d.undone]
+    most = max(_MOST // num_runs, _LEAST)
+    if len(valid) <= most:
+        return valid
+    last = len(valid) - 1
+    changes = [i for i, d in enumerate(valid) if d.is_change]
+    picked = {*changes[1 - most :], last}
+    others = [i for i in range(last) if i not in picked]
+    room = min(most - len(picked), len(others))
+    picked |= {others[i * len(others) // room] for i in range(room)}
+    return [valid[i] for i in sorted(picked)]
+
+
+def landscape(record: dict[str, Any], decided: Decided) -> dict[str, Any]:
+    """What the page needs to draw it.
+
+    Args:
+        record: of the decision, from the journal, whole.
+        decided: the same, read.
+
+    Returns:
+        `layouts` and `batches` name rows and columns; `gains` and `speeds` hold for each the gain
+        over the configuration of that time and samples/s, of the micro-batch in `micros`, the best
+        there; None where there is nothing. `words` say why. Plain JSON types.
+    """
+    found: dict[str, Any] = {
+        "number": decided.number,
+        "iteration": decided.iteration,
+        "kind": decided.kind,
+        "obeyed": decided.obeyed,
+        "gain": decided.gain,
+        "now": _place(decided.now.layout, decided.now.batch, decided.now.micro),
+        "to": _place(decided.to.layout, decided.to.batch, decided.to.micro),
+        "candidates": _candidates(table(record.get("decision"))),
+        "words": [],
+        "layouts": [],
+    }
+    try:
+        situation = DecisionInputs.from_json(table(record.get("situation")))
+        return found | _cells(situation) | {"words": told(decided, situation)}
+    except FOREIGN:
+        unread = "The table of this decision cannot be read by this version."
+        return found | {"words": [*told(decided, None), unread]}
+
+
+def _place(layout: str, batch: int | None, micro: int | None) -> list[Any]:
+    return [layout, batch, micro]
+
+
+def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
+    """Layout, batch, micro-batch, samples/s, gain, needed, verdict."""
+    shown = []
+    for candidate in rows(decision.get("candidates")):
+        row = table(candidate.get("row"))
+        sizes = [layout_name(row), row.get("global_batch_size"), row.get("micro_batch_size")]
+        numbers = [row.get("samples_per_s"), candidate.get("gain"), candidate.get("needed")]
+        verdict = text(candidate.get("verdict"), 300)
+        shown.append([sizes[0], *map(number, [*sizes[1:], *numbers]), verdict])
+    return shown
+
+
+def weighs(s: DecisionInputs) -> bool:
+    """Whether the decision weighed configurations of different batches by their goodput."""
+    noise = s.critical_batch_size
+    known = noise is not None and noise > 0
+    known = known and s.noise.effective_steps >= s.rules.min_effective_steps
+    return s.rules.policy in policies.WEIGHING and known
+
+
+def _cells(s: DecisionInputs) -> dict[str, Any]:
+    by_goodput = weighs(s)
+    worths = _worths(s) if by_goodput else [row.samples_per_s for row in s.rows]
+    base = worths[s.current]
+    if not (math.isfinite(base) and base > 0):
+        by_goodput, base = False, s.now.samples_per_s
+        worths = [row.samples_per_s for row in s.rows]
+    best: dict[tuple[str, int], int] = {}
+    for i, row in enumerate(s.rows):
+        key = (str(row.as_layout), int(row.global_batch_size))
+        if key not in best or worths[i] > worths[best[key]]:
+            best[key] = i
+    layouts = _layouts(s, {key: worths[i] for key, i in best.items()})
+    batches = sorted({batch for _, batch in best})
+    cells = [[best.get((name, batch)) for batch in batches] for name in layouts]
+
+    def each(value: Any) -> list[list[Any]]:
+        return [[None if i is None else value(i, s.rows[i]) for i in line] for line in cells]
+
+    return {
+        "layouts": layouts,
+        "batches": batches,
+        "by_goodput": by_goodput,
+        "gains": each(lambda i, _: number(worths[i] / base - 1.0)),
+        "speeds": each(lambda _, row: number(row.samples_per_s)),
+        "micros": each(lambda _, row: whole(row.micro_batch_size)),
+        "sources": each(lambda _, row: text(row.source, 20)),
+        "left_out": len({str(row.as_layout) for row in s.rows}) - len(layouts),
+    }
+
+
+def _worths(s: DecisionInputs) -> list[float]:
+    def one(row: ConfigThroughput) -> float:
+        return float(
+            objectives.worth(
+                s.rules.objective,
+                row.samples_per_s,
+                row.global_batch_size,
+                s.critical_batch_size,
+                reference_batch=s.rules.reference_batch,
+            )
+        )
+
+    return [one(row) for row in s.rows]
+
+
+def _layouts(s: DecisionInputs, worths: dict[tuple[str, int], float]) -> list[str]:
+    """The best ones, the present one among them, the best last: a picture's top line."""
+    best: dict[str, float] = {}
+    for (name, _), value in worths.items():
+        best[name] = max(best.get(name, -math.inf), value)
+    now = str(s.now.as_layout)
+    order = sorted(best, key=lambda name: (name != now, -best[name]))[:_MOST_LAYOUTS]
+    return sorted(order, key=lambda name: best[name])

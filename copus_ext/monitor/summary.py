@@ -1,0 +1,337 @@
+"""What a run is and how it went, as tables of words and numbers; and several runs beside each
+other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any
+
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.monitor.decisions import ABANDONED, CALLED_OFF, Decided, Decisions, Outcome
+from copus_ext.monitor.history import Launch, RunHistory
+from copus_ext.monitor.thin import running_mean
+from copus_ext.monitor.values import text
+from copus_ext.monitor.words import headline, percent, result, seconds, step_from, switched
+from megatron.training.common.errors import counted
+
+Run = tuple[RunHistory, Decisions]
+
+
+def date(t: float | None) -> str:
+    """A time of day, UTC; `-` if unknown."""
+    try:
+        return "-" if t is None else f"{datetime.fromtimestamp(t, timezone.utc):%Y-%m-%d %H:%M:%S}"
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def amount(value: float | None) -> str:
+    """A number with its unit prefix, such as `1.2 M`; `-` if unknown."""
+    if value is None:
+        return "-"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):.3g} {letter}"
+    return f"{value:,.6g}"
+
+
+def state(run: RunHistory) -> str:
+    """What it is about, or how it ended, as the status screen says it."""
+    signs = run.signs
+    words = f"{signs.state}: {signs.why}" if signs.why else signs.state
+    if run.last is None or signs.state in ("done", "stopped"):
+        return words
+    return f"{words}; last record {date(run.last)} UTC"
+
+
+def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
+    """What the head of a report says, label and value."""
+    last = run.steps[-1] if run.steps else None
+    c = run.config
+    lines = [
+        ["State", state(run)],
+        ["Steps", _share(last.iteration, run.train_iterations) if last else ""],
+        ["Samples", _share(last.samples, c.get("train_samples")) if last else ""],
+        ["Tokens", amount(_tokens(run))],
+        ["Loss", _losses(run)],
+        ["Model", model(c)],
+        ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
+        ["Batch", " then ".join(_short(_batches(run))) or "-"],
+        ["Controller", _controller(decisions, c)],
+        ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
+        ["Took", seconds(_between(run.begin, run.last))],
+        ["Of this", "; ".join(time_spent(run, decisions))],
+        ["Launches", str(len(run.launches) or "")],
+        ["Directory", text(run.path, 500)],
+    ]
+    if run.asked:
+        lines.insert(1, ["Asked", "; ".join(run.asked)])
+    skipped = sum(not step.updated for step in run.steps)
+    if skipped:
+        lines.insert(5, ["Skipped steps", f"{skipped:,}"])
+    return [[label, value] for label, value in lines if value not in ("", "-")]
+
+
+def model(config: dict[str, Any]) -> str:
+    """Its size and shape."""
+    try:
+        size = ModelSpec.from_arguments(SimpleNamespace(**config)).num_parameters
+    except (AttributeError, TypeError, ValueError, ArithmeticError):
+        return ""
+    c = config
+    shape = f"{c['num_layers']} layers of width {c['hidden_size']}"
+    heads, length = c["num_attention_heads"], c["seq_length"]
+    return f"{amount(size)} parameters: {shape}, {heads} heads, sequences of {length} tokens"
+
+
+def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
+    """Where the time went, as far as the record says."""
+    parts = [
+        ("steps", sum(step.seconds or 0.0 for step in run.steps)),
+        ("steps that a restart did again", run.undone_s),
+        ("changes of layout", sum(s.pause_s or 0.0 for s in decisions.switches)),
+        ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
+        ("between launches", sum(_gaps(run.launches))),
+    ]
+    return [f"{seconds(value)} {name}" for name, value in parts if value > 0]
+
+
+def _gaps(launches: Sequence[Launch]) -> list[float]:
+    gaps = (_between(a.last_t, b.t) for a, b in itertools.pairwise(launches))
+    return [gap for gap in gaps if gap is not None and gap > 0]
+
+
+def _between(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else end - begin
+
+
+def _tokens(run: RunHistory) -> float | None:
+    length = run.tokens_per_sample
+    return run.steps[-1].samples * length if length and run.steps else None
+
+
+def _share(done: int, of: Any) -> str:
+    if isinstance(of, int) and of > 0:
+        return f"{done:,} of {of:,} ({percent(done / of)})"
+    return f"{done:,}"
+
+
+def final_loss(run: RunHistory) -> float | None:
+    """Mean of the last steps."""
+    known = [s.loss for s in run.steps[-WINDOW_STEPS:] if s.loss is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _losses(run: RunHistory) -> str:
+    loss, evaluated = final_loss(run), _evaluated(run)
+    parts = [] if loss is None else [f"{loss:.4f} over the last {WINDOW_STEPS} steps"]
+    if evaluated is not None:
+        parts.append(f"{evaluated:.4f} at the last validation")
+    return ", ".join(parts)
+
+
+def _evaluated(run: RunHistory) -> float | None:
+    found = (e.loss for e in reversed(run.evaluations) if e.split == "valid")
+    return next(found, None)
+
+
+def _batches(run: RunHistory) -> list[str]:
+    found: list[str] = []
+    for step in run.steps:
+        if step.batch is not None and (not found or found[-1] != str(step.batch)):
+            found.append(str(step.batch))
+    return found
+
+
+def _short(names: list[str], most: int = 8) -> list[str]:
+    if len(names) <= most:
+        return names
+    left_out = len(names) - most
+    return [*names[: most // 2], f"({left_out} more)", *names[-(most // 2) :]]
+
+
+def _controller(decisions: Decisions, config: dict[str, Any]) -> str:
+    if not decisions.mode and not decisions.decided:
+        return "off"
+    made = len(decisions.made)
+    policy = text(config.get("copus_policy"), 40)
+    of = f", policy {policy}" if policy else ""
+    done = f"{counted(len(decisions.decided), 'decision')}, {counted(made, 'change')}"
+    return f"mode {decisions.mode or '?'}{of}: {done}"
+
+
+def launches(run: RunHistory) -> list[list[str]]:
+    """Every launch: name, begin, first step, layout, what it loaded, how it ended."""
+    return [
+        [x.name, date(x.t), str(x.iteration), str(x.last_iteration), x.layout, x.loaded, x.why]
+        for x in run.launches
+    ]
+
+
+def flags(config: dict[str, Any]) -> list[list[str]]:
+    """Name and value of every flag that is set."""
+    lines = []
+    for name, value in sorted(config.items()):
+        if value is None or value is False or value == [] or isinstance(value, dict):
+            continue
+        words = " ".join(map(text, value)) if isinstance(value, list) else text(value)
+        lines.append([f"--{text(name, 100).replace('_', '-')}", text(words)])
+    return lines
+
+
+def differing_flags(runs: Sequence[Run]) -> list[list[str]]:
+    """Flags that not all runs have alike: name, and the value of each run."""
+    named = [dict(flags(run.config)) for run, _ in runs]
+    names = sorted({name for values in named for name in values})
+    lines = [[name, *(values.get(name, "-") for values in named)] for name in names]
+    return [line for line in lines if len(set(line[1:])) > 1]
+
+
+COMPARED = (
+    "run",
+    "state",
+    "steps",
+    "tokens",
+    "time",
+    "last loss",
+    "last validation",
+    "time to common loss",
+    "tokens to common loss",
+    "changes",
+    "pauses",
+    "last batch",
+    "last layout",
+)
+"""Columns of `compare`."""
+
+
+def compare(runs: Sequence[Run]) -> tuple[float | None, list[list[str]]]:
+    """Several runs beside each other.
+
+    Returns:
+        The lowest loss that all of them reached, by the mean of 50 steps, and a line for each.
+    """
+    means = [running_mean([s.loss for s in run.steps], WINDOW_STEPS) for run, _ in runs]
+    # Of fewer steps than the mean takes in, the first are no mean.
+    ripe = [column[WINDOW_STEPS - 1 :] or column[-1:] for column in means]
+    lowest = [min((v for v in column if v is not None), default=None) for column in ripe]
+    reached = [value for value in lowest if value is not None]
+    common = max(reached) if reached and len(reached) == len(runs) else None
+    return common, [_line(run, d, column, common) for (run, d), column in zip(runs, means)]
+
+
+def _line(
+    run: RunHistory, decisions: Decisions, mean: Sequence[float | None], common: float | None
+) -> list[str]:
+    last = run.steps[-1] if run.steps else None
+    first = min(WINDOW_STEPS, len(mean)) - 1
+    hit = None
+    if common is not None:
+        after = (i for i, v in enumerate(mean) if i >= first and v is not None and v <= common)
+        hit = next(after, None)
+    at = None if hit is None else run.steps[hit]
+    length = run.tokens_per_sample
+    loss, evaluated = final_loss(run), _evaluated(run)
+    return [
+        run.name,
+        run.signs.state,
+        f"{last.iteration:,}" if last else "0",
+        amount(_tokens(run)),
+        seconds(_between(run.begin, run.last)),
+        "-" if loss is None else f"{loss:.4f}",
+        "-" if evaluated is None else f"{evaluated:.4f}",
+        seconds(_between(run.begin, at.t)) if at else "-",
+        amount(at.samples * length) if at and length else "-",
+        str(len(decisions.made)),
+        seconds(sum(s.pause_s or 0.0 for s in decisions.switches)),
+        str(last.batch) if last and last.batch is not None else "-",
+        run.layouts[-1].layout if run.layouts else "-",
+    ]
+
+
+CHANGED = (
+    "run",
+    "step",
+    "change",
+    "goodput predicted",
+    "samples/s before",
+    "samples/s predicted",
+    "samples/s measured",
+    "measured over predicted",
+    "loss per 1000 samples, before",
+    "loss per 1000 samples, after",
+    "steps judged",
+)
+"""Columns of `changes`."""
+
+
+def changes(runs: Sequence[Run]) -> list[list[str]]:
+    """Predicted against measured, of every change."""
+    return [_change(run, o) for run, decisions in runs for o in decisions.outcomes]
+
+
+def _change(run: RunHistory, o: Outcome) -> list[str]:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    return [
+        run.name,
+        str(o.iteration),
+        step_from(o.before, o.after) + (" (loss spike)" if o.spiked else ""),
+        percent(o.gain, sign=True),
+        shown(o.speed_before),
+        shown(o.predicted),
+        shown(o.speed),
+        percent(o.ratio),
+        shown(o.slope_before),
+        shown(o.slope),
+        "-" if o.steps is None else str(o.steps),
+    ]
+
+
+def journal(index: int, run: RunHistory, decisions: Decisions) -> list[list[Any]]:
+    """Every line of the journal and what of the record stands beside it, in order of time: run,
+    seconds since the epoch, step, samples, group, what, why, gain, needed, what came of it."""
+    lines = [[index, *_journal_line(d)] for d in decisions.decided]
+    tried = {d.switch.number for d in decisions.decided if d.switch is not None}
+    for s in decisions.switches:
+        if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
+            what = f"Change of layout {s.start} to {s.to}"
+            where = [index, s.t, s.iteration, s.samples, "change"]
+            lines.append([*where, what, "", None, None, switched(s)])
+    for note in decisions.notes:
+        group = "trouble" if note.kind in _TROUBLE else "run"
+        samples, _ = run.at(note.iteration) if note.iteration is not None else (None, None)
+        where = [index, note.t, note.iteration, samples, group]
+        lines.append([*where, note.line[:1].upper() + note.line[1:], "", None, None, ""])
+    for event in run.events:
+        group = "trouble" if event.kind in _TROUBLE else "run"
+        where = [index, event.t, event.iteration, event.samples, group]
+        lines.append([*where, event.kind.capitalize(), event.line, None, None, ""])
+    for launch in run.launches:
+        of = f"Launch {launch.name} starts" + (f" on {launch.layout}" if launch.layout else "")
+        where = [index, launch.t, launch.iteration, launch.samples, "run"]
+        reason = f"goes on from {launch.loaded}" if launch.loaded else ""
+        lines.append([*where, of, reason, None, None, launch.why])
+    return sorted(lines, key=lambda line: (line[1] is None, line[1] or 0.0))
+
+
+_TROUBLE = (
+    "alert",
+    "fault",
+    "failure",
+    "spike",
+    "checkpoint.failed",
+    "switch.abandoned",
+    "switch.cancelled",
+)
+
+
+def _journal_line(d: Decided) -> list[Any]:
+    group = "change" if d.is_change else "stay"
+    where = [d.t, d.iteration, d.samples, group]
+    return [*where, headline(d), d.reason, d.gain, d.needed, result(d)]

@@ -1,0 +1,291 @@
+"""The course of a run as a Chrome trace: decisions, changes of layout and what else happened, on
+the clock of torch's profiler, so that the steps it traced can be laid beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from copus_ext.monitor.decisions import MOVED, Decided, Decisions, Switch
+from copus_ext.monitor.history import RunHistory
+from copus_ext.monitor.reader import RunReader
+from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
+from copus_ext.monitor.words import headline, percent, result, switched
+from megatron.training.common.control import TRACES
+from megatron.training.logging.tail_reader import open_plain
+
+logger = logging.getLogger(__name__)
+
+FILE = "decisions.json"
+"""Beside the traces of steps."""
+Event = dict[str, Any]
+
+_PROCESS = 1_000_000_000
+"""In the trace; above all process numbers of a machine."""
+_TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
+_END_OF_TIME_S = 1e11
+_MOST_HEAD = 1 << 24
+_BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
+_DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error, RecursionError)
+"""What reading a trace may raise."""
+
+
+class Events:
+    """Collects events of one clock.
+
+    Args:
+        base_ns: where the clock begins, nanoseconds since the epoch.
+    """
+
+    def __init__(self, base_ns: int) -> None:
+        self._base_ns = base_ns
+        named = {"ph": "M", "pid": _PROCESS}
+        self.found: list[Event] = [{**named, "name": "process_name", "args": {"name": "copus"}}]
+        for tid, name in enumerate(_TRACKS):
+            self.found.append({**named, "tid": tid, "name": "thread_name", "args": {"name": name}})
+
+    def instant(self, track: str, name: str, t: float | None, **args: Any) -> None:
+        """Something that happened at a time in seconds since the epoch; nothing without one."""
+        self._add(track, name, t, args, ph="i", s="t")
+
+    def span(self, track: str, name: str, t: float | None, end: float | None, **args: Any) -> None:
+        """Something that took from one time to another."""
+        if t is not None and end is not None:
+            dur = max(round(1e6 * (end - t), 3), 0.0)
+            self._add(track, name, t, args, ph="X", dur=dur)
+
+    def _add(
+        self, track: str, name: str, t: float | None, args: dict[str, Any], **fields: Any
+    ) -> None:
+        if t is None or not 0 <= t < _END_OF_TIME_S:
+            return
+        # Whole nanoseconds: a float has no room for them since 1970.
+        ns = round(1e6 * t) * 1000 - self._base_ns
+        about = {"cat": "copus", "pid": _PROCESS, "tid": _TRACKS.index(track), "ts": ns / 1000}
+        known = {k.replace("_", " "): v for k, v in args.items() if v is not None and v != ""}
+        self.found.append({"name": name, **about, **fields, "args": known})
+
+
+def course(run: Path) -> dict[str, Any] | None:
+    """The trace of a run, without the steps that a profiler traced; None if nothing is there.
+
+    Args:
+        run: its directory; it may go on, or have been killed.
+
+    Raises:
+        OSError: a file of the run cannot be read.
+    """
+    reader = RunReader(run, name=run.name)
+    reader.refresh()
+    if reader.is_empty:
+        return None
+    bases = (base_of(path) for path in reversed(traces_of(run)))
+    base_ns = next((base for base in bases if base is not None), 0)
+    events = Events(base_ns)
+    _add_history(events, reader.history())
+    _add_decisions(events, reader.decisions)
+    return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events.found}
+
+
+def _add_history(events: Events, run: RunHistory) -> None:
+    after = [launch.t for launch in run.launches[1:]] + [None]
+    for launch, follower_t in zip(run.launches, after):
+        ends = [t for t in (launch.last_t, follower_t) if t is not None]
+        about = {"first_step": launch.iteration + 1, "last_step": launch.last_iteration}
+        events.span(
+            "launches", launch.name, launch.t, min(ends, default=None), **about, ended=launch.why
+        )
+    after = [layout.t for layout in run.layouts[1:]] + [run.last]
+    for layout, end in zip(run.layouts, after):
+        events.span("layouts", layout.layout, layout.t, end, step=layout.iteration)
+    for e in run.evaluations:
+        about = {"step": e.iteration, "samples": e.samples, "loss": e.loss}
+        events.instant("evaluations", e.split, e.t, **about)
+    for event in run.events:
+        events.instant("events", event.kind, event.t, step=event.iteration, line=event.line)
+
+
+def _add_decisions(events: Events, journal: Decisions) -> None:
+    for d in journal.decided:
+        events.instant("decisions", headline(d), d.t, **_about(d))
+    for switch in journal.switches:
+        _add_switch(events, switch)
+    for note in journal.notes:
+        events.instant("events", note.kind, note.t, step=note.iteration, line=note.line)
+
+
+def _about(d: Decided) -> dict[str, Any]:
+    gain, needed = (None if v is None else percent(v) for v in (d.gain, d.needed))
+    return {
+        "decision": d.number,
+        "step": d.iteration,
+        "samples": d.samples,
+        "kind": d.kind,
+        "reason": d.reason,
+        "gain": gain,
+        "gain_needed": needed,
+        "from": str(d.now) if d.now.batch is not None else "",
+        "to": str(d.to) if d.is_change else "",
+        "obeyed": d.obeyed,
+        "came_of_it": result(d),
+    }
+
+
+def _add_switch(events: Events, s: Switch) -> None:
+    """A change of layout over its phases, which follow each other."""
+    name = f"{s.start} to {s.to}" + ("" if s.kind == MOVED else f", {s.kind}")
+    about = {"decision": s.number, "step": s.iteration, "reason": s.reason, "result": switched(s)}
+    if s.t is None or s.pause_s is None:
+        return events.instant("changes of layout", name, s.t, **about)
+    t = s.t - s.pause_s
+    events.span("changes of layout", name, t, s.t, **about)
+    for phase, seconds in s.phases.items():
+        end = min(t + max(seconds, 0.0), s.t)
+        events.span("changes of layout", phase, t, end)
+        t = end
+
+
+def traces_of(run: Path) -> list[Path]:
+    """The finished traces of steps of a run, in the order of their names, which is that of time as
+    far as launches are named by it. They need not be plain files.
+
+    Raises:
+        OSError: their folder is a link.
+    """
+    return sorted(folder_of(run).glob("*.steps*.json.gz"))
+
+
+def folder_of(run: Path) -> Path:
+    """Where a run has its traces; it need not be there yet.
+
+    Raises:
+        OSError: it is a link, which may lead out of the run.
+    """
+    folder = run / TRACES
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(folder))
+    return folder
+
+
+def base_of(path: Path) -> int | None:
+    """Where the clock of a trace of steps begins, nanoseconds since the epoch; None if it cannot be
+    read, or does not say."""
+    try:
+        with open_plain(path) as zipped, gzip.open(zipped) as file:
+            found = _BASE.search(file.read(_MOST_HEAD))
+    except _DAMAGED:
+        return None
+    return int(found[1]) if found else None
+
+
+def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any], list[str]]:
+    """One trace of the course of a run and its traces of steps.
+
+    Args:
+        trace: from `course`.
+        paths: of the traces of steps.
+
+    Returns:
+        The trace, and a line for each file that cannot be read and is left out.
+    """
+    events, problems = list(trace["traceEvents"]), []
+    taken: set[int] = {_PROCESS}
+    for place, path in enumerate(paths):
+        try:
+            steps = _steps(path)
+            base_ns = whole(steps.get("baseTimeNanoseconds")) or 0
+            about = {"shift_us": (base_ns - trace["baseTimeNanoseconds"]) / 1000, "taken": taken}
+            name = path.name.removesuffix(".json.gz")
+            found = rows(steps["traceEvents"])
+            events += list(_moved(found, name=name, step=len(paths), place=place, **about))
+        except _DAMAGED as error:
+            problems.append(text(f"{path} is left out: {error}"))
+    return {**trace, "traceEvents": events}, problems
+
+
+def _steps(path: Path) -> dict[str, Any]:
+    """What is in a trace of steps that anybody may have put there; all its numbers are finite."""
+    with open_plain(path) as zipped, gzip.open(zipped) as file:
+        steps = json.load(file, parse_constant=_finite, parse_float=_finite)
+    if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
+        raise ValueError("it is no trace")
+    return steps
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is in it")
+    return value
+
+
+def _moved(
+    events: list[Event], *, name: str, step: int, place: int, shift_us: float, taken: set[int]
+) -> Iterator[Event]:
+    """The events of a file as they can stand beside those of others: on the common clock, under
+    numbers of processes and arrows that no other file has. Those with a time that is none are left
+    out."""
+    own: dict[int, int] = {}
+    for event in events:
+        moved = dict(event)
+        if "ts" in moved:
+            ts = number(moved["ts"])
+            if ts is None:
+                continue
+            moved["ts"] = ts + shift_us
+        pid = whole(moved.get("pid"))
+        if pid is not None:
+            if pid not in own:
+                own[pid] = pid if pid not in taken else max(taken) + 1
+                taken.add(own[pid])
+            moved["pid"] = own[pid]
+        arrow = whole(moved.get("id"))
+        if arrow is not None:
+            moved["id"] = arrow * step + place
+        if moved.get("ph") == "M" and moved.get("name") == "process_name":
+            was = text(table(moved.get("args")).get("name"))
+            moved["args"] = {"name": f"{name} {was}"}
+        yield moved
+
+
+def write_trace(path: Path, trace: dict[str, Any]) -> None:
+    """Writes a trace, whole or not at all; zipped if the name ends with `.gz`. A link or a pipe in
+    its place is replaced, and nothing is written through one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps(trace, allow_nan=False).encode()
+    # A name that nobody can have laid something under; the mode is the user's umask.
+    unfinished = path.with_name(f"unfinished.{secrets.token_hex(8)}.{path.name}")
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(gzip.compress(data, 6) if path.suffix == ".gz" else data)
+        unfinished.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def leave_course(run: Path) -> None:
+    """Writes the course of a run that has ended beside its traces of steps. Never fails: what
+    cannot be done costs a line."""
+    try:
+        trace = course(run)
+        if trace is not None:
+            write_trace(folder_of(run) / FILE, trace)
+    except Exception as error:
+        logger.warning("--profile: %s cannot be written: %r", run / TRACES / FILE, error)

@@ -1,0 +1,151 @@
+"""Decisions and what came of them in plain words."""
+
+from __future__ import annotations
+
+from copus_ext.goodput.decide import critical_batch_size_words
+from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.monitor.decisions import (
+    ABANDONED,
+    CALLED_OFF,
+    MOVED,
+    Decided,
+    Outcome,
+    Sizes,
+    Switch,
+)
+from megatron.training.common.errors import counted
+
+
+def percent(share: float | None, *, sign: bool = False) -> str:
+    """A share in percent; `-` if unknown."""
+    if share is None:
+        return "-"
+    return f"{100 * share:{'+' if sign else ''}.1f} %"
+
+
+def seconds(value: float | None) -> str:
+    """A duration as people say it; `-` if unknown."""
+    if value is None:
+        return "-"
+    if value < 60:
+        return f"{value:.3g} s"
+    if value < 5400:
+        return f"{value / 60:.1f} min"
+    return f"{value / 3600:.1f} h" if value < 2 * 86400 else f"{value / 86400:.1f} days"
+
+
+def step_from(before: Sizes, after: Sizes) -> str:
+    """What changes between two configurations."""
+    parts = []
+    if before.layout != after.layout:
+        parts.append(f"layout {before.layout or '?'} to {after.layout or '?'}")
+    if before.batch != after.batch:
+        parts.append(f"batch {before.batch} to {after.batch}")
+    if before.micro != after.micro:
+        parts.append(f"micro-batch {before.micro} to {after.micro}")
+    return ", ".join(parts) or "nothing"
+
+
+def headline(d: Decided) -> str:
+    """What was decided, in one line."""
+    if not d.is_change:
+        return f"Stay at {d.now if d.now.batch is not None else d.to}"
+    change = step_from(d.now, d.to)
+    if d.obeyed:
+        return f"Change {change}"
+    return f"Would change {change} (observing only)"
+
+
+def result(d: Decided) -> str:
+    """What came of it, in one line."""
+    parts = []
+    if d.undone:
+        parts.append("undone: a restart went back to before it")
+    if d.switch is not None:
+        parts.append(switched(d.switch))
+    if d.outcome is not None:
+        parts.append(graded(d.outcome))
+    if d.is_change and d.obeyed and not parts:
+        parts.append("not known: no outcome is in the journal")
+    return "; ".join(parts)
+
+
+def switched(s: Switch) -> str:
+    """How a change of layout went."""
+    took = f"the change took {seconds(s.pause_s)}"
+    if s.predicted_s is not None:
+        took += f" ({seconds(s.predicted_s)} predicted)"
+    if s.kind == MOVED:
+        return took
+    kinds = {
+        "cancelled": "cancelled before anything was touched",
+        "rolled_back": "rolled back",
+        CALLED_OFF: "the run ended before it began",
+        ABANDONED: "abandoned, and the run left to start again",
+    }
+    said = f"the layout stayed: {kinds.get(s.kind, s.kind)}"
+    return f"{said}, {s.reason}" if s.reason else said
+
+
+def graded(o: Outcome) -> str:
+    """What came of a change."""
+    parts = []
+    if o.speed is not None and o.predicted:
+        parts.append(f"{o.speed:.3g} samples/s, {_against(o.speed, o.predicted)} predicted")
+    if o.speed is not None and o.speed_before:
+        parts.append(f"{_against(o.speed, o.speed_before)} before")
+    if o.spiked:
+        parts.append("the loss rose like a spike")
+    if o.steps is not None:
+        parts.append(f"over {counted(o.steps, 'step')}")
+    return ", ".join(parts)
+
+
+def _against(value: float, other: float) -> str:
+    """How a number compares with another, such as `3.0 % more than`."""
+    off = value / other - 1.0
+    return f"{percent(abs(off))} {'more' if off > 0 else 'less'} than"
+
+
+def told(d: Decided, s: DecisionInputs | None) -> list[str]:
+    """Why a decision was made, sentence by sentence.
+
+    Args:
+        d: the decision.
+        s: all that it depended on; None if that cannot be read.
+    """
+    where = f"After step {d.iteration} the run was at {d.now}."
+    lines = [where] if d.now.batch is not None else []
+    if s is not None:
+        lines.append(_noise(s))
+    if d.is_change:
+        verb = "It took" if d.obeyed else "It only observed; it would have taken"
+        lines.append(f"{verb} {d.to}.")
+        if d.gain is not None:
+            needs = "" if d.needed is None else f" and {percent(d.needed)} was needed"
+            lines.append(f"Expected was {percent(d.gain, sign=True)} goodput{needs}.")
+    else:
+        lines.append(f"It stayed. What kept the best move back: {d.reason}.")
+        if d.gain is not None and d.needed is not None:
+            lines.append(
+                f"That move was worth {percent(d.gain, sign=True)} goodput "
+                f"and would have needed {percent(d.needed)}."
+            )
+    if d.target is not None:
+        lines.append(f"Its target batch was {d.target:g}.")
+    came = result(d)
+    return [*lines, f"What came of it: {came}."] if came else lines
+
+
+def _noise(s: DecisionInputs) -> str:
+    """What was known of the noise scale."""
+    critical = s.critical_batch_size
+    if critical is None:
+        return "The noise scale was not measured yet."
+    if critical == 0:
+        return "Of the noise scale not even a lower end above 0 was known."
+    low, high = s.noise.low_samples, s.noise.high_samples
+    interval = ""
+    if low is not None and high is not None:
+        interval = f"; the noise scale was between {low:.1f} and {high:.1f} with 95 %"
+    return f"Known was: {critical_batch_size_words(s)}{interval}."

@@ -1,0 +1,224 @@
+"""Votes of all ranks, through the store of the launch: collectives cannot vote about the death of
+their own groups."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+_POLL_S = 0.25
+_STOP_S = 5.0
+_LEFT = 1 << 40
+"""Added to the beats of a rank whose change is over."""
+
+
+class NoAnswer(RuntimeError):
+    """A rank did not vote in time, or the store cannot be reached any more."""
+
+
+class Consensus:
+    """One change's votes; every rank makes one and votes on the same topics in the same order.
+
+    Args:
+        store: reaches all ranks, and outlives the groups.
+        name: of the change, not used before in this launch.
+        rank: of this process.
+        world_size: of the job.
+        timeout_s: for one vote.
+    """
+
+    def __init__(
+        self, store: Any, name: str, *, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._store: Any = dist.PrefixStore(f"copus-ballot/{name}", store)
+        self.rank, self.world_size = rank, world_size
+        self._timeout_s = timeout_s
+        self._before: str | None = None
+        self.topic = ""
+        """What is voted on, or was last."""
+
+    def vote(self, topic: str, problem: str | None) -> list[str]:
+        """Waits for every rank's vote.
+
+        Args:
+            topic: of this vote, not used before.
+            problem: why this rank says no, or None for yes.
+
+        Returns:
+            What the ranks that say no say, by rank; empty if all say yes.
+
+        Raises:
+            NoAnswer: a rank has not voted within the time-out.
+        """
+        self.topic = topic
+        with _reaching(f"not all ranks came to the vote on {topic!r}"):
+            if problem is not None:
+                self._store.set(f"{topic}/no/{self.rank}", problem)
+                self._store.add(f"{topic}/noes", 1)
+            if self._store.add(f"{topic}/votes", 1) == self.world_size:
+                self._store.set(f"{topic}/done", "1")
+            self._store.wait([f"{topic}/done"], timedelta(seconds=self._timeout_s))
+            problems = []
+            if self.noes(topic):
+                voters = range(self.world_size)
+                said = [r for r in voters if self._store.check([f"{topic}/no/{r}"])]
+                texts = [self._store.get(f"{topic}/no/{r}").decode() for r in said]
+                problems = [f"rank {r}: {text}" for r, text in zip(said, texts)]
+            self._tidy_up(topic)
+        return problems
+
+    def tell(self, topic: str, text: str | None = None) -> str:
+        """Rank 0's text on every rank.
+
+        Raises:
+            NoAnswer: it did not come within the time-out.
+        """
+        with _reaching(f"rank 0 did not tell {topic!r}"):
+            if text is not None:
+                self._store.set(f"told/{topic}", text)
+                return text
+            self._store.wait([f"told/{topic}"], timedelta(seconds=self._timeout_s))
+            return self._store.get(f"told/{topic}").decode()
+
+    def noes(self, topic: str) -> int:
+        """Votes against so far."""
+        return int(self._store.add(f"{topic}/noes", 0))
+
+    def give_up(self) -> None:
+        """Tells the other ranks that this one leaves: the change can end in a relaunch only."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add("given up", 1)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether any rank has left."""
+        return int(self._store.add("given up", 0)) > 0
+
+    def beat(self, *, leaves: bool = False) -> None:
+        """Shows that this rank is there, or that its change is over."""
+        self._store.add(f"beats/{self.rank}", _LEFT if leaves else 1)
+
+    def beats(self, rank: int) -> int | None:
+        """A number that grows while a rank is there; None before and after the change."""
+        found = int(self._store.add(f"beats/{rank}", 0))
+        return found if 0 < found < _LEFT else None
+
+    def _tidy_up(self, topic: str) -> None:
+        """Removes the vote before this one: every rank has read it."""
+        before, self._before = self._before, topic
+        if before is not None and self.rank == 0:
+            for name in ("votes", "done", "noes"):
+                self._store.delete_key(f"{before}/{name}")
+
+    def watch(self) -> Consensus:
+        """The same ballot on a connection of its own, for another thread."""
+        store = self._store.clone()
+        twin = Consensus.__new__(Consensus)
+        twin.__dict__.update({**self.__dict__, "_store": store})
+        return twin
+
+
+@contextlib.contextmanager
+def _reaching(what: str) -> Iterator[None]:
+    """Turns the store's errors, the end of its process among them, into `NoAnswer`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise NoAnswer(f"{what}: {error}") from error
+
+
+class Deadline:
+    """Ends this process when a change of layout cannot: when it takes too long, when another rank
+    is dead or has left, or when one has said no while this one waits for it in a collective that
+    nothing can cancel.
+
+    Args:
+        ballot: of the change.
+        deadline_s: seconds that all of it may take.
+        patience_s: seconds that this rank may stay in a collective after another has said no.
+        silence_s: seconds without a sign of a rank after which it is dead. Each rank looks at the
+            next one.
+        on_expire: called with the reason, from a thread; must end the process.
+    """
+
+    def __init__(
+        self,
+        ballot: Consensus,
+        *,
+        deadline_s: float,
+        patience_s: float,
+        silence_s: float,
+        on_expire: Callable[[str], None],
+    ) -> None:
+        self._ballot, self._own = ballot, ballot.watch()
+        self._deadline_s, self._patience_s = deadline_s, patience_s
+        self._silence_s, self._on_expire = silence_s, on_expire
+        self._topic = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="switch-watchdog", daemon=True)
+
+    def entering(self, topic: str) -> None:
+        """A collective begins, and the next vote is on this topic; empty for work of this rank
+        alone, after which it comes to the vote by itself."""
+        self._topic = topic
+
+    def __enter__(self) -> Deadline:
+        """Starts to watch."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Watches no more."""
+        self._stop.set()
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        reason = None
+        try:
+            reason = self._watch()
+            if reason is None:
+                self._own.beat(leaves=True)
+        except RuntimeError as error:
+            if not self._stop.is_set():
+                reason = f"the store of the launch is gone ({error})"
+        if reason is not None:
+            self._own.give_up()
+            self._on_expire(reason)
+
+    def _watch(self) -> str | None:
+        """Returns why this process must end, or None once the change is over."""
+        started = heard_at = time.monotonic()
+        beats: int | None = None
+        topic, refused_at = "", None
+        next_rank = (self._own.rank + 1) % self._own.world_size
+        while not self._stop.wait(_POLL_S):
+            now = time.monotonic()
+            if now - started > self._deadline_s:
+                return f"not done after {self._deadline_s:.0f} s"
+            if self._own.is_given_up:
+                return "another rank has left"
+            self._own.beat()
+            heard = self._own.beats(next_rank)
+            if heard is None or heard != beats:
+                beats, heard_at = heard, now
+            if now - heard_at > self._silence_s:
+                return f"rank {next_rank} has been silent for {self._silence_s:.0f} s"
+            if self._topic != topic:
+                topic, refused_at = self._topic, None
+            if topic and refused_at is None and self._own.noes(topic):
+                refused_at = now
+            if refused_at is not None and now - refused_at > self._patience_s:
+                return f"another rank failed at {topic!r} and this one waits for it"
+        return None

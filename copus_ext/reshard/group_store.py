@@ -1,0 +1,106 @@
+"""Process groups of layouts that are not in use: kept after the layout was left, or built before it
+is needed. Building them is quick on few ranks and slow on many, and so is destroying them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.training.config import Config
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.process_groups import (
+    IdleGroups,
+    destroy_groups,
+    release_model,
+    set_groups_aside,
+    use_groups,
+)
+from megatron.training.train.build import groups_of
+
+
+class GroupStore:
+    """Groups of a bounded number of other layouts; the same calls on every rank.
+
+    Args:
+        most: layouts to keep; each holds some twenty groups, their sockets and threads, and with
+            NCCL the memory of those that were used.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._idle: OrderedDict[Layout, IdleGroups] = OrderedDict()
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Whose groups are there, the one that was idle longest first."""
+        return list(self._idle)
+
+    def obtain(self, config: Config) -> Any:
+        """The groups of a layout, kept or new, in use. Collective; none are in use before."""
+        idle = self._idle.pop(config.layout, None)
+        return groups_of(config) if idle is None else use_groups(idle)
+
+    def leave(self, layout: Layout, to: Layout) -> None:
+        """Takes the groups in use out of use, once the model is gone: keeps or destroys them.
+        Collective.
+
+        Args:
+            layout: whose groups they are.
+            to: whose groups are obtained next.
+        """
+        if self._most == 0:
+            destroy_groups(linger=True)
+            return
+        release_model()
+        # Out of reach of the bound until it is obtained.
+        following = self._idle.pop(to, None)
+        self._keep(layout, set_groups_aside())
+        if following is not None:
+            self._idle[to] = following
+
+    def build_ahead(self, now: Config, others: Iterable[Config]) -> int:
+        """Builds the groups of likely next layouts while the present one is in use. Collective.
+
+        Args:
+            now: of the layout in use.
+            others: most likely first.
+
+        Returns:
+            How many layouts were built.
+        """
+        wanted = [c for c in others if c.layout != now.layout][: self._most]
+        for config in reversed(wanted):
+            if config.layout in self._idle:
+                self._idle.move_to_end(config.layout)
+        missing = [c for c in reversed(wanted) if c.layout not in self._idle]
+        for config in missing:
+            in_use = set_groups_aside()
+            try:
+                groups_of(config)
+                self._keep(config.layout, set_groups_aside())
+            finally:
+                use_groups(in_use)
+        return len(missing)
+
+    def _keep(self, layout: Layout, idle: IdleGroups) -> None:
+        self._idle[layout] = idle
+        while len(self._idle) > self._most:
+            _, old = self._idle.popitem(last=False)
+            use_groups(old)
+            destroy_groups(wait=False)
+
+    def forget(self) -> None:
+        """Destroys what is kept, after those in use were; after a failure ranks may differ in what
+        they keep. Not collective."""
+        for old in self._idle.values():
+            use_groups(old)
+            destroy_groups(wait=False)
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Destroys what is kept; those in use stay. Not collective."""
+        if self._idle:
+            in_use = set_groups_aside()
+            self.forget()
+            use_groups(in_use)

@@ -1,0 +1,200 @@
+"""Takes a running job to another layout in the same processes: new groups and model, the optimizer
+state from peer to peer, no disk.
+
+A change has one outcome: the job trains on under the new layout, or under the old one, or it leaves
+to be launched again from its last checkpoint. Every phase ends with a vote of all ranks, and until
+the last one every rank keeps what it held, so that the old layout can be put together again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from copus_ext.goodput import costs
+from copus_ext.reshard.change import Change, ReshardContext
+from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
+from copus_ext.reshard.group_store import GroupStore
+from copus_ext.reshard.ownership import shape_of
+from copus_ext.reshard.phases import Outcome
+from copus_ext.reshard.route import ReshardPlanCache, Route
+from megatron.training.common.control import STACKS
+from megatron.training.common.errors import Relaunch, UsageError
+from megatron.training.common.step_settings import StepSettings
+from megatron.training.config import Config
+from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
+from megatron.training.resilience.watchdog import leave_at_once
+from megatron.training.train.job import Job
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0
+_SILENCE_PER_PATIENCE = 3.0
+
+
+class InProcessResharder:
+    """Changes the layout of one job; every rank makes one and calls the same methods.
+
+    Args:
+        run_dir: of the run, on every rank; stacks of a change that hangs go there.
+        note: writes the journal, on rank 0; called with a kind and fields.
+        sample: sum a sixteenth of the tensors instead of all.
+        fault: called with the topic of each part of a phase as it begins (see `change`); a test's
+            way to break it.
+        patience_s: see `Deadline`; a rank counts as dead after three times as long.
+        min_timeout_s: least seconds that a change may take before it counts as hung.
+        prebuild: layouts whose groups are kept or built before they are needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_dir: Path | None = None,
+        note: Callable[..., None] = lambda kind, **fields: None,
+        sample: bool = False,
+        fault: Callable[[str], None] = lambda phase: None,
+        patience_s: float = _PATIENCE_S,
+        min_timeout_s: float = costs.MIN_TIMEOUT_S,
+        prebuild: int = 0,
+    ) -> None:
+        self._run_dir, self._note = run_dir, note
+        self._patience_s, self._min_timeout_s = patience_s, min_timeout_s
+        self._store = dist.PrefixStore(_launch_name(), _store_of_launch())
+        # Not one of megatron-core's, so that taking those down leaves it.
+        self._group: Any = dist.new_group()
+        self._routes: ReshardPlanCache | None = None
+        self._count = 0
+        self._means = ReshardContext(
+            group=lambda: self._group,
+            renew_group=self._renew_group,
+            route=self.route,
+            store=GroupStore(prebuild),
+            note=note,
+            fault=fault,
+            is_sample=sample,
+            message_timeout_s=min_timeout_s,
+        )
+
+    def close(self) -> None:
+        """Lets go of all groups of its own. All ranks."""
+        self._means.store.close()
+        self._close_group()
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _renew_group(self) -> None:
+        self._close_group()
+        self._group = dist.new_group()
+
+    def build_ahead(self, config: Config, layouts: Iterable[Layout]) -> int:
+        """Builds the groups of layouts that may come next, most likely first; those that the model
+        cannot have are passed over. All ranks, at a step boundary.
+
+        Returns:
+            How many layouts were built.
+        """
+        others = []
+        for layout in layouts:
+            with contextlib.suppress(UsageError):
+                others.append(with_layout(config, layout))
+        return self._means.store.build_ahead(config, others)
+
+    def route(self, config: Config, layout: Layout) -> Route:
+        """The way to a layout. Pure arithmetic; kept for the change.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self._routes is None:
+            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+            self._routes = ReshardPlanCache(shape_of(config), ranks_per_node=per_node)
+        return self._routes.between(config.layout, layout)
+
+    def move(
+        self, job: Job, layout: Layout, settings: StepSettings, *, predicted_s: float = 0.0
+    ) -> Outcome:
+        """Changes the layout. All ranks take part, at a step boundary.
+
+        Args:
+            job: at a boundary: gradients applied, no evaluation and no save under way.
+            layout: to change to.
+            settings: how steps are taken there.
+            predicted_s: seconds that it is thought to take.
+
+        Returns:
+            What came of it; the job trains on in any case.
+
+        Raises:
+            Relaunch: on every rank that still can: the job must be started again.
+        """
+        self._count += 1
+        timeout_s = costs.timeout_s(predicted_s, self._min_timeout_s)
+        ballot = Consensus(
+            self._store,
+            str(self._count),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            timeout_s=timeout_s,
+        )
+        dog = Deadline(
+            ballot,
+            deadline_s=2 * timeout_s,
+            patience_s=self._patience_s,
+            silence_s=_SILENCE_PER_PATIENCE * self._patience_s,
+            on_expire=self._leave_at_once,
+        )
+        with dog:
+            change = Change(self._means, job, layout, settings, ballot, dog)
+            try:
+                return change.run()
+            except NoAnswer as error:
+                ballot.give_up()
+                self._dump_stacks()
+                raise Relaunch(f"changing the layout to {layout} failed: {error}") from error
+            finally:
+                change.forget()
+
+    def _leave_at_once(self, reason: str) -> None:
+        """Ends a process that waits for what nothing can cancel."""
+        try:
+            self._dump_stacks()
+            rank = dist.get_rank()
+            message = f"copus: rank {rank} leaves a change of layout: {reason}"
+            print(message, file=sys.stderr, flush=True)
+            if rank == 0:
+                self._note("switch.abandoned", reason=reason)
+        finally:
+            leave_at_once(Relaunch.exit_code)
+
+    def _dump_stacks(self) -> None:
+        if self._run_dir is None:
+            return
+        path = self._run_dir / STACKS / f"switch-{self._count}-rank{dist.get_rank()}.txt"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            logger.warning("the stacks cannot be written: %s", error)
+
+
+def _store_of_launch() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _launch_name() -> str:
+    """A prefix that no earlier mover of this process or launch has used."""
+    number = int(_store_of_launch().add(f"copus-movers/{dist.get_rank()}", 1))
+    return f"copus-mover-{number}"

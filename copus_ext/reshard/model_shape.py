@@ -1,0 +1,358 @@
+"""What of a run decides which parameters exist, and the parameters of a pipeline stage in the order
+in which megatron-core registers them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron.training.config.layout import Layout, further_sizes, layout_problems
+from megatron.training.model.flops import LatentWidths
+
+if TYPE_CHECKING:
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from megatron.training.config import Config
+
+_WHOLE = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Compressing layers of multi-latent attention, of which every tensor-parallel rank has a copy."""
+WORDS = "embedding.word_embeddings.weight"
+"""Key of the word embedding, and of its copy in a tied output layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Everything but the layout that decides what each rank owns; a dense GPT."""
+
+    num_layers: int
+    """Transformer layers of the whole model."""
+    hidden_size: int
+    """Width of the residual stream."""
+    ffn_hidden_size: int
+    """Width of the MLP."""
+    num_attention_heads: int
+    """Query heads of a layer."""
+    num_query_groups: int
+    """Key-value heads of a layer."""
+    kv_channels: int
+    """Width of a head."""
+    padded_vocab_size: int
+    """Rows of the embedding."""
+    learned_positions: int = 0
+    """Rows of a learned position embedding; 0 without one."""
+    gated: bool = False
+    """Gated MLP (SwiGLU)."""
+    linear_bias: bool = False
+    """Biases in linear layers."""
+    qkv_bias: bool = False
+    """Bias of the query, key and value projection even without `linear_bias`."""
+    normalization: str = "RMSNorm"
+    """LayerNorm, which has biases, or RMSNorm."""
+    qk_layernorm: bool = False
+    """Queries and keys are normalised."""
+    tied: bool = False
+    """Output layer and word embedding are one."""
+    latent: LatentWidths | None = None
+    """Widths of multi-latent attention; None: plain attention."""
+    mtp_num_layers: int = 0
+    """Layers that predict further tokens, on the last stage."""
+    fused_norm: bool = False
+    """The norms before attention and MLP are parts of the linear layers after them, as in
+    Transformer Engine: other places in the gradient buffer."""
+    use_distributed_optimizer: bool = True
+    """Data-parallel ranks share the state out among them."""
+    overlap_grad_reduce: bool = False
+    """Gradients are reduced bucket by bucket while the backward pass goes on."""
+    ddp_bucket_size: int | None = None
+    """Elements after which a bucket closes; None: megatron-core's default."""
+    use_tp_pp_dp_mapping: bool = False
+    """Ranks are numbered with pipeline before data parallelism."""
+
+    def __post_init__(self) -> None:
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization {self.normalization!r} must be LayerNorm or RMSNorm")
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the query, key and value projection."""
+        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+
+
+def shape_of(config: Config) -> ModelShape:
+    """Reads the trainer's resolved configuration.
+
+    Raises:
+        ValueError: a layer implementation that is not known here, or no padded vocabulary yet.
+    """
+    m, p, impl = config.model, config.parallel, config.kernels.transformer_impl
+    if impl not in ("local", "transformer_engine"):
+        raise ValueError(f"--transformer-impl {impl} is not known here; use local")
+    if m.padded_vocab_size is None:
+        raise ValueError("the padded vocabulary size is not known yet; read the tokenizer first")
+    return ModelShape(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        kv_channels=m.kv_channels,
+        padded_vocab_size=m.padded_vocab_size,
+        learned_positions=(
+            m.max_position_embeddings if m.position_embedding_type == "learned_absolute" else 0
+        ),
+        gated=m.gated_linear_unit,
+        linear_bias=m.add_bias_linear,
+        qkv_bias=m.add_qkv_bias,
+        normalization=m.normalization,
+        qk_layernorm=m.qk_layernorm,
+        tied=not m.untie_embeddings_and_output_weights,
+        latent=LatentWidths.of(config.flat()),
+        mtp_num_layers=m.mtp_num_layers or 0,
+        fused_norm=impl == "transformer_engine",
+        use_distributed_optimizer=p.use_distributed_optimizer,
+        overlap_grad_reduce=p.overlap_grad_reduce,
+        ddp_bucket_size=p.ddp_bucket_size,
+        use_tp_pp_dp_mapping=p.use_tp_pp_dp_mapping,
+    )
+
+
+def shape_of_spec(
+    spec: ModelSpec,
+    *,
+    padded_vocab_size: int,
+    use_distributed_optimizer: bool = True,
+    overlap_grad_reduce: bool = False,
+    ddp_bucket_size: int | None = None,
+    use_tp_pp_dp_mapping: bool = False,
+) -> ModelShape:
+    """Reads the planner's description of a model.
+
+    Args:
+        spec: of the model.
+        padded_vocab_size: rows of the embedding, the same under every layout of the run.
+        use_distributed_optimizer: see `ModelShape`, as are the others.
+        overlap_grad_reduce: as above.
+        ddp_bucket_size: as above.
+        use_tp_pp_dp_mapping: as above.
+    """
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        ffn_hidden_size=spec.ffn,
+        num_attention_heads=spec.num_attention_heads,
+        num_query_groups=spec.groups,
+        kv_channels=spec.channels,
+        padded_vocab_size=padded_vocab_size,
+        learned_positions=spec.learned_positions,
+        gated=spec.gated,
+        linear_bias=spec.bias,
+        qkv_bias=spec.qkv_bias,
+        normalization=spec.normalization,
+        qk_layernorm=spec.qk_layernorm,
+        tied=spec.tied,
+        latent=spec.latent,
+        mtp_num_layers=spec.mtp_num_layers,
+        fused_norm=not spec.local,
+        use_distributed_optimizer=use_distributed_optimizer,
+        overlap_grad_reduce=overlap_grad_reduce,
+        ddp_bucket_size=ddp_bucket_size,
+        use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
+    )
+
+
+class Parameter(NamedTuple):
+    """A parameter of a stage, the same for all of its ranks."""
+
+    key: str
+    """Name of the global tensor."""
+    shape: tuple[int, ...]
+    """Global shape without the axis of layers."""
+    cut: int | None
+    """Axis that tensor parallelism cuts; None: every tensor-parallel rank has a copy."""
+    pieces: int = 1
+    """Blocks of rows of the global tensor that the parameter joins: 2 for gate and up."""
+    layer: tuple[int, ...] = ()
+    """Number of the layer, or empty outside layers."""
+    layers: tuple[int, ...] = ()
+    """Layers of the whole model, or empty outside layers."""
+    is_shared: bool = False
+    """A tied embedding of which another stage has a copy."""
+    is_copy: bool = False
+    """This is that copy."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor in this layer."""
+        return math.prod(self.shape)
+
+
+def check(shape: ModelShape, layout: Layout) -> None:
+    """Refuses a layout that the model cannot take.
+
+    Raises:
+        ValueError: naming the broken rules.
+    """
+    problems = layout_problems(
+        layout,
+        num_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        seq_length=1,
+        padded_vocab_size=shape.padded_vocab_size,
+        sequence_parallel=False,
+        **further_sizes(_arguments(shape)),
+    )
+    if shape.latent is None and shape.qkv_width % layout.tp:
+        problems.append(
+            f"the {shape.qkv_width} rows of queries, keys and values are not divisible by "
+            f"{layout.tp}; choose another tensor parallel size"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _arguments(shape: ModelShape) -> dict[str, Any]:
+    """The flags of what not every model has."""
+    latent = {} if shape.latent is None else asdict(shape.latent)
+    return {
+        "multi_latent_attention": shape.latent is not None,
+        **latent,
+        "mtp_num_layers": shape.mtp_num_layers,
+        "hidden_size": shape.hidden_size,
+        "untie_embeddings_and_output_weights": not shape.tied,
+    }
+
+
+def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[Parameter]]:
+    """The parameters of every model chunk of a pipeline stage, in registration order."""
+    chunks = []
+    for chunk, layers in enumerate(layout.layers_of_stage(shape.num_layers, stage)):
+        is_first = stage == 0 and chunk == 0
+        is_last = stage == layout.pp - 1 and chunk == layout.vpp - 1
+        further = shape.mtp_num_layers
+        params = list(_embeddings(shape, layout)) if is_first else []
+        if is_last and not is_first and further:
+            params += _copy_of_words(shape)
+        for layer in layers:
+            params += [
+                p._replace(layer=(layer,), layers=(shape.num_layers,))
+                for p in _layer(shape, "decoder.layers.")
+            ]
+        # With further tokens the norm follows the last layer, also into a chunk before the head's.
+        if shape.num_layers - 1 in layers if further else is_last:
+            params += _norm(shape, "decoder.final_layernorm.", shape.hidden_size)
+        if is_last:
+            for number in range(further):
+                params += _further_token(shape, f"mtp.layers.{number}.")
+            params += _output(shape, layout)
+        chunks.append(params)
+    return chunks
+
+
+def _embeddings(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
+    h = shape.hidden_size
+    is_shared = (shape.tied or shape.mtp_num_layers > 0) and layout.pp > 1
+    yield Parameter(WORDS, (shape.padded_vocab_size, h), 0, is_shared=is_shared)
+    if shape.learned_positions:
+        key = "embedding.position_embeddings.weight"
+        yield Parameter(key, (shape.learned_positions, h), None)
+
+
+def _output(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
+    size = (shape.padded_vocab_size, shape.hidden_size)
+    if not shape.tied:
+        yield Parameter("output_layer.weight", size, 0)
+    elif layout.pp > 1:
+        yield from _copy_of_words(shape)
+
+
+def _copy_of_words(shape: ModelShape) -> Iterator[Parameter]:
+    """The word embedding on the last stage, of a tied head or of further tokens."""
+    size = (shape.padded_vocab_size, shape.hidden_size)
+    yield Parameter(WORDS, size, 0, is_shared=True, is_copy=True)
+
+
+def _further_token(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The layer of a further token: a projection of the token's embedding and the stream before
+    into one, and a layer."""
+    h = shape.hidden_size
+    yield from _norm(shape, f"{prefix}enorm.", h)
+    yield from _norm(shape, f"{prefix}hnorm.", h)
+    yield from _column_parallel(f"{prefix}eh_proj.", (h, 2 * h), False)
+    yield from _layer(shape, f"{prefix}transformer_layer.")
+    yield from _norm(shape, f"{prefix}final_layernorm.", h)
+
+
+def _norm(shape: ModelShape, prefix: str, size: int) -> Iterator[Parameter]:
+    yield Parameter(f"{prefix}weight", (size,), None)
+    if shape.normalization == "LayerNorm":
+        yield Parameter(f"{prefix}bias", (size,), None)
+
+
+def _layer(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    h, mlp = shape.hidden_size, f"{prefix}mlp."
+    before_fc1 = list(_norm(shape, f"{mlp}linear_fc1.layer_norm_", h))
+    attention = _attention if shape.latent is None else _latent_attention
+    yield from attention(shape, prefix)
+    # A norm of the linear layer stands right before its weight, as one before the MLP does.
+    yield from before_fc1
+    pieces, bias = 2 if shape.gated else 1, shape.linear_bias
+    fc1 = (pieces * shape.ffn_hidden_size, h)
+    yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, pieces)
+    yield from _row_parallel(f"{mlp}linear_fc2.", (h, shape.ffn_hidden_size), bias)
+
+
+def _attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The output projection is registered before the input projection."""
+    h, heads = shape.hidden_size, shape.num_attention_heads * shape.kv_channels
+    attention, bias = f"{prefix}self_attention.", shape.linear_bias
+    before_qkv = list(_norm(shape, f"{attention}linear_qkv.layer_norm_", h))
+    if not shape.fused_norm:
+        yield from before_qkv
+    yield from _row_parallel(f"{attention}linear_proj.", (h, heads), bias)
+    if shape.fused_norm:
+        yield from before_qkv
+    qkv = (shape.qkv_width, h)
+    yield from _column_parallel(f"{attention}linear_qkv.", qkv, bias or shape.qkv_bias)
+    if shape.qk_layernorm:
+        yield from _norm(shape, f"{attention}q_layernorm.", shape.kv_channels)
+        yield from _norm(shape, f"{attention}k_layernorm.", shape.kv_channels)
+
+
+def _latent_attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The norm before it is always a layer of its own; those of the compressed forms are parts of
+    the expanding layers after them where norms are fused."""
+    assert shape.latent is not None
+    attention = f"{prefix}self_attention."
+    yield from _norm(shape, f"{prefix}input_layernorm.", shape.hidden_size)
+    norms: list[Parameter] = []
+    for name, size in shape.latent.weights(shape.hidden_size, shape.num_attention_heads).items():
+        own = f"{attention}{name}."
+        if name == "linear_proj":
+            yield from _row_parallel(own, size, shape.linear_bias)
+        elif name in _WHOLE:
+            yield Parameter(f"{own}weight", size, None)
+        else:
+            if shape.qk_layernorm and name != "linear_q_proj":
+                norms += _norm(shape, f"{own}layer_norm_", size[1])
+            if shape.fused_norm:
+                yield from norms
+                norms.clear()
+            yield from _column_parallel(own, size, False)
+    yield from norms
+
+
+def _column_parallel(
+    prefix: str, size: tuple[int, int], bias: bool, pieces: int = 1
+) -> Iterator[Parameter]:
+    yield Parameter(f"{prefix}weight", size, 0, pieces)
+    if bias:
+        yield Parameter(f"{prefix}bias", size[:1], 0, pieces)
+
+
+def _row_parallel(prefix: str, size: tuple[int, int], bias: bool) -> Iterator[Parameter]:
+    yield Parameter(f"{prefix}weight", size, 1)
+    if bias:
+        yield Parameter(f"{prefix}bias", size[:1], None)

@@ -1,0 +1,302 @@
+"""The change that needs new processes: what a run asks of whoever supervises it, and the command
+that follows from it.
+
+    <run>/control/request.json    written by rank 0 after all ranks agreed and the checkpoint is
+                                  committed; replaced atomically; of one launch, else stale
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from copus_ext.reshard.checked import (
+    MAX_NUMBER,
+    check_fields,
+    check_number,
+    check_text,
+    one_line,
+    read_value,
+    shown,
+)
+from megatron.training.checkpoint.files import TRACKER, write_atomically
+from megatron.training.common.control import LAUNCH_NAME, supervised_launch
+from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
+from megatron.training.config import layer_partition
+from megatron.training.config.layout import Layout
+
+REQUEST_FILE = Path("control") / "request.json"
+Kind = Literal["done", "relayout", "requeue", "abort"]
+_KINDS = ("done", "relayout", "requeue", "abort")
+BARRED_VARIABLE = "COPUS_BARRED_LAYOUTS"
+"""Environment variable: layouts such as tp2.pp1.dp4, with commas between, that the run must not
+choose."""
+_MAX_TEXT = 4096
+_MAX_SIZE = 1 << 20
+
+_TENSOR = "--tensor-model-parallel-size"
+_PIPELINE = "--pipeline-model-parallel-size"
+_LAYERS_OF_CHUNK = "--num-layers-per-virtual-pipeline-stage"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+_CUT_FLAGS = (
+    layer_partition.FLAG,
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
+_COUNTED_IN_CUT = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+_MICRO, _GLOBAL = "--micro-batch-size", "--global-batch-size"
+_GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+_LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
+_ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
+_SEQUENCE = "--sequence-parallel"
+_NO_OVERLAP = "--no-overlap-p2p-communication"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """How the processes of a launch want to be followed.
+
+    Raises:
+        ValueError: a value of the wrong type or out of bounds, naming the field.
+    """
+
+    launch: str
+    """Name of the launch that asks; `control.LAUNCH_VARIABLE`."""
+    kind: Kind
+    """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
+    another allocation. `abort`: starting again would not help."""
+    iteration: int
+    """Steps done."""
+    consumed_samples: int
+    """Samples done."""
+    reason: str
+    """One line for a person."""
+    layout: Layout | None = None
+    """To start under; needed by `relayout`."""
+    micro_batch_size: int | None = None
+    """To start with; None as the user's flags say."""
+    global_batch_size: int | None = None
+    """To start with; None as the user's flags say."""
+    checkpoint: str | None = None
+    """The folder of `--save`, as the user gave it, whose latest checkpoint to start from; needed by
+    `relayout` after the first step."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
+            raise ValueError(f"launch {shown(self.launch)} is no name of a launch")
+        if not (isinstance(self.kind, str) and self.kind in _KINDS):
+            raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(_KINDS)}")
+        check_number("iteration", self.iteration, 0, MAX_NUMBER)
+        check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
+        for name in ("micro_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1, _MAX_SIZE)
+        check_text("reason", self.reason, _MAX_TEXT)
+        if self.checkpoint is not None:
+            _check_folder(self.checkpoint)
+        if self.layout is not None and not isinstance(self.layout, Layout):
+            raise ValueError(f"layout {shown(self.layout)} must be a layout")
+        if self.layout is not None and self.layout.world_size > _MAX_SIZE:
+            raise ValueError(f"layout {self.layout} is for more than {_MAX_SIZE} ranks")
+        if self.kind == "relayout" and self.layout is None:
+            raise ValueError("relayout needs a layout")
+        if self.kind == "relayout" and self.checkpoint is None and self.iteration > 0:
+            raise ValueError(f"relayout after {self.iteration} steps needs a checkpoint")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**data, "layout": self.layout and self.layout.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Request:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: a missing or unknown field, or a value that makes no sense.
+        """
+        needed = {"launch", "kind", "iteration", "consumed_samples", "reason"}
+        check_fields(data, {field.name for field in fields(cls)}, needed)
+        layout = data.get("layout")
+        if layout is not None:
+            if not isinstance(layout, dict):
+                raise ValueError(f"layout {shown(layout)} is no JSON object")
+            if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
+                raise ValueError(f"{missing[0]} of the layout is missing")
+            layout = Layout.from_json(layout)
+        return cls(**{**data, "layout": layout})
+
+    @property
+    def line(self) -> str:
+        """The reason, fit to be printed: one line without control characters."""
+        return one_line(self.reason) or "no reason given"
+
+
+def _check_folder(folder: Any) -> None:
+    if not isinstance(folder, str) or not 0 < len(folder) <= _MAX_TEXT:
+        raise ValueError(f"checkpoint {shown(folder)} must name a folder")
+    if folder.startswith("-") or not folder.isprintable():
+        raise ValueError(f"checkpoint {shown(folder)} cannot be the folder of a flag")
+
+
+def is_supervised(env: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody reads requests and starts the run again."""
+    return supervised_launch(os.environ if env is None else env) is not None
+
+
+def barred_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
+    """Layouts that whoever supervises the run has seen it crash in; what is none is passed over."""
+    words = (os.environ if env is None else env).get(BARRED_VARIABLE, "").split(",")
+    found = []
+    for word in words:
+        with contextlib.suppress(ValueError):
+            found.append(Layout.from_text(word))
+    return found
+
+
+def write_request(run_dir: Path, request: Request) -> None:
+    """Leaves a request where the supervisor looks. On rank 0, after the checkpoint is committed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run_dir / REQUEST_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(request.to_json(), allow_nan=False, indent=1) + "\n")
+
+
+def read_request(run_dir: Path, *, launch: str) -> Request | None:
+    """What a launch asked for, or None if it asked for nothing; a request of another launch is
+    stale and counts as none.
+
+    Raises:
+        ValueError: one line naming the file, if it is there and no request.
+    """
+
+    def parse(data: Any) -> Request | None:
+        other = data.get("launch") if isinstance(data, dict) else None
+        if isinstance(other, str) and other != launch:
+            return None
+        return Request.from_json(data)
+
+    return read_value(run_dir / REQUEST_FILE, parse)
+
+
+def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
+    """Flags that start the run as a `relayout` asks. Put behind other flags they win, except over
+    `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`: see
+    `merged`.
+
+    Args:
+        request: of kind `relayout`.
+        mtp_num_layers: of the model.
+    """
+    layout = request.layout
+    assert layout is not None, f"a request of kind {request.kind} starts nothing"
+    flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
+    if layout.cut:
+        # Its text says how many chunks a stage has.
+        flags += [layer_partition.FLAG, layer_partition.text_of_cut(layout.cut, mtp_num_layers)]
+    elif layout.vpp > 1:
+        flags += [_CHUNKS, str(layout.vpp)]
+    if request.micro_batch_size is not None:
+        flags += [_MICRO, str(request.micro_batch_size)]
+    if request.global_batch_size is not None:
+        flags += [_GLOBAL, str(request.global_batch_size)]
+    if request.checkpoint is not None:
+        flags += [_LOAD, request.checkpoint]
+    return flags
+
+
+def merged(argv: Sequence[str], request: Request) -> list[str]:
+    """The user's flags with what a `relayout` asks for in their place.
+
+    Flags that choose another layout, another start or another batch go; the rest stays in order.
+    Sequence parallelism follows the user's flags as it does in `relayout.with_layout`: where they
+    name neither it nor a tensor size, it is on wherever it can be.
+
+    Args:
+        argv: the flags of the first launch, so that nothing piles up over many changes.
+        request: of kind `relayout`; start `request.layout.world_size` ranks with the result.
+
+    Raises:
+        ValueError: one line, if it names another checkpoint folder than the flags.
+    """
+    layout = request.layout
+    assert layout is not None, f"a request of kind {request.kind} starts nothing"
+    values = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
+    switches: set[str] = set(_COUNTED_IN_CUT)
+    if request.checkpoint is not None:
+        save = value_of(argv, _SAVE)
+        if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():
+            raise ValueError(
+                f"the run asks to go on from {shown(request.checkpoint)}, and saves in {save}"
+            )
+        values |= {_LOAD, _STEP}
+        switches |= set(_ANOTHER_START)
+    if request.micro_batch_size is not None:
+        values.add(_MICRO)
+    if request.global_batch_size is not None:
+        values.add(_GLOBAL)
+    if layout.vpp > 1 and layout.pp == 2:
+        switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
+    if _number(argv, _GROUP) < layout.pp:
+        values.add(_GROUP)  # likewise
+    flags = _without(argv, values, switches)
+    follows = _SEQUENCE not in argv and value_of(argv, _TENSOR) is None
+    length = _number(argv, "--seq-length")
+    if follows and layout.tp > 1 and length and length % layout.tp == 0:
+        flags.append(_SEQUENCE)
+    return flags + flags_for(request, mtp_num_layers=_number(argv, "--mtp-num-layers"))
+
+
+def resumed(argv: Sequence[str]) -> list[str]:
+    """The user's flags so that they go on from the latest checkpoint in `--save`, whatever they
+    were to start from; as they are if there is none."""
+    save = value_of(argv, _SAVE)
+    if save is None or not (Path(save) / TRACKER).exists():
+        return list(argv)
+    return [*_without(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
+
+
+def _number(argv: Sequence[str], flag: str) -> int:
+    """The value of a flag; 0 where it is absent or no number."""
+    value = value_of(argv, flag) or ""
+    return int(value) if value.isdecimal() else 0
+
+
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The value of a flag as the parser reads it: the last one counts."""
+    found = None
+    for i, word in enumerate(argv):
+        if word == flag and i + 1 < len(argv):
+            found = argv[i + 1]
+        elif word.startswith(flag + "="):
+            found = word[len(flag) + 1 :]
+    return found
+
+
+def without_cut(argv: Sequence[str]) -> list[str]:
+    """The flags without those of uneven stages."""
+    return _without(argv, set(_CUT_FLAGS), set(_COUNTED_IN_CUT))
+
+
+def _without(argv: Sequence[str], values: Collection[str], switches: Collection[str]) -> list[str]:
+    kept, skip = [], False
+    for word in argv:
+        if skip or word in switches or word.partition("=")[0] in values:
+            # In the form --flag=value the value goes with it.
+            skip = not skip and word in values
+            continue
+        kept.append(word)
+    return kept

@@ -1,0 +1,352 @@
+"""Carries out a plan: own elements by copy, the others from peer to peer, in bounded messages."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.reshard.plan import Plan, TransferOp
+from megatron.training.distributed.sharding import Box, Record, volume
+from megatron.training.model.shards import KINDS, Shards
+
+ALONE_BYTES = 128 << 10
+"""A piece of at least so many bytes is a message of its own; smaller ones go together."""
+BUCKET_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
+"""Largest message by backend."""
+WINDOW = 32
+"""Messages under way each way where each starts on its own (gloo)."""
+BUFFERS = 4
+"""Of them, those that are packed into or unpacked from a buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Elements of one kind of a piece, as one end of a message holds them."""
+
+    kind: str
+    piece: TransferOp
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """What goes at once; the same list of parts on both ends. An end that has the whole of it side
+    by side sends from its shard, or receives into it; else a buffer is in between."""
+
+    parts: list[_Part]
+    numel: int
+
+
+_Prepared = tuple[torch.Tensor, Callable[[], None]]
+_Any = TypeVar("_Any")
+
+
+class _Way(Generic[_Any]):
+    """Messages to a rank, or from one, a window at a time."""
+
+    def __init__(
+        self,
+        messages: Iterable[_Any],
+        prepare: Callable[[_Any], _Prepared | None],
+        call: Callable[..., Any],
+        peer: dict[str, int],
+    ) -> None:
+        self.left, self.under_way = deque(messages), deque()
+        self._prepare, self._call, self._peer = prepare, call, peer
+
+    def start(self, group: Any) -> None:
+        """Starts as many as may be under way."""
+        while self.left and len(self.under_way) < WINDOW:
+            prepared = self._prepare(self.left[0])
+            if prepared is None:
+                return
+            self.left.popleft()
+            work = self._call(prepared[0], group=group, **self._peer)
+            self.under_way.append((work, prepared[1]))
+
+    def finish_one(self, timeout: timedelta) -> None:
+        """Waits for the first under way."""
+        if self.under_way:
+            work, finish = self.under_way.popleft()
+            work.wait(timeout)
+            finish()
+
+
+def _go_all(ways: Sequence[_Way[Any]], group: Any, timeout: timedelta) -> None:
+    while any(way.left or way.under_way for way in ways):
+        for way in ways:
+            way.start(group)
+        for way in ways:
+            way.finish_one(timeout)
+
+
+@torch.no_grad()
+def gather_in_place(buffer: torch.Tensor, *, group: Any, timeout_s: float) -> None:
+    """Every rank's equal part of a buffer comes to all others. Collective over the group, for
+    backends whose messages start on their own (gloo).
+
+    Args:
+        buffer: flat, the parts in the order of ranks; this rank's is sent, the others are filled.
+        group: of the ranks.
+        timeout_s: for each message.
+
+    Raises:
+        RuntimeError: a message failed or timed out.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    most = BUCKET_BYTES["gloo"] // buffer.element_size()
+    parts = [part.split(most) for part in buffer.chunk(world)]
+    for shift in range(1, world):
+        to, come_from = (rank + shift) % world, (rank - shift) % world
+        ways = (
+            _Way(parts[come_from], _as_it_is, dist.irecv, {"group_src": come_from}),
+            _Way(parts[rank], _as_it_is, dist.isend, {"group_dst": to}),
+        )
+        _go_all(ways, group, timedelta(seconds=timeout_s))
+
+
+def _as_it_is(tensor: torch.Tensor) -> _Prepared:
+    return tensor, _nothing
+
+
+class Transfer:
+    """Moves the state of one rank from its old shards into its new ones.
+
+    Args:
+        plan: of the whole change.
+        source: what this rank held.
+        target: what it is to hold; filled in place.
+        source_records: by rank, records before.
+        target_records: by rank, records after.
+        group: for the messages; all ranks of the world.
+        timeout_s: for each message.
+        bucket_bytes: largest message; None as the backend likes it.
+        is_batched: start messages together; None as the backend needs it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        source: Shards,
+        target: Shards,
+        source_records: Sequence[Sequence[Record]],
+        target_records: Sequence[Sequence[Record]],
+        group: Any,
+        timeout_s: float,
+        bucket_bytes: int | None = None,
+        is_batched: bool | None = None,
+    ) -> None:
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._source, self._target = source, target
+        self._records = source_records, target_records
+        self._group, self._timeout = group, timedelta(seconds=timeout_s)
+        self._bucket = (bucket_bytes or BUCKET_BYTES[str(dist.get_backend(group))]) // 4
+        backend = str(dist.get_backend(group))
+        self._is_batched = backend == "nccl" if is_batched is None else is_batched
+        self._local = [p for p in plan.pieces if p.source_rank == p.target_rank == self._rank]
+        to_others: dict[int, list[TransferOp]] = {}
+        from_others: dict[int, list[TransferOp]] = {}
+        for p in plan.pieces:
+            if p.source_rank != p.target_rank:
+                if p.source_rank == self._rank:
+                    to_others.setdefault(p.target_rank, []).append(p)
+                elif p.target_rank == self._rank:
+                    from_others.setdefault(p.source_rank, []).append(p)
+        self._out = {rank: list(self._messages(own)) for rank, own in to_others.items()}
+        self._in = {rank: list(self._messages(own)) for rank, own in from_others.items()}
+        self._pools = (
+            self._buffers([m for own in self._out.values() for m in own], self._sent_from),
+            self._buffers([m for own in self._in.values() for m in own], self._received_in),
+        )
+        self.num_messages = 0
+        """Messages that this rank sent."""
+
+    def _buffers(
+        self, messages: list[_Message], place_of: Callable[[_Message], torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """As large as they need to be, for messages that have no place of their own."""
+        sizes = [m.numel for m in messages if place_of(m) is None]
+        device = [t["param"].device for t in (*self._source.tensors, *self._target.tensors)]
+        num = min(len(sizes), BUFFERS)
+        size, dtype = max(sizes, default=0), torch.float32
+        return [torch.zeros(size, dtype=dtype, device=device[0]) for _ in range(num)]
+
+    @torch.no_grad()
+    def copy_own(self) -> None:
+        """Copies what stays on this rank. Not collective."""
+        for p in self._local:
+            for kind in KINDS:
+                self._target_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi))).copy_(
+                    self._source_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi)))
+                )
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Sends and receives the rest. Collective over the group.
+
+        Raises:
+            RuntimeError: a message failed or timed out.
+        """
+        # In step k every rank sends to the one k further on: no cycle can wait for itself.
+        for shift in range(1, self._world):
+            to, come_from = (self._rank + shift) % self._world, (self._rank - shift) % self._world
+            self._exchange(
+                self._out.get(to, []), self._in.get(come_from, []), to=to, come_from=come_from
+            )
+
+    def _messages(self, pieces: list[TransferOp]) -> Iterator[_Message]:
+        """The pieces between two ranks as messages; both ends come to the same ones."""
+        packed: list[_Part] = []
+        filled = 0
+        for piece in pieces:
+            for box in small_enough((piece.lo, piece.hi), self._bucket):
+                size = volume(*box)
+                for kind in KINDS:
+                    part = _Part(kind=kind, piece=piece, box=box)
+                    if size * 4 >= ALONE_BYTES:
+                        yield _Message(parts=[part], numel=size)
+                        continue
+                    if packed and filled + size > self._bucket:
+                        yield _Message(parts=packed, numel=filled)
+                        packed, filled = [], 0
+                    packed.append(part)
+                    filled += size
+        if packed:
+            yield _Message(parts=packed, numel=filled)
+
+    def _exchange(
+        self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
+    ) -> None:
+        """Sends and receives between this rank and two others, a few messages at a time."""
+        self.num_messages += len(outgoing)
+        if self._is_batched:
+            self._exchange_in_batches(outgoing, incoming, to=to, come_from=come_from)
+            return
+        ways = (
+            _Way(incoming, self._incoming, dist.irecv, {"group_src": come_from}),
+            _Way(outgoing, self._outgoing, dist.isend, {"group_dst": to}),
+        )
+        _go_all(ways, self._group, self._timeout)
+
+    def _exchange_in_batches(
+        self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
+    ) -> None:
+        """The same where messages that do not start together may wait for each other (NCCL)."""
+        for start in range(0, max(len(outgoing), len(incoming)), BUFFERS):
+            part = slice(start, start + BUFFERS)
+            operations, finishes = [], []
+            for messages, prepare, call, peer in (
+                (incoming[part], self._incoming, dist.irecv, come_from),
+                (outgoing[part], self._outgoing, dist.isend, to),
+            ):
+                for message in messages:
+                    prepared = prepare(message)
+                    assert prepared is not None  # no more messages than buffers
+                    tensor, finish = prepared
+                    finishes.append(finish)
+                    operations.append(dist.P2POp(call, tensor, group=self._group, group_peer=peer))
+            for work in dist.batch_isend_irecv(operations):
+                work.wait(self._timeout)
+            for finish in finishes:
+                finish()
+
+    def _sent_from(self, message: _Message) -> torch.Tensor | None:
+        """The elements of a message where they lie side by side in this rank's old shards."""
+        return _side_by_side(message, self._source_view)
+
+    def _received_in(self, message: _Message) -> torch.Tensor | None:
+        """Where the elements of a message are to lie side by side in this rank's new shards."""
+        return _side_by_side(message, self._target_view)
+
+    def _outgoing(self, message: _Message) -> _Prepared | None:
+        """What to send, and what to do when it is sent; None without a free buffer."""
+        pool = self._pools[0]
+        if (place := self._sent_from(message)) is not None:
+            return place, _nothing
+        if not pool:
+            return None
+        buffer = pool.pop()
+        for part, packed in _split(message, buffer):
+            view = self._source_view(part)
+            packed.view(view.shape).copy_(view)
+        return buffer[: message.numel], lambda: pool.append(buffer)
+
+    def _incoming(self, message: _Message) -> _Prepared | None:
+        """Where to receive, and what to do when it is there; None without a free buffer."""
+        pool = self._pools[1]
+        if (place := self._received_in(message)) is not None:
+            return place, _nothing
+        if not pool:
+            return None
+        buffer = pool.pop()
+
+        def unpack() -> None:
+            for part, packed in _split(message, buffer):
+                view = self._target_view(part)
+                view.copy_(packed.view(view.shape))
+            pool.append(buffer)
+
+        return buffer[: message.numel], unpack
+
+    def _source_view(self, part: _Part) -> torch.Tensor:
+        record = self._records[0][self._rank][part.piece.source]
+        return view_of(self._source.tensors[record.shard][part.kind], record, part.box)
+
+    def _target_view(self, part: _Part) -> torch.Tensor:
+        record = self._records[1][self._rank][part.piece.target]
+        return view_of(self._target.tensors[record.shard][part.kind], record, part.box)
+
+
+def _side_by_side(
+    message: _Message, view_of_part: Callable[[_Part], torch.Tensor]
+) -> torch.Tensor | None:
+    """The elements of a message of one part as a row, if they lie so."""
+    if len(message.parts) > 1:
+        return None
+    view = view_of_part(message.parts[0])
+    return view.view(-1) if view.is_contiguous() else None
+
+
+def _split(message: _Message, buffer: torch.Tensor) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """The parts of a message with their elements in a buffer."""
+    at = 0
+    for part in message.parts:
+        size = volume(*part.box)
+        yield part, buffer[at : at + size]
+        at += size
+
+
+def _nothing() -> None:
+    pass
+
+
+def view_of(shard: torch.Tensor, record: Record, box: Box) -> torch.Tensor:
+    """The elements of a rectangle inside a record, as a view of its flat shard."""
+    shape = [b - a for a, b in zip(record.lo, record.hi)]
+    whole = shard[record.offset : record.offset + record.numel].view(shape)
+    for axis, (a, b, start) in enumerate(zip(*box, record.lo)):
+        whole = whole.narrow(axis, a - start, b - a)
+    return whole
+
+
+def small_enough(box: Box, most: int) -> Iterator[Box]:
+    """A rectangle in parts of at most so many elements, about equally large."""
+    lo, hi = box
+    if volume(lo, hi) <= most:
+        yield box
+        return
+    axis = next(i for i, (a, b) in enumerate(zip(lo, hi)) if b - a > 1)
+    extent = hi[axis] - lo[axis]
+    at_once = max(most * extent // volume(lo, hi), 1)
+    num = -(-extent // at_once)
+    for i in range(num):
+        start, stop = (lo[axis] + extent * k // num for k in (i, i + 1))
+        part = (*lo[:axis], start, *lo[axis + 1 :]), (*hi[:axis], stop, *hi[axis + 1 :])
+        yield from small_enough(part, most)

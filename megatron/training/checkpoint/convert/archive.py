@@ -1,0 +1,289 @@
+"""Reading a `torch_dist` checkpoint rectangle by rectangle, with torch's own reader.
+
+What is trusted: `common.pt` and every stored tensor are read with torch's weights-only loader and
+megatron-core's list of safe classes, the index by `read_index`, so that a checkpoint from
+elsewhere cannot run code. Other stored objects are copied as bytes and never opened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.safe_globals import register_safe_globals
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert.coverage import Chunk
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.files import COMMON
+from megatron.training.checkpoint.safe_index import METADATA, BadIndex, file_names, read_index
+from megatron.training.common.errors import UsageError
+
+
+class _Into(LoadPlanner):
+    """Lets torch's reader fill one tensor, or hand over one object's bytes."""
+
+    def __init__(self, target: torch.Tensor | None = None) -> None:
+        self.target = target
+        self.data = b""
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to set up."""
+
+    def create_local_plan(self) -> LoadPlan:
+        """The plan is made by the archive."""
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """One process: the plan as it is."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Takes an object's bytes."""
+        self.data = value.getvalue()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The part of the target that one stored chunk fills."""
+        assert self.target is not None
+        where = zip(read_item.dest_offsets, read_item.lengths)
+        return self.target[tuple(slice(o, o + n) for o, n in where)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """It is in its place already."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """What the metadata says about one tensor."""
+
+    key: str
+    """Its name."""
+    dtype: torch.dtype
+    """Number format."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    chunks: tuple[Chunk, ...]
+    """The rectangles it is stored in."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Archive:
+    """One iteration's checkpoint, opened for reading.
+
+    Args:
+        folder: of the iteration.
+        trust_unverified: whether one of COPUS counts as whole though its manifest is gone or lists
+            only a part.
+
+    Raises:
+        Refused: it is no `torch_dist` checkpoint, or its index or common state cannot be read.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, *, trust_unverified: bool = False) -> None:
+        self.folder, self.trust_unverified = folder, trust_unverified
+        _check_format(folder)
+        self.common = _read_common(folder / COMMON)
+        try:
+            self.metadata = read_index(folder / METADATA)
+        except BadIndex as error:
+            raise Refused(str(error)) from error
+        self.tensors: dict[str, StoredTensor] = {}
+        self.blobs: list[str] = []
+        for key, value in sorted(self.metadata.state_dict_metadata.items()):
+            if isinstance(value, TensorStorageMetadata):
+                chunks = tuple(
+                    Chunk(offset=tuple(c.offsets), size=tuple(c.sizes)) for c in value.chunks
+                )
+                self.tensors[key] = StoredTensor(
+                    key=key, dtype=value.properties.dtype, shape=tuple(value.size), chunks=chunks
+                )
+            else:
+                self.blobs.append(key)
+        self._layers: dict[str, dict[int, list[ChunkStorageMetadata]] | None] = {}
+        self._reader = FileSystemReader(folder)
+        self._reader.set_up_storage_reader(self.metadata, True)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The flags it was saved with; empty if it holds none."""
+        return vars(self.common.get("args") or Namespace())
+
+    @property
+    def iteration(self) -> int:
+        """Steps of the run up to here."""
+        return self.common.get("iteration") or 0
+
+    def storage(self) -> Mapping[MetadataIndex, Any]:
+        """Where each chunk lies: file, first byte, number of bytes."""
+        return self.metadata.storage_data or {}
+
+    def file_names(self) -> list[str]:
+        """The files it consists of."""
+        return file_names(self.metadata)
+
+    def read(self, key: str, part: Chunk | None = None) -> torch.Tensor:
+        """One tensor or a rectangle of it. Holds the result and one stored chunk in memory.
+
+        Raises:
+            Refused: the file holds something else than the index says.
+            OSError: a file cannot be read.
+        """
+        stored = self.tensors[key]
+        part = part or Chunk(offset=(0,) * len(stored.shape), size=stored.shape)
+        target = torch.empty(part.size, dtype=stored.dtype)
+        wanted = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
+        entry = self._entry(key, part)
+        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        self._run(key, LoadPlan(items), _Into(target))
+        return target
+
+    def _entry(self, key: str, part: Chunk) -> TensorStorageMetadata:
+        """The index of a tensor, or of the layer of it that the part lies in."""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        if not part.size or part.size[0] != 1:
+            return entry
+        if key not in self._layers:
+            layers: dict[int, list[ChunkStorageMetadata]] | None = {}
+            for chunk in entry.chunks:
+                if chunk.sizes[0] != 1:
+                    layers = None
+                    break
+                layers.setdefault(chunk.offsets[0], []).append(chunk)
+            self._layers[key] = layers
+        layers = self._layers[key]
+        if layers is None:
+            return entry
+        return TensorStorageMetadata(entry.properties, entry.size, layers.get(part.offset[0], []))
+
+    def read_blob(self, key: str) -> bytes:
+        """The bytes of a stored object, unopened."""
+        index, planner = MetadataIndex(key), _Into()
+        nothing = torch.Size((0,))
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._run(key, LoadPlan([item]), planner)
+        return planner.data
+
+    def _run(self, key: str, plan: LoadPlan, planner: _Into) -> None:
+        try:
+            self._reader.read_data(plan, planner).wait()
+        except OSError:
+            raise
+        except Exception as error:  # torch and pickle raise many kinds for a damaged file
+            text = " ".join(str(error).split())[:200]
+            raise Refused(f"{key} in {self.folder} cannot be read: {text}") from error
+
+
+def open_archive(source: Path, *, step: int | None, trust_unverified: bool = False) -> Archive:
+    """Opens a folder of one iteration, or the latest complete (or the asked-for) one of a `--save`
+    directory.
+
+    Args:
+        source: the folder, or the directory.
+        step: iteration that is asked for.
+        trust_unverified: see `Archive`.
+
+    Raises:
+        Refused: there is no complete checkpoint, or it is of another format.
+        UsageError: a step, and the folder of one iteration.
+        OSError: a file cannot be read.
+    """
+    if not source.is_dir():
+        raise FileNotFoundError(f"SRC {source} is not a folder")
+    source = source.resolve()
+    is_one = (source / files.CORE_MARK).is_file()
+    if is_one or source.name.startswith("iter_"):
+        if step is not None:
+            raise UsageError(f"--ckpt-step {step}: SRC {source} is the folder of one iteration")
+        return Archive(source, trust_unverified=trust_unverified)
+    complete = files.complete_iterations(source)
+    try:
+        wanted = step if step is not None else files.read_latest(source)
+    except ValueError as error:
+        raise Refused(f"{error}; name an iteration with --ckpt-step") from error
+    if wanted is None:
+        if not complete:
+            raise Refused(f"SRC {source} holds no complete checkpoint")
+        wanted = complete[-1]
+    if wanted not in complete:
+        folder = files.folder_of(source, wanted)
+        if folder.is_dir():
+            _check_format(folder)
+        have = ", ".join(map(str, complete)) or "none"
+        raise Refused(
+            f"{folder} is {'half-written' if folder.exists() else 'missing'}; complete are: "
+            f"{have}; name one with --ckpt-step"
+        )
+    return Archive(files.folder_of(source, wanted), trust_unverified=trust_unverified)
+
+
+def _check_format(folder: Path) -> None:
+    mark = folder / files.CORE_MARK
+    if not mark.is_file():
+        if any(folder.glob("mp_rank_*")):
+            raise Refused(
+                f"{folder} is of the legacy format (mp_rank_XX), whose files depend on the layout; "
+                "load it with Megatron-LM and save it with --ckpt-format torch_dist"
+            )
+        raise Refused(f"{folder} is half-written: it has no {files.CORE_MARK}")
+    try:
+        backend = json.loads(mark.read_text())["sharded_backend"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{mark} is damaged ({error})") from error
+    if backend != "torch_dist":
+        raise Refused(
+            f"{folder} is of the format {backend}; only torch_dist holds global tensors: save it "
+            "again with --ckpt-format torch_dist"
+        )
+
+
+def _read_common(path: Path) -> dict[str, Any]:
+    register_safe_globals()
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
+        text = " ".join(str(error).split())[:200]
+        raise Refused(f"{path} cannot be read: {type(error).__name__}: {text}") from error
+    problem = _problem_of(common)
+    if problem is not None:
+        raise Refused(f"{path} is damaged: {problem}")
+    return common
+
+
+def _problem_of(common: Any) -> str | None:
+    if not isinstance(common, dict):
+        return f"it holds a {type(common).__name__} instead of a dictionary"
+    kinds = {"args": Namespace, "iteration": int, "content_metadata": dict, "optimizer": dict}
+    for name, kind in kinds.items():
+        value = common.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            return f"{name} is a {type(value).__name__}"
+    return None

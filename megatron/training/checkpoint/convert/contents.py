@@ -1,0 +1,167 @@
+"""What a checkpoint of a GPT must hold: its tensors by name and shape, from its own flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.data.tokenizer import told_vocab_size
+from megatron.training.model.flops import LatentWidths
+
+LAYERS = "decoder.layers."
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+STATE = "optimizer.state."
+MASTERS = ("param", "fp32_param")
+"""Names of the fp32 masters: of the distributed and of the plain half-precision optimizer."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_NEEDED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "padded_vocab_size",
+    "max_position_embeddings",
+)
+_EXTRA_STATE = re.compile(r".+\._extra_state/shard_.+")
+_PER_LAYOUT = re.compile(r"(rng_state|rerun_state_machine_state)/shard_.+")
+
+
+def is_stacked(key: str) -> bool:
+    """Whether the first axis of a tensor, or of its moments, is the layer."""
+    return weight_of(key).startswith(LAYERS)
+
+
+def kind_of(key: str) -> str | None:
+    """Which state of the optimizer a tensor is (`param`, `exp_avg` ...), or None for a weight."""
+    if not key.startswith("optimizer."):
+        return None
+    return key.removeprefix(STATE).partition(".")[0] if key.startswith(STATE) else "unknown"
+
+
+def weight_of(key: str) -> str:
+    """The weight that a tensor of the optimizer belongs to; a weight's own key."""
+    return key.removeprefix(STATE).partition(".")[2] if key.startswith(STATE) else key
+
+
+def state_key(kind: str, weight: str) -> str:
+    """Key of one state of one weight."""
+    return f"{STATE}{kind}.{weight}"
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a stored object is the extra state of a layer (FP8 scales), which no layout
+    changes."""
+    return _EXTRA_STATE.fullmatch(key) is not None
+
+
+def is_per_layout(key: str) -> bool:
+    """Whether a stored object is one per rank of a layout: random streams of another trainer."""
+    return _PER_LAYOUT.fullmatch(key) is not None
+
+
+def query_groups(arguments: Mapping[str, Any]) -> int:
+    """Key-value heads of one layer."""
+    heads = arguments["num_attention_heads"]
+    if arguments.get("group_query_attention", True):
+        return arguments.get("num_query_groups") or heads
+    return heads
+
+
+def head_width(arguments: Mapping[str, Any]) -> int:
+    """Width of one attention head."""
+    return (
+        arguments.get("kv_channels") or arguments["hidden_size"] // arguments["num_attention_heads"]
+    )
+
+
+def true_vocab_size(arguments: Mapping[str, Any]) -> int | None:
+    """Tokens of the tokenizer, or None if the flags do not tell without its files."""
+    return told_vocab_size(arguments.get("tokenizer_type"), arguments.get("vocab_size"))
+
+
+def expected_weights(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and global shape of every weight of the model that the stored flags describe.
+
+    Raises:
+        Refused: a flag is missing, or describes a model this trainer does not have.
+    """
+    missing = [name for name in _NEEDED if not arguments.get(name)]
+    if missing:
+        raise Refused(
+            f"its common state does not say {', '.join(missing)}, so nothing proves it complete"
+        )
+    if arguments.get("num_experts"):
+        raise Refused(f"num_experts is {arguments['num_experts']}: mixtures are not converted")
+    hidden, vocabulary = arguments["hidden_size"], arguments["padded_vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
+    if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+        positions = arguments["max_position_embeddings"]
+        shapes["embedding.position_embeddings.weight"] = (positions, hidden)
+    layers = (arguments["num_layers"],)
+    shapes |= {f"{LAYERS}{key}": (*layers, *size) for key, size in _layer(arguments).items()}
+    shapes |= _norm(arguments, "decoder.final_layernorm.", hidden)
+    for number in range(arguments.get("mtp_num_layers") or 0):
+        further = f"mtp.layers.{number}."
+        for name in ("enorm", "hnorm", "final_layernorm"):
+            shapes |= _norm(arguments, f"{further}{name}.", hidden)
+        shapes[f"{further}eh_proj.weight"] = (hidden, 2 * hidden)
+        own = _layer(arguments)
+        shapes |= {f"{further}transformer_layer.{key}": size for key, size in own.items()}
+    if arguments.get("untie_embeddings_and_output_weights"):
+        shapes[HEAD] = (vocabulary, hidden)
+    return shapes
+
+
+def _norm(arguments: Mapping[str, Any], prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+    is_layer_norm = arguments.get("normalization", "LayerNorm") == "LayerNorm"
+    return {f"{prefix}{part}": (size,) for part in ("weight", "bias")[: 1 + is_layer_norm]}
+
+
+def _layer(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the weights of one layer."""
+    hidden, ffn = arguments["hidden_size"], arguments["ffn_hidden_size"]
+    bias = bool(arguments.get("add_bias_linear", True))
+    fc1_rows = ffn * (2 if arguments.get("swiglu") or arguments.get("quick_geglu") else 1)
+    latent = LatentWidths.of(arguments)
+    attention = _attention if latent is None else partial(_latent_attention, latent=latent)
+    shapes = attention(arguments)
+    shapes |= {"mlp.linear_fc1.weight": (fc1_rows, hidden), "mlp.linear_fc2.weight": (hidden, ffn)}
+    shapes |= _norm(arguments, "mlp.linear_fc1.layer_norm_", hidden)
+    if bias:
+        shapes["self_attention.linear_proj.bias"] = (hidden,)
+        shapes["mlp.linear_fc1.bias"] = (fc1_rows,)
+        shapes["mlp.linear_fc2.bias"] = (hidden,)
+    return shapes
+
+
+def _attention(arguments: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
+    width, own = head_width(arguments), "self_attention."
+    rows = (heads + 2 * query_groups(arguments)) * width
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{own}linear_qkv.weight": (rows, hidden),
+        f"{own}linear_proj.weight": (hidden, heads * width),
+    }
+    if arguments.get("add_bias_linear", True) or arguments.get("add_qkv_bias"):
+        shapes[f"{own}linear_qkv.bias"] = (rows,)
+    shapes |= _norm(arguments, f"{own}linear_qkv.layer_norm_", hidden)
+    if arguments.get("qk_layernorm"):
+        shapes |= _norm(arguments, f"{own}q_layernorm.", width)
+        shapes |= _norm(arguments, f"{own}k_layernorm.", width)
+    return shapes
+
+
+def _latent_attention(
+    arguments: Mapping[str, Any], *, latent: LatentWidths
+) -> dict[str, tuple[int, ...]]:
+    hidden, own = arguments["hidden_size"], "self_attention."
+    shapes = dict(_norm(arguments, "input_layernorm.", hidden))
+    for name, size in latent.weights(hidden, arguments["num_attention_heads"]).items():
+        shapes[f"{own}{name}.weight"] = size
+        if arguments.get("qk_layernorm") and name in ("linear_q_up_proj", "linear_kv_up_proj"):
+            shapes |= _norm(arguments, f"{own}{name}.layer_norm_", size[1])
+    return shapes

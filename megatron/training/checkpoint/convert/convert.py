@@ -1,0 +1,278 @@
+"""From one `torch_dist` checkpoint to another: layout, vocabulary, number format, optimizer.
+
+Stored tensors are global, so another layout rewrites none of them: the files are copied, the flags
+in the common state change, and what has to be proved is that the target loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert.archive import COMMON, Archive, StoredTensor, open_archive
+from megatron.training.checkpoint.convert.checks import (
+    Contents,
+    check_contents,
+    check_files,
+    check_truth,
+    check_weights,
+    is_known_blob,
+    num_different,
+    pieces,
+)
+from megatron.training.checkpoint.convert.coverage import Chunk
+from megatron.training.checkpoint.convert.refusal import Refused, VerificationFailed
+from megatron.training.checkpoint.convert.staging import copy_file, staged
+from megatron.training.checkpoint.convert.target import (
+    DTYPES,
+    Target,
+    Wish,
+    common_of,
+    judge,
+    stored_layout,
+)
+from megatron.training.checkpoint.convert.writing import (
+    FILE_BYTES,
+    Piece,
+    write_common,
+    write_tensors,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a conversion did."""
+
+    source: str
+    """Folder read."""
+    destination: str
+    """Folder made."""
+    iteration: int | None
+    """Iteration of the checkpoint; None for Hugging Face."""
+    layout: str | None
+    """Layout the flags of the result name."""
+    num_tensors: int
+    """Tensors of the result."""
+    num_rewritten: int
+    """Tensors that were written anew; 0 where files were copied."""
+    num_bytes: int
+    """Size of the result."""
+    num_compared: int | None
+    """Tensors compared element by element, or None without `--verify`."""
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as a JSON-safe dictionary."""
+        return {**asdict(self), "notes": list(self.notes)}
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    wish: Wish,
+    *,
+    step: int | None = None,
+    verify: bool = False,
+    trust_unverified: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> Outcome:
+    """Converts a checkpoint into a new `--save` directory. Never changes the source.
+
+    Args:
+        source: a `--save` directory, or the folder of one iteration.
+        destination: becomes a `--save` directory with this one iteration.
+        wish: what shall change.
+        step: iteration of `source`; default the latest complete one.
+        verify: also prove that weights are their masters, and compare every tensor written.
+        trust_unverified: see `Archive`.
+        file_bytes: tensors that share a file, see `writing`.
+
+    Raises:
+        Refused: the source cannot be proved complete, or the target would not load.
+        VerificationFailed: the result is not what it should be.
+        UsageError: a wish or a destination that makes no sense.
+        OSError: the file system refuses.
+    """
+    archive = open_archive(source, step=step, trust_unverified=trust_unverified)
+    notes = check_files(archive)
+    if wish.optimizer == "none":
+        found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
+    else:
+        found = check_contents(archive)
+    target = judge(archive.arguments, found, wish)
+    dropped = _dropped(archive, target)
+    if dropped:
+        notes.append(f"random streams of another layout are left out: {', '.join(dropped)}")
+    recipe = _recipe(archive, found, target, set(dropped))
+    if verify or recipe.is_derived:  # weights alone, of their own format, have no master here
+        check_truth(archive, found)
+    common = common_of(archive.common, found, target)
+    with staged(source, destination) as root:
+        folder = files.begin(root, archive.iteration)
+        names: list[str] = []
+        if recipe.is_copy:
+            names = [n for n in archive.file_names() if n not in (COMMON, files.CORE_MARK)]
+            for name in names:
+                copy_file(archive.folder / name, folder / name)
+        else:
+            write_tensors(folder, recipe.pieces, recipe.blobs, file_bytes=file_bytes)
+        write_common(folder, common)
+        sums = files.checksums(folder, files.data_files(folder))
+        _check_copies(archive, {name: sums[name] for name in names})
+        files.finish(root, archive.iteration, sums)
+        num_compared = read_back(folder, target, recipe if verify else None)
+        num_bytes = files.stored_bytes(folder)
+    keys = {piece.key for piece in recipe.pieces}
+    return Outcome(
+        source=str(archive.folder),
+        destination=str(files.folder_of(destination, archive.iteration)),
+        iteration=archive.iteration,
+        layout=str(target.layout),
+        num_tensors=len(keys),
+        num_rewritten=0 if recipe.is_copy else len(keys),
+        num_bytes=num_bytes,
+        num_compared=num_compared,
+        notes=(*notes, *target.notes),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How every tensor of the result is made."""
+
+    pieces: list[Piece]
+    """Rectangles of all tensors."""
+    blobs: dict[str, Callable[[], bytes]]
+    """Stored objects by key."""
+    is_copy: bool = False
+    """Whether every file of tensors can be copied as it is."""
+    is_derived: bool = False
+    """Whether weights are made from masters or masters from weights."""
+
+
+def _check_copies(archive: Archive, sums: dict[str, tuple[int, int]]) -> None:
+    """Proves that what was copied is what the source's manifest lists, if it has one."""
+    listed = files.read_manifest(archive.folder) or {}
+    for name, found in sums.items():
+        if listed and listed[name] != found:
+            raise Refused(f"{archive.folder / name} has changed since it was checked")
+
+
+def _dropped(archive: Archive, target: Target) -> list[str]:
+    if stored_layout(archive.arguments) == target.layout:
+        return []
+    return [key for key in archive.blobs if contents.is_per_layout(key)]
+
+
+def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]) -> Recipe:
+    vocabulary_changes = target.vocab != archive.arguments["padded_vocab_size"]
+    is_derived = target.dtype != found.dtype or target.optimizer != found.optimizer
+    made: list[Piece] = []
+    kept = [key for key in archive.blobs if is_known_blob(key) and key not in dropped]
+    for weight in sorted(found.weights):
+        for key, dtype, origin in _states(weight, found, target):
+            stored = archive.tensors[origin]
+            made += _pieces_of(archive, key, dtype, stored, target)
+    is_all = {piece.key for piece in made} | set(kept) == archive.tensors.keys() | {*archive.blobs}
+    return Recipe(
+        pieces=made,
+        blobs={key: partial(archive.read_blob, key) for key in kept},
+        is_copy=is_all and not (vocabulary_changes or is_derived),
+        is_derived=is_derived,
+    )
+
+
+def _states(weight: str, found: Contents, target: Target) -> list[tuple[str, torch.dtype, str]]:
+    """Key and number format of each tensor of the result that belongs to a weight, and the stored
+    tensor it is made from."""
+    master = contents.state_key(found.master, weight) if found.master else weight
+    origin = weight if target.dtype == found.dtype else master
+    wanted = Contents(weights={}, optimizer=target.optimizer, dtype=target.dtype)
+    states = [(weight, target.dtype, origin)]
+    for kind in wanted.kinds:
+        key = contents.state_key(kind, weight)
+        states.append((key, torch.float32, key if kind in contents.MOMENTS else master))
+    return states
+
+
+def _pieces_of(
+    archive: Archive, key: str, dtype: torch.dtype, stored: StoredTensor, target: Target
+) -> list[Piece]:
+    if contents.weight_of(key) in (contents.EMBEDDING, contents.HEAD):
+        shape = (target.vocab, *stored.shape[1:])
+        whole = Chunk(offset=(0,) * len(shape), size=shape)
+        make = partial(_rows, archive, stored, target.vocab, dtype)
+        return [Piece(key=key, dtype=dtype, shape=shape, part=whole, make=make)]
+    return [
+        Piece(
+            key=key,
+            dtype=dtype,
+            shape=stored.shape,
+            part=part,
+            make=partial(_cast, archive, stored.key, part, dtype),
+        )
+        for part in pieces(stored)
+    ]
+
+
+def _cast(archive: Archive, key: str, part: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    return archive.read(key, part).to(dtype)
+
+
+def _rows(archive: Archive, stored: StoredTensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """The first rows of a table; those it does not have are zero."""
+    kept = min(rows, stored.shape[0])
+    part = Chunk(offset=(0,) * len(stored.shape), size=(kept, *stored.shape[1:]))
+    data = archive.read(stored.key, part).to(dtype)
+    if kept == rows:
+        return data
+    table = torch.zeros((rows, *stored.shape[1:]), dtype=dtype)
+    table[:kept] = data
+    return table
+
+
+def read_back(folder: Path, target: Target, expected: Recipe | None) -> int | None:
+    """Opens a result as a stranger would, and checks it like any source.
+
+    Args:
+        folder: of the iteration.
+        target: what it should be.
+        expected: what every tensor should hold, or None to leave the elements alone.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        VerificationFailed: naming the tensor.
+    """
+    try:
+        result = Archive(folder)
+        check_files(result)
+        found = check_contents(result)
+    except Refused as error:
+        raise VerificationFailed(f"the result does not pass its own checks: {error}") from error
+    if (found.dtype, found.optimizer) != (target.dtype, target.optimizer):
+        raise VerificationFailed(f"the result holds {found.dtype} and {found.optimizer} state")
+    if expected is None:
+        return None
+    keys = {piece.key for piece in expected.pieces}
+    if keys != result.tensors.keys():
+        raise VerificationFailed(f"the result differs in {min(keys ^ result.tensors.keys())}")
+    for piece in expected.pieces:
+        differ = num_different(piece.make, partial(result.read, piece.key, piece.part))
+        if differ:
+            raise VerificationFailed(
+                f"{piece.key} at {piece.part.offset} differs in {differ} elements"
+            )
+    for key, make in expected.blobs.items():
+        if result.read_blob(key) != make():
+            raise VerificationFailed(f"the object {key} differs")
+    return len(keys)

@@ -1,0 +1,110 @@
+"""What is inside a checkpoint, and under which layouts it loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert.archive import Archive, StoredTensor
+from megatron.training.checkpoint.convert.checks import check_contents, check_files, check_truth
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.convert.target import (
+    batch_problems_of,
+    problems_of,
+    stored_layout,
+)
+from megatron.training.config.layout import Layout
+
+
+def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
+    """Everything that `tools/inspect_checkpoint.py` prints, as JSON-safe values.
+
+    Args:
+        archive: the checkpoint.
+        verify: read every file and compare checksums, and weights with their masters.
+
+    Returns:
+        Among others `problem`, which is None for a checkpoint that was proved complete, and
+        `exit_code`: 0, 3 if it is not complete, 4 if `verify` found it changed. `verified` says
+        that every byte of every file was compared with the manifest.
+    """
+    arguments = archive.arguments
+    record: dict[str, Any] = {
+        "folder": str(archive.folder),
+        "iteration": archive.iteration,
+        "consumed_samples": arguments.get("consumed_train_samples"),
+        "layout": str(stored_layout(arguments)),
+        "padded_vocab_size": arguments.get("padded_vocab_size"),
+        "true_vocab_size": contents.true_vocab_size(arguments),
+        "bytes": files.stored_bytes(archive.folder),
+        "bytes_by_state": _bytes_by_state(archive),
+        "tensors": [_tensor(tensor) for tensor in archive.tensors.values()],
+        "num_objects": len(archive.blobs),
+        "has_manifest": (archive.folder / files.MANIFEST).is_file(),
+    }
+    problem, code, found, notes = None, 0, None, []
+    try:
+        notes = check_files(archive, checksums=False)
+        found = check_contents(archive)
+        record |= {"dtype": _name(found.dtype), "optimizer": found.optimizer}
+        record["loads_under"] = loads_under(arguments)
+    except Refused as error:
+        problem, code = str(error), 3
+    if verify and found is not None:
+        try:
+            check_files(archive)
+            check_truth(archive, found)
+        except Refused as error:
+            problem, code = str(error), 4
+    is_verified = verify and code == 0 and not notes
+    record |= {"verified": is_verified, "notes": notes, "problem": problem, "exit_code": code}
+    return record
+
+
+def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Sizes that a launch would accept with the stored flags, each by itself.
+
+    The rules for heads and vocabulary look at TP alone, those for layers at PP x VPP, those for the
+    batch at DP (and at PP where there is a virtual pipeline).
+    """
+    vocab, layers = arguments["padded_vocab_size"], arguments["num_layers"]
+
+    def is_legal(layout: Layout) -> bool:
+        return not problems_of(arguments, layout, vocab)
+
+    heads = arguments["num_attention_heads"]
+    pipelines = [(1, 1), *((p, v) for p in range(2, layers + 1) for v in range(1, layers + 1))]
+    batch = arguments.get("global_batch_size") or 0
+    return {
+        "tp": [n for n in range(1, heads + 1) if is_legal(Layout(tp=n))],
+        "pp": [
+            str(p) if v == 1 else f"{p}x{v}"
+            for p, v in pipelines
+            if p * v <= layers and is_legal(Layout(pp=p, vpp=v))
+        ],
+        "dp": [n for n in range(1, batch + 1) if not batch_problems_of(arguments, Layout(dp=n))],
+    }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "key": tensor.key,
+        "shape": list(tensor.shape),
+        "dtype": _name(tensor.dtype),
+        "num_chunks": len(tensor.chunks),
+        "bytes": tensor.num_bytes,
+    }
+
+
+def _bytes_by_state(archive: Archive) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for tensor in archive.tensors.values():
+        sizes[contents.kind_of(tensor.key) or "weights"] += tensor.num_bytes
+    return dict(sizes)

@@ -1,0 +1,306 @@
+"""What a checkpoint is to become: judged by the rules of a launch, put into the common state."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert.checks import Contents
+from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.files import OUR_KEY
+from megatron.training.common.errors import UsageError
+from megatron.training.config.batch_schedule import make_schedule
+from megatron.training.config.layer_partition import text_of_cut
+from megatron.training.config.layout import Layout, further_sizes, layout_problems
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OPTIMIZERS = ("distributed", "plain", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What the user asked for; None keeps what is stored.
+
+    Raises:
+        UsageError: a size below 1.
+    """
+
+    tp: int | None = None
+    """Tensor parallel size."""
+    pp: int | None = None
+    """Pipeline parallel size."""
+    vpp: int | None = None
+    """Virtual pipeline size."""
+    dp: int | None = None
+    """Data parallel size."""
+    vocab: int | None = None
+    """Rows of the embedding."""
+    true_vocab: int | None = None
+    """Tokens of the tokenizer, where the stored flags do not tell."""
+    dtype: str | None = None
+    """Number format of the weights: fp32, bf16 or fp16."""
+    optimizer: str | None = None
+    """`distributed`, `plain` or `none`."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "dp", "vocab", "true_vocab"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {size} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What the checkpoint becomes."""
+
+    layout: Layout
+    """Layout its flags name."""
+    vocab: int
+    """Rows of the embedding."""
+    dtype: torch.dtype
+    """Number format of the weights."""
+    optimizer: str
+    """`distributed`, `plain` or `none`."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+
+def stored_layout(arguments: Mapping[str, Any]) -> Layout:
+    """The layout that stored flags name."""
+    return Layout(
+        tp=arguments.get("tensor_model_parallel_size") or 1,
+        pp=arguments.get("pipeline_model_parallel_size") or 1,
+        vpp=arguments.get("virtual_pipeline_model_parallel_size") or 1,
+        dp=arguments.get("data_parallel_size") or 1,
+        cut=arguments.get("layers_of_chunks"),
+    )
+
+
+def wished_layout(arguments: Mapping[str, Any], wish: Wish) -> Layout:
+    """The stored layout with what was asked for instead.
+
+    Raises:
+        UsageError: a virtual pipeline without a pipeline.
+    """
+    stored = stored_layout(arguments)
+    sizes = {name: getattr(wish, name) for name in ("tp", "pp", "vpp", "dp")}
+    merged = {**stored.to_json(), **{n: s for n, s in sizes.items() if s is not None}}
+    if merged["pp"] == 1 and wish.vpp is None:
+        merged["vpp"] = 1
+    if (merged["pp"], merged["vpp"]) != (stored.pp, stored.vpp):
+        merged.pop("cut", None)
+    if merged["vpp"] > 1 and merged["pp"] == 1:
+        raise UsageError(f"--vpp {merged['vpp']} needs a pipeline; give --pp of at least 2")
+    return Layout(**merged)
+
+
+def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
+    """Why a model cannot be laid out this way; the sentences of a launch."""
+    return layout_problems(
+        layout,
+        num_layers=arguments["num_layers"],
+        num_attention_heads=arguments["num_attention_heads"],
+        num_query_groups=contents.query_groups(arguments),
+        ffn_hidden_size=arguments["ffn_hidden_size"],
+        seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
+        padded_vocab_size=vocab,
+        sequence_parallel=bool(arguments.get("sequence_parallel")) and layout.tp > 1,
+        **further_sizes(arguments),
+    )
+
+
+def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
+    """Why the stored batches cannot be cut this way; empty where the flags name none."""
+    batch, micro = arguments.get("global_batch_size"), arguments.get("micro_batch_size")
+    if not batch or not micro:
+        return []
+    schedule = make_schedule(
+        global_batch_size=batch,
+        rampup_batch_size=arguments.get("rampup_batch_size"),
+        step_batch_size_schedule=arguments.get("step_batch_size_schedule"),
+        seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
+    )
+    return schedule.problems(
+        layout,
+        micro,
+        uneven=bool(arguments.get("allow_uneven_micro_batches")),
+        group_size=arguments.get("microbatch_group_size_per_vp_stage"),
+    )
+
+
+def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:
+    """Decides what the checkpoint becomes.
+
+    Raises:
+        UsageError: a wish that makes no sense.
+        Refused: a target that would not load.
+    """
+    layout = wished_layout(arguments, wish)
+    vocab, notes = _vocabulary(arguments, wish)
+    problems = problems_of(arguments, layout, vocab) + batch_problems_of(arguments, layout)
+    if problems:
+        raise Refused(
+            f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --pp, --vpp, "
+            "--dp and --vocab change it"
+        )
+    if wish.optimizer not in (None, "none") and found.optimizer == "none":
+        raise Refused(
+            f"--optimizer {wish.optimizer} needs the moments of Adam, which it does not hold; "
+            "drop the flag and start from the weights with --finetune"
+        )
+    return Target(
+        layout=layout,
+        vocab=vocab,
+        dtype=DTYPES[wish.dtype] if wish.dtype else found.dtype,
+        optimizer=wish.optimizer or found.optimizer,
+        notes=tuple(notes),
+    )
+
+
+def check_vocabulary(arguments: Mapping[str, Any], wish: Wish) -> int | None:
+    """Proves that no row of a token would go.
+
+    Returns:
+        How many rows are tokens, None if neither flags nor wish say it.
+
+    Raises:
+        UsageError: rows would go, and nothing says how many are tokens.
+        Refused: a token's row would go.
+    """
+    stored, known = int(arguments["padded_vocab_size"]), contents.true_vocab_size(arguments)
+    if wish.true_vocab is not None and known is not None and wish.true_vocab < known:
+        raise Refused(f"--true-vocab {wish.true_vocab}: the stored flags say {known}; drop it")
+    true = wish.true_vocab or known
+    if wish.vocab is not None and wish.vocab < stored and true is None:
+        raise UsageError(
+            f"--vocab {wish.vocab} drops rows, and the stored flags do not say how many tokens the "
+            "tokenizer has; say it with --true-vocab"
+        )
+    if wish.vocab is not None and true is not None and wish.vocab < min(true, stored):
+        raise Refused(
+            f"--vocab {wish.vocab} would drop tokens: the tokenizer has {true}; give at least that"
+        )
+    return true
+
+
+def _vocabulary(arguments: Mapping[str, Any], wish: Wish) -> tuple[int, list[str]]:
+    stored = int(arguments["padded_vocab_size"])
+    check_vocabulary(arguments, wish)
+    if wish.vocab is None or wish.vocab == stored:
+        return stored, []
+    kind = "rows of padding are dropped" if wish.vocab < stored else "rows of zeros are added"
+    change = abs(wish.vocab - stored)
+    return wish.vocab, [
+        f"{change} {kind}; they take part in the softmax, so the loss changes at once"
+    ]
+
+
+def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dict[str, Any]:
+    """The common state of the target: what is stored, with layout, vocabulary, number format and
+    optimizer rewritten."""
+    new = copy.deepcopy(dict(common))
+    arguments = vars(new["args"])
+    arguments.update(arguments_of(arguments, target))
+    if found.dtype != target.dtype:
+        _set_dtype(arguments, target.dtype)
+    if target.optimizer != "none":
+        arguments["use_distributed_optimizer"] = target.optimizer == "distributed"
+        if target.optimizer == "plain":
+            arguments["overlap_param_gather"] = False
+        if (found.dtype, found.optimizer) != (target.dtype, target.optimizer):
+            new["optimizer"] = _optimizer_state(new["optimizer"], arguments, target)
+    else:
+        new.pop("optimizer", None)
+    if OUR_KEY in new:
+        new[OUR_KEY]["layout"] = target.layout.to_json()
+    if target.optimizer == "distributed":
+        content = new.get("content_metadata") or {}
+        new["content_metadata"] = {**content, "distrib_optim_sharding_type": "fully_reshardable"}
+    new["args"] = Namespace(**arguments)
+    return new
+
+
+def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Flags that name the layout and the vocabulary of the target."""
+    layout = target.layout
+    is_ours = arguments.get("virtual_pipeline_model_parallel_size") is not None
+    # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
+    virtual = layout.vpp if layout.vpp > 1 or is_ours else None
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
+        **_cut_of(arguments, layout),
+        "overlap_p2p_comm": layout.vpp > 1,
+        "data_parallel_size": layout.dp,
+        "world_size": layout.world_size,
+        "sequence_parallel": bool(arguments.get("sequence_parallel")) and layout.tp > 1,
+        "padded_vocab_size": target.vocab,
+    }
+
+
+def _cut_of(arguments: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Flags of uneven stages, where the checkpoint knows of such."""
+    further = arguments.get("mtp_num_layers") or 0
+    text = text_of_cut(layout.cut, further) if layout.cut else None
+    values = {
+        "pipeline_model_parallel_layout": text,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "layers_of_chunks": list(layout.cut) if layout.cut else None,
+    }
+    return {name: value for name, value in values.items() if name in arguments}
+
+
+def _set_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    name = next(name for name, value in DTYPES.items() if value == dtype)
+    arguments["bf16"], arguments["fp16"] = name == "bf16", name == "fp16"
+    is_ours = isinstance(arguments.get("params_dtype", name), str)
+    arguments["params_dtype"] = name if is_ours else dtype
+    reduce_in_half = bool(arguments.get("grad_reduce_in_bf16"))
+    arguments["accumulate_allreduce_grads_in_fp32"] = name == "bf16" and not reduce_in_half
+    if name != "bf16":
+        arguments["grad_reduce_in_bf16"] = False
+
+
+def _optimizer_state(
+    state: Mapping[str, Any], arguments: Mapping[str, Any], target: Target
+) -> dict[str, Any]:
+    """The optimizer's part of the common state in the shape its class writes.
+
+    The fp32 optimizer writes its parameter groups bare; the half-precision and the distributed one
+    wrap them, with a loss scale for fp16; the distributed one adds how its tensors are stored.
+
+    Raises:
+        Refused: the stored shape is none of these.
+    """
+    inner = state if "param_groups" in state else state.get("optimizer", {})
+    known = {"param_groups", "optimizer", "grad_scaler", "param_state_sharding_type"}
+    strange = sorted(set(state) - known) or sorted(set(inner) - {"param_groups"})
+    if strange or "param_groups" not in inner:
+        raise Refused(
+            f"the optimizer's common state holds {', '.join(strange) or 'no parameter groups'}, "
+            "which is unknown; --optimizer none keeps the weights alone"
+        )
+    if target.optimizer == "plain" and target.dtype == torch.float32:
+        return dict(inner)
+    new: dict[str, Any] = {"optimizer": dict(inner)}
+    if target.dtype == torch.float16:
+        new["grad_scaler"] = state.get("grad_scaler") or {
+            "scale": torch.tensor([float(arguments.get("initial_loss_scale") or 2**32)]),
+            "growth_tracker": 0,
+            "hysteresis_tracker": arguments.get("hysteresis") or 2,
+        }
+    if target.optimizer == "distributed":
+        new["param_state_sharding_type"] = "fully_reshardable"
+    return new

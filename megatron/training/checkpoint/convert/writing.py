@@ -1,0 +1,175 @@
+"""Writing a `torch_dist` checkpoint rectangle by rectangle, with torch's own writer."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megatron.training.checkpoint.convert.archive import COMMON
+from megatron.training.checkpoint.convert.coverage import Chunk
+
+FILE_BYTES = 1 << 26
+"""Tensors that share a file are all in memory until it is written: no more than this, or than the
+largest one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A rectangle to be written, made when its turn comes."""
+
+    key: str
+    """Tensor it belongs to."""
+    dtype: torch.dtype
+    """Number format."""
+    shape: tuple[int, ...]
+    """Global shape of that tensor."""
+    part: Chunk
+    """Which rectangle."""
+    make: Callable[[], torch.Tensor]
+    """Gives the data, of the shape of the part."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the data."""
+        return self.part.volume * self.dtype.itemsize
+
+
+class _Planner(SavePlanner):
+    """Makes each piece when the writer comes to it."""
+
+    def __init__(self, pieces: Sequence[Piece], blobs: Mapping[str, Callable[[], bytes]]) -> None:
+        self.pieces = {(p.key, p.part.offset): p for p in pieces}
+        self.blobs = blobs
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing to set up."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Plans are made by `write_tensors`."""
+        return SavePlan([])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Plans are made by `write_tensors`."""
+        return all_plans, Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of one item."""
+        index = write_item.index
+        if index.offset is None:
+            return io.BytesIO(self.blobs[index.fqn]())
+        piece = self.pieces[index.fqn, tuple(index.offset)]
+        data = piece.make()
+        assert tuple(data.shape) == piece.part.size and data.dtype == piece.dtype, piece.key
+        return data.contiguous()
+
+
+def write_tensors(
+    folder: Path,
+    pieces: Sequence[Piece],
+    blobs: Mapping[str, Callable[[], bytes]],
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Writes tensors and opaque objects, several to a file.
+
+    Holds in memory the pieces of one file, which are `file_bytes` or one piece, and what making the
+    next piece needs: about twice the largest piece.
+
+    Args:
+        folder: exists and is empty.
+        pieces: rectangles that fill their tensors.
+        blobs: stored objects by key.
+        file_bytes: see `FILE_BYTES`.
+    """
+    # Copying ahead would ask for, and start, an accelerator.
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
+    planner = _Planner(pieces, blobs)
+    writer.set_up_storage_writer(True)
+    plans = [SavePlan([_item_of(p) for p in group]) for group in _grouped(pieces, file_bytes)]
+    if blobs:
+        objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in sorted(blobs)]
+        plans.append(SavePlan(objects))
+    # The writer names files after the ranks whose plans they are.
+    plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+    results = [writer.write_data(plan, planner).wait() for plan in plans]
+    writer.finish(Metadata(_index(pieces, blobs)), results)
+
+
+def _item_of(piece: Piece) -> WriteItem:
+    return WriteItem(
+        MetadataIndex(piece.key, piece.part.offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=_chunk(piece.part),
+            properties=TensorProperties(dtype=piece.dtype),
+            size=torch.Size(piece.shape),
+        ),
+    )
+
+
+def _chunk(part: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
+
+
+def _grouped(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if group and size + piece.num_bytes > limit:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.num_bytes
+    if group:
+        yield group
+
+
+def _index(pieces: Sequence[Piece], blobs: Mapping[str, Any]) -> dict[str, Any]:
+    index: dict[str, Any] = {key: BytesStorageMetadata() for key in blobs}
+    for piece in pieces:
+        if piece.key not in index:
+            properties = TensorProperties(dtype=piece.dtype)
+            index[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        index[piece.key].chunks.append(_chunk(piece.part))
+    return index
+
+
+def write_common(folder: Path, common: Mapping[str, Any]) -> None:
+    """Writes the common state and the mark that says which format this is."""
+    with (folder / COMMON).open("wb") as file:
+        torch.save(dict(common), file)
+        file.flush()
+        os.fsync(file.fileno())
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))

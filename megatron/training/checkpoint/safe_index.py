@@ -1,0 +1,190 @@
+"""Reading the index of a checkpoint, `.metadata`, which is a plain pickle.
+
+torch would unpickle it without asking. Here only the names that such a file needs are let through,
+what they name cannot be changed by the file, and the files it sends to lie beside it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from megatron.training.checkpoint.files import COMMON, CORE_MARK
+
+METADATA = ".metadata"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_CORE = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED = {
+    f"{_CHECKPOINT}.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_CHECKPOINT}.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    # Older versions of megatron-core kept data of their own beside torch's.
+    _CORE: {"MCoreMetadata", "MCoreSavePlan"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
+_CALLED_ONLY = ("pathlib", "torch.serialization")
+_DTYPES = {
+    str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
+}
+
+
+class BadIndex(ValueError):
+    """A file is no index of a checkpoint, is damaged, or would do what an index must not."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Lets the classes of an index through and nothing else.
+
+    A pickle can set attributes of whatever it names. What is only called is therefore hidden behind
+    a function of its own; classes that must be named are put back as they were.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The thing of an allowed name."""
+        is_dtype = module == "torch" and name in _DTYPES
+        if not is_dtype and name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} does not belong into {METADATA}")
+        found = super().find_class(module, name)
+        if module in _CALLED_ONLY:
+            return lambda *args: found(*args)
+        if isinstance(found, type):
+            self._before.setdefault(found, dict(vars(found)))
+        return found
+
+    def put_back(self) -> str | None:
+        """Undoes what was done to classes, and names one."""
+        changed = None
+        for kind, before in self._before.items():
+            now = dict(vars(kind))
+            for name in now.keys() | before.keys():
+                if name in before and name in now and now[name] is before[name]:
+                    continue
+                changed = kind.__name__
+                if name in before:
+                    setattr(kind, name, before[name])
+                else:
+                    delattr(kind, name)
+        return changed
+
+
+def read_index(path: Path) -> Metadata:
+    """The index of a checkpoint, proved to consist of what an index consists of.
+
+    Raises:
+        BadIndex: it is damaged, or is no index.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        unpickler = _Unpickler(file)
+        try:
+            metadata, error = unpickler.load(), None
+        except OSError:
+            raise
+        except Exception as caught:  # a damaged pickle raises anything
+            metadata, error = None, caught
+        finally:
+            changed = unpickler.put_back()
+    if error is not None:
+        text = " ".join(str(error).split())[:200]
+        raise BadIndex(f"{path} cannot be read: {type(error).__name__}: {text}") from error
+    if changed is not None:
+        raise BadIndex(f"{path} cannot be read: it would change the class {changed}")
+    if not isinstance(metadata, Metadata):
+        raise BadIndex(f"{path} is no index of a checkpoint")
+    problem = _problem(metadata)
+    if problem is not None:
+        raise BadIndex(f"{path} is damaged: {problem}")
+    return metadata
+
+
+def file_names(metadata: Metadata) -> list[str]:
+    """The files that a checkpoint consists of, sorted: index, what the index uses, common state and
+    mark."""
+    used = {where.relative_path for where in (metadata.storage_data or {}).values()}
+    return sorted(used | {COMMON, METADATA, CORE_MARK})
+
+
+def stray_file(folder: Path, metadata: Metadata) -> Path | None:
+    """The first file of a checkpoint that is not a plain file in its folder, or None."""
+    for name in file_names(metadata):
+        path = folder / name
+        if Path(name).name != name or path.is_symlink():
+            return path
+    return None
+
+
+def _problem(metadata: Metadata) -> str | None:
+    entries = getattr(metadata, "state_dict_metadata", None)
+    places = getattr(metadata, "storage_data", None)
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        return "it lacks the tensors, or the places where they are stored"
+    for key, entry in entries.items():
+        if not isinstance(key, str) or not _is_entry(entry):
+            return f"the entry {str(key)[:80]!r} is no tensor and no object"
+    for index, where in places.items():
+        if not isinstance(index, MetadataIndex) or not _is_place(where):
+            return f"the place of {str(index)[:80]!r} is none"
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry, BytesStorageMetadata)
+    try:
+        properties, size, chunks = entry.properties, entry.size, entry.chunks
+        return (
+            isinstance(properties.dtype, torch.dtype)
+            and _are_sizes(size)
+            and isinstance(chunks, list)
+            and all(isinstance(c, ChunkStorageMetadata) for c in chunks)
+            and all(_are_sizes(c.offsets) and _are_sizes(c.sizes) for c in chunks)
+        )
+    except AttributeError:
+        return False
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, (tuple, list)) and all(type(n) is int and n >= 0 for n in sizes)
+
+
+def _is_place(where: Any) -> bool:
+    if not isinstance(where, _StorageInfo):
+        return False
+    try:
+        name, offset, length = where.relative_path, where.offset, where.length
+    except AttributeError:
+        return False
+    return isinstance(name, str) and _are_sizes((offset, length))

@@ -1,0 +1,1 @@
+"""What every room uses: errors, optional packages, signals, devices, small collectives."""

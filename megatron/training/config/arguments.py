@@ -1,0 +1,313 @@
+"""The command line: a parser made from the configuration dataclasses, and `resolve` to `Config`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.training.common.errors import UsageError
+from megatron.training.config import GROUPS, Config, ModelConfig
+from megatron.training.config.derive import derive
+from megatron.training.config.draft import Draft, Environment
+from megatron.training.config.fields import OptionSpec, option_specs
+from megatron.training.config.known_flags import (
+    DEPRECATED,
+    FAMILIES,
+    KnownFlag,
+    known_flags,
+    notes_of,
+)
+from megatron.training.config.logging import profile_problems
+
+TITLES = {
+    "model": "model shape",
+    "kernels": "implementation and fused kernels",
+    "batch": "batch and length",
+    "optim": "learning rate and optimizer",
+    "precision": "precision",
+    "parallel": "parallelism",
+    "recompute": "activation recomputation",
+    "data": "data and tokenizer",
+    "checkpoint": "checkpoint",
+    "logging": "logging",
+    "runtime": "runtime",
+}
+"""Group name in `Config` -> its title in `--help`."""
+
+_NEAR = 0.8
+"""How alike an unknown flag and a hint must be: difflib's ratio, from 0 to 1."""
+_TOO_FEW = ("argument", "arguments")
+"""How argparse's complaint about missing values ends."""
+_TOO_MANY = "ignored explicit argument"
+"""What argparse says of a switch that is given a value."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, so that one place prints problems and picks the
+    exit code."""
+
+    def error(self, message: str) -> NoReturn:
+        text = message.removeprefix("argument ")
+        if text.endswith(_TOO_FEW):
+            text += "; give as many"
+        elif _TOO_MANY in text:
+            text = text.replace(_TOO_MANY, "it takes no value; remove")
+        raise UsageError(text)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give one") from None
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: str}
+"""Type of a value -> what reads it."""
+
+
+def build_parser(
+    extra_groups: Mapping[str, type] | None = None, *, prog: str | None = None
+) -> Parser:
+    """Makes the parser of all implemented flags.
+
+    Absent flags leave no attribute behind; `parse_args` fills in the defaults.
+
+    Args:
+        extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+        prog: name in the usage line; None takes that of the process.
+    """
+    parser = Parser(
+        prog=prog,
+        description="Pre-train a GPT on megatron-core with the flags of Megatron-LM.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    groups = {TITLES[name]: group for name, group in GROUPS.items()} | dict(extra_groups or {})
+    for title, group in groups.items():
+        section = parser.add_argument_group(title)
+        for spec in option_specs(group):
+            _add_option(section, spec)
+    return parser
+
+
+def _add_option(section: Any, spec: OptionSpec) -> None:
+    text = spec.help.replace("%", "%%")
+    settings: dict[str, Any] = {"dest": spec.dest, "default": argparse.SUPPRESS}
+    if spec.kind is bool:
+        settings["action"] = "store_false" if spec.default else "store_true"
+        settings["help"] = f"Turn off: {text}" if spec.default else text
+    else:
+        reader = _READERS[spec.kind]
+        settings |= {"type": reader, "choices": spec.choices, "nargs": spec.nargs}
+        shown = spec.default not in (None, ())
+        required = " Required." if spec.required else ""
+        settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
+        if spec.choices is None:
+            settings["metavar"] = {int: "N", float: "X", str: "TEXT"}[spec.kind]
+    section.add_argument(*spec.strings, **settings)
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    extra_groups: Mapping[str, type] | None = None,
+    *,
+    prog: str | None = None,
+) -> argparse.Namespace:
+    """Reads a command line.
+
+    Args:
+        argv: arguments without the program name; None takes those of the process.
+        extra_groups: title -> dataclass with `option` fields, for flags of other packages.
+        prog: name in the usage line; None takes that of the process.
+
+    Returns:
+        One attribute per flag, named as in Megatron-LM, with the default where the flag is absent;
+        and `explicit_flags` (frozenset of the names given) and `ignored_flags` (tuple of option
+        strings without effect).
+
+    Raises:
+        UsageError: an unknown flag, a refused flag or a value of the wrong kind.
+    """
+    parser, known = _parser_of_all(tuple((extra_groups or {}).items()), prog), known_flags()
+    found, rest = parser.parse_known_args(argv)
+    given = vars(found)
+    asked = {known[n]: given.pop(n) for n in list(given) if n in known}
+    names = {s for action in parser._actions for s in action.option_strings if s != "-h"}
+    if problems := [*_refusals(asked), *_unknown(rest, names)]:
+        raise UsageError("\n".join(problems))
+    ignored = tuple(flag.name for flag, value in asked.items() if _has_a_say(flag, value))
+
+    values: dict[str, Any] = {}
+    groups = [*GROUPS.values(), *(extra_groups or {}).values()]
+    for spec in (spec for group in groups for spec in option_specs(group)):
+        value = given.get(spec.dest, spec.default)
+        values[spec.dest] = tuple(value) if isinstance(value, list) else value
+    return argparse.Namespace(**values, explicit_flags=frozenset(given), ignored_flags=ignored)
+
+
+@functools.cache
+def _parser_of_all(groups: tuple[tuple[str, type], ...], prog: str | None) -> Parser:
+    """Makes the parser of implemented and known flags, once: that takes longer than to parse."""
+    parser = build_parser(dict(groups), prog=prog)
+    section = parser.add_argument_group("known")
+    for flag in known_flags().values():
+        settings: dict[str, Any] = {"action": "append_const", "const": flag.name}
+        if flag.nargs != 0:
+            settings = {"nargs": flag.nargs, "choices": flag.choices}
+        section.add_argument(flag.name, dest=flag.name, help=argparse.SUPPRESS, **settings)
+    return parser
+
+
+def _values(flag: KnownFlag, value: Any) -> list[str]:
+    if flag.nargs == 0 or value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _has_a_say(flag: KnownFlag, value: Any) -> bool:
+    """Whether a flag asks for something that it does not get."""
+    return flag.asks_for_something(_values(flag, value))
+
+
+def _refusals(given: Mapping[KnownFlag, Any]) -> list[str]:
+    """One line for each flag that would change the result."""
+    return [
+        " ".join([flag.name, *_values(flag, value)]) + f" is refused: {flag.refusal}"
+        for flag, value in given.items()
+        if flag.refusal is not None and _has_a_say(flag, value)
+    ]
+
+
+def _unknown(rest: Sequence[str], names: Collection[str]) -> list[str]:
+    """One line for each unknown flag; a word before all flags is no value of one."""
+    flags = [word.split("=", 1)[0] for word in rest if _is_flag(word)]
+    if rest and not flags:
+        return [f"unexpected argument {rest[0]!r}; every value follows a --flag, remove it"]
+    lines = []
+    for flag in dict.fromkeys(flags):
+        family = next((why for start, why in FAMILIES.items() if flag.startswith(start)), None)
+        if family is not None:
+            lines.append(f"{flag} is refused: {family}")
+            continue
+        near = nearest_flag(flag, names)
+        lines.append(f"unknown flag {flag}; " + (f"did you mean {near}?" if near else "remove it"))
+    return lines
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word that no known flag took is a flag, and not a value such as -1 or -1e-3."""
+    if not word.startswith("-"):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return True
+    return False
+
+
+def nearest_flag(flag: str, names: Collection[str]) -> str | None:
+    """The flag that a misspelled one probably meant, or None if none is near.
+
+    Underscores for hyphens, one hyphen for two, and capitals do not count as differences. What
+    turns something off is never offered for what turns it on, nor a flag that Megatron-LM gave up.
+    """
+    plain = _letters(flag)
+    spelled = {_letters(name): name for name in sorted(names)[::-1] if name not in DEPRECATED}
+    if plain in spelled:
+        return spelled[plain]
+    alike = [name for name in spelled if _turns_off(name) == _turns_off(plain)]
+    near = difflib.get_close_matches(plain, alike, n=1, cutoff=_NEAR)
+    return spelled[near[0]] if near else None
+
+
+def _letters(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-").lower()
+
+
+def _turns_off(flag: str) -> bool:
+    return flag.startswith(("no-", "disable-"))
+
+
+def resolve(
+    args: argparse.Namespace,
+    world_size: int,
+    *,
+    cuda_available: bool = False,
+    transformer_engine_available: bool = False,
+    apex_available: bool = False,
+) -> Config:
+    """Turns parsed flags into the configuration of a run: derives, converts to samples, checks.
+
+    Args:
+        args: from `parse_args`.
+        world_size: number of ranks.
+        cuda_available: whether this machine has a GPU.
+        transformer_engine_available: whether Transformer Engine imports.
+        apex_available: whether NVIDIA's apex imports.
+
+    Returns:
+        A configuration without open values. What was derived against the flags is listed in
+        `runtime.notes`.
+
+    Raises:
+        UsageError: one line per problem, the most basic ones first.
+    """
+    environment = Environment(
+        world_size=world_size,
+        cuda=cuda_available,
+        transformer_engine=transformer_engine_available,
+        apex=apex_available,
+    )
+    names = {f.name for group in GROUPS.values() for f in dataclasses.fields(group)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    draft = Draft(values=given, explicit=args.explicit_flags & names)
+    draft.require(world_size >= 1, f"world size {world_size} must be at least 1; start a rank")
+    for name, flag in _required():
+        draft.require(draft[name] is not None, f"{flag} is required; give it")
+    draft.stop_if_problems()
+    derive(draft, environment)
+    for problem in profile_problems(draft.values):
+        draft.problem(problem)
+    draft.stop_if_problems()
+    draft.values["ignored_flags"] = args.ignored_flags
+    draft.values["notes"] = (*notes_of(args.ignored_flags), *draft.notes)
+    return Config.from_flat(draft.values, draft.explicit)
+
+
+def _required() -> list[tuple[str, str]]:
+    specs = [spec for group in GROUPS.values() for spec in option_specs(group)]
+    return [(spec.dest, spec.strings[0]) for spec in specs if spec.required]
+
+
+def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) -> argparse.Namespace:
+    """Fills in the model shape and the tokenizer from a checkpoint (`--use-checkpoint-args`).
+
+    Args:
+        args: from `parse_args`; flags given on the command line keep their value.
+        stored: `Config.flat()` of the run that wrote the checkpoint, or the flags of Megatron-LM,
+            where None says that a flag was not given.
+
+    Returns:
+        New arguments for `resolve`.
+    """
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {"add_position_embedding"}
+    tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
+    tokenizer |= {"vocab_file", "merge_file"}
+    values = dict(vars(args))
+    for name in (shape | tokenizer) - args.explicit_flags:
+        if stored.get(name) is not None and name in values:
+            value = stored[name]
+            values[name] = tuple(value) if isinstance(value, list) else value
+    return argparse.Namespace(**values)

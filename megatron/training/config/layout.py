@@ -1,0 +1,393 @@
+"""The parallel layout of a run and the rules that make one legal."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.training.common.errors import UsageError
+
+_SIZES = ("tp", "pp", "vpp", "dp")
+_MOST_CHUNKS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the ranks of a job share one model.
+
+    Raises:
+        ValueError: a size is not an integer of at least 1, `vpp` is used without a pipeline, or
+            `cut` is not one number for every chunk.
+    """
+
+    tp: int = 1
+    """Tensor parallel size: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline parallel size: ranks that share the stack of layers."""
+    vpp: int = 1
+    """Virtual pipeline size: model chunks held by each pipeline rank; 1 means no interleaving."""
+    dp: int = 1
+    """Data parallel size: copies of the model, each reading other samples."""
+    cut: tuple[int, ...] | None = None
+    """[pp * vpp] layers of every model chunk in the order of the model (chunk k is held by stage k
+    mod pp); None, also where equal numbers were given: the same for all."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"layout size {name} must be an integer >= 1, got {value!r}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp = {self.vpp} needs a pipeline (pp > 1)")
+        if self.cut is not None:
+            cut = _checked_cut(self.cut, self.pp * self.vpp)
+            object.__setattr__(self, "cut", cut if len(set(cut)) > 1 else None)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return self.tp * self.pp
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """tp, pp, vpp, dp: all but the cut."""
+        return self.tp, self.pp, self.vpp, self.dp
+
+    def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
+        """[pp * vpp] layers of every chunk in the order of the model.
+
+        Args:
+            num_layers: of the whole model; a legal layout of it (`layout_problems`).
+        """
+        chunks = self.pp * self.vpp
+        return self.cut or (num_layers // chunks,) * chunks
+
+    def layers_of_stage(self, num_layers: int, stage: int) -> list[range]:
+        """Numbers of the layers of each chunk of a stage.
+
+        Args:
+            num_layers: of the whole model; a legal layout of it.
+            stage: rank in the pipeline.
+        """
+        counts = self.layers_of_chunks(num_layers)
+        ends = list(itertools.accumulate(counts))
+        # Interleaved: a stage has every pp-th chunk of the stack.
+        own = range(stage, len(counts), self.pp)
+        return [range(ends[k] - counts[k], ends[k]) for k in own]
+
+    @property
+    def batch_unit(self) -> int:
+        """Samples that every global batch is a multiple of, in micro-batches of one."""
+        return self.dp * (self.pp if self.vpp > 1 else 1)
+
+    def __str__(self) -> str:
+        virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
+        cut = f".cut{_runs(self.cut)}" if self.cut else ""
+        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}{cut}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Layout:
+        """Inverse of `str`.
+
+        Raises:
+            ValueError: another form.
+        """
+        found = re.fullmatch(r"tp(\d+)\.pp(\d+)(?:\.vpp(\d+))?\.dp(\d+)(?:\.cut([\dx-]+))?", text)
+        if not found:
+            raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
+        *sizes, runs = found.groups()
+        tp, pp, vpp, dp = (int(size or 1) for size in sizes)
+        cut = None if runs is None else _from_runs(runs, pp * vpp)
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, cut=cut)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the four sizes, and the cut if there is one, as a JSON-safe dictionary."""
+        data = asdict(self)
+        cut = data.pop("cut")
+        return data if cut is None else {**data, "cut": list(cut)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Layout:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: an unknown key or an illegal size.
+        """
+        unknown = sorted(set(data) - {*_SIZES, "cut"})
+        if unknown:
+            raise ValueError(f"unknown layout keys: {', '.join(unknown)}")
+        return cls(**data)
+
+    @classmethod
+    def from_world(cls, world_size: int, tp: int = 1, pp: int = 1, vpp: int = 1) -> Layout:
+        """Gives the ranks that tensor and pipeline parallelism leave over to data parallelism.
+
+        Raises:
+            UsageError: the sizes do not divide the world, or are illegal by themselves.
+        """
+        names = (
+            ("--tensor-model-parallel-size", tp),
+            ("--pipeline-model-parallel-size", pp),
+            ("--num-virtual-stages-per-pipeline-rank", vpp),
+        )
+        for flag, value in names:
+            if value < 1:
+                raise UsageError(f"{flag} {value} must be at least 1")
+        if vpp > 1 and pp == 1:
+            raise UsageError(
+                f"{vpp} virtual pipeline stages need --pipeline-model-parallel-size of at least 2; "
+                "raise it or drop the virtual pipeline flag"
+            )
+        if world_size % (tp * pp) != 0:
+            raise UsageError(
+                f"world size {world_size} is not divisible by --tensor-model-parallel-size {tp} x "
+                f"--pipeline-model-parallel-size {pp} = {tp * pp}; start a multiple of {tp * pp} "
+                "ranks or lower one of the two"
+            )
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=world_size // (tp * pp))
+
+
+def layout_problems(
+    layout: Layout,
+    *,
+    num_layers: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    ffn_hidden_size: int,
+    seq_length: int,
+    padded_vocab_size: int | None,
+    sequence_parallel: bool,
+    split_widths: Mapping[str, int] = MappingProxyType({}),
+    needs_one_stage: bool = False,
+) -> list[str]:
+    """Lists why a model cannot be laid out this way.
+
+    Args:
+        layout: the layout to judge.
+        num_layers: transformer layers of the whole model.
+        num_attention_heads: query heads of one layer.
+        num_query_groups: key-value heads of one layer.
+        ffn_hidden_size: width of the MLP.
+        seq_length: tokens per sample.
+        padded_vocab_size: rows of the embedding, or None while it is not known.
+        sequence_parallel: whether activations are split over the sequence between tensor-parallel
+            regions.
+        split_widths: further widths that tensor parallelism splits, by the flags that set them.
+        needs_one_stage: whether the model predicts further tokens with tied embeddings.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
+        is legal.
+    """
+    tp = layout.tp
+    tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
+    problems = []
+    stages = layout.pp * layout.vpp
+    if layout.cut and sum(layout.cut) != num_layers:
+        problems.append(
+            f"the chunks of {layout} have {sum(layout.cut)} layers and --num-layers is "
+            f"{num_layers}; give --pipeline-model-parallel-layout as many"
+        )
+    if num_layers % stages != 0 and not layout.cut:
+        problems.append(
+            f"--num-layers {num_layers} cannot be cut into {layout.pp} pipeline ranks x "
+            f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
+            "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
+        )
+    if num_attention_heads % tp != 0:
+        problems.append(
+            f"--num-attention-heads {num_attention_heads} is not divisible by {tp}; {tp_fix}"
+        )
+    if num_query_groups % tp != 0 and tp % num_query_groups != 0:
+        problems.append(
+            f"--num-query-groups {num_query_groups} neither divides nor is divided by {tp}; "
+            f"{tp_fix}"
+        )
+    if ffn_hidden_size % tp != 0:
+        problems.append(f"--ffn-hidden-size {ffn_hidden_size} is not divisible by {tp}; {tp_fix}")
+    if sequence_parallel and seq_length % tp != 0:
+        problems.append(
+            f"--seq-length {seq_length} is not divisible by {tp} as --sequence-parallel needs; "
+            f"{tp_fix}"
+        )
+    for flags, width in split_widths.items():
+        if width % tp != 0:
+            problems.append(f"{flags} {width} is not divisible by {tp}; {tp_fix}")
+    if needs_one_stage and layout.pp > 1:
+        problems.append(
+            "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
+            f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
+        )
+    if padded_vocab_size is not None and padded_vocab_size % tp != 0:
+        problems.append(
+            f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
+            f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
+        )
+    return problems
+
+
+def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `layout_problems` must know of some models only, as keyword arguments.
+
+    Args:
+        arguments: flags by field name, as derived or as stored.
+    """
+    widths = {}
+    if arguments.get("multi_latent_attention"):
+        if arguments.get("q_lora_rank"):
+            widths["--q-lora-rank"] = arguments["q_lora_rank"]
+        rotated = arguments["qk_pos_emb_head_dim"]
+        widths["--kv-lora-rank + --qk-pos-emb-head-dim"] = arguments["kv_lora_rank"] + rotated
+    is_further = bool(arguments.get("mtp_num_layers"))
+    if is_further:
+        widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
+    is_tied = not arguments.get("untie_embeddings_and_output_weights")
+    return {"split_widths": widths, "needs_one_stage": is_further and is_tied}
+
+
+def recompute_problems(
+    layout: Layout, *, num_layers: int, method: str | None, recompute_num_layers: int
+) -> list[str]:
+    """Lists why whole layers cannot be computed again this way.
+
+    Args:
+        layout: a legal one.
+        num_layers: transformer layers of the whole model.
+        method: `uniform` or `block`.
+        recompute_num_layers: layers of a unit, or layers of every chunk.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix.
+    """
+    counts = set(layout.layers_of_chunks(num_layers)) - {0}
+    if recompute_num_layers > max(counts):
+        return [
+            f"--recompute-num-layers {recompute_num_layers} is more than the {max(counts)} layers "
+            "of one pipeline stage; lower it"
+        ]
+    broken = sorted(n for n in counts if n % max(recompute_num_layers, 1))
+    if method == "uniform" and broken:
+        # megatron-core would end with an IndexError in the first forward pass.
+        return [
+            f"--recompute-num-layers {recompute_num_layers} does not divide the {broken[0]} layers "
+            "of a pipeline stage, as --recompute-method uniform needs; lower it or use block"
+        ]
+    return []
+
+
+def group_of_microbatches(layout: Layout, num_microbatches: int, asked: int | None = None) -> int:
+    """Micro-batches that a chunk of an interleaved pipeline takes in a row.
+
+    Args:
+        layout: with a virtual pipeline.
+        num_microbatches: of one replica in a step.
+        asked: `--microbatch-group-size-per-virtual-pipeline-stage`.
+
+    Returns:
+        What is asked for, if megatron-core can schedule that; else the pipeline size.
+    """
+    if asked is None or not layout.pp <= asked <= num_microbatches:
+        return layout.pp
+    rest = num_microbatches % asked
+    return asked if rest == 0 or rest >= layout.pp else layout.pp
+
+
+def batch_problems(
+    layout: Layout,
+    micro_batch_size: int,
+    global_batch_size: int,
+    *,
+    uneven: bool = False,
+    group_size: int | None = None,
+) -> list[str]:
+    """Lists why a global batch cannot be cut into micro-batches on this layout.
+
+    Args:
+        layout: the layout to judge.
+        micro_batch_size: samples of one forward pass on one data-parallel rank.
+        global_batch_size: samples of one optimizer step.
+        uneven: whether the last micro-batch of every replica may be smaller; without effect on a
+            pipeline, whose stages exchange one shape.
+        group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
+    """
+    if micro_batch_size < 1 or global_batch_size < 1:
+        return [
+            f"--micro-batch-size {micro_batch_size} and --global-batch-size {global_batch_size} "
+            "must both be at least 1"
+        ]
+    if uneven and layout.pp == 1:
+        if global_batch_size % layout.dp == 0:
+            return []
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by the data parallel size "
+            f"{layout.dp}; use {_nearest_multiples(global_batch_size, layout.dp)}"
+        ]
+    unit = micro_batch_size * layout.dp
+    # The interleaved schedule works on groups of PP micro-batches and cannot cut the last one.
+    group = layout.pp if layout.vpp > 1 else 1
+    if global_batch_size % unit != 0:
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by --micro-batch-size "
+            f"{micro_batch_size} x data parallel size {layout.dp} = {unit}; use "
+            f"{_nearest_multiples(global_batch_size, unit * group)}"
+        ]
+    num_microbatches = global_batch_size // unit
+    taken = group_of_microbatches(layout, num_microbatches, group_size)
+    if num_microbatches % group != 0 and taken == group:
+        return [
+            f"--global-batch-size {global_batch_size} gives {num_microbatches} micro-batches, "
+            f"which a virtual pipeline over {layout.pp} ranks cannot schedule; use "
+            f"{_nearest_multiples(global_batch_size, unit * group)}"
+        ]
+    return []
+
+
+def _checked_cut(cut: Sequence[int], chunks: int) -> tuple[int, ...]:
+    if not isinstance(cut, (list, tuple)):
+        raise ValueError(f"a cut is a list of whole numbers, got {cut!r}")
+    numbers = tuple(cut)
+    if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
+        raise ValueError(f"a cut is whole numbers, got {list(numbers)}")
+    if len(numbers) != chunks:
+        raise ValueError(f"a cut over {chunks} chunks needs as many numbers, got {len(numbers)}")
+    # The embedding and the head may stand alone.
+    if min(numbers) < 0 or 0 in numbers[1:-1] or not any(numbers):
+        raise ValueError(
+            f"every chunk but the first and the last needs a layer, got {list(numbers)}"
+        )
+    return numbers
+
+
+def _runs(cut: Sequence[int]) -> str:
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(cut)]
+    return "-".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
+
+
+def _from_runs(text: str, chunks: int) -> tuple[int, ...]:
+    if chunks > _MOST_CHUNKS:
+        raise ValueError(f"a cut over {chunks} chunks is none of any model")
+    numbers: list[int] = []
+    for run in text.split("-"):
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", run)
+        times = int(found[2] or 1) if found else 0
+        if not found or times > chunks:
+            raise ValueError(f"{text!r} is no cut such as 5-4x2-3 over {chunks} chunks")
+        numbers += [int(found[1])] * times
+    return tuple(numbers)
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

@@ -1,0 +1,83 @@
+"""The configuration of a run under another layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.training.common.errors import UsageError
+from megatron.training.config.layer_partition import text_of_cut
+from megatron.training.config.layout import (
+    Layout,
+    further_sizes,
+    layout_problems,
+    recompute_problems,
+)
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+
+def with_layout(config: Config, layout: Layout) -> Config:
+    """The same run on the same ranks under another layout; depends on the flags and the layout
+    alone, not on the layouts between.
+
+    Sequence parallelism follows the flags. Where they give neither it nor a tensor size, it is on
+    wherever it can be.
+
+    Args:
+        config: of the run under any layout.
+        layout: to change to.
+
+    Raises:
+        UsageError: the model cannot be laid out this way; a line per problem.
+    """
+    if layout.world_size != config.layout.world_size:
+        raise UsageError(f"{layout} is for {layout.world_size} ranks, not for this job's")
+    model = config.model
+    follows = "tensor_model_parallel_size" not in config.explicit
+    sequence_parallel = layout.tp > 1 and (
+        "sequence_parallel" in config.explicit
+        or (follows and config.batch.seq_length % layout.tp == 0)
+        or model.multi_latent_attention
+    )
+    overlap = "overlap_p2p_comm" not in config.explicit and layout.vpp > 1
+    problems = layout_problems(
+        layout,
+        num_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        ffn_hidden_size=model.ffn_hidden_size,
+        seq_length=config.batch.seq_length,
+        padded_vocab_size=model.padded_vocab_size,
+        sequence_parallel=sequence_parallel,
+        **further_sizes(config.flat()),
+    )
+    if config.recompute.recompute_granularity == "full" and not problems:
+        problems += recompute_problems(
+            layout,
+            num_layers=model.num_layers,
+            method=config.recompute.recompute_method,
+            recompute_num_layers=config.recompute.recompute_num_layers or 0,
+        )
+    if layout.vpp > 1 and layout.pp == 2 and not overlap:
+        problems.append("--no-overlap-p2p-communication excludes a virtual pipeline over 2 ranks")
+    if problems:
+        raise UsageError("\n".join(problems))
+    text = text_of_cut(layout.cut, model.mtp_num_layers or 0) if layout.cut else None
+    values = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": text,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "layers_of_chunks": layout.cut,
+        "data_parallel_size": layout.dp,
+        "sequence_parallel": sequence_parallel,
+        "overlap_p2p_comm": overlap,
+    }
+    return config.replace(**values)

@@ -1,0 +1,1 @@
+"""From text to the batches that a rank reads."""

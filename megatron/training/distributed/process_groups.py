@@ -1,0 +1,241 @@
+"""Process groups of one layout: built, seeded, and torn down without leaks."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.training.common.device import Device
+from megatron.training.config.layout import Layout
+
+# Names that parallel_state.destroy_model_parallel() leaves behind (0.16.1), with the value they
+# start from. Two of them are groups and would keep sockets and threads alive.
+FORGOTTEN_GLOBALS: dict[str, Any] = {
+    "_DATA_PARALLEL_GLOBAL_RANKS": None,
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": None,
+    "_EMBEDDING_GLOBAL_RANKS": None,
+    "_EXPERT_MODEL_PARALLEL_RANKS": None,
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": None,
+    "_HYBRID_DP_CP_GROUPS": {},
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": None,
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": None,
+    "_MODEL_PARALLEL_GLOBAL_RANKS": None,
+    "_MPU_DATA_PARALLEL_RANK": None,
+    "_MPU_DATA_PARALLEL_WORLD_SIZE": None,
+    "_PIPELINE_GLOBAL_RANKS": None,
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": None,
+}
+
+
+def init_distributed(device: Device, *, timeout_minutes: float) -> None:
+    """Joins the world that torchrun (or the caller) described in the environment; does nothing if
+    already joined.
+
+    Args:
+        device: decides the backend.
+        timeout_minutes: a collective that waits longer fails.
+    """
+    if dist.is_initialized():
+        return
+    dist.init_process_group(
+        device.backend,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        device_id=device.torch_device if device.is_cuda else None,
+    )
+
+
+def build_groups(
+    layout: Layout,
+    *,
+    timeout_minutes: float,
+    create_gloo_process_groups: bool = True,
+    use_tp_pp_dp_mapping: bool = False,
+) -> ProcessGroupCollection:
+    """Creates megatron-core's process groups for a layout. All ranks take part.
+
+    Args:
+        layout: its world size must be that of the job.
+        timeout_minutes: for every group.
+        create_gloo_process_groups: also create the CPU side groups.
+        use_tp_pp_dp_mapping: order ranks tensor, pipeline, data instead of tensor, data, pipeline.
+
+    Returns:
+        The groups, to be passed on rather than looked up.
+    """
+    assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.vpp if layout.vpp > 1 else None,
+        order="tp-cp-ep-pp-dp" if use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=create_gloo_process_groups,
+        distributed_timeout_minutes=int(timeout_minutes),
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
+    """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
+    model is gone.
+
+    Order matters: references first, then groups, then globals, then what closing waits for
+    (docs/decisions/001).
+
+    Args:
+        wait: for the other ranks first; needless where nobody can still use the groups.
+        linger: return before the threads of gloo groups have ended; `await_closed` waits for them.
+    """
+    await_closed()
+    _forget_model()
+    if wait:
+        dist.barrier()
+    groups = [g for g in parallel_state._global_process_group_list or [] if g is not None]
+    waiting = [g for g in groups if dist.get_backend(g) == "gloo"]
+    for group in groups:
+        dist.destroy_process_group(group)
+    group = None
+    groups.clear()
+    parallel_state.destroy_model_parallel()
+    for name, initial in FORGOTTEN_GLOBALS.items():
+        setattr(parallel_state, name, {} if initial == {} else initial)
+    gc.collect()
+    _let_go(waiting, linger=linger)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _let_go(groups: list[Any], *, linger: bool) -> None:
+    """Drops the last references to gloo groups, all at once: each waits for a thread of its own to
+    notice, some ten milliseconds, without holding the interpreter."""
+    if not groups:
+        return
+    boxes = [[groups.pop()] for _ in range(len(groups))]
+    pool = ThreadPoolExecutor(len(boxes))
+    for box in boxes:
+        pool.submit(box.clear)
+    _closing.append(pool)
+    if not linger:
+        await_closed()
+
+
+_closing: list[ThreadPoolExecutor] = []
+
+
+def await_closed() -> None:
+    """Waits until the groups that `destroy_groups` let linger are closed. Not collective."""
+    while _closing:
+        _closing.pop().shutdown()
+
+
+def _forget_model() -> None:
+    """Ends what a model leaves behind in this process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    RotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    YarnRotaryEmbedding.forward.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
+    destroy_num_microbatches_calculator()
+
+
+@dataclass(frozen=True)
+class IdleGroups:
+    """The groups of a layout that is not in use."""
+
+    globals: dict[str, Any]
+    """Values of megatron-core's names."""
+
+
+def _globals_of_groups() -> dict[str, Any]:
+    """megatron-core's names for groups, sizes and ranks, with their values now."""
+    names = {"_global_process_group_list"} | {n for n in vars(parallel_state) if _is_name(n)}
+    return {name: getattr(parallel_state, name) for name in sorted(names - _BUFFERS)}
+
+
+def _is_name(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isupper()
+
+
+_BUFFERS = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
+_EMPTY = {name: {} if value == {} else None for name, value in _globals_of_groups().items()}
+
+
+def set_groups_aside() -> IdleGroups:
+    """Takes the groups of the present layout out of use, whole. Not collective; a live model keeps
+    the groups that it was given."""
+    idle = IdleGroups(_globals_of_groups())
+    for name, value in _EMPTY.items():
+        setattr(parallel_state, name, {} if value == {} else value)
+    for name in _BUFFERS:
+        setattr(parallel_state, name, None)
+    return idle
+
+
+def use_groups(idle: IdleGroups) -> ProcessGroupCollection:
+    """Puts groups that were set aside to use again. Not collective.
+
+    Args:
+        idle: empty afterwards, so that it does not keep groups that are destroyed.
+    """
+    while idle.globals:
+        setattr(parallel_state, *idle.globals.popitem())
+    for name in _BUFFERS:
+        setattr(parallel_state, name, None)
+    parallel_state._set_global_memory_buffer()
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def release_model() -> None:
+    """What `destroy_groups` does to a model that is gone, where the groups stay. All ranks."""
+    _forget_model()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def random_seed_at(seed: int, consumed_samples: int, *stream: int | str) -> int:
+    """The seed of one random stream at one point of the run.
+
+    Random numbers are a pure function of the run seed, the samples consumed and the stream, so that
+    nothing about them needs to be stored, and a resumed run draws what the uninterrupted one would
+    have drawn.
+
+    Args:
+        seed: `--seed`.
+        consumed_samples: samples consumed when the step starts.
+        stream: what the numbers are for, for example `"dropout"` and the ranks that must differ.
+
+    Returns:
+        An integer in [0, 2^62).
+    """
+    text = "/".join(str(part) for part in (seed, consumed_samples, *stream))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) -> None:
+    """Seeds every random stream of this rank for the step that starts at `consumed_samples`.
+
+    Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ
+    in the model-parallel stream, as dropout under tensor parallelism requires; replicas and stages
+    differ in both.
+    """
+    own = random_seed_at(seed, consumed_samples, "pp", groups.pp.rank(), "dp", groups.dp.rank())
+    torch.manual_seed(own)
+    tensor_parallel.model_parallel_cuda_manual_seed(own, tp_rank=groups.tp.rank())
+
+
+def seed_build(seed: int) -> None:
+    """Seeds megatron-core's trackers before a model is built; initial weights do not depend on
+    it."""
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

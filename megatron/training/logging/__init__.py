@@ -1,0 +1,1 @@
+"""What a run reports: the record, the log line, and other sinks."""

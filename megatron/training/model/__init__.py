@@ -1,0 +1,1 @@
+"""The GPT, its initial weights, its cost in operations, and its shards."""

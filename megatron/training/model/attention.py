@@ -1,0 +1,162 @@
+"""Causal attention on torch's scaled_dot_product_attention, and multi-latent attention on it, used
+where Transformer Engine is absent."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron.training.common.optional import have_transformer_engine
+
+
+class SdpaAttention(MegatronModule):
+    """Core attention of a layer spec: no score matrix in memory where torch has a flash kernel.
+
+    Only causal self-attention without packing or bias, which is what GPT pre-training uses.
+
+    Args:
+        config: head counts, dropout.
+        layer_number: unused: what `apply_query_key_layer_scaling` divides by before the softmax it
+            multiplies by inside, so that only fp16 score matrices, which are not made here, change.
+        attn_mask_type: must be causal.
+        attention_type: unused, part of the interface.
+        attention_dropout: overrides the configured probability.
+        softmax_scale: overrides 1/sqrt(head size).
+        cp_comm_type: unused, part of the interface.
+        pg_collection: groups; the tensor-parallel one is used.
+        k_channels: unused, part of the interface: queries and keys bring their width.
+        v_channels: width of a head's value, if it is not that of the query.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert attn_mask_type == AttnMaskType.causal, attn_mask_type
+        assert config.context_parallel_size == 1
+        assert config.kv_channels is not None and config.num_query_groups is not None
+        tp_size = pg_collection.tp.size() if pg_collection is not None else 1
+        self.grouped = config.num_query_groups != config.num_attention_heads
+        width = v_channels or config.kv_channels
+        self.output_size = width * config.num_attention_heads // tp_size
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attends causally.
+
+        Args:
+            query: [seq, batch, heads of this rank, head size].
+            key: [seq, batch, query groups of this rank, head size].
+            value: [seq, batch, query groups of this rank, value size].
+            attention_mask: must be None.
+            attn_mask_type: `no_mask` where a single new token looks back on all keys that are kept;
+                else the mask is causal.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
+
+        Returns:
+            [seq, batch, heads of this rank x value size].
+        """
+        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        dropout = self.dropout if self.training else 0.0
+        is_causal = attn_mask_type != AttnMaskType.no_mask
+        # [seq, batch, heads, size] -> [batch, heads, seq, size]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if dropout > 0.0:
+            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+            with tracker.fork():
+                context = self._attend(q, k, v, dropout, is_causal)
+        else:
+            context = self._attend(q, k, v, 0.0, is_causal)
+        seq, batch = query.shape[:2]
+        return context.permute(2, 0, 1, 3).reshape(seq, batch, self.output_size)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dropout: float,
+        is_causal: bool,
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            enable_gqa=self.grouped,
+        )
+
+
+class SharedLinear(MegatronModule):
+    """A linear layer that every tensor-parallel rank holds whole and applies to its own tokens.
+
+    Its gradient is summed over tensor parallelism after the backward pass, as that of a norm.
+
+    Args:
+        config: dtype, and whether sequence parallelism is on.
+        input_size: width of the input.
+        output_size: width of the output.
+    """
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
+        super().__init__(config=config)
+        device: Any = torch.cuda.current_device()
+        weight = torch.empty(output_size, input_size, device=device, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Returns [..., output size], and no bias."""
+        return F.linear(x, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """megatron-core's multi-latent attention with the compression that Transformer Engine gives it.
+
+    megatron-core's local specification cuts the compressing layers over tensor parallelism, and
+    leaves the gradient of the rotated key of each rank at that of its own heads. Here every rank
+    compresses its own tokens with whole layers, so that nothing is left out.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # It takes Transformer Engine to be there once the module that wraps it imports, and then
+        # asks whether a layer is of a class that is none.
+        multi_latent_attention.HAVE_TE = have_transformer_engine()
+        super().__init__(config, *args, **kwargs)
+        hidden, rotated = config.hidden_size, config.qk_pos_emb_head_dim
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = SharedLinear(config, hidden, config.q_lora_rank)
+        self.linear_kv_down_proj = SharedLinear(config, hidden, config.kv_lora_rank + rotated)

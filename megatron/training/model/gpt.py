@@ -1,0 +1,424 @@
+"""The GPT of a configuration, built on the process groups of one layout and wrapped for data
+parallelism."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from megatron.training.common.device import Device
+from megatron.training.config import Config
+from megatron.training.distributed.process_groups import seed_build
+from megatron.training.distributed.stragglers import StepClock
+from megatron.training.model.attention import LatentAttention, SdpaAttention
+from megatron.training.model.init import (
+    InitialWeights,
+    draw_weights,
+    leave_uninitialised,
+)
+from megatron.training.model.norm import Norm
+
+logger = logging.getLogger(__name__)
+
+LATENT_KEYS = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Norms of a layer with multi-latent attention -> their names in a checkpoint, which are those of
+Transformer Engine; megatron-core's local specification leaves this map out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The chunks of the model that this rank holds."""
+
+    chunks: list[Any]
+    """One per virtual pipeline stage of this rank, in order."""
+    core_config: TransformerConfig
+    """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
+    clock: StepClock
+    """Times this rank's part of a step."""
+
+    @property
+    def unwrapped(self) -> list[Any]:
+        """The GPTModels inside the data-parallel and half-precision wrappers."""
+        return [_unwrap(chunk) for chunk in self.chunks]
+
+    def detach_hooks(self) -> None:
+        """Cuts the references that would keep the model alive after its last user is gone
+        (docs/decisions/001)."""
+        for name in (
+            "grad_scale_func",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+            "timers",
+        ):
+            setattr(self.core_config, name, None)
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # Without the gather that it would begin with: others may not be here to take part.
+                chunk.disable_forward_pre_hook(param_sync=False)
+
+
+def _unwrap(module: Any) -> Any:
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """The dtype of the model's own parameters (masters are fp32)."""
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return names[config.precision.params_dtype]
+
+
+def core_config(config: Config) -> TransformerConfig:
+    """Translates our configuration into megatron-core's."""
+    values = {**_shape(config), **_kernels(config), **_parallelism(config)}
+    if config.model.multi_latent_attention:
+        return MLATransformerConfig(**values, **_latent(config))
+    return TransformerConfig(**values)
+
+
+def _shape(config: Config) -> dict[str, Any]:
+    m = config.model
+    return {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "num_attention_heads": m.num_attention_heads,
+        "num_query_groups": m.num_query_groups,
+        "kv_channels": m.kv_channels,
+        "hidden_dropout": m.hidden_dropout,
+        "attention_dropout": m.attention_dropout,
+        "layernorm_epsilon": m.layernorm_epsilon,
+        "normalization": m.normalization,
+        "layernorm_zero_centered_gamma": m.layernorm_zero_centered_gamma,
+        "qk_layernorm": m.qk_layernorm,
+        "qk_l2_norm": m.qk_l2_norm,
+        "rotary_interleaved": m.rotary_interleaved,
+        "no_rope_freq": m.no_rope_freq,
+        "softmax_type": m.softmax_type,
+        "mtp_num_layers": m.mtp_num_layers,
+        "mtp_loss_scaling_factor": m.mtp_loss_scaling_factor,
+        "add_bias_linear": m.add_bias_linear,
+        "add_qkv_bias": m.add_qkv_bias,
+        "gated_linear_unit": m.gated_linear_unit,
+        "activation_func": _activation(config),
+        "glu_linear_offset": m.glu_linear_offset,
+        "activation_func_clamp_value": m.activation_func_clamp_value,
+        "init_method": leave_uninitialised,
+        "output_layer_init_method": leave_uninitialised,
+        "embedding_init_method": leave_uninitialised,
+        "init_method_std": m.init_method_std,
+    }
+
+
+def _activation(config: Config) -> Any:
+    m = config.model
+    if m.swiglu:
+        return F.silu
+    if m.quick_geglu:
+        return quick_gelu
+    return squared_relu if m.squared_relu else F.gelu
+
+
+def _latent(config: Config) -> dict[str, Any]:
+    """Multi-latent attention, whose rotation is part of it."""
+    m = config.model
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": m.q_lora_rank,
+        "kv_lora_rank": m.kv_lora_rank,
+        "qk_head_dim": m.qk_head_dim,
+        "qk_pos_emb_head_dim": m.qk_pos_emb_head_dim,
+        "v_head_dim": m.v_head_dim,
+        "rope_type": m.rope_type,
+        "rotary_base": m.rotary_base,
+        "rotary_percent": m.rotary_percent,
+        "rotary_scaling_factor": m.rotary_scaling_factor,
+        "mscale": m.mscale,
+        "mscale_all_dim": m.mscale_all_dim,
+    }
+
+
+def _kernels(config: Config) -> dict[str, Any]:
+    k, r = config.kernels, config.recompute
+    return {
+        "apply_query_key_layer_scaling": k.apply_query_key_layer_scaling,
+        "attention_softmax_in_fp32": k.attention_softmax_in_fp32,
+        "attention_backend": AttnBackend[k.attention_backend],
+        "bias_activation_fusion": k.bias_activation_fusion,
+        "masked_softmax_fusion": k.masked_softmax_fusion,
+        "persist_layer_norm": not k.no_persist_layer_norm,
+        "bias_dropout_fusion": k.bias_dropout_fusion,
+        "apply_rope_fusion": k.apply_rope_fusion,
+        "gradient_accumulation_fusion": k.gradient_accumulation_fusion,
+        "cross_entropy_loss_fusion": k.cross_entropy_loss_fusion,
+        "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
+        "recompute_granularity": r.recompute_granularity,
+        "recompute_method": r.recompute_method,
+        "recompute_num_layers": r.recompute_num_layers,
+        "recompute_modules": list(r.recompute_modules) if r.recompute_modules else None,
+        "deterministic_mode": config.runtime.deterministic_mode,
+        **_eight_bits(config),
+    }
+
+
+def _eight_bits(config: Config) -> dict[str, Any]:
+    """Settings of 8-bit matrix products; none without them."""
+    p = config.precision
+    if p.fp8 is None:
+        return {}
+    return {
+        "fp8": p.fp8,
+        "fp8_recipe": p.fp8_recipe,
+        "fp8_margin": p.fp8_margin,
+        "fp8_amax_history_len": p.fp8_amax_history_len,
+        "fp8_amax_compute_algo": p.fp8_amax_compute_algo,
+        "fp8_wgrad": p.fp8_wgrad,
+        "first_last_layers_bf16": p.first_last_layers_bf16,
+        "num_layers_at_start_in_bf16": p.num_layers_at_start_in_bf16,
+        "num_layers_at_end_in_bf16": p.num_layers_at_end_in_bf16,
+        # Initial weights, checkpoints and changes of layout write into the parameters in place,
+        # which numbers of 8 bits with a scale beside them do not allow.
+        "fp8_param": False,
+    }
+
+
+def _parallelism(config: Config) -> dict[str, Any]:
+    layout, dtype = config.layout, parameter_dtype(config)
+    on_cuda = config.runtime.device == "cuda"
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "pipeline_model_parallel_layout": _entries_of_chunks(config),
+        "sequence_parallel": config.parallel.sequence_parallel,
+        "calculate_per_token_loss": config.batch.calculate_per_token_loss,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.precision.bf16,
+        "fp16": config.precision.fp16,
+        # Also on CPU: that way every rank would make whole matrices only to copy its part.
+        "use_cpu_initialization": False,
+        # Batched messages between the same two ranks are swapped when each holds several virtual
+        # stages: the gradients are then wrong without an error.
+        "overlap_p2p_comm": config.parallel.overlap_p2p_comm and layout.vpp > 1,
+        "batch_p2p_comm": layout.vpp == 1,
+        # gloo may still be sending the output whose memory this would free: wrong gradients
+        # without an error.
+        "deallocate_pipeline_outputs": on_cuda,
+    }
+
+
+def _entries_of_chunks(config: Config) -> list[list[str]] | None:
+    """What every chunk runs, as megatron-core wants to be told; None where it is even."""
+    cut = config.layout.cut
+    if cut is None:
+        return None
+    chunks = [["decoder"] * n for n in cut]
+    chunks[0].insert(0, "embedding")
+    chunks[-1] += ["mtp"] * (config.model.mtp_num_layers or 0) + ["loss"]
+    return chunks
+
+
+def layer_spec(config: Config) -> ModuleSpec:
+    """The specification of a layer: Transformer Engine's, or the local one with our norm and
+    attention."""
+    m = config.model
+    kinds: dict[str, Any] = {
+        "qk_layernorm": m.qk_layernorm,
+        "qk_l2_norm": m.qk_l2_norm,
+        "multi_latent_attention": m.multi_latent_attention,
+    }
+    if config.kernels.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(**kinds)
+    spec = get_gpt_layer_local_spec(normalization=m.normalization, **kinds)
+    parts: Any = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    attention = parts.self_attention.submodules
+    if m.multi_latent_attention:
+        parts.self_attention.module = LatentAttention
+        parts.sharded_state_dict_keys_map = LATENT_KEYS
+    if m.qk_layernorm:
+        first, second = ("q", "kv") if m.multi_latent_attention else ("q", "k")
+        for name in (f"{first}_layernorm", f"{second}_layernorm"):
+            setattr(attention, name, Norm)
+    is_plain = config.kernels.attention_backend in ("unfused", "local")
+    if not is_plain and m.softmax_type == "vanilla":
+        attention.core_attention = ModuleSpec(module=SdpaAttention)
+    return spec
+
+
+def _block_spec(
+    config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
+) -> Any:
+    """The layers of a chunk; for Transformer Engine their specification alone."""
+    spec = layer_spec(config)
+    if config.kernels.transformer_impl == "transformer_engine":
+        return spec
+    layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType]
+
+
+def _mtp_spec(config: Config, core: TransformerConfig, *, vp_stage: int | None) -> Any:
+    """The layers of `--mtp-num-layers`, on the last stage; else None."""
+    if config.model.mtp_num_layers is None:
+        return None
+    is_local = config.kernels.transformer_impl == "local"
+    block: Any = get_gpt_mtp_block_spec(
+        core, layer_spec(config), use_transformer_engine=not is_local, vp_stage=vp_stage
+    )
+    for spec in block.layer_specs if block is not None and is_local else ():
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = Norm
+    return block
+
+
+def build_model(
+    config: Config, groups: ProcessGroupCollection, device: Device, *, draw: bool = True
+) -> Model:
+    """Builds, initialises and wraps this rank's part of the model. All ranks take part.
+
+    Args:
+        config: resolved configuration, its layout that of `groups`.
+        groups: process groups of the layout.
+        device: where the parameters go.
+        draw: whether to draw the initial weights; False where others follow at once.
+
+    Returns:
+        The model with initial weights that do not depend on the layout.
+    """
+    seed_build(config.runtime.seed)
+    core = core_config(config)
+    stages = range(config.layout.vpp) if config.layout.vpp > 1 else (None,)
+    bare = [_build_chunk(config, core, groups, device, stage, draw) for stage in stages]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        bucket_size=config.parallel.ddp_bucket_size,
+        average_in_collective=config.parallel.ddp_average_in_collective,
+        # Steps with a gradient that is not finite are skipped and counted instead (optimizer.py).
+        check_for_nan_in_grad=False,
+    )
+    chunks = [
+        DistributedDataParallel(
+            core, ddp_config, chunk, disable_bucketing=i > 0, pg_collection=groups
+        )
+        for i, chunk in enumerate(bare)
+    ]
+    clock = StepClock(is_cuda=device.is_cuda)
+    core.finalize_model_grads_func = clock.stopped_by(finalize_model_grads)
+    if config.parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in chunks]
+        core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+    return Model(chunks=chunks, core_config=core, clock=clock)
+
+
+def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
+    """Builds a model that is only to be run: without gradients, and without values until a
+    checkpoint brings them.
+
+    Args:
+        config: resolved configuration; its layout has no virtual stages.
+        groups: process groups of the layout.
+        device: where the parameters go.
+    """
+    seed_build(config.runtime.seed)
+    core = core_config(config)
+    chunk = _build_chunk(config, core, groups, device, None, False)
+    chunk.requires_grad_(False).eval()
+    return Model(chunks=[chunk], core_config=core, clock=StepClock(is_cuda=device.is_cuda))
+
+
+def _build_chunk(
+    config: Config,
+    core: TransformerConfig,
+    groups: ProcessGroupCollection,
+    device: Device,
+    vp_stage: int | None,
+    draw: bool,
+) -> torch.nn.Module:
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    m = config.model
+    chunk = GPTModel(
+        core,
+        _block_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
+        vocab_size=m.padded_vocab_size,
+        max_sequence_length=m.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=not m.untie_embeddings_and_output_weights,
+        position_embedding_type=m.position_embedding_type,  # pyright: ignore[reportArgumentType]
+        rotary_percent=m.rotary_percent,
+        rotary_base=m.rotary_base,
+        rope_scaling=m.use_rope_scaling,
+        rope_scaling_factor=m.rope_scaling_factor,
+        seq_len_interpolation_factor=m.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=_mtp_spec(config, core, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+        pg_collection=groups,
+    )
+    if chunk.mtp_process:
+        # megatron-core forgets this of the copy on the last stage.
+        words: Any = chunk.embedding.word_embeddings.weight
+        words.is_embedding_or_output_parameter = True
+    for param in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
+    if device.is_cuda:
+        chunk.cuda(device.torch_device)
+    if draw:
+        initial = InitialWeights(
+            init_method_std=m.init_method_std,
+            num_layers=m.num_layers,
+            embedding_std=m.embedding_init_method_std,
+            xavier_uniform=m.init_method_xavier_uniform,
+        )
+        metadata = {"dp_cp_group": groups.dp_cp}
+        draw_weights(chunk, initial, seed=config.runtime.seed, metadata=metadata)
+    elif config.parallel.use_distributed_optimizer:
+        _let_go_of_values(chunk)
+    half = config.precision.bf16 or config.precision.fp16
+    return Float16Module(core, chunk) if half else chunk
+
+
+def _let_go_of_values(chunk: torch.nn.Module) -> None:
+    """Leaves parameters without memory: the wrapper for data parallelism gives each its place in a
+    buffer, and would otherwise copy there what nobody has set."""
+    for param in chunk.parameters():
+        if type(param.data) is torch.Tensor and param.requires_grad:
+            no_strides = [0] * param.dim()
+            param.data = torch.empty_strided(
+                param.shape, no_strides, dtype=param.dtype, device=param.device
+            )

@@ -1,0 +1,1 @@
+"""Adam over megatron-core's optimizers, and its state."""

@@ -1,0 +1,1 @@
+"""The run itself: setup, the loop, one step, evaluation, the end."""

@@ -1,0 +1,270 @@
+"""Puts a job together, takes it apart, and exchanges the part that belongs to a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.training.checkpoint.files import little_room
+from megatron.training.checkpoint.load import load_weights
+from megatron.training.checkpoint.resume import Stored
+from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.device import Device
+from megatron.training.common.errors import UsageError
+from megatron.training.common.signals import StopAsked
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import Config
+from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.data.dataloader import BatchReader
+from megatron.training.data.datasets import build_datasets, prefixes_of
+from megatron.training.data.fingerprint import changes, identity_of
+from megatron.training.distributed.process_groups import build_groups, destroy_groups
+from megatron.training.distributed.stragglers import RankTimes
+from megatron.training.model.flops import LatentWidths, training_flops_per_sample
+from megatron.training.model.gpt import Model, build_model
+from megatron.training.optim.optimizer import build_optimizer, build_scheduler
+from megatron.training.train.callbacks import CallbackContext, Callbacks
+from megatron.training.train.job import Job, RunServices
+
+
+def build_job(
+    config: Config,
+    stored: Stored | None,
+    state: TrainState,
+    tokenizer: Any,
+    device: Device,
+    callbacks: Callbacks,
+    outside: RunServices,
+) -> Job:
+    """Builds groups, model, optimizer, data and checkpointer of one layout, with weights initial or
+    loaded.
+
+    All ranks take part. `tear_down` is its inverse.
+
+    Raises:
+        StopAsked: on every rank, before the data is built: groups are left to be destroyed.
+    """
+    tracker = outside.tracker
+    groups = groups_of(config)
+    model = build_model(config, groups, device)
+    optimizer = build_optimizer(config, model, groups)
+    if stored is not None:
+        load_weights(stored, config, model, optimizer, groups)
+        log_rank_zero(f"loaded {stored.folder} (iteration {stored.iteration}) as {config.layout}")
+    scheduler = build_scheduler(config, optimizer, lr_samples=state.lr_samples)
+    # Loading took its time, and building the indices of the data may take longer.
+    if reason := outside.urgent_stop(state.iteration):
+        raise StopAsked(reason)
+    context = CallbackContext(
+        model=model.chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        groups=groups,
+        config=config,
+        state=state,
+        run_dir=tracker.run_dir,
+    )
+    callbacks.fire("on_setup_start", context)
+    callbacks.fire("on_data_init_start", context)
+    train_data, valid_data, test_data = _open_data(config, tokenizer, device)
+    job = Job(
+        config=config,
+        device=device,
+        groups=groups,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batch_schedule=BatchSchedule.of(config),
+        train_data=train_data,
+        valid_data=valid_data,
+        test_data=test_data,
+        checkpointer=None,
+        state=state,
+        outside=outside,
+        callbacks=callbacks,
+        context=context,
+        flops_per_sample=_flops_per_sample(config),
+        data_identity=_settle_data(config, stored),
+    )
+    job.checkpointer = _open_checkpointer(job)
+    # A checkpoint's parameter groups bring the rates it was trained with.
+    job.set_rates()
+    return job
+
+
+def groups_of(config: Config) -> ProcessGroupCollection:
+    """Creates the process groups of a configuration's layout. All ranks take part."""
+    return build_groups(
+        config.layout,
+        timeout_minutes=config.parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=config.parallel.enable_gloo_process_groups,
+        use_tp_pp_dp_mapping=config.parallel.use_tp_pp_dp_mapping,
+    )
+
+
+def release_layout(job: Job) -> None:
+    """Lets go of all that belongs to the job's layout, so that its groups can be destroyed; data,
+    counters, record and callbacks stay. All ranks do it; collective only while a save is under way.
+
+    `install_layout` puts another one in.
+    """
+    job.fire("on_relayout_start")
+    if job.checkpointer is not None:
+        job.checkpointer.close()
+    job.model.detach_hooks()
+    for owner in (job, job.context):
+        for name in ("model", "optimizer", "scheduler", "groups", "checkpointer"):
+            if hasattr(owner, name):
+                setattr(owner, name, None)
+
+
+def install_layout(
+    job: Job, config: Config, groups: ProcessGroupCollection, model: Model, optimizer: Any
+) -> None:
+    """Goes on with the job under another layout. All ranks do it; none waits for another.
+
+    Args:
+        job: after `release_layout`; its state says how the next step is taken.
+        config: of the new layout.
+        groups: of the new layout.
+        model: with its weights.
+        optimizer: with its state.
+    """
+    scheduler = build_scheduler(config, optimizer, lr_samples=job.state.lr_samples)
+    job.config, job.groups, job.model = config, groups, model
+    job.optimizer, job.scheduler = optimizer, scheduler
+    job.batch_schedule, job.rank_times = BatchSchedule.of(config), RankTimes()
+    context = job.context
+    context.config, context.groups, context.model = config, groups, model.chunks
+    context.optimizer, context.scheduler = optimizer, scheduler
+    job.checkpointer = _open_checkpointer(job)
+    job.set_rates()
+    job.tracker.event(
+        "layout",
+        iteration=job.state.iteration,
+        consumed_samples=job.state.consumed_samples,
+        layout=str(config.layout),
+    )
+    job.fire("on_relayout_end")
+
+
+def _flops_per_sample(config: Config) -> float:
+    return training_flops_per_sample(
+        num_layers=config.model.num_layers,
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=config.model.ffn_hidden_size,
+        num_attention_heads=config.model.num_attention_heads,
+        num_query_groups=config.model.num_query_groups,
+        kv_channels=config.model.kv_channels,
+        seq_length=config.batch.seq_length,
+        padded_vocab_size=config.model.padded_vocab_size,
+        gated_mlp=config.model.gated_linear_unit,
+        latent=LatentWidths.of(config.flat()),
+        mtp_num_layers=config.model.mtp_num_layers or 0,
+    )
+
+
+def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
+    """Readers of the training, validation and test samples; None for a split without samples."""
+    evaluation = config.batch.eval_iters * config.batch.initial_global_batch_size
+    datasets = build_datasets(
+        config.data,
+        seq_length=config.batch.seq_length,
+        seed=config.runtime.seed,
+        tokenizer=tokenizer,
+        num_samples=(config.batch.train_samples, evaluation, evaluation),
+        run_dir=config.checkpoint.save,
+    )
+    for note in datasets.notes:
+        log_rank_zero(f"note: {note}")
+    return [
+        data and BatchReader(data, num_workers=config.data.num_workers, pin_memory=device.is_cuda)
+        for data in (datasets.train, datasets.valid, datasets.test)
+    ]
+
+
+def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
+    """Describes the data sets, and refuses others than those a run goes on with. All ranks.
+
+    Raises:
+        UsageError: on every rank, naming those that differ.
+    """
+    now, problem = [], None
+    if dist.get_rank() == 0:
+        try:
+            now = identity_of(prefixes_of(config.data))
+        except OSError as error:
+            problem = f"a data set cannot be read: {error}; check --data-path"
+    now, problem = broadcast_from_rank0((now, problem))
+    if problem:
+        raise UsageError(problem)
+    if stored is None or stored.data is None or config.checkpoint.finetune:
+        return now
+    if found := changes(stored.data, now):
+        told = f"the data is not what {stored.folder} was trained on: {'; '.join(found)}"
+        if not config.checkpoint.allow_changed_data:
+            raise UsageError(
+                f"{told}; give the same data, or --allow-changed-data to go on with this"
+            )
+        log_rank_zero(f"note: {told}")
+    return now
+
+
+def _open_checkpointer(job: Job) -> Checkpointer | None:
+    """For the layout that the job has."""
+    config, context, tracker = job.config, job.context, job.tracker
+    if config.checkpoint.save is None:
+        return None
+    root = Path(config.checkpoint.save)
+    had_room = True
+
+    def on_event(kind: str, iteration: int, fields: dict[str, Any]) -> None:
+        nonlocal had_room
+        where = {"consumed_samples": context.state.consumed_samples, **fields}
+        tracker.event(f"checkpoint.{kind}", iteration=iteration, **where)
+        if kind == "commit":
+            log_rank_zero(
+                f"saved iteration {iteration} to {config.checkpoint.save} "
+                f"({fields['bytes'] / 1e6:.1f} MB, {fields['seconds']:.1f} s)"
+            )
+            sizes = {"stored": fields["bytes"], "free": fields["free_bytes"]}
+            line = little_room(root, **sizes)
+            if line is not None and had_room:
+                tracker.event("alert", iteration=iteration, **where, alert="little room", line=line)
+                log_rank_zero(f"ALERT: {line}")
+            had_room = line is None
+            context.checkpoint_iteration = iteration
+            context.checkpoint_samples = fields["consumed_samples"]
+            job.callbacks.fire("on_checkpoint_saved", context)
+        if kind == "failed":
+            tracker.event("alert", iteration=iteration, **where, alert="save failed")
+            if fields["line"] is not None:
+                log_rank_zero(f"ALERT: {fields['line']}")
+
+    return Checkpointer(
+        config, job.groups, on_event, failed=job.failed_saves, data=job.data_identity
+    )
+
+
+def tear_down(job: Job) -> None:
+    """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world
+    remains."""
+    if job.checkpointer is not None:
+        job.checkpointer.close()
+    for reader in (job.train_data, job.valid_data, job.test_data):
+        if reader is not None:
+            reader.close()
+    job.model.detach_hooks()
+    job.context.__dict__.clear()
+    job.__dict__.clear()
+    destroy_groups()
+
+
+def log_rank_zero(message: str) -> None:
+    """Prints a line for the user on rank 0."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)

@@ -1,0 +1,280 @@
+"""Everything a running job is made of, in one value that the loop works on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.checkpoint.save_errors import FailedSaves
+from megatron.training.common.collectives import all_gather_object
+from megatron.training.common.control import SAVE_FILE, Control
+from megatron.training.common.device import Device
+from megatron.training.common.signals import StopReason
+from megatron.training.common.step_settings import StepInfo, StepSettings, learning_rate, set_rates
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import Config
+from megatron.training.config.batch_schedule import BatchSchedule, steps_for
+from megatron.training.config.layout import batch_problems
+from megatron.training.data.dataloader import BatchReader
+from megatron.training.data.sampler import micro_batch_sizes
+from megatron.training.distributed.stragglers import RankTimes
+from megatron.training.logging.profiler import Trace
+from megatron.training.logging.tracker import NullTracker
+from megatron.training.model.gpt import Model
+from megatron.training.resilience.watchdog import Watchdog
+from megatron.training.train.callbacks import CallbackContext, Callbacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunServices:
+    """What a job has to do with the world around its training."""
+
+    tracker: NullTracker = field(default_factory=NullTracker)
+    """Records; does nothing but on one rank."""
+    control: Control = field(default_factory=Control)
+    """Sees what is asked of the run by files."""
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    """Told of all progress."""
+    trace: Trace = field(default_factory=Trace)
+    """Told of all phases."""
+    local_stop: Callable[[int], StopReason | None] = lambda iteration: None
+    """Why this rank alone would leave after the given iteration."""
+
+    def urgent_stop(self, iteration: int) -> StopReason | None:
+        """Why all ranks leave without another step, or None. Collective over the world."""
+        own = self.local_stop(iteration)
+        codes = all_gather_object(own.code if own is not None and own.is_urgent else 0)
+        return StopReason.from_code(max(codes))
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A job under one layout."""
+
+    config: Config
+    """Resolved configuration."""
+    device: Device
+    """Where this rank computes."""
+    groups: ProcessGroupCollection
+    """Process groups of the layout."""
+    model: Model
+    """This rank's chunks."""
+    optimizer: Any
+    """megatron-core's optimizer."""
+    scheduler: Any
+    """Learning-rate and weight-decay schedule."""
+    batch_schedule: BatchSchedule
+    """Global batch size at each point of the run."""
+    train_data: BatchReader
+    """Training samples, addressed by position."""
+    valid_data: BatchReader | None
+    """Validation samples, or None."""
+    test_data: BatchReader | None
+    """Test samples, or None."""
+    checkpointer: Checkpointer | None
+    """Saves into `--save`, if given."""
+    state: TrainState
+    """Counters."""
+    outside: RunServices
+    """What it has to do with the world around."""
+    callbacks: Callbacks
+    """Who watches."""
+    context: CallbackContext
+    """What they are given."""
+    flops_per_sample: float
+    """Model FLOPs of one sample, forward and backward."""
+    failed_saves: FailedSaves = field(default_factory=FailedSaves)
+    """Checkpoints that could not be written, whatever the layout."""
+    data_identity: list[dict[str, Any]] = field(default_factory=list)
+    """The data sets, as checkpoints remember them."""
+    rank_times: RankTimes = field(default_factory=RankTimes)
+    """What each rank of the layout needs for its own part of a step."""
+
+    def fire(self, event: str, **values: Any) -> Any:
+        """Sets values of the callbacks' context, fires an event and returns what is asked for."""
+        for name, value in values.items():
+            setattr(self.context, name, value)
+        with self.trace.span(event):
+            return self.callbacks.fire(event, self.context)
+
+    @property
+    def tracker(self) -> NullTracker:
+        """Records; does nothing but on one rank."""
+        return self.outside.tracker
+
+    @property
+    def watchdog(self) -> Watchdog:
+        """Told of all progress."""
+        return self.outside.watchdog
+
+    @property
+    def trace(self) -> Trace:
+        """Told of all phases."""
+        return self.outside.trace
+
+    @contextlib.contextmanager
+    def phase(self, doing: str, *, patient: bool = False) -> Iterator[None]:
+        """Does something else than training; watchdog and trace are told. See `Watchdog.phase`."""
+        with self.watchdog.phase(doing, patient=patient), self.trace.span(doing):
+            yield
+
+    @property
+    def save_is_due(self) -> bool:
+        """Whether a checkpoint follows this step by `--save-interval`."""
+        interval = self.config.checkpoint.save_interval
+        return bool(interval) and self.state.iteration % interval == 0
+
+    def save(self, *, must: bool, by_file: bool = False) -> bool:
+        """Writes a checkpoint, if there is a `--save`. All ranks take part.
+
+        Args:
+            must: the run ends with it, or is lost without it.
+            by_file: because it was asked for by a file: waits for it also where checkpoints are
+                written while training goes on, and takes the file away.
+
+        Returns:
+            Whether it is there, or being written; a failure is told and counted.
+
+        Raises:
+            TrainingFailure: on every rank, when it failed and the run must not go on.
+        """
+        is_well = True
+        if self.checkpointer is not None:
+            with self.phase("saving", patient=True):
+                is_well = self.checkpointer.save(
+                    self.model, self.optimizer, self.scheduler, self.state, must=must
+                )
+                if by_file:
+                    is_well = self.checkpointer.finish() and is_well
+        if by_file:
+            if self.checkpointer is None and dist.get_rank() == 0:
+                print(f"note: {SAVE_FILE} has no effect without --save", flush=True)
+            self.outside.control.save_obeyed()
+        return is_well
+
+    def poll(self) -> None:
+        """Commits a checkpoint that has been written meanwhile. All ranks take part."""
+        if self.checkpointer is not None:
+            with self.watchdog.phase("saving", patient=True):
+                self.checkpointer.poll()
+
+    def finish_saving(self) -> None:
+        """Waits for the checkpoint that the run ends with. All ranks take part.
+
+        Raises:
+            TrainingFailure: on every rank, when it failed.
+        """
+        if self.checkpointer is not None:
+            with self.phase("saving", patient=True):
+                self.checkpointer.finish(must=True)
+
+    def move(self, move: Callable[[Job], str | None]) -> StopReason | None:
+        """Lets a controller take the job to another layout.
+
+        Returns:
+            Why the run must be left instead, or None.
+        """
+        with self.phase("changing the layout", patient=True):
+            why = move(self)
+        self.watchdog.forget_pace()
+        return None if why is None else StopReason(kind="relayout", text=why)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether this rank holds the first or the last stage."""
+        return any(chunk.pre_process or chunk.post_process for chunk in self.model.unwrapped)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch of the next step."""
+        return self._sizes[1]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of the next step."""
+        return self._sizes[0]
+
+    @property
+    def micro_batch_sizes(self) -> list[int]:
+        """Samples of every micro-batch of a replica in the next step; the last may be smaller."""
+        batch, micro = self._sizes
+        return micro_batch_sizes(batch // self.config.layout.dp, micro)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Samples of the next step and of its micro-batches. Where a controller sets them, the last
+        step takes the most that is left, in smaller micro-batches if that takes more."""
+        micro = self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
+        wanted = self.state.settings.global_batch_size
+        if wanted is None:
+            return self.batch_schedule.at(self.state.consumed_samples), micro
+        left, layout = self.samples_left, self.config.layout
+        if wanted <= left:
+            return wanted, micro
+        unit = layout.batch_unit
+        sizes = [(left // (b * unit) * b * unit, b) for b in range(1, micro + 1)]
+        most, b = max(sizes)
+        return (most, b) if most else (wanted, micro)
+
+    @property
+    def samples_left(self) -> int:
+        """Training samples that no step has read yet."""
+        return self.config.batch.train_samples - self.state.consumed_samples
+
+    @property
+    def next_batch_fits(self) -> bool:
+        """Whether training is not skipped and the samples left are enough for the next step."""
+        return not self.config.batch.skip_train and self.global_batch_size <= self.samples_left
+
+    @property
+    def iterations_left(self) -> int:
+        """Steps that are left if the batch stays as it is planned now."""
+        wanted = self.state.settings.global_batch_size
+        if wanted is not None:
+            return steps_for(self.samples_left, wanted, least=self.config.layout.batch_unit)
+        total = self.config.batch.train_samples
+        return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
+
+    def evaluation_due(self, info: StepInfo) -> bool:
+        """Whether a validation follows a step: every so many steps, and under a changing batch at
+        the samples of so many steps of the first."""
+        interval = self.config.batch.eval_interval
+        if not interval:
+            return False
+        if self.state.settings.global_batch_size is None:
+            return info.iteration % interval == 0
+        samples = interval * self.config.batch.initial_global_batch_size
+        before = info.consumed_samples - info.global_batch_size
+        return info.consumed_samples // samples > before // samples
+
+    def adopt(self, settings: StepSettings, info: StepInfo) -> StepInfo:
+        """Takes the following steps another way.
+
+        Returns:
+            The step just done, with the learning rate of the next one.
+
+        Raises:
+            ValueError: the layout cannot cut the batch into such micro-batches.
+        """
+        micro = settings.micro_batch_size or self.config.batch.micro_batch_size
+        wanted = settings.global_batch_size
+        sizes = self.batch_schedule.sizes if wanted is None else (wanted,)
+        layout, rules = self.config.layout, self.config.batch_rules
+        problems = [p for n in sizes for p in batch_problems(layout, micro, n, **rules)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        before, self.state.settings = self.state.settings, settings
+        if settings.changes_rates or before.changes_rates:
+            self.set_rates()
+        return replace(info, learning_rate=learning_rate(self.optimizer))
+
+    def set_rates(self) -> None:
+        """Sets learning rate, weight decay and beta2 for the next step."""
+        beta2 = self.config.optim.adam_beta2
+        set_rates(self.optimizer, self.scheduler, self.state.settings, beta2=beta2)

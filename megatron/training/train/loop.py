@@ -1,0 +1,78 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from megatron.training.common.signals import StopReason
+from megatron.training.train.evaluate import evaluate
+from megatron.training.train.job import Job
+from megatron.training.train.nan_guard import BadSteps
+from megatron.training.train.reporting import Reporter
+from megatron.training.train.step import train_step
+
+
+def train(job: Job) -> StopReason | None:
+    """Trains until the samples are used up or all ranks agree to stop. All ranks take part.
+
+    Returns:
+        Why it stopped early, or None when training is complete.
+    """
+    config, state, reporter, bad_steps = job.config, job.state, Reporter(job), BadSteps()
+    job.fire("on_train_start")
+    why = job.outside.urgent_stop(state.iteration)
+    saved, evaluated = state.iteration, -1
+    while why is None and job.next_batch_fits:
+        batch = job.global_batch_size
+        if state.iteration + 1 in config.batch.iterations_to_skip:
+            state.pass_over(batch)
+            continue
+        sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
+        job.trace.step(state.iteration)
+        job.fire("on_train_step_start", **sizes)
+        info, shared = train_step(job)
+        request = job.fire(
+            "on_train_step_end",
+            step=info,
+            loss_dict=info.losses,
+            grad_norm=info.grad_norm,
+            skipped_iter=not info.updated,
+        )
+        if request is not None and request.settings is not None:
+            info = job.adopt(request.settings, info)
+        reporter.record(info)
+        bad_steps.check(job, info)
+        why = shared.stop or StopReason.of(request)
+        if not (why is not None and why.is_urgent) and job.evaluation_due(info):
+            cut = _evaluate(job, reporter, "valid")
+            why, evaluated = why or cut, state.iteration
+        job.poll()
+        move = None if request is None or why is not None else request.move
+        asked = request is not None and request.kind != "change"
+        leaves = request is not None and request.leaves and move is not None
+        # Before a move, which may break. A run that leaves is saved below, as it goes on, and only
+        # once: a second save of a step removes the first.
+        if (asked or shared.save or job.save_is_due) and not leaves:
+            must = why is not None or (asked and move is not None)
+            saved = state.iteration if job.save(must=must, by_file=shared.save) else saved
+        if move is not None:
+            why = job.move(move)
+    reporter.leaving(why)
+    if saved != state.iteration:
+        job.save(must=True)
+    job.finish_saving()
+    if why is None and evaluated != state.iteration:
+        why = _evaluate(job, reporter, "valid", where="on validation set")
+    why = why or _evaluate(job, reporter, "test", where="on test set")
+    job.fire("on_train_end")
+    return why
+
+
+def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> StopReason | None:
+    """Evaluates and reports, if there is data; why it was broken off, or None."""
+    if (reader := {"valid": job.valid_data, "test": job.test_data}[split]) is None:
+        return None
+    with job.phase("evaluating"):
+        result = evaluate(job, reader, split=split)
+    if isinstance(result, StopReason):
+        return result
+    reporter.evaluation(result, split=split, where=where)
+    return None

@@ -1,0 +1,311 @@
+"""Assembly: from a resolved configuration to a trained, saved and closed run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.checkpoint.resume import Stored, read_stored
+from megatron.training.checkpoint.settle import settle, settle_settings, vocabulary_line
+from megatron.training.common.control import Control
+from megatron.training.common.device import Device, use_device
+from megatron.training.common.errors import TrainingFailure
+from megatron.training.common.signals import (
+    STOP_SIGNALS,
+    StopAsked,
+    StopReason,
+    StopSignals,
+    stop_reason,
+)
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import Config
+from megatron.training.config.layout import Layout
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.distributed.process_groups import destroy_groups, init_distributed
+from megatron.training.logging.profiler import Trace, open_trace
+from megatron.training.logging.tracker import NullTracker
+from megatron.training.resilience.env_checks import check_environment
+from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.watchdog import Limits, Watchdog
+from megatron.training.train.build import build_job, log_rank_zero, tear_down
+from megatron.training.train.callbacks import Callback, Callbacks
+from megatron.training.train.job import Job, RunServices
+from megatron.training.train.loop import train
+from megatron.training.train.run_directory import RunDirectory, hold_run, open_run
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(
+    config: Config,
+    callbacks: Iterable[Callback] = (),
+    tell: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:
+    """Trains a GPT as configured. Every rank of the world calls it.
+
+    Joins the process group that torchrun describes in the environment, unless the caller has;
+    leaves groups, signals and torch as they were unless training fails.
+
+    Args:
+        config: from `arguments.resolve`.
+        callbacks: told of every event, on every rank.
+        tell: told on every rank how the run ended, also when it failed, while its directory is
+            still held and the file that asked it to stop still there.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        UsageError: flags, data or environment are wrong (exit code 2).
+        TrainingFailure: training cannot go on (exit code 1).
+    """
+    started = time.monotonic()
+    check_environment()
+    _set_logging(config)
+    names = [*STOP_SIGNALS, config.batch.exit_signal]
+    device = use_device(
+        config.runtime.device,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        backend=config.parallel.distributed_backend,
+    )
+    with device as opened, StopSignals(names) as signals:
+        joined = dist.is_initialized()
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+            os.environ.setdefault(name, value)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+            os.environ.setdefault(name, value)
+        init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
+        outcome = _run(config, Callbacks(callbacks), opened, signals, started, tell)
+        # After an error the world goes with the process: closing it here would end the other ranks
+        # with an error of theirs before this one can say what happened.
+        if not joined:
+            dist.destroy_process_group()
+        return outcome
+
+
+def _run(
+    config: Config,
+    callbacks: Callbacks,
+    device: Device,
+    signals: StopSignals,
+    started: float,
+    tell: Callable[[Outcome], None],
+) -> Outcome:
+    limits = Limits.of(os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    tokenizer = build_tokenizer(**tokenizer_flags(config))
+    with hold_run(config) as run:
+        control = Control(run.path, sees_save=dist.get_rank() == 0)
+        local_stop = functools.partial(_local_stop, config, started, signals, control)
+        outcome = Outcome(
+            state=TrainState(), run_dir=run.path, layout=config.layout, save=config.checkpoint.save
+        )
+        try:
+            stored = _find_checkpoint(config)
+            config = settle(
+                config,
+                stored,
+                vocab_size=tokenizer.vocab_size,
+                tensor_parallel_sizes=callbacks.tensor_parallel_sizes(config),
+            )
+            log_rank_zero(vocabulary_line(config, stored, vocab_size=tokenizer.vocab_size))
+            state = _state_at_start(config, stored, callbacks)
+            outcome = replace(outcome, state=state)
+            with (
+                _imports_at_rest(),
+                open_run(config, run, stored, state, callbacks.settings()) as tracker,
+                _watch(run, limits, state, tracker) as watchdog,
+                _trace(config, run, device, watchdog) as trace,
+            ):
+                outside = RunServices(
+                    tracker=tracker,
+                    control=control,
+                    watchdog=watchdog,
+                    trace=trace,
+                    local_stop=local_stop,
+                )
+                build = functools.partial(
+                    build_job, config, stored, state, tokenizer, device, callbacks, outside
+                )
+                reason, layout = _train(config, state, tracker, build)
+                outcome = replace(outcome, reason=reason, layout=layout)
+                # Before the sinks are closed: one that uploads may take longer than a launcher
+                # waits once another rank has left.
+                tell(outcome)
+        except TrainingFailure as failure:
+            tell(replace(outcome, failure=failure))
+            raise
+        # One that came too late for a run that is started again is for its next launch.
+        if dist.get_rank() == 0 and (reason is None or reason.kind != "relayout"):
+            control.stop_obeyed()
+    return outcome
+
+
+def _train(
+    config: Config, state: TrainState, tracker: NullTracker, build: Callable[[], Job]
+) -> tuple[StopReason | None, Layout]:
+    """From a job's groups to its end.
+
+    Returns:
+        Why it ended early, and the layout that it had then.
+    """
+    job, reason, layout = None, None, config.layout
+    try:
+        job = build()
+    except StopAsked as asked:
+        reason = asked.reason
+    if job is None:
+        # Once the exception is gone, and with it what it held of the model.
+        destroy_groups()
+    else:
+        with _garbage_collection(automatic=not config.runtime.manual_gc):
+            reason = train(job)
+        if reason is None and 0 < job.samples_left < config.batch.train_samples:
+            log_rank_zero(f"{job.samples_left} samples are left over, too few for a step")
+    if reason is not None:
+        log_rank_zero(f"stopped after iteration {state.iteration}: {reason}")
+    tracker.event(
+        "run.end",
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        why="done" if reason is None else str(reason),
+    )
+    if job is not None:
+        layout = job.config.layout
+        tear_down(job)
+    return reason, layout
+
+
+def _local_stop(
+    config: Config, started: float, signals: StopSignals, control: Control, iteration: int
+) -> StopReason | None:
+    """Why this rank alone would leave after an iteration."""
+    return stop_reason(
+        iteration=iteration,
+        elapsed_s=time.monotonic() - started,
+        exit_interval=config.batch.exit_interval,
+        exit_duration_in_mins=config.batch.exit_duration_in_mins,
+        received=signals.received,
+        stop_file=control.stop_asked(),
+    )
+
+
+def _state_at_start(config: Config, stored: Stored | None, callbacks: Callbacks) -> TrainState:
+    """The counters of the checkpoint, or zeros."""
+    if stored is None or config.checkpoint.finetune:
+        return TrainState()
+    state = stored.state
+    state.settings, notes = settle_settings(state.settings, config, keep=callbacks.keep_settings)
+    for note in notes:
+        log_rank_zero(f"note: {note}")
+    return state
+
+
+def _watch(run: RunDirectory, limits: Limits, state: TrainState, tracker: NullTracker) -> Watchdog:
+    def note(kind: str, **fields: Any) -> None:
+        where = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
+        tracker.event(kind, **where, **fields)
+
+    watchdog = Watchdog(
+        run.path,
+        launch=run.launch,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        limits=limits,
+        note=note,
+    )
+    watchdog.iteration = state.iteration
+    return watchdog
+
+
+def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog) -> Trace:
+    return open_trace(
+        config.logging,
+        run.path,
+        launch=run.launch,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        is_cuda=device.is_cuda,
+        busy=functools.partial(watchdog.phase, "writing a trace", patient=True),
+        meet=dist.barrier,
+    )
+
+
+@contextlib.contextmanager
+def _imports_at_rest() -> Iterator[None]:
+    """Spares every collection the hundreds of thousands of objects that imports have made; taking a
+    layout down collects, and a job waits for it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _garbage_collection(*, automatic: bool) -> Iterator[None]:
+    """Leaves collection to the loop if it is not automatic: ranks that collect at different times
+    wait for each other."""
+    was_enabled = gc.isenabled()
+    if not automatic:
+        gc.collect()
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def tokenizer_flags(config: Config) -> dict[str, Any]:
+    """What `build_tokenizer` is given."""
+    names = inspect.signature(build_tokenizer).parameters
+    flat = config.flat()
+    return {name: flat[name] for name in names}
+
+
+def _find_checkpoint(config: Config) -> Stored | None:
+    if config.checkpoint.load is None:
+        return None
+    stored = read_stored(
+        Path(config.checkpoint.load),
+        step=config.checkpoint.ckpt_step,
+        verify=config.checkpoint.verify_checkpoint,
+        fallback=config.checkpoint.ckpt_fallback,
+        trust_unverified=config.checkpoint.ckpt_trust_unverified,
+    )
+    if stored is None:
+        message = f"--load {config.checkpoint.load} holds no checkpoint"
+        if config.checkpoint.exit_on_missing_checkpoint:
+            raise TrainingFailure(message)
+        log_rank_zero(f"{message}: starting from scratch")
+    elif stored.passed_over:
+        log_rank_zero(
+            f"ALERT: {stored.passed_over[0]}; going on from iteration {stored.iteration} instead "
+            "(--no-ckpt-fallback refuses)"
+        )
+    return stored
+
+
+def _set_logging(config: Config) -> None:
+    level = config.logging.logging_level
+    logging.getLogger().setLevel(logging.INFO if level is None else level)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    if level is None:
+        # megatron-core tells every detail of every group and bucket at INFO.
+        logging.getLogger("megatron.core").setLevel(logging.WARNING)
+    if config.data.mock_data:
+        # It warns for each split that invented samples have no index cache.
+        logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)

@@ -1,0 +1,304 @@
+"""One optimizer step: forward and backward over the micro-batches, reduce, clip, update."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.training.common.signals import StopReason
+from megatron.training.common.step_settings import StepInfo, learning_rate
+from megatron.training.config.layout import group_of_microbatches
+from megatron.training.distributed.process_groups import seed_step
+from megatron.training.optim.optimizer import optimizer_step
+from megatron.training.train.job import Job
+
+Batch = dict[str, torch.Tensor]
+
+
+def language_model_loss(
+    loss_mask: torch.Tensor | None, output: torch.Tensor, *, weight: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one micro-batch in megatron-core's three-value form.
+
+    Args:
+        loss_mask: 1 for each token that counts, [micro batch, seq].
+        output: loss of each token, [micro batch, seq], fp32 or half precision.
+        weight: of this micro-batch in the gradient, over that of one of average size.
+
+    Returns:
+        Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to
+        report.
+    """
+    assert loss_mask is not None
+    mask = loss_mask.reshape(-1).float()
+    total = torch.sum(output.float().reshape(-1) * mask)
+    num_tokens = mask.sum()
+    report = torch.stack([total.detach(), num_tokens])
+    # An infinite loss may have a finite gradient: as NaN it reaches every rank with the reduce, and
+    # all skip the step. A factor of 1 changes no bit.
+    total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
+    if weight != 1.0:
+        total = total * weight
+    return total, num_tokens.to(torch.int), {"lm loss": report}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What all ranks know after a batch."""
+
+    loss: float
+    """Sum of the losses of all replicas, in nats."""
+    num_tokens: float
+    """Tokens counted."""
+    further_losses: tuple[float, ...]
+    """Mean loss of each further token of `--mtp-num-layers`, in nats."""
+    elapsed_s: float
+    """Seconds of the slowest rank."""
+    stop: StopReason | None
+    """Why all of them leave."""
+    save: bool
+    """Whether all of them save."""
+
+
+def forward_step(
+    job: Job, mean_samples: float | None, batches: Iterator[Batch] | None, chunk: Any
+) -> tuple:
+    """Runs one chunk on one micro-batch, as the schedules call it.
+
+    Args:
+        job: says where the batch is put.
+        mean_samples: mean samples of a micro-batch where they differ and megatron-core would give
+            each the same weight; else None.
+        batches: micro-batches in order, or None on a stage that needs none.
+        chunk: the wrapped model chunk.
+
+    Returns:
+        The chunk's output and the function that turns it into a loss.
+    """
+    job.watchdog.beat()
+    with job.trace.span("data"):
+        batch = {} if batches is None else next(batches)
+        device = job.device.torch_device
+        batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
+    mask = batch.get("loss_mask")
+    output = chunk(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        None,
+        labels=batch.get("labels"),
+        loss_mask=mask,
+    )
+    loss = functools.partial(language_model_loss, mask)
+    if mean_samples is not None:
+        loss = functools.partial(loss, weight=len(batch["tokens"]) / mean_samples)
+    return output, loss
+
+
+def run_schedule(
+    job: Job,
+    batches: Iterator[Batch] | None,
+    num_microbatches: int,
+    *,
+    micro_batch_size: int,
+    forward_only: bool,
+    mean_samples: float | None = None,
+) -> torch.Tensor | None:
+    """Runs megatron-core's pipeline schedule once.
+
+    Args:
+        job: supplies the chunks.
+        batches: this replica's micro-batches, or None on a middle stage.
+        num_microbatches: how many.
+        micro_batch_size: samples of each.
+        forward_only: no backward pass.
+        mean_samples: see `forward_step`.
+
+    Returns:
+        [num_microbatches, 2]: sum of the losses and number of tokens of each micro-batch of this
+        replica, fp32; None on all but the last stage.
+    """
+    # At most one chunk of a rank holds the first or last stage of a pipeline of two or more ranks.
+    iterators: list[Any] = [
+        batches if chunk.pre_process or chunk.post_process else None
+        for chunk in job.model.unwrapped
+    ]
+    layout = job.config.layout
+    if layout.vpp > 1:
+        asked = job.config.parallel.microbatch_group_size_per_vp_stage
+        group = group_of_microbatches(layout, num_microbatches, asked)
+        job.model.core_config.microbatch_group_size_per_vp_stage = group
+    with job.trace.span("forward" if forward_only else "forward and backward"):
+        reports = get_forward_backward_func()(
+            forward_step_func=functools.partial(forward_step, job, mean_samples),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=job.model.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=job.config.batch.seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
+    return torch.stack([report["lm loss"] for report in reports]) if reports else None
+
+
+def _take_further_losses(num_further: int, num_microbatches: int) -> torch.Tensor:
+    """[num_further] mean losses of the further tokens of this replica, which megatron-core adds up
+    while it trains; zeros on all but the last stage. Starts the sums anew."""
+    found = MTPLossLoggingHelper.tracker.get("values")
+    MTPLossLoggingHelper.tracker.clear()
+    return torch.zeros(num_further) if found is None else found.cpu() / num_microbatches
+
+
+def share_numbers(
+    job: Job,
+    losses: torch.Tensor | None,
+    *,
+    iteration: int,
+    elapsed_s: float | None = None,
+    further: torch.Tensor | None = None,
+) -> Shared:
+    """Gives every rank the losses, what any rank asks for, and the time of the slowest. One small
+    all-gather over the world.
+
+    Args:
+        job: supplies the groups.
+        losses: of this replica, from `run_schedule`.
+        further: [n] mean losses of the further tokens of this replica; None for other batches.
+        iteration: steps done.
+        elapsed_s: seconds of the training step so far on this rank; None for other batches.
+    """
+    outside = job.outside
+    stop = outside.local_stop(iteration)
+    count = 6 + (0 if further is None else len(further))
+    own = torch.zeros(count, dtype=torch.float64, device=job.device.torch_device)
+    if losses is not None and job.groups.tp.rank() == 0:
+        own[:2] = losses.double().sum(dim=0)
+        if further is not None:
+            own[6:] = further.double() / job.config.layout.dp
+    own[2], own[3] = stop.code if stop else 0, outside.control.save_asked()
+    if elapsed_s is not None:
+        own[4], own[5] = elapsed_s, job.model.clock.own_s()
+    gathered = torch.empty(dist.get_world_size() * count, dtype=torch.float64, device=own.device)
+    with job.trace.span("numbers of all ranks"):
+        dist.all_gather_into_tensor(gathered, own)
+    rows = gathered.view(-1, count)
+    if elapsed_s is not None:
+        job.rank_times.add(rows[:, 5])
+    total, tokens = rows[:, :2].sum(dim=0).tolist()
+    code, save, seconds = rows[:, 2:5].max(dim=0).values.tolist()
+    return Shared(
+        loss=total,
+        num_tokens=tokens,
+        further_losses=tuple(rows[:, 6:].sum(dim=0).tolist()),
+        elapsed_s=seconds,
+        stop=StopReason.from_code(int(code)),
+        save=bool(save),
+    )
+
+
+def train_step(job: Job) -> tuple[StepInfo, Shared]:
+    """Takes one step from `state.consumed_samples` and counts it. All ranks take part.
+
+    Returns:
+        The step, and what the ranks agree to do after it.
+    """
+    started = time.monotonic()
+    job.model.clock.start(job.trace)
+    config, state = job.config, job.state
+    mbs = job.micro_batch_size
+    global_batch_size = job.global_batch_size
+    sizes = job.micro_batch_sizes
+    num_microbatches = len(sizes)
+    seed_step(config.runtime.seed, state.consumed_samples, job.groups)
+    batches = _own_batches(job)
+    for chunk in job.model.chunks:
+        chunk.zero_grad_buffer()
+    job.optimizer.zero_grad()
+    is_even = config.batch.calculate_per_token_loss or sizes[0] == sizes[-1]
+    losses = run_schedule(
+        job,
+        batches,
+        num_microbatches,
+        micro_batch_size=mbs,
+        forward_only=False,
+        mean_samples=None if is_even else sum(sizes) / len(sizes),
+    )
+    job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
+    _empty_cache(job, level=1)
+    with job.trace.span("optimizer"):
+        result = optimizer_step(job.optimizer)
+    _empty_cache(job, level=2)
+    if result.updated:
+        job.scheduler.step(increment=global_batch_size)
+        if state.settings.changes_rates:
+            job.set_rates()
+    _wait_for_kernels(job)
+    further = config.model.mtp_num_layers
+    shared = share_numbers(
+        job,
+        losses,
+        iteration=state.iteration + 1,
+        elapsed_s=time.monotonic() - started,
+        further=_take_further_losses(further, num_microbatches) if further else None,
+    )
+    loss = shared.loss / shared.num_tokens if shared.num_tokens else math.nan
+    state.advance(
+        samples=global_batch_size,
+        updated=result.updated,
+        finite_loss=math.isfinite(loss),
+        flops=job.flops_per_sample * global_batch_size,
+    )
+    info = StepInfo(
+        iteration=state.iteration,
+        consumed_samples=state.consumed_samples,
+        global_batch_size=global_batch_size,
+        micro_batch_size=mbs,
+        num_microbatches=num_microbatches,
+        loss=loss,
+        grad_norm=result.grad_norm,
+        num_zeros=result.num_zeros,
+        learning_rate=learning_rate(job.optimizer),
+        updated=result.updated,
+        elapsed_s=shared.elapsed_s,
+        further_losses=shared.further_losses,
+    )
+    job.watchdog.step(info.iteration, info.elapsed_s)
+    interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
+    if interval and state.iteration % interval == 0:
+        gc.collect()
+    return info, shared
+
+
+def _own_batches(job: Job) -> Iterator[Batch] | None:
+    """This replica's micro-batches of the next step; None on a middle stage."""
+    if not job.needs_data:
+        return None
+    return job.train_data.read(
+        consumed_samples=job.state.consumed_samples,
+        global_batch_size=job.global_batch_size,
+        micro_batch_size=job.micro_batch_size,
+        dp_rank=job.groups.dp.rank(),
+        dp_size=job.config.layout.dp,
+        uneven=job.config.batch.allow_uneven_micro_batches,
+    )
+
+
+def _wait_for_kernels(job: Job) -> None:
+    """Lets a step's time hold its kernels; sharing the numbers would wait for them anyway."""
+    if job.device.is_cuda:
+        torch.cuda.synchronize()
+
+
+def _empty_cache(job: Job, *, level: int) -> None:
+    """Returns unused memory to the GPU if `--empty-unused-memory-level` is at least `level`."""
+    if job.device.is_cuda and job.config.runtime.empty_unused_memory_level >= level:
+        torch.cuda.empty_cache()
