@@ -1,4 +1,4 @@
-"""`pip install .`: the wheel alone, in another folder, does all that a checkout does."""
+"""sdist, wheel, installed package: in another folder it does all that a checkout does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """Builds the wheel of a copy of the sources, without a network, and installs it."""
+    """Builds the sdist of a copy of the sources, and installs the wheel that pip builds from it;
+    without a network."""
     pytest.importorskip("setuptools", minversion="77")
     folder = tmp_path_factory.mktemp("installed")
     skipped = shutil.ignore_patterns("__pycache__")
@@ -70,10 +71,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             (folder / "sources").mkdir(exist_ok=True)
             shutil.copy(ROOT / name, folder / "sources")
     (folder / "work").mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    pip += ["--no-build-isolation", "--target", str(folder / "library"), "."]
-    subprocess.run(pip, cwd=folder / "sources", check=True, timeout=240)
+    build = [sys.executable, "-c", "from setuptools import build_meta as b; b.build_sdist('..')"]
+    subprocess.run(build, cwd=folder / "sources", check=True, timeout=240)
     shutil.rmtree(folder / "sources")
+    (sdist,) = folder.glob("copus-*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+    pip += ["--no-build-isolation", "--target", str(folder / "library"), str(sdist)]
+    subprocess.run(pip, cwd=folder, check=True, timeout=240)
     return Installed(folder / "library", folder / "work")
 
 
