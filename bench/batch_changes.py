@@ -1,6 +1,6 @@
 """Does the loss rise where the batch doubles, and do ramp and beta2 rule help?
 
-    python bench/batch_changes.py --data-path runs/quickstart/data/stdlib_text_document
+    python -m bench.batch_changes --data-path runs/quickstart/data/stdlib_text_document
 
 Doubles the batch of a small model at fixed samples (8 to 16 to 32 to 64), with the learning rate
 following at once or over a ramp, and with beta2 constant or per token; several seeds; and without
@@ -9,27 +9,23 @@ any change. Writes docs/results/batch_changes.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, ROOT, open_source, origin, torchrun
+from bench.support import TRAINER, arguments, launch, origin, write
+from copus_ext.controller.decision_log import NAME, read_journal
+from megatron.training.logging.metrics import read_metrics
 
-SAMPLES, FIRST = 4800, 1200
-FLAGS = f"""--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
+FLAGS = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
 --seq-length 128 --max-position-embeddings 128 --swiglu --normalization RMSNorm
 --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights
 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 2e-3
---lr-decay-style constant --lr-warmup-fraction 0.03 --adam-beta2 0.95 --train-samples {SAMPLES}
+--lr-decay-style constant --lr-warmup-fraction 0.03 --adam-beta2 0.95
 --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-interval 300
 --eval-iters 64 --log-interval 500 --copus --copus-policy doubling
---copus-doubling-first-tokens {128 * FIRST} --copus-doubling-ratio 1.5
---copus-max-micro-batch-size 8"""
+--copus-doubling-ratio 1.5 --copus-max-micro-batch-size 8"""
 VARIANTS = {
     "no change": "--copus-max-global-batch-size 8",
     "jump, beta2 constant": "--copus-lr-ramp-steps 0",
@@ -40,20 +36,14 @@ VARIANTS = {
 }
 
 
-def run(data: str, variant: str, seed: int) -> dict[str, Any]:
+def run(data: str, variant: str, seed: int, samples: int) -> dict[str, Any]:
     """One training: the rise of the loss at each change, and the losses on held-out text."""
-    from copus_ext.controller.decision_log import NAME, read_journal
-    from megatron.training.logging.metrics import read_metrics
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
         flags = [*FLAGS.split(), *VARIANTS[variant].split(), "--seed", str(seed)]
-        command = torchrun(1, ROOT / "pretrain_gpt.py", *flags, "--data-path", data)
-        done = subprocess.run(
-            [*command, "--run-dir", str(folder)], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise SystemExit(done.stderr)
+        flags += ["--train-samples", str(samples), "--data-path", data, "--run-dir", str(folder)]
+        # The first doubling comes after a quarter of the samples.
+        launch(1, TRAINER, *flags, "--copus-doubling-first-tokens", str(128 * samples // 4))
         records = list(read_metrics(folder))
         outcomes = [r for r in read_journal(folder / NAME) if r["kind"] == "outcome"]
     grown = [o for o in outcomes if o["to_batch"] != o["from_batch"]]
@@ -62,10 +52,10 @@ def run(data: str, variant: str, seed: int) -> dict[str, Any]:
     rises, norms = [], []
     for outcome in grown:
         at = outcome["iteration"]
-        before = [s["losses"]["lm loss"] for s in steps[at - 20 : at]]
-        after = [s["losses"]["lm loss"] for s in steps[at : at + 20]]
-        rises.append(statistics.fmean(after) - statistics.fmean(before))
-        norms.append(max(s["grad_norm"] for s in steps[at : at + 20]))
+        before, after = steps[max(at - 20, 0) : at], steps[at : at + 20]
+        means = [statistics.fmean(s["losses"]["lm loss"] for s in x) for x in (before, after)]
+        rises.append(means[1] - means[0])
+        norms.append(max(s["grad_norm"] for s in after))
     return {
         "variant": variant,
         "seed": seed,
@@ -77,42 +67,31 @@ def run(data: str, variant: str, seed: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main() -> None:
     """Runs all variants and seeds, prints and writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    p.add_argument("--seeds", type=int, default=2)
-    p.add_argument("--output", type=Path, default=RESULTS / "batch_changes.json")
-    args = p.parse_args()
-    open_source()
-    data, runs = str(Path(args.data_path).resolve()), []
+    parser = arguments(__doc__, "batch_changes.json", data=True)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=4800, help="of a run")
+    args = parser.parse_args()
+    runs = []
     for seed in range(1, args.seeds + 1):
         for variant in VARIANTS:
-            runs.append(run(data, variant, seed))
-            r = runs[-1]
-            print(
-                f"seed {seed}, {variant}: rise",
-                [round(x, 3) for x in r["rise_of_the_mean_over_20_steps"]],
-                "largest",
-                [round(x, 3) for x in r["largest_rise_over_50_steps"]],
-                f"validation {r['validation'][-1][1]:.4f}",
-                flush=True,
-            )
+            runs.append(run(args.data_path, variant, seed, args.samples))
+            print(f"seed {seed}, {variant}: {runs[-1]['validation'][-1][1]:.4f}", flush=True)
     table = {}
     for variant in VARIANTS:
         mine = [r for r in runs if r["variant"] == variant]
         rises = [x for r in mine for x in r["rise_of_the_mean_over_20_steps"]]
-        largest = [x for r in mine for x in r["largest_rise_over_50_steps"]]
         table[variant] = {
             "mean_rise": statistics.fmean(rises) if rises else None,
-            "worst_rise": max(largest) if largest else None,
+            "worst_rise": max(
+                (x for r in mine for x in r["largest_rise_over_50_steps"]), default=None
+            ),
             "validation": [r["validation"][-1][1] for r in mine],
         }
     result = {"what": "loss around doublings of the batch", **origin(), "table": table}
-    args.output.write_text(json.dumps({**result, "runs": runs}, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-    return 0
+    write(args.output, {**result, "runs": runs}, hide=["runs"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

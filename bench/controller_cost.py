@@ -1,9 +1,9 @@
 """What does the controller cost per step between decisions?
 
-    python bench/controller_cost.py
+    python -m bench.controller_cost
 
-Times the controller's part of every step of a small run, the measurement of the noise scale (B2)
-and decisions left out, and compares it with the steps of docs/results/act_run.json. Writes
+Times the controller's part of every step of a small run, the measurement of the noise scale and
+decisions left out, and compares it with the steps of docs/results/act_run.json. Writes
 docs/results/controller_cost.json.
 """
 
@@ -14,22 +14,21 @@ import io
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.support import RESULTS, arguments, origin, write
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
---train-samples 8000 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --eval-iters 0
+--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --eval-iters 0
 --log-interval 1000 --hidden-dropout 0 --attention-dropout 0 --adam-beta2 0.95"""
 
 
-def timed_run(folder: Path) -> dict[str, list[float]]:
-    """Seconds of the controller's part of every step, of the noise scale's and of decisions."""
+def timed_run(folder: Path, samples: int) -> dict[str, list[float]]:
+    """Seconds of the controller's part of every step, and of its decisions."""
     from copus_ext.controller.callback import Controller
     from copus_ext.controller.flags import CopusConfig
     from megatron.training.config.arguments import parse_args, resolve
@@ -53,10 +52,9 @@ def timed_run(folder: Path) -> dict[str, list[float]]:
             return result
 
         def _decide(self, context: Any) -> Any:
-            start = time.perf_counter()
-            result = super()._decide(context)
-            spent["decide"].append(time.perf_counter() - start)
-            self._others += spent["decide"][-1]
+            before = self._others
+            result = self._aside(super()._decide, context)
+            spent["decide"].append(self._others - before)
             return result
 
         def on_train_step_end(self, context: Any) -> Any:
@@ -65,25 +63,26 @@ def timed_run(folder: Path) -> dict[str, list[float]]:
             spent["own"].append(time.perf_counter() - start - self._others)
             return request
 
-    config = resolve(parse_args([*FLAGS.split(), "--run-dir", str(folder)]), 1)
+    flags = [*FLAGS.split(), "--train-samples", str(samples), "--run-dir", str(folder)]
     with contextlib.redirect_stdout(io.StringIO()):
-        pretrain(config, [Timed()])
+        pretrain(resolve(parse_args(flags), 1), [Timed()])
     return spent
 
 
-def main() -> int:
+def main() -> None:
     """Runs, prints and writes."""
-    open_source()
+    parser = arguments(__doc__, "controller_cost.json")
+    parser.add_argument("--samples", type=int, default=8000)
+    args = parser.parse_args()
     os.environ.setdefault("MASTER_PORT", "0")
     with tempfile.TemporaryDirectory() as folder:
-        spent = timed_run(Path(folder) / "run")
+        spent = timed_run(Path(folder) / "run", args.samples)
     run = json.loads((RESULTS / "act_run.json").read_text())
     step_s = run["seconds_of_steps"] / len(run["curves"]["samples"])
-    median = statistics.median(spent["own"])
     result = {
         "what": "seconds of the controller per step, noise measurement and decisions left out",
         "steps": len(spent["own"]),
-        "median_s": median,
+        "median_s": statistics.median(spent["own"]),
         "mean_s": statistics.fmean(spent["own"]),
         "decisions": len(spent["decide"]),
         "median_decision_s": statistics.median(spent["decide"]),
@@ -91,10 +90,8 @@ def main() -> int:
         "share_of_that_step": statistics.fmean(spent["own"]) / step_s,
         **origin(),
     }
-    (RESULTS / "controller_cost.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-    return 0
+    write(args.output, result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

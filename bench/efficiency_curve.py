@@ -1,6 +1,6 @@
-"""B10: is the efficiency curve right?
+"""Is the efficiency curve right?
 
-    python bench/efficiency_curve.py
+    python -m bench.efficiency_curve
 
 Tokens that 117 published runs of MLPerf's GPT-3 175B took to a log-perplexity, at nine batch sizes
 (bench/data), against E(B) = E_min (1 + B/B_c) fitted without the batch in question. Writes
@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import RESULTS, open_source, origin
+
+from bench.support import arguments, figure, origin, write
 
 DATA = Path(__file__).parent / "data" / "mlperf_gpt3_evaluations.csv"
 SEQ_LENGTH = 2048
@@ -103,52 +102,36 @@ def at_target(runs: dict[int, list[Curve]], target: float) -> dict[str, Any]:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Tokens against batch, with the fits."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
-    for i, (target, found) in enumerate(result["targets"].items()):
-        batches, color = list(found["median_tokens"]), f"C{i}"
-        middle = np.array([found["median_tokens"][b] for b in batches]) / 1e9
-        below = middle - np.array([found["least_tokens"][b] for b in batches]) / 1e9
-        above = np.array([found["most_tokens"][b] for b in batches]) / 1e9 - middle
-        x = np.linspace(0, 6500, 50)
-        line = needed(x, (found["e_min_tokens"], found["b_c_samples"]))
-        axes.errorbar(batches, middle, yerr=[below, above], fmt="o", ms=4, lw=1, color=color)
-        label = f"to {target}: worst left out {100 * found['worst_left_out']:.1f} %"
-        axes.plot(x, np.asarray(line) / 1e9, lw=1, color=color, label=label)
-    axes.set(xlabel="global batch, sequences", ylabel="tokens, billions", xlim=(0, 6500))
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    with figure(path, figsize=(6.5, 4)) as axes:
+        for i, (target, found) in enumerate(result["targets"].items()):
+            batches, color = list(found["median_tokens"]), f"C{i}"
+            least, middle, most = (
+                np.array([found[f"{name}_tokens"][b] for b in batches]) / 1e9
+                for name in ("least", "median", "most")
+            )
+            around = [middle - least, most - middle]
+            axes.errorbar(batches, middle, yerr=around, fmt="o", ms=4, lw=1, color=color)
+            x = np.linspace(0, 6500, 50)
+            line = needed(x, (found["e_min_tokens"], found["b_c_samples"]))
+            label = f"to {target}: worst left out {100 * found['worst_left_out']:.1f} %"
+            axes.plot(x, np.asarray(line) / 1e9, lw=1, color=color, label=label)
+        axes.set(xlabel="global batch, sequences", ylabel="tokens, billions", xlim=(0, 6500))
+        axes.set_ylim(bottom=0)
+        axes.legend()
 
 
-def main() -> int:
+def main() -> None:
     """Fits, prints and writes."""
-    open_source()
+    args = arguments(__doc__, "efficiency_curve.json").parse_args()
     runs = curves()
     result = {
         "what": "tokens to a log-perplexity by batch, MLPerf GPT-3 175B, against E_min (1 + B/B_c)",
         "targets": {t: at_target(runs, t) for t in sorted({*GOALS, *ALSO})},
         **origin(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "efficiency_curve.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, path.with_suffix(".svg"))
-    for target, found in result["targets"].items():
-        goal = f"goal {100 * found['goal']:.1f} %" if found["goal"] else "no goal"
-        print(
-            f"{target}: E_min {found['e_min_tokens'] / 1e9:.3f}e9 tokens, B_c "
-            f"{found['b_c_samples']:.0f} samples, rms {100 * found['rms_in_sample']:.1f} %, worst "
-            f"left out {100 * found['worst_left_out']:.2f} % (batch {found['worst_batch']}), {goal}"
-        )
-    return 0
+    draw(result, args.output.with_suffix(".svg"))
+    write(args.output, result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

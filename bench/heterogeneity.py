@@ -1,6 +1,6 @@
 """Are order of nodes and cut of layers worth what the planner says, on nodes and links that differ?
 
-    sudo python bench/heterogeneity.py --data-path runs/quickstart/data/stdlib_text_document
+    sudo python -m bench.heterogeneity --data-path runs/quickstart/data/stdlib_text_document
 
 Four nodes on one machine: network namespaces, one rank in each, two ranks pinned to each of two
 cores, and a quota of processor time for every rank (cgroup), so that no rank slows down another.
@@ -9,28 +9,36 @@ One node has half the quota of the others, two nodes share a link a tenth as fas
 runs every configuration for some steps: layouts with nodes as given and with the best order, with
 even stages and with the best cut. Predicted and measured seconds, gains and ranks go to
 docs/results/heterogeneity.json. Needs root, iproute2, two cores and nothing else running; about
-fifteen minutes (the time left is printed). `--draw` draws from the file.
+fifteen minutes. `--draw` prints the table of the file.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin
+from bench import nodes
+from bench.nodes import Nodes
+from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.planner.answers import Ranked
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from copus_ext.planner.uneven import Site
+from megatron.training.logging.metrics import read_metrics
+from tests.helpers.star import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
 QUOTA, SLOW_QUOTA = 0.46, 0.23
@@ -48,7 +56,6 @@ LAYOUTS = ((4, 1, 1), (2, 1, 2), (1, 1, 4))
 WARM_UP, STEPS = 2, 5
 _CPU = Path("/sys/fs/cgroup/cpu")
 _ALL = Path("/sys/fs/cgroup")
-_MOST_S = 900.0
 
 
 @contextlib.contextmanager
@@ -73,65 +80,12 @@ def quotas(shares: Sequence[float]) -> Iterator[list[Path]]:
                 group.rmdir()
 
 
-class Site:
-    """The nodes, and what runs on them."""
-
-    def __init__(self, names: list[str], groups: list[Path]) -> None:
-        self.names, self.groups = names, groups
-
-    def run(self, order: Sequence[int], command: Sequence[str], log: Path) -> None:
-        """Runs a program to its end, rank k on node order[k].
-
-        Raises:
-            SystemExit: it failed or took too long; with the end of the logs.
-        """
-        from tests.helpers.star import DEVICE, address
-
-        cores = sorted(os.sched_getaffinity(0))
-        started = []
-        for rank, node in enumerate(order):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(order)),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": address(order[0]),
-                "MASTER_PORT": "29555",
-                "GLOO_SOCKET_IFNAME": DEVICE,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-            }
-            core = str(cores[node % len(cores)])
-            # Before the namespace, which has a /sys of its own.
-            join = f'echo $$ > {self.groups[node]}/cgroup.procs && exec "$@"'
-            words = ["sh", "-c", join, "sh", "ip", "netns", "exec", self.names[node]]
-            words += ["taskset", "-c", core, sys.executable, *command]
-            with log.with_name(f"{log.name}.{rank}.txt").open("wb") as file:
-                started.append(subprocess.Popen(words, env=env, cwd=ROOT, stdout=file, stderr=file))
-        began = time.monotonic()
-        while any(one.poll() is None for one in started):
-            if any(one.poll() for one in started) or time.monotonic() - began > _MOST_S:
-                break
-            time.sleep(0.2)
-        if any(one.poll() != 0 for one in started):
-            time.sleep(3.0)
-            for one in started:
-                one.kill()
-                one.wait()
-            tails = [
-                log.with_name(f"{log.name}.{r}.txt").read_text(errors="replace")[-1500:]
-                for r in range(len(order))
-            ]
-            raise SystemExit("\n".join([*tails, f"{log.name} failed on the nodes"]))
-
-
-def probe(site: Site, speeds: Sequence[float], work: Path) -> Path:
+def probe(site: Nodes, speeds: Sequence[float], work: Path) -> Path:
     """The cluster file: measured links and speeds."""
     output = work / "cluster.json"
     tool = [str(ROOT / "tools/probe_links.py"), "--output", str(output), "--every-rank"]
     tool += ["--cluster", f"cpu:{NUM_NODES}"]
-    site.run(range(NUM_NODES), tool, work / "probe")
+    site.run(tool, work / "probe")
     data = json.loads(output.read_text())
     data |= {"num_nodes": NUM_NODES, "gpus_per_node": 1}
     data["nodes"] = [{"speed": speed} for speed in speeds]
@@ -139,13 +93,9 @@ def probe(site: Site, speeds: Sequence[float], work: Path) -> Path:
     return output
 
 
-def speeds_of(site: Site, data: str, work: Path) -> list[float]:
+def speeds_of(site: Nodes, data: str, work: Path) -> list[float]:
     """Work per second of every node over that of a rank as the planner knows it: one rank alone
     trains for some steps on a node of each quota."""
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.planner.answers import Ranked
-    from copus_ext.planner.search import Planner
-
     planner = Planner(_model(), preset("cpu:1"))
     c = _configuration(1, 1, 1, 4, batch=4)
     known = planner.explain(c)
@@ -188,23 +138,18 @@ def plan(cluster: Path) -> dict[str, Any]:
     return {"order": best["order"], "cut": best["cut"]["layers"], "best": best, "said": said}
 
 
-def configurations(cluster: Path) -> list[dict[str, Any]]:
+def configurations(cluster: Path, layouts: Any) -> list[dict[str, Any]]:
     """What is run: every layout in its best micro-batch, with and without order and cut."""
-    from copus_ext.cost_model.cluster_spec import ClusterSpec
-    from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import Limits
-    from copus_ext.planner.uneven import Site as Priced
-
     spec = ClusterSpec.load(cluster)
     planner = Planner(_model(), spec, limits=Limits(recompute=("none",)))
     found = []
-    for pp, vpp, dp in LAYOUTS:
+    for pp, vpp, dp in layouts:
         best = None
         for b in (1, 2, 4):
             if BATCH % (b * dp) or (vpp > 1 and BATCH // (b * dp) % pp):
                 continue
             c = _configuration(pp, vpp, dp, b)
-            priced = Priced(planner, c)
+            priced = Site(planner, c)
             fitted = priced.fit()
             if fitted is not None and (best is None or fitted.step_s < best[2].step_s):
                 best = (c, priced, fitted)
@@ -236,14 +181,11 @@ def configurations(cluster: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _model() -> Any:
-    from copus_ext.cost_model.model_spec import ModelSpec
-
+def _model() -> ModelSpec:
     return ModelSpec.from_megatron_flags([*MODEL.split(), "--vocab-size", "257"])
 
 
 def _configuration(pp: int, vpp: int, dp: int, b: int, batch: int = BATCH) -> Any:
-    from copus_ext.planner.configuration import Configuration
 
     return Configuration(tp=1, pp=pp, vpp=vpp, dp=dp, micro_batch_size=b, global_batch_size=batch)
 
@@ -253,15 +195,13 @@ def _best_order(priced: Any) -> tuple[int, ...]:
     return min(orders, key=lambda order: priced.step_s(order, priced.layers))
 
 
-def measure(site: Site, one: dict[str, Any], data: str, work: Path) -> None:
+def measure(site: Nodes, one: dict[str, Any], data: str, work: Path) -> None:
     """Trains a configuration for some steps and takes their median."""
-    from megatron.training.logging.metrics import read_metrics
-
     at = work / one["name"].replace(" ", "_").replace(",", "")
     flags = [*MODEL.split(), *TRAINING.split(), "--data-path", data, *one["flags"]]
     flags += ["--train-iters", str(WARM_UP + STEPS), "--run-dir", str(at)]
     flags += ["--data-cache-path", str(work / "cache")]
-    site.run(one["order"], [str(ROOT / "pretrain_gpt.py"), *flags], at)
+    site.run([TRAINER, *flags], at, order=one["order"], most_s=900.0)
     steps = [r for r in read_metrics(at) if r["kind"] == "step"][WARM_UP:]
     seconds = [r["elapsed_per_iteration_ms"] / 1000 for r in steps]
     one |= {"measured_s": statistics.median(seconds), "seconds": seconds}
@@ -288,9 +228,9 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for r in sorted(result["rows"], key=lambda r: r["predicted_s"]):
-        nodes, layers = ((" ".join(map(str, r[name]))) for name in ("order", "cut"))
+        order, layers = ((" ".join(map(str, r[name]))) for name in ("order", "cut"))
         times = f"{r['predicted_s']:.2f} | {r['measured_s']:.2f}"
-        lines.append(f"| {r['name']} | {nodes} | {layers} | {times} |")
+        lines.append(f"| {r['name']} | {order} | {layers} | {times} |")
     s = result["summary"]
     lines.append(
         f"\n{s['in_order']} of {s['rows']} stand in the predicted order; {s['pairs_in_order']} of "
@@ -299,56 +239,43 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints and writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--data-path", help="prefix of an indexed data set")
-    p.add_argument("--output", type=Path, default=RESULTS / "heterogeneity.json")
-    p.add_argument("--draw", action="store_true", help="print the table of --output, no more")
-    args = p.parse_args()
+    parser = arguments(__doc__, "heterogeneity.json")
+    parser.add_argument("--data-path", help="prefix of an indexed data set")
+    parser.add_argument("--layouts", type=int, default=len(LAYOUTS), help="only the first so many")
+    parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
+    args = parser.parse_args()
     if args.draw:
         print(table(json.loads(args.output.read_text())))
-        return 0
-    open_source()
-    from tests.helpers.star import star
-    from tests.helpers.two_nodes import why_not
-
-    if problem := why_not():
-        print(f"heterogeneity: {problem}", file=sys.stderr)
-        return 2
+        return
+    nodes.require()
     if not args.data_path:
-        p.error("give --data-path PREFIX, such as the quickstart's")
+        parser.error("give --data-path PREFIX, such as the quickstart's")
     data = str(Path(args.data_path).resolve())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     result: dict[str, Any] = {"what": "uneven nodes and links", "machine": origin()}
+    rates = {"rate_mbit": SLOW_MBIT, "usual_mbit": USUAL_MBIT}
     with (
         tempfile.TemporaryDirectory() as folder,
         quotas(shares()) as groups,
-        star(
-            NUM_NODES, slow_pairs=[SLOW_PAIR], rate_mbit=SLOW_MBIT, usual_mbit=USUAL_MBIT
-        ) as names,
+        star(NUM_NODES, slow_pairs=[SLOW_PAIR], **rates) as names,
     ):
-        site, work = Site(names, groups), Path(folder)
+        addresses = [address(node) for node in range(NUM_NODES)]
+        site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
+        work = Path(folder)
         print("timing a node of each kind, then the links", flush=True)
         cluster = probe(site, speeds_of(site, data, work), work)
         result["cluster"] = json.loads(cluster.read_text())
         result["plan"], result["even_plan"] = plan(cluster), plan(even(cluster))
         print("\n".join(result["plan"]["said"]), flush=True)
-        rows = configurations(cluster)
-        began = time.monotonic()
-        for i, one in enumerate(rows):
+        rows = configurations(cluster, LAYOUTS[: args.layouts])
+        for one in rows:
             measure(site, one, data, work)
-            left = (time.monotonic() - began) / (i + 1) * (len(rows) - i - 1)
-            print(
-                f"{one['name']}: predicted {one['predicted_s']:.2f} s, measured "
-                f"{one['measured_s']:.2f} s; about {left / 60:.0f} min left",
-                flush=True,
-            )
+            print(f"{one['name']}: {one['predicted_s']:.2f}, measured {one['measured_s']:.2f} s")
         result |= {"rows": rows, "summary": summary(rows)}
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

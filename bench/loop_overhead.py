@@ -1,31 +1,35 @@
-"""B7: what the loop costs beside a bare megatron-core schedule on the same model and data.
+"""What does the training loop cost beside a bare megatron-core schedule?
 
-    python bench/loop_overhead.py --data-path runs/quickstart/data/stdlib_text_document
+    python -m bench.loop_overhead --data-path runs/quickstart/data/stdlib_text_document
 
-Both sides work on one job in one process, in blocks of steps in the order ours, bare, bare, ours,
-so that drift cancels: `train_step` with events, reporting and record, against the schedule,
-optimizer and scheduler called directly. Both read the same stream of batches. Writes
-docs/results/loop_overhead.json; see docs/results.md. CPU, one rank, nothing else running.
+Both sides work on one job in one process, in balanced blocks of steps: `train_step` with events,
+reporting and record, against the schedule, optimizer and scheduler called directly. Both read the
+same stream of batches. Writes docs/results/loop_overhead.json. CPU, one rank, nothing else running.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
-import json
-import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from jobs import batch_flags, open_job, step_of_loop
-from support import QUICKSTART_MODEL, RESULTS, block, mean, open_source, origin, ratio_summary
+from bench.support import (
+    QUICKSTART_MODEL,
+    arguments,
+    balanced_rows,
+    block,
+    open_job,
+    origin,
+    ratio_summary,
+    step_of_loop,
+    write,
+)
 
 MODEL = f"""{QUICKSTART_MODEL} --device cpu --lr 1e-3 --split 98,1,1 --train-iters 100000
---log-interval 10"""
+--log-interval 10 --micro-batch-size 4 --global-batch-size 8"""
 
 
 def bare_step(job: Any) -> None:
@@ -70,57 +74,44 @@ def bare_step(job: Any) -> None:
     job.state.consumed_samples += size
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, dict[str, float]]]:
-    """Rows of four blocks in balanced order, the two of a side averaged; drops the warm-up."""
-    rows = []
+def measure(data: str, blocks: int, steps: int) -> list[dict[str, dict[str, float]]]:
+    """Balanced rows of seconds per step."""
     with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(io.StringIO()):
-        places = ["--data-path", args.data_path, "--run-dir", run_dir, "--data-cache-path", run_dir]
-        with open_job([*MODEL.split(), *batch_flags(args), *places]) as job:
+        places = ["--data-path", data, "--run-dir", run_dir, "--data-cache-path", run_dir]
+        with open_job([*MODEL.split(), *places]) as job:
             from megatron.training.train.reporting import Reporter
 
+            ours = functools.partial(step_of_loop, job, Reporter(job))
+            bare = functools.partial(bare_step, job)
             sides = {
-                "ours": functools.partial(step_of_loop, job, Reporter(job)),
-                "bare": functools.partial(bare_step, job),
+                "ours": functools.partial(block, ours, steps),
+                "bare": functools.partial(block, bare, steps),
             }
-            for step in sides.values():
-                block(step, 2)
-            for _ in range(args.blocks):
-                order = ("ours", "bare", "bare", "ours")
-                blocks = [(name, block(sides[name], args.steps)) for name in order]
-                rows.append({name: mean([b for s, b in blocks if s == name]) for name in sides})
-    return rows
+            return balanced_rows(sides, blocks)
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
+    parser = arguments(__doc__, "loop_overhead.json", data=True)
     parser.add_argument("--blocks", type=int, default=40, help="rows of four blocks")
     parser.add_argument("--steps", type=int, default=2, help="of a block")
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--output", type=Path, default=RESULTS / "loop_overhead.json")
     args = parser.parse_args()
-    open_source()
     before = origin()
-    rows = measure(args)
+    rows = measure(args.data_path, args.blocks, args.steps)
     result = {
         "what": "seconds per step, our loop / bare megatron-core schedule, per row of four blocks",
         "wall": ratio_summary(rows, "wall_s", of="ours", to="bare"),
         "cpu": ratio_summary(rows, "cpu_s", of="ours", to="bare"),
         "rows": args.blocks,
         "steps_of_a_block": args.steps,
-        "global_batch_size": args.batch_size,
-        "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
         "ranks": 1,
         **before,
         "per_row": rows,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in result.items() if k != "per_row"}, indent=1))
-    return 0
+    write(args.output, result, hide=["per_row"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,7 @@
 """How many of Megatron-LM's own functional-test commands this trainer accepts.
 
-    python bench/megatron_flag_compatibility.py            # writes docs/megatron-flags.md
-    python bench/megatron_flag_compatibility.py --print    # only prints the counts
+    python -m bench.megatron_flag_compatibility            # writes docs/megatron-flags.md
+    python -m bench.megatron_flag_compatibility --print    # only prints the counts
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
 with CUDA, Transformer Engine and apex present. More ranks are taken where tensor times pipeline
@@ -17,13 +17,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from bench.support import ROOT
 from copus_ext.controller.flags import CopusConfig
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "bench" / "data" / "megatron_lm_flag_sets.json"
 PAGE = ROOT / "docs" / "megatron-flags.md"
 
@@ -118,7 +117,7 @@ def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:
 
 def page(judgements: Mapping[str, Judgement]) -> str:
     """The page of the documentation, in Markdown."""
-    command = "python bench/megatron_flag_compatibility.py"
+    command = "python -m bench.megatron_flag_compatibility"
     parts = [_HEAD.format(total=len(judgements), ranks=_RANKS, command=command)]
     groups = sorted({name.split("/")[0] for name in judgements})
     for group in groups:

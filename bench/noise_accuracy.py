@@ -1,6 +1,6 @@
-"""B1: is the noise scale right? Every estimator against per-sample gradients by brute force.
+"""Is the noise scale right? Every estimator against per-sample gradients by brute force.
 
-    python bench/noise_accuracy.py
+    python -m bench.noise_accuracy
 
 Trains a tiny GPT on this Python's own sources, then holds its weights still and
 
@@ -17,19 +17,18 @@ Writes docs/results/noise_accuracy.json. About 15 minutes on 2 cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import RESULTS, ROOT, open_source, origin, torchrun
+
+from bench.support import arguments, launch, make_dataset, origin, write
 
 SEQ_LENGTH = 32
 MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
@@ -105,49 +104,35 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
 
 
 class Bench:
-    """Launches the runs in one scratch directory."""
+    """Launches the runs in one scratch directory, over one data set and from one checkpoint."""
 
     def __init__(self, scratch: Path) -> None:
-        self.scratch = scratch
-        self.number = 0
+        self.scratch, self.weights, self.number = scratch, scratch / "weights", 0
+        self.data = make_dataset(scratch / "data")
 
-    def launch(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
+    def run(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
         """Step records of one run, and the file its worker may have written."""
         from megatron.training.logging.metrics import read_metrics
 
         self.number += 1
-        run_dir = self.scratch / f"run{self.number}"
-        output = self.scratch / f"result{self.number}.json"
+        run_dir, output = self.scratch / f"run{self.number}", self.scratch / f"{self.number}.json"
         print(f"-- {kind} on {ranks} ranks: {flags}", flush=True)
-        command = torchrun(ranks, Path(__file__).resolve(), "--worker", kind, output)
-        command += [*MODEL.split(), *flags.split()]
-        command += ["--data-path", str(self.scratch / "data_text_document")]
-        command += ["--data-cache-path", str(self.scratch / "cache"), "--run-dir", str(run_dir)]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        places = ["--data-path", self.data, "--data-cache-path", self.scratch / "cache"]
+        own = [*MODEL.split(), *flags.split(), *places, "--run-dir", run_dir]
+        launch(ranks, "-m", "bench.noise_accuracy", "--worker", kind, output, *own)
         return [r for r in read_metrics(run_dir) if r["kind"] == "step"], output
 
-    def prepare(self, steps: int) -> None:
-        """Makes the data set and trains a while, so that the noise is no longer small."""
-        tool = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--python-stdlib"]
-        tool += ["--output-prefix", str(self.scratch / "data"), "--append-eod"]
-        subprocess.run(tool, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    def train(self, steps: int) -> None:
+        """Trains a while, so that the noise is no longer small."""
         flags = f"--micro-batch-size 4 --global-batch-size {BATCH} --lr 2e-3 --min-lr 2e-3"
-        self.launch(
-            "train",
-            2,
-            f"{flags} --train-iters {steps} --save {self.weights} --save-interval {steps}",
-        )
+        saving = f"--save {self.weights} --save-interval {steps}"
+        self.run("train", 2, f"{flags} --train-iters {steps} {saving}")
 
-    @property
-    def weights(self) -> Path:
-        """Where the weights lie that all measurements share."""
-        return self.scratch / "weights"
-
-    def still(self, kind: str, ranks: int, *, batch: int, mbs: int, samples: int, more: str = ""):
+    def still(self, kind: str, ranks: int, *, batch: int, mbs: int, samples: int) -> Any:
         """Steps over the first samples of the data set with weights that do not move."""
-        flags = f"{STILL} --load {self.weights} --train-samples {samples} {more}"
+        flags = f"{STILL} --load {self.weights} --train-samples {samples}"
         flags += f" --global-batch-size {batch} --micro-batch-size {mbs}"
-        return self.launch(kind, ranks, flags)
+        return self.run(kind, ranks, flags)
 
 
 def judge(steps: list[dict[str, Any]], truth: dict[str, float]) -> dict[str, Any]:
@@ -193,7 +178,7 @@ def layouts(bench: Bench) -> dict[str, float]:
             f" --num-virtual-stages-per-pipeline-rank {vpp}" if vpp > 1 else ""
         )
         flags = f"{more} --lr 1e-3 --train-iters 3 --micro-batch-size 1 --global-batch-size {BATCH}"
-        steps, _ = bench.launch("micro", 4, flags)
+        steps, _ = bench.run("micro", 4, flags)
         squares = [step["noise"]["squares"] for step in steps]
         reference = reference or squares
         for now, first in zip(squares, reference):
@@ -203,16 +188,15 @@ def layouts(bench: Bench) -> dict[str, float]:
     return {"layouts": len(LAYOUTS), **worst}
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "noise_accuracy.json")
     parser.add_argument("--samples", type=int, default=12_800)
     parser.add_argument("--train-steps", type=int, default=400)
-    parser.add_argument("--output", type=Path, default=RESULTS / "noise_accuracy.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(Path(scratch))
-        bench.prepare(args.train_steps)
+        bench.train(args.train_steps)
         _, file = bench.still("truth", 1, batch=1, mbs=1, samples=args.samples)
         exact = json.loads(file.read_text())
         truth = {k: exact[k]["attention"] + exact[k]["mlp"] for k in ("g2", "v")}
@@ -232,15 +216,11 @@ def main() -> int:
         "largest_relative_difference_between_layouts": across,
         **origin(),
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-    return 0
+    write(args.output, result)
 
 
 if __name__ == "__main__":
-    open_source()
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
     else:
-        sys.exit(main())
+        main()

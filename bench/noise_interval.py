@@ -1,6 +1,6 @@
 """Do both ends of the noise scale's 95 % interval miss equally often?
 
-    python bench/noise_interval.py
+    python -m bench.noise_interval
 
 Draws runs of one-step estimates from gradients with Gaussian noise of a known noise scale, smooths
 each run as training does, and counts how often the interval lies above and below the truth. Each of
@@ -12,17 +12,19 @@ Writes docs/results/noise_interval.json. About 3 minutes on one core.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import RESULTS, open_source, origin
+
+from bench.support import arguments, origin, write
+from copus_ext.gns.estimators import Estimate
+from copus_ext.gns.interval import Z_95
+from copus_ext.gns.smoothing import Smoothed, half_life_tokens
 
 SEED = 1000
 """Of the draws that are reported; those by which the interval was chosen had seeds below 10."""
@@ -68,15 +70,13 @@ def cases() -> list[Case]:
     return [
         Case(
             spectrum=spectrum,
-            noise_scale_over_batch=ratio,
-            batch=batch,
-            groups=groups,
-            measurements=measurements,
-            half_life=half_life,
+            noise_scale_over_batch=step[0],
+            batch=step[1],
+            groups=step[2],
+            measurements=run[0],
+            half_life=run[1],
         )
-        for spectrum, (ratio, batch, groups), (measurements, half_life) in itertools.product(
-            SPECTRA, STEPS, RUNS
-        )
+        for spectrum, step, run in itertools.product(SPECTRA, STEPS, RUNS)
     ]
 
 
@@ -98,10 +98,6 @@ def misses(
 ) -> dict[str, float]:
     """Percent of runs whose interval lies above the truth, below it, and has no upper end; with
     another level where `z` is given."""
-    from copus_ext.gns.estimators import Estimate
-    from copus_ext.gns.interval import Z_95
-    from copus_ext.gns.smoothing import Smoothed, half_life_tokens
-
     rng, states = np.random.default_rng(seed), Smoothed()
     for step in range(1, case.measurements + 1):
         half_life = case.half_life or half_life_tokens(step, 1.0)
@@ -122,37 +118,27 @@ def misses(
 
 def main() -> None:
     """Counts, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "noise_interval.json")
     parser.add_argument("--draws", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--output", type=Path, default=RESULTS / "noise_interval.json")
     args = parser.parse_args()
-    rows = []
+    rows, ends = [], {}
     for number, case in enumerate(cases()):
-        rows.append({**vars(case), **misses(case, seed=(args.seed, number), draws=args.draws)})
+        found = misses(case, seed=(args.seed, number), draws=args.draws)
+        rows.append({**vars(case), **found})
         print(json.dumps(rows[-1]), flush=True)
-    summary = {}
-    for measurements in sorted({row["measurements"] for row in rows}):
-        for name in SPECTRA:
-            own = [
-                row[end]
-                for row in rows
-                for end in ("above", "below")
-                if row["measurements"] == measurements and row["spectrum"] == name
-            ]
-            summary[f"{measurements} measurements, {name}"] = [min(own), max(own)]
+        name = f"{case.measurements} measurements, {case.spectrum}"
+        ends[name] = [*ends.get(name, []), found["above"], found["below"]]
     result = {
         "what": "percent of runs whose 95 % interval lies above or below the true noise scale",
         "draws": args.draws,
         "seed": args.seed,
-        "least_and_most_of_an_end": summary,
+        "least_and_most_of_an_end": {name: [min(x), max(x)] for name, x in ends.items()},
         "rows": rows,
         **origin(),
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(summary, indent=1))
+    write(args.output, result, hide=["rows"])
 
 
 if __name__ == "__main__":
-    open_source()
     main()

@@ -1,7 +1,7 @@
 """The noise scale over one run, measured under two layouts on the same data: the curves must lie on
 one another.
 
-    python bench/noise_layouts.py --data-path runs/quickstart/data/stdlib_text_document
+    python -m bench.noise_layouts --data-path runs/quickstart/data/stdlib_text_document
 
 Trains the quickstart's model twice on two CPU ranks, with data and with pipeline parallelism, about
 10 minutes each, with `--copus`. Writes docs/results/noise_layouts.json and .svg.
@@ -9,16 +9,13 @@ Trains the quickstart's model twice on two CPU ranks, with data and with pipelin
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin, torchrun
+from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, launch, origin, write
+from megatron.training.logging.metrics import read_metrics
 
 _BATCH = 16
 MODEL = f"""{QUICKSTART_MODEL} --micro-batch-size 4 --global-batch-size {_BATCH} --lr 2e-3
@@ -32,31 +29,25 @@ LAYOUTS = {
 
 def train(layout: list[str], steps: int, data: str) -> list[dict[str, Any]]:
     """Runs the trainer on two ranks and returns its step records."""
-    from megatron.training.logging.metrics import read_metrics
-
     with tempfile.TemporaryDirectory() as run_dir:
-        command = torchrun(2, ROOT / "pretrain_gpt.py", *MODEL.split())
-        command += ["--data-path", data, "--data-cache-path", run_dir, "--run-dir", run_dir]
-        command += ["--train-iters", str(steps), *layout]
-        subprocess.run(command, check=True, cwd=ROOT)
+        places = ["--data-path", data, "--data-cache-path", run_dir, "--run-dir", run_dir]
+        launch(2, TRAINER, *MODEL.split(), *places, "--train-iters", str(steps), *layout)
         return [r for r in read_metrics(Path(run_dir)) if r["kind"] == "step"]
 
 
 def curve(records: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The columns of a run that the figure and the comparison need."""
+
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.6g}")
+
     noise = [r["noise"] for r in records]
     return {
         "samples": [r["consumed_samples"] for r in records],
         "loss": [round(r["losses"]["lm loss"], 5) for r in records],
-        "phi_samples": [_short(n["phi_samples"]) for n in noise],
-        "low_samples": [_short(n["low_samples"]) for n in noise],
-        "high_samples": [_short(n["high_samples"]) for n in noise],
-        "vectors_phi": [_short(n["groups"].get("vectors")) for n in noise],
+        **{k: [short(n[k]) for n in noise] for k in ("phi_samples", "low_samples", "high_samples")},
+        "vectors_phi": [short(n["groups"].get("vectors")) for n in noise],
     }
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def compare(a: dict[str, list[Any]], b: dict[str, list[Any]]) -> dict[str, float]:
@@ -90,40 +81,26 @@ def vectors_against_layers(rows: dict[str, list[Any]]) -> dict[str, float]:
 
 def draw(curves: dict[str, dict[str, list[Any]]], path: Path) -> None:
     """phi with its band over the samples, one colour per layout; the loss below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, (above, below) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained"
-    )
-    for (name, rows), colour, style in zip(curves.items(), ("C0", "C1"), ("-", "--")):
-        ok = [i for i, high in enumerate(rows["high_samples"]) if high]
-        x = [rows["samples"][i] for i in ok]
-        low, high = ([rows[k][i] for i in ok] for k in ("low_samples", "high_samples"))
-        above.fill_between(x, low, high, alpha=0.2, color=colour, linewidth=0)
-        above.plot(x, [rows["phi_samples"][i] for i in ok], style, color=colour, label=name)
-        below.plot(rows["samples"], rows["loss"], style, color=colour, linewidth=0.8)
-    above.set_yscale("log")
-    above.set_ylabel("noise scale, samples\n(band: 95 %)")
-    above.legend()
-    below.set_ylabel("loss")
-    below.set_xlabel("samples")
-    figure.savefig(path, metadata={"Date": None})
+    with figure(path, 2, sharex=True, figsize=(7, 5), height_ratios=[3, 1]) as (above, below):
+        for (name, rows), colour, style in zip(curves.items(), ("C0", "C1"), ("-", "--")):
+            ok = [i for i, high in enumerate(rows["high_samples"]) if high]
+            x = [rows["samples"][i] for i in ok]
+            low, high = ([rows[k][i] for i in ok] for k in ("low_samples", "high_samples"))
+            above.fill_between(x, low, high, alpha=0.2, color=colour, linewidth=0)
+            above.plot(x, [rows["phi_samples"][i] for i in ok], style, color=colour, label=name)
+            below.plot(rows["samples"], rows["loss"], style, color=colour, linewidth=0.8)
+        above.set_yscale("log")
+        above.set_ylabel("noise scale, samples\n(band: 95 %)")
+        above.legend()
+        below.set(xlabel="samples", ylabel="loss")
 
 
-def main() -> int:
+def main() -> None:
     """Trains twice, compares, writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-path", required=True, help="prefix of an indexed data set")
+    parser = arguments(__doc__, "noise_layouts.json", data=True)
     parser.add_argument("--steps", type=int, default=850)
-    parser.add_argument("--output", type=Path, default=RESULTS / "noise_layouts.json")
     args = parser.parse_args()
-    open_source()
-    data = str(Path(args.data_path).resolve())
-    curves = {name: curve(train(flags, args.steps, data)) for name, flags in LAYOUTS.items()}
+    curves = {n: curve(train(flags, args.steps, args.data_path)) for n, flags in LAYOUTS.items()}
     first, second = curves.values()
     result = {
         "what": "noise scale per step of one run under two layouts",
@@ -134,12 +111,9 @@ def main() -> int:
         **origin(),
         "curves": curves,
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result) + "\n")
     draw(curves, args.output.with_suffix(".svg"))
-    print(json.dumps({k: v for k, v in result.items() if k != "curves"}, indent=1))
-    return 0
+    write(args.output, result, hide=["curves"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

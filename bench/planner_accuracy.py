@@ -1,6 +1,6 @@
-"""B3: does the planner predict step times it has not seen?
+"""Does the planner predict step times it has not seen?
 
-    python bench/planner_accuracy.py
+    python -m bench.planner_accuracy
 
 Fits the constants of the cost model on published measurements (bench/data) and predicts rows that
 the fit has not seen: whole models left out, random fifths, other people's clusters. Writes
@@ -10,20 +10,192 @@ copus_ext/cost_model/data/*.json. About 4 minutes.
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import math
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_data import Measured, h100_weak_scaling, korthikanti, narayanan, vtrain
-from support import RESULTS, ROOT, open_source, origin
 
+from bench.support import ROOT, arguments, figure, origin, write
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.correct import correct
+from copus_ext.cost_model.fit import fit_constants
+from copus_ext.cost_model.memory import PEAK_SD, memory
+from copus_ext.cost_model.rows import (
+    RECOMPUTE_FULL,
+    RECOMPUTE_NONE,
+    RECOMPUTE_SELECTIVE,
+    Rows,
+    concatenate,
+)
+from copus_ext.cost_model.step import step_time
+
+DATA = Path(__file__).parent / "data"
 SINGLE_WEIGHT = 0.15
 """Of a row of one node in a fit for many."""
 SEEDS = 20
 SHIPPED = ROOT / "copus_ext" / "perf" / "data"
+
+
+_A100 = {
+    "peak_flops": 312e12,
+    "hbm_bytes_per_s": 2.039e12,
+    "num_sms": 108,
+    "gpus_per_node": 8,
+    "intra_bytes_per_s": 300e9,
+    "nic_bytes_per_s": 100e9,
+}
+_H100 = {
+    "peak_flops": 989e12,
+    "hbm_bytes_per_s": 3.35e12,
+    "num_sms": 132,
+    "gpus_per_node": 8,
+    "intra_bytes_per_s": 450e9,
+    "nic_bytes_per_s": 400e9,
+}
+_GPT = {
+    "mlp_matrices": 2,
+    "tied": True,
+    "has_bias": True,
+    "norm_vectors": 2,
+    "element_bytes": 2,
+    "dropout": True,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A table of measured step times."""
+
+    name: str
+    """Of the data set."""
+    rows: Any
+    """What was run."""
+    seconds: Any
+    """[n] seconds of a step."""
+
+    @property
+    def models(self) -> Any:
+        """[n] one number per model."""
+        return self.rows.hidden_size * 1000 + self.rows.num_layers
+
+    def take(self, at: Any) -> Measured:
+        """Some of the rows."""
+        return Measured(name=self.name, rows=self.rows.take(at), seconds=self.seconds[at])
+
+
+def _read(file: str) -> Any:
+    """Gives a column of a table as numbers, or as text where `text` is set."""
+    with (DATA / file).open(encoding="utf-8-sig", newline="") as lines:
+        records = list(csv.DictReader(lines))
+
+    def column(name: str, default: float = math.nan, *, text: bool = False) -> Any:
+        values = [r[name] for r in records]
+        return np.array(values if text else [float(v) if v else default for v in values])
+
+    return column
+
+
+def _vocabulary(size: int, tp: Any) -> Any:
+    return np.ceil(size / (128 * tp)) * 128 * tp
+
+
+def _table(name: str, seconds: Any, *, batch: Any, **values: Any) -> Measured:
+    """A table of a GPT on A100, where `values` says nothing else; a global batch gives `batch`."""
+    known = {**_A100, **_GPT, "vpp": 1, "use_distributed_optimizer": False}
+    known |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    known |= {"fused_attention": False, "sequence_parallel": False, "gradient_bytes": 4}
+    known |= {"learned_positions": values["seq_length"], **values}
+    hidden, heads = known["hidden_size"], known["num_attention_heads"]
+    rows = Rows(
+        **{"ffn_hidden_size": 4 * hidden, **known},
+        num_query_groups=heads,
+        kv_channels=hidden / heads,
+        num_microbatches=batch / known["micro_batch_size"] / known["dp"],
+    )
+    return Measured(name=name, rows=rows.full(), seconds=seconds)
+
+
+def vtrain(kind: str) -> Measured:
+    """vTrain's ground truth, `multi` or `single` (arXiv 2312.12391)."""
+    column = _read(f"vtrain_ground_truth_{kind}_a100.csv")
+    tp = column("tensor parallelism")
+    return _table(
+        f"vtrain {kind}",
+        column("iteration time (ms)") / 1e3,
+        batch=column("global batch"),
+        num_layers=column("# layers"),
+        hidden_size=column("hidden size"),
+        num_attention_heads=column("attention heads"),
+        padded_vocab_size=_vocabulary(50257, tp),
+        seq_length=column("sequence length"),
+        gradient_bytes=2,
+        tp=tp,
+        pp=column("pipeline parallelism"),
+        dp=column("data parallelism"),
+        micro_batch_size=column("micro batch"),
+        recompute=RECOMPUTE_FULL,
+    )
+
+
+def _usual_columns(column: Any) -> dict[str, Any]:
+    names = {"num_layers": "n_layers", "hidden_size": "hidden", "num_attention_heads": "heads"}
+    names |= {"seq_length": "seq_len", "tp": "tp", "pp": "pp", "dp": "dp", "batch": "global_batch"}
+    return {name: column(own) for name, own in names.items()}
+
+
+def korthikanti() -> Measured:
+    """Table 5 of arXiv 2205.05198."""
+    column = _read("korthikanti2022_table5_a100.csv")
+    full = column("recompute", text=True) == "full"
+    return _table(
+        "korthikanti",
+        column("iter_time_s"),
+        **_usual_columns(column),
+        ffn_hidden_size=column("ffn"),
+        vpp=column("virtual_pp", 1.0),
+        micro_batch_size=column("micro_batch"),
+        padded_vocab_size=_vocabulary(51200, column("tp")),
+        recompute=np.where(full, RECOMPUTE_FULL, RECOMPUTE_SELECTIVE),
+        sequence_parallel=column("seq_parallel", text=True) == "True",
+    )
+
+
+def narayanan() -> Measured:
+    """Table 1 of arXiv 2104.04473; seconds derived from its throughput, which nobody checked."""
+    column = _read("narayanan2021_table1_a100.csv")
+    return _table(
+        "narayanan",
+        column("iter_s_derived_from_unverified"),
+        **_usual_columns(column),
+        vpp=column("virtual_pp", 1.0),
+        micro_batch_size=column("micro_batch"),
+        padded_vocab_size=column("vocab"),
+        recompute=RECOMPUTE_FULL,
+    )
+
+
+def h100_weak_scaling() -> Measured:
+    """Megatron-LM's table for H100; micro-batch 1 and no virtual stages are our assumptions."""
+    column = _read("megatron_h100_weak_scaling.csv")
+    return _table(
+        "h100",
+        column("derived_iter_s"),
+        **{**_H100, "dropout": False, "tied": False, **_usual_columns(column)},
+        micro_batch_size=1,
+        padded_vocab_size=column("vocab"),
+        fused_attention=True,
+        learned_positions=0,
+        recompute=RECOMPUTE_NONE,
+        sequence_parallel=column("tp") > 1,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
 
 
 def errors(predicted: Any, measured: Any) -> dict[str, float]:
@@ -42,10 +214,6 @@ def errors(predicted: Any, measured: Any) -> dict[str, float]:
 
 def fit(parts: list[tuple[Measured, float]], **how: Any) -> Any:
     """Constants from several tables with a weight each."""
-    from copus_ext.cost_model.constants import Constants
-    from copus_ext.cost_model.fit import fit_constants
-    from copus_ext.cost_model.rows import concatenate
-
     how.setdefault("prior", Constants())
     return fit_constants(
         concatenate([part.rows for part, _ in parts]),
@@ -57,8 +225,6 @@ def fit(parts: list[tuple[Measured, float]], **how: Any) -> Any:
 
 def predict(table: Measured, constants: Any) -> Any:
     """[n] predicted seconds."""
-    from copus_ext.cost_model.step import step_time
-
     return step_time(table.rows, constants).step_s
 
 
@@ -96,8 +262,6 @@ def random_fifths(table: Measured, others: list[tuple[Measured, float]]) -> dict
 
 def corrected_by_kin(table: Measured, keys: Any, predicted: Any, test: Any) -> Any:
     """Predictions of the rows `test`, corrected by the other rows of the same model."""
-    from copus_ext.cost_model.correct import correct
-
     better = predicted.copy()
     for model in np.unique(table.models):
         mine = table.models == model
@@ -132,7 +296,6 @@ def choice(table: Measured, predicted: Any) -> dict[str, Any]:
 def refused_for_memory(tables: list[Measured]) -> dict[str, Any]:
     """False alarms: rows that ran on 80 GB and are predicted not to fit. Misses cannot be seen
     here: no row ran out of memory."""
-    from copus_ext.cost_model.memory import PEAK_SD, memory
     from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 
     found = {}
@@ -161,8 +324,6 @@ def ship(name: str, constants: Any, fitted_on: str, residual: dict[str, Any] | N
 
 def ship_all(everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
     """Writes the constants of every kind of GPU; returns the residual of the H100 ones."""
-    import dataclasses
-
     source = "vTrain multi (109 rows) and single (1,440 rows, weight 0.15), bench/data"
     ship("a100-80g", everything.constants, source, joint)
     # Newer software: fused kernels, fewer launches; links of its own, to start from.
@@ -190,22 +351,15 @@ def ship_all(everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
 
 def draw(tables: dict[str, tuple[Any, Any]], path: Path) -> None:
     """Predicted against measured seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, axes = pyplot.subplots(figsize=(5.5, 5.5), layout="constrained")
-    for name, (measured, predicted) in tables.items():
-        label = f"{name}: {100 * errors(predicted, measured)['mean']:.1f} %"
-        axes.scatter(measured, predicted, s=9, alpha=0.5, linewidths=0, label=label)
-    ends = [0.05, 200]
-    axes.plot(ends, ends, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured step, s", ylabel="predicted step, s (model not in the fit)")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with figure(path, figsize=(5.5, 5.5)) as axes:
+        for name, (measured, predicted) in tables.items():
+            label = f"{name}: {100 * errors(predicted, measured)['mean']:.1f} %"
+            axes.scatter(measured, predicted, s=9, alpha=0.5, linewidths=0, label=label)
+        ends = [0.05, 200]
+        axes.plot(ends, ends, color="black", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set(xlabel="measured step, s", ylabel="predicted step, s (model not in the fit)")
+        axes.legend()
 
 
 def listed(table: Measured, predicted: Any) -> list[list[float]]:
@@ -216,9 +370,9 @@ def listed(table: Measured, predicted: Any) -> list[list[float]]:
     return [[float(f"{x:.6g}") for x in row] for row in rows]
 
 
-def main() -> int:
+def main() -> None:
     """Fits, predicts, prints and writes."""
-    open_source()
+    args = arguments(__doc__, "planner_accuracy.json").parse_args()
     multi, single = vtrain("multi"), vtrain("single")
     others = [(single, SINGLE_WEIGHT)]
     left = {
@@ -242,15 +396,10 @@ def main() -> int:
         "columns": ["model", "tp", "pp", "dp", "micro_batch", "M", "measured_s", "predicted_s"],
         "rows": {n: listed(t, p) for n, (t, p) in {**left, **transfer}.items()},
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "planner_accuracy.json"
-    path.write_text(json.dumps(result) + "\n")
-    draw(
-        {n: (t.seconds, p) for n, (t, p) in {**left, **transfer}.items()}, path.with_suffix(".svg")
-    )
-    print(json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1))
-    return 0
+    tables = {n: (t.seconds, p) for n, (t, p) in {**left, **transfer}.items()}
+    draw(tables, args.output.with_suffix(".svg"))
+    write(args.output, result, hide=["rows"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

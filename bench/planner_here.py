@@ -1,6 +1,6 @@
-"""B4: does the planner predict this machine after measuring two points per layout?
+"""Does the planner predict this machine after measuring two points per layout?
 
-    python bench/planner_here.py --data-path runs/quickstart/data/stdlib_text_document
+    python -m bench.planner_here --data-path runs/quickstart/data/stdlib_text_document
 
 Two CPU ranks, the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts of
 every layout and micro-batch; the planner predicts every configuration of three batches from them
@@ -14,15 +14,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_accuracy import errors, ship
-from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin, torchrun
+
+from bench.planner_accuracy import errors, ship
+from bench.support import QUICKSTART_MODEL, ROOT, arguments, figure, launch, origin, write
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.fit import fit_constants
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.profile import Timing, read_profile
+from copus_ext.planner.answers import Ranked
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits, measured_points, to_rows
 
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
 --global-batch-size 2"""
@@ -33,25 +41,17 @@ def profile(store: Path, args: argparse.Namespace, *more: str) -> None:
     tool = [ROOT / "tools/profile_layouts.py", "--store", store, "--largest", "vpp=2"]
     own = ["--max-micro-batch", "4", "--steps", str(args.steps), *more]
     data = ["--data-path", args.data_path, "--data-cache-path", store.parent / "cache"]
-    command = torchrun(2, *tool, *own, "--", *MODEL.split(), *data)
-    subprocess.run(command, check=True, cwd=ROOT)
+    launch(2, *tool, *own, "--", *MODEL.split(), *data)
 
 
 def planner_of(model: Any, timings: list[Any]) -> Any:
     """A planner for two CPU ranks that knows some times."""
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import Limits
-
     limits = Limits(cross_node_tp=True, max_micro_batch=4)
     return Planner(model, preset("cpu:2"), limits=limits, timings=timings)
 
 
 def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
     """The model, the two-point profile, and times of every configuration of the batches."""
-    from copus_ext.cost_model.model_spec import ModelSpec
-    from copus_ext.cost_model.profile import read_profile
-
     with tempfile.TemporaryDirectory() as scratch:
         two, every = Path(scratch) / "two.jsonl", Path(scratch) / "every.jsonl"
         profile(two, args)
@@ -62,9 +62,6 @@ def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
 
 def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
     """The same from an earlier result."""
-    from copus_ext.cost_model.model_spec import ModelSpec
-    from copus_ext.cost_model.profile import Timing
-
     record = json.loads(path.read_text())
     timings, truth = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
     return ModelSpec.from_json(record["model"]), timings, truth
@@ -72,11 +69,6 @@ def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
 
 def fit_here(timings: list[Any], model: Any) -> Any:
     """Constants of these ranks from all measured times."""
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.constants import Constants
-    from copus_ext.cost_model.fit import fit_constants
-    from copus_ext.planner.space import measured_points, to_rows
-
     prior = Constants(
         launch_s=5e-6,
         step_s=5e-3,
@@ -94,9 +86,6 @@ def fit_here(timings: list[Any], model: Any) -> Any:
 
 def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:
     """Every measured configuration beside its prediction."""
-    from copus_ext.planner.answers import Ranked
-    from copus_ext.planner.configuration import Configuration
-
     base, profiled = planner_of(model, []), planner_of(model, timings)
     points = {(t.line, t.num_microbatches) for t in timings}
     rows = []
@@ -141,53 +130,44 @@ def judged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _errors(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
-    values = [[r[name], r["measured_s"]] for r in rows]
-    return errors(*np.array(values).T)
+    return errors(*np.array([[r[name], r["measured_s"]] for r in rows]).T)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Throughput against batch by layout: measured points on predicted lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
     best: dict[tuple[str, int], dict[str, Any]] = {}
     for r in rows:
         key = (r["configuration"].split(",micro")[0], r["global_batch_size"])
         if key not in best or r["measured_s"] < best[key]["measured_s"]:
             best[key] = r
-    for i, layout in enumerate(sorted({name for name, _ in best})):
-        batches = sorted(b for name, b in best if name == layout)
-        some = [best[layout, b] for b in batches]
-        colour = f"C{i}"
-        axes.plot(batches, [b / r["predicted_s"] for b, r in zip(batches, some)], color=colour)
-        points = [b / r["measured_s"] for b, r in zip(batches, some)]
-        axes.plot(batches, points, "o", color=colour, label=layout)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="global batch, samples", ylabel="samples/s (points measured, lines predicted)")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+    with figure(path, figsize=(6.5, 4)) as axes:
+        for i, layout in enumerate(sorted({name for name, _ in best})):
+            batches = sorted(b for name, b in best if name == layout)
+            for kind, style, label in (("predicted", "-", None), ("measured", "o", layout)):
+                speeds = [b / best[layout, b][f"{kind}_s"] for b in batches]
+                axes.plot(batches, speeds, style, color=f"C{i}", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("global batch, samples")
+        axes.set_ylabel("samples/s (points measured, lines predicted)")
+        axes.legend()
 
 
-def main() -> int:
+def main() -> None:
     """Measures, predicts, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "planner_here.json")
     parser.add_argument("--data-path", default="", help="prefix of an indexed data set")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a configuration")
     parser.add_argument("--batches", default="8,16,32")
     parser.add_argument("--again", type=Path, help="predict anew what this result measured")
     args = parser.parse_args()
     args.data_path = str(Path(args.data_path).resolve())
-    open_source()
     before = origin()
     model, timings, truth = measured_before(args.again) if args.again else measure(args)
     found = fit_here(timings, model)
     residual = errors(np.exp(found.residuals), 1.0)
     source = f"{len(timings)} times of bench/planner_here.py on {before['nproc']} cores"
-    ship("cpu", found.constants, source, residual)
+    if args.output == parser.get_default("output"):
+        ship("cpu", found.constants, source, residual)
     rows = compare(model, timings, truth)
     result = {
         "what": "step times on two CPU ranks, predicted from two counts per layout and micro-batch",
@@ -199,12 +179,9 @@ def main() -> int:
         "truth": [dataclasses.asdict(t) for t in truth],
         "rows": rows,
     }
-    (RESULTS / "planner_here.json").write_text(json.dumps(result) + "\n")
-    draw(rows, RESULTS / "planner_here.svg")
-    long = ("rows", "timings", "truth", "model")
-    print(json.dumps({k: v for k, v in result.items() if k not in long}, indent=1))
-    return 0
+    draw(rows, args.output.with_suffix(".svg"))
+    write(args.output, result, hide=["rows", "timings", "truth", "model"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Is the predicted peak of memory right on this machine?
 
-    python bench/planner_memory.py [--cases N]
+    python -m bench.planner_memory [--cases N]
 
 Trains small models on 1, 2 and 4 CPU ranks under several layouts and sums what torch's allocator
 gives and takes back during a step (its profiler's memory events), on top of the tensors that live
@@ -15,23 +15,18 @@ import contextlib
 import gc
 import io
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, ROOT, open_source, origin
+from bench.support import arguments, launch, origin, write
 
-LLAMA = """--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 256
---max-position-embeddings 256 --global-batch-size 16 --lr 1e-3 --tokenizer-type NullTokenizer
---vocab-size 4095 --mock-data --swiglu --normalization RMSNorm --disable-bias-linear
---position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0
---attention-dropout 0 --eval-iters 0 --log-interval 1000 --lr-warmup-iters 0 --train-iters 4"""
 GPT2 = """--num-layers 8 --hidden-size 128 --num-attention-heads 8 --seq-length 256
 --max-position-embeddings 256 --global-batch-size 16 --lr 1e-3 --tokenizer-type NullTokenizer
 --vocab-size 4095 --mock-data --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
 --log-interval 1000 --lr-warmup-iters 0 --train-iters 4"""
+LLAMA = f"""{GPT2} --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear
+--position-embedding-type rope --untie-embeddings-and-output-weights"""
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     (2, LLAMA, {"pp": 2, "micro_batch": 2}),
     (1, LLAMA, {"micro_batch": 4, "recompute": "full"}),
@@ -135,32 +130,24 @@ def worker(number: int, output: Path) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
+def main() -> None:
     """Runs the cases one after the other, prints and writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
-    p.add_argument("--output", type=Path, default=RESULTS / "planner_memory.json")
-    p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    args = p.parse_args()
-    open_source()
+    parser = arguments(__doc__, "planner_memory.json")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
     if args.worker is not None:
         worker(args.worker, args.output)
-        return 0
+        return
     results, errors = [], []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.cases):
             file = Path(folder) / f"{number}.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", str(CASES[number][0]), __file__]
-            command += ["--worker", str(number), "--output", str(file)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                print(done.stderr, file=sys.stderr)
-                return 1
+            own = ["--worker", str(number), "--output", file]
+            launch(CASES[number][0], "-m", "bench.planner_memory", *own)
             result = json.loads(file.read_text())
-            result["errors"] = [
-                r["predicted_bytes"] / r["measured_bytes"] - 1 for r in result["ranks"]
-            ]
+            ranks = result["ranks"]
+            result["errors"] = [r["predicted_bytes"] / r["measured_bytes"] - 1 for r in ranks]
             errors += result["errors"]
             results.append(result)
             shown = ", ".join(f"{100 * e:+.1f} %" for e in result["errors"])
@@ -172,11 +159,8 @@ def main() -> int:
         "cases": results,
         **origin(),
     }
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
-    mean, worst = 100 * record["mean_abs_error"], 100 * record["worst_abs_error"]
-    print(f"mean {mean:.1f} %, worst {worst:.1f} %")
-    return 0
+    write(args.output, record, hide=["cases"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

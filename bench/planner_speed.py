@@ -1,6 +1,6 @@
-"""B5: how fast does the planner search?
+"""How fast does the planner search?
 
-    python bench/planner_speed.py
+    python -m bench.planner_speed
 
 GPT-3 175B on 1,024 and 4,096 A100: the whole space of one global batch, and of ten at once; a
 re-plan of 2,000 configurations; and the ranking against one that simulates everything. Each three
@@ -9,14 +9,19 @@ times, the best counts. Writes docs/results/planner_speed.json.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from support import RESULTS, open_source, origin
+
+from bench.support import arguments, origin, write
+from copus_ext.cost_model import schedule
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.step import step_time
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import to_rows
 
 LADDER = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
 
@@ -33,11 +38,6 @@ def best_of(action: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
 
 def space(gpus: int, batches: list[int]) -> dict[str, Any]:
     """Configurations per second over the whole space, cold and warm."""
-    from copus_ext.cost_model import schedule
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.planner.search import Planner
-
     planner = Planner(PRESETS["gpt3-175b"], preset(f"a100-80g:{gpus}"))
     for cached in (schedule._interleaved_order, schedule._compiled, schedule._program):
         cached.cache_clear()
@@ -60,10 +60,6 @@ def space(gpus: int, batches: list[int]) -> dict[str, Any]:
 
 def replan() -> dict[str, Any]:
     """A table of about 2,000 configurations ranked again after a new measured time."""
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.planner.search import Planner
-
     planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"))
     batches = [32, 48, 64, 96, 128]
     timings = []
@@ -84,12 +80,6 @@ def replan() -> dict[str, Any]:
 
 def against_everything() -> dict[str, Any]:
     """The pruned ranking of a large space, and the one that simulates all of it."""
-    from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.cost_model.step import step_time
-    from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import to_rows
-
     planner = Planner(PRESETS["gpt3-175b"], preset("a100-80g:1024"))
     space = planner._judged(LADDER)
     points = space.points
@@ -104,9 +94,9 @@ def against_everything() -> dict[str, Any]:
     return {"configurations": len(points), "simulated": compared, "same_ranking": equal}
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints and writes."""
-    open_source()
+    args = arguments(__doc__, "planner_speed.json").parse_args()
     result = {
         "what": "seconds of the planner's search, NumPy on one core",
         "spaces": [space(1024, [1536]), space(1024, LADDER), space(4096, [4096])],
@@ -114,10 +104,8 @@ def main() -> int:
         "exactness": against_everything(),
         **origin(),
     }
-    (RESULTS / "planner_speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-    return 0
+    write(args.output, result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """How long does the report of a long run take to write, and a browser to open it?
 
-    python bench/report_opening.py
+    python -m bench.report_opening
 
 Writes the report of a run of 100,000 steps and 5,000 decisions and of one of 120 steps, opens each
 several times in Debian's Chromium with an empty cache, and asks the browser when it had shown the
@@ -10,17 +10,14 @@ docs/results/report_opening.json.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.support import arguments, origin, write
 
 RUNS = {"long": (100_000, 20), "short": (120, 20)}
 """Steps of a run, and after how many it decides."""
@@ -73,29 +70,21 @@ def measured(name: str, folder: Path, times: int) -> dict[str, Any]:
     return taken
 
 
-def main() -> int:
-    """Measures and writes; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> None:
+    """Measures and writes."""
+    parser = arguments(__doc__, "report_opening.json")
     parser.add_argument("--times", type=int, default=7, help="openings (default: %(default)s)")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     args = parser.parse_args()
-    open_source()
     from tests.browser.browser import missing
 
     if reason := missing():
-        print(f"report_opening: error: {reason}", file=sys.stderr)
-        return 5
+        parser.error(reason)
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        result = {name: measured(name, Path(folder), args.times) for name in RUNS}
-    result["origin"] = {**origin(), "load_average_before": before}
-    (RESULTS / "report_opening.json").write_text(json.dumps(result, indent=1) + "\n")
-    for name in RUNS:
-        about = result[name]
-        shown = ", ".join(f"{about[f'{s}_median_s']:.2f} s on a {s} screen" for s in SCREENS)
-        size = f"{about['page_bytes'] / 1e6:.1f} MB"
-        print(f"{name}: written in {about['written_s']:.1f} s, {size}; shown after {shown}")
-    return 0
+        result = {name: measured(name, Path(folder), args.times) for name in args.runs}
+    write(args.output, {**result, "origin": {**origin(), "load_average_before": before}})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

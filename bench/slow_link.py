@@ -1,6 +1,6 @@
 """Does a live job leave data parallelism when the link between its two nodes is slow?
 
-    python bench/slow_link.py --data-path runs/quickstart/data/stdlib_text_document
+    sudo python -m bench.slow_link --data-path runs/quickstart/data/stdlib_text_document
 
 Two nodes on one machine: network namespaces with a rate-limited link, one rank pinned to one core
 in each. The quickstart's model and flags start as dp=2, whose gradients cross the link every step.
@@ -12,20 +12,20 @@ nothing else running; about 10 minutes (the time left of each run is printed).
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import functools
 import itertools
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import nodes
-from support import QUICKSTART_MODEL, RESULTS, ROOT, open_source, origin
+from bench import nodes
+from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, origin
+from copus_ext.commands.replay import replayed
+from copus_ext.controller.decision_log import NAME, read_journal
+from copus_ext.cost_model.cluster_spec import of_gpu
+from megatron.training.logging.metrics import read_metrics
 
 TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
@@ -42,10 +42,6 @@ KINDS = {
 
 def account(folder: Path, kind: str) -> dict[str, Any]:
     """What a run did, from its own records."""
-    from copus_ext.commands.replay import replayed
-    from copus_ext.controller.decision_log import NAME, read_journal
-    from megatron.training.logging.metrics import read_metrics
-
     records = list(read_metrics(folder))
     journal = list(read_journal(folder / NAME))
     steps = [r for r in records if r["kind"] == "step"]
@@ -110,37 +106,33 @@ def _brief(record: dict[str, Any]) -> dict[str, Any]:
 
 def cluster_file(rate_mbit: float, path: Path) -> None:
     """What a user writes who knows the link."""
-    from copus_ext.cost_model.cluster_spec import of_gpu
-
     spec = of_gpu("CPU-rank", nodes=2, gpus_per_node=1).to_json()
     path.write_text(json.dumps({**spec, "nic_bytes_per_s": rate_mbit * 1e6 / 8}))
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """Speed, batch and layout over the time of the run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(7, 6.5), layout="constrained")
-    for i, run in enumerate(runs):
-        c, moved = run["curves"], {m["iteration"]: m["outcome"]["pause_s"] for m in run["moves"]}
-        pauses = [moved.get(k, 0.0) for k in range(len(c["seconds"]))]
-        x = list(itertools.accumulate(s + p for s, p in zip(c["seconds"], pauses)))
-        speed = [b / s for b, s in zip(c["batch"], c["seconds"])]
-        smooth = [statistics.median(speed[max(k - 4, 0) : k + 5]) for k in range(len(speed))]
-        style = {"color": f"C{i}", "linewidth": 1.2}
-        axes[0].plot(x, smooth, label=run["kind"], **style)
-        axes[1].step(x, c["batch"], where="post", **style)
-        axes[2].step(x, [name.replace(" ", "\n") for name in c["layout"]], where="post", **style)
-    axes[0].set(ylabel="samples/s (median of 9)")
-    axes[0].legend()
-    axes[1].set_yscale("log", base=2)
-    axes[1].set(ylabel="global batch")
-    axes[2].set(xlabel="seconds")
-    figure.savefig(path, metadata={"Date": None})
+    with figure(path, 3, sharex=True, figsize=(7, 6.5)) as axes:
+        for i, run in enumerate(runs):
+            c, moved = (
+                run["curves"],
+                {m["iteration"]: m["outcome"]["pause_s"] for m in run["moves"]},
+            )
+            pauses = [moved.get(k, 0.0) for k in range(len(c["seconds"]))]
+            x = list(itertools.accumulate(s + p for s, p in zip(c["seconds"], pauses)))
+            speed = [b / s for b, s in zip(c["batch"], c["seconds"])]
+            smooth = [statistics.median(speed[max(k - 4, 0) : k + 5]) for k in range(len(speed))]
+            style = {"color": f"C{i}", "linewidth": 1.2}
+            axes[0].plot(x, smooth, label=run["kind"], **style)
+            axes[1].step(x, c["batch"], where="post", **style)
+            axes[2].step(
+                x, [name.replace(" ", "\n") for name in c["layout"]], where="post", **style
+            )
+        axes[0].set_ylabel("samples/s (median of 9)")
+        axes[0].legend()
+        axes[1].set_yscale("log", base=2)
+        axes[1].set_ylabel("global batch")
+        axes[2].set_xlabel("seconds")
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -156,46 +148,28 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     """Trains each way, prints and writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--data-path", required=True, help="prefix of an indexed data set")
-    p.add_argument("--rate", type=float, default=200.0, help="Mbit/s of the link")
-    p.add_argument("--samples", type=int, default=600)
-    p.add_argument("--runs", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
-    p.add_argument("--keep", type=Path, help="folder for runs and logs; default: a temporary one")
-    p.add_argument("--output", type=Path, default=RESULTS / "slow_link.json")
-    args = p.parse_args()
-    if unknown := set(args.runs.split(",")) - set(KINDS):
-        p.error(f"--runs {', '.join(unknown)}: choose from {', '.join(KINDS)}")
-    open_source()
-    from tests.helpers.two_nodes import why_not
-
-    if problem := why_not():
-        print(f"slow_link: {problem}", file=sys.stderr)
-        return 2
-    nodes.unwind_on_signals()
+    parser = arguments(__doc__, "slow_link.json", data=True)
+    parser.add_argument("--rate", type=float, default=200.0, help="Mbit/s of the link")
+    parser.add_argument("--samples", type=int, default=600)
+    parser.add_argument("--runs", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args()
+    nodes.require()
     before, runs = origin(), []
-    with contextlib.ExitStack() as stack:
-        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
-        cluster = folder.resolve() / "cluster.json"
-        cluster_file(args.rate, cluster)
-        shared = [*QUICKSTART_MODEL.split(), *TRAINING.split()]
-        shared += ["--train-samples", str(args.samples)]
-        shared += ["--data-path", str(Path(args.data_path).resolve())]
-        shared += ["--data-cache-path", str(folder.resolve() / "cache")]
-        names = stack.enter_context(nodes.two_nodes(args.rate))
-        for kind in args.runs.split(","):
-            own = [str(cluster) if word == "CLUSTER" else word for word in KINDS[kind]]
-            at = folder.resolve() / kind
-            command = [str(ROOT / "pretrain_gpt.py"), *shared, *own, "--run-dir", str(at)]
-            say = functools.partial(nodes.progress, at, args.samples, kind)
-            nodes.run(names, command, at, say=say)
+    with tempfile.TemporaryDirectory() as temporary, nodes.two_nodes(args.rate) as pair:
+        folder = Path(temporary)
+        cluster_file(args.rate, folder / "cluster.json")
+        shared = [TRAINER, *QUICKSTART_MODEL.split(), *TRAINING.split()]
+        shared += ["--train-samples", str(args.samples), "--data-path", args.data_path]
+        shared += ["--data-cache-path", str(folder / "cache")]
+        for kind in args.runs:
+            own = [word.replace("CLUSTER", str(folder / "cluster.json")) for word in KINDS[kind]]
+            at = folder / kind
+            pair.run([*shared, *own, "--run-dir", str(at)], at)
             runs.append(account(at, kind))
             if kind == "all":
-                journal = args.output.with_suffix(".journal.jsonl")
-                shutil.copy(at / "journal.jsonl", journal)
+                shutil.copy(at / NAME, args.output.with_suffix(".journal.jsonl"))
             print(table(runs), flush=True)
     result = {
         "what": "a live job over a slow link, its layout chosen by the controller or kept",
@@ -206,8 +180,7 @@ def main() -> int:
     }
     args.output.write_text(json.dumps(result) + "\n")
     draw(runs, args.output.with_suffix(".svg"))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

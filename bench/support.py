@@ -1,15 +1,17 @@
-"""What the benchmarks share: the model, timed blocks, medians, and where a number is from."""
+"""What the benchmarks share: command lines, launches, jobs stepped by hand, medians, results."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
+TRAINER = str(ROOT / "pretrain_gpt.py")
 
 QUICKSTART_MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024
 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 --swiglu
@@ -26,46 +29,45 @@ QUICKSTART_MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024
 """The GPT of about 8M parameters that scripts/quickstart.sh trains."""
 
 
-def block(step: Callable[[], None], num_steps: int) -> dict[str, float]:
-    """Wall and CPU seconds per step of one block."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(num_steps):
-        step()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {"wall_s": wall / num_steps, "cpu_s": cpu / num_steps}
+def arguments(doc: str | None, output: str = "", *, data: bool = False) -> argparse.ArgumentParser:
+    """A command line with the flags that most benchmarks have.
+
+    Args:
+        doc: the module's docstring, whose first line is the question.
+        output: name of the results file that `--output` has as its default.
+        data: whether `--data-path` is needed.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    if data:
+        resolved = lambda path: str(Path(path).resolve())  # noqa: E731
+        help_text = "prefix of an indexed data set"
+        parser.add_argument("--data-path", required=True, type=resolved, help=help_text)
+    if output:
+        parser.add_argument("--output", type=Path, default=RESULTS / output)
+    return parser
 
 
-def mean(blocks: list[dict[str, float]]) -> dict[str, float]:
-    """The mean of some blocks, clock by clock."""
-    return {clock: statistics.fmean(b[clock] for b in blocks) for clock in blocks[0]}
+def write(path: Path, result: dict[str, Any], *, hide: Sequence[str] = ()) -> None:
+    """Writes a result as JSON and prints it without the long parts that `hide` names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=None if hide else 1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k not in hide}, indent=1))
 
 
-def ratio_summary(
-    rows: list[dict[str, dict[str, float]]], clock: str, *, of: str, to: str
-) -> dict[str, float]:
-    """Median of side `of` over side `to` over the rows, its 95 % interval (order statistics,
-    binomial) and the quartiles."""
-    ratios = sorted(row[of][clock] / row[to][clock] for row in rows)
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    num = len(ratios)
-    # The largest k with P(Binomial(n, 1/2) < k) <= 2.5 %: the median lies between the k-th smallest
-    # and the k-th largest with at least 95 %.
-    rank = max(
-        (k for k in range(1, num // 2 + 1) if _binomial_below(k, num) <= 0.025),
-        default=1,
-    )
-    return {
-        "median_ratio": middle,
-        "median_low_95": ratios[rank - 1],
-        "median_high_95": ratios[num - rank],
-        "quartile_1": low,
-        "quartile_3": high,
-        **{f"{s}_{clock}": statistics.median(r[s][clock] for r in rows) for s in (of, to)},
-    }
+@contextlib.contextmanager
+def figure(path: Path, rows: int = 1, columns: int = 1, **layout: Any) -> Iterator[Any]:
+    """Axes of a figure that is saved at the end, the same bytes for the same data."""
+    import matplotlib
 
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def _binomial_below(k: int, num: int) -> float:
-    return sum(math.comb(num, i) for i in range(k)) / 2**num
+    matplotlib.rcParams["svg.hashsalt"] = "copus"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn, axes = pyplot.subplots(rows, columns, layout="constrained", **layout)
+    yield axes
+    drawn.savefig(path, metadata={"Date": None})
+    pyplot.close(drawn)
 
 
 def origin() -> dict[str, Any]:
@@ -81,25 +83,144 @@ def origin() -> dict[str, Any]:
     }
 
 
-def open_source() -> None:
-    """Lets a benchmark import the packages of this repository; one thread per rank."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(ROOT))
-
-
 def torchrun(ranks: int, *command: str | Path) -> list[str]:
     """The command line that starts a Python program on some ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, "--nproc-per-node", str(ranks), *map(str, command)]
 
 
-def reset_peak() -> None:
-    """Lets the peak of resident memory begin at what is resident now, where the kernel allows."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+def launch(ranks: int, *command: str | Path) -> str:
+    """Runs a Python program on some ranks and returns its output.
+
+    Raises:
+        SystemExit: with the program's errors, if it fails.
+    """
+    done = subprocess.run(torchrun(ranks, *command), cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
 
 
-def peak_rss() -> int:
-    """Most bytes resident since the process began or `reset_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+def make_dataset(prefix: Path) -> str:
+    """Indexes this Python's standard library below `prefix`; returns the data set's prefix."""
+    tool = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--python-stdlib"]
+    words = [*tool, "--output-prefix", str(prefix), "--append-eod"]
+    subprocess.run(words, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return f"{prefix}_text_document"
+
+
+@contextlib.contextmanager
+def open_job(flags: list[str]) -> Iterator[Any]:
+    """A job with record and data, as `pretrain` makes it, without callbacks; one per rank."""
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+
+    set_process_defaults()
+    check_environment()
+    import torch
+
+    from megatron.training.checkpoint.settle import settle
+    from megatron.training.common.device import use_device
+    from megatron.training.common.train_state import TrainState
+    from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.data.tokenizer import build_tokenizer
+    from megatron.training.distributed.process_groups import init_distributed
+    from megatron.training.train.build import build_job, tear_down
+    from megatron.training.train.callbacks import Callbacks
+    from megatron.training.train.job import RunServices
+    from megatron.training.train.pretrain import tokenizer_flags
+    from megatron.training.train.run_directory import hold_run, open_run
+
+    torch.set_num_threads(1)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in alone.items():
+        os.environ.setdefault(name, value)
+    config = resolve(parse_args(flags), int(os.environ["WORLD_SIZE"]))
+    with use_device(
+        config.runtime.device,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        backend=config.parallel.distributed_backend,
+    ) as device:
+        init_distributed(device, timeout_minutes=10)
+        tokenizer = build_tokenizer(**tokenizer_flags(config))
+        config = settle(config, None, vocab_size=tokenizer.vocab_size)
+        state = TrainState()
+        with hold_run(config) as run, open_run(config, run, None, state) as tracker:
+            outside = RunServices(tracker=tracker)
+            job = build_job(config, None, state, tokenizer, device, Callbacks(()), outside)
+            yield job
+            tear_down(job)
+        torch.distributed.destroy_process_group()
+
+
+def step_of_loop(job: Any, reporter: Any) -> None:
+    """One step as `loop.train` takes it, without evaluation and saving."""
+    from megatron.training.train.step import train_step
+
+    sizes = {"global_batch_size": job.global_batch_size, "micro_batch_size": job.micro_batch_size}
+    job.fire("on_train_step_start", **sizes)
+    info, _ = train_step(job)
+    losses = {"lm loss": info.loss}
+    skipped = not info.updated
+    job.fire(
+        "on_train_step_end",
+        step=info,
+        loss_dict=losses,
+        grad_norm=info.grad_norm,
+        skipped_iter=skipped,
+    )
+    reporter.record(info)
+
+
+def balanced_rows(
+    sides: Mapping[str, Callable[[], dict[str, float]]], count: int
+) -> list[dict[str, dict[str, float]]]:
+    """Rows of four blocks of steps, of two sides in the order A, B, B, A, so that drift cancels.
+
+    Args:
+        sides: take one block each and return its seconds per step by clock; see `block`.
+        count: of rows. A first block of each side warms up.
+
+    Returns:
+        For each row and side the mean of its two blocks, clock by clock.
+    """
+    first, second = sides
+    for take in sides.values():
+        take()
+    rows = []
+    for _ in range(count):
+        blocks = [(name, sides[name]()) for name in (first, second, second, first)]
+        own = {side: [b for name, b in blocks if name == side] for side in sides}
+        rows.append(
+            {s: {c: statistics.fmean(b[c] for b in x) for c in x[0]} for s, x in own.items()}
+        )
+    return rows
+
+
+def block(step: Callable[[], None], num_steps: int) -> dict[str, float]:
+    """Wall and CPU seconds per step of one block."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    for _ in range(num_steps):
+        step()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return {"wall_s": wall / num_steps, "cpu_s": cpu / num_steps}
+
+
+def ratio_summary(
+    rows: list[dict[str, dict[str, float]]], clock: str, *, of: str, to: str
+) -> dict[str, float]:
+    """Median of side `of` over side `to`, its 95 % interval (order statistics), the quartiles."""
+    ratios = sorted(row[of][clock] / row[to][clock] for row in rows)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    num = len(ratios)
+    # The largest k with P(Binomial(n, 1/2) < k) <= 2.5 %: the median lies between the k-th smallest
+    # and the k-th largest with at least 95 %.
+    below = [sum(math.comb(num, i) for i in range(k)) / 2**num for k in range(num // 2 + 1)]
+    rank = max((k for k in range(1, num // 2 + 1) if below[k] <= 0.025), default=1)
+    return {
+        "median_ratio": middle,
+        "median_low_95": ratios[rank - 1],
+        "median_high_95": ratios[num - rank],
+        "quartile_1": low,
+        "quartile_3": high,
+        **{f"{s}_{clock}": statistics.median(r[s][clock] for r in rows) for s in (of, to)},
+    }

@@ -1,6 +1,6 @@
-"""B6: what a change of layout costs, in the same processes and by a restart.
+"""What does a change of layout cost, in the same processes and by a restart?
 
-    python bench/switch_cost.py changes restarts soak planning [--size 40M] [--ranks 4]
+    python -m bench.switch_cost changes restarts soak planning [--size 40M] [--ranks 4]
 
 changes: every ordered pair of layouts, with the seconds of each phase, and the same bytes over bare
 gloo after each. restarts: every ordered pair three ways in turn: in the same processes; save, new
@@ -24,16 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import (
-    RESULTS,
-    ROOT,
-    open_source,
-    origin,
-    peak_rss,
-    ratio_summary,
-    reset_peak,
-    torchrun,
-)
+from bench.support import ROOT, arguments, figure, origin, ratio_summary, torchrun
 
 Rows = list[dict[str, Any]]
 
@@ -54,7 +45,6 @@ SIZES = {
 }
 RATIO, BANDWIDTH_SHARE, BYTES_RATIO = 16, 0.6, 1.05
 PLANNING_S, PLANNING_BYTES = 2.0, 1e9
-_GOALS = ("rss", "pause_s", "fds", "threads", "groups")
 # Drift of the second half of a soak that counts as none, as a share of the mean.
 _FLAT = 0.02
 
@@ -64,9 +54,9 @@ def measure(section: str, args: argparse.Namespace) -> Rows:
     count = args.soak if section == "soak" else args.repeats
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "rows.json"
-        command = torchrun(args.ranks, __file__, section, "--output", output, "--worker")
-        command += ["--size", args.size, "--repeats", str(count), "--launcher", args.launcher]
-        command += ["--quick"] * args.quick
+        command = torchrun(args.ranks, "-m", "bench.switch_cost_ranks", section, output)
+        flags = [*COMMON.split(), *SIZES[args.size].split()]
+        command += [str(count), args.launcher, *flags]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise SystemExit(f"{section} failed")
         return json.loads(output.read_text())
@@ -128,45 +118,30 @@ def summary_of_restarts(rows: Rows) -> dict[str, Any]:
     """How many times longer the job stands still when it is restarted.
 
     `ratio` compares the pause with the time from the save to the first step of the new processes,
-    less a usual step. `ratio_to_first_step` counts it in the same processes as well that the first
-    step after a change is slower. `ratio_of_reload` is without new processes.
+    less a usual step. `ratio_of_reload` is without new processes.
     """
-    changes = by_pair(of_kind(rows, "change"))
+    by_kind = {kind: by_pair(of_kind(rows, kind)) for kind in ("change", "restart", "reload")}
     steps: dict[str, list[float]] = {}
     for row in rows:
         if "step_s" in row:
             steps.setdefault(row["to"], []).append(row["step_s"])
     usual = {layout: statistics.median(some) for layout, some in steps.items()}
     sides = []
-    for pair, restarts in by_pair(of_kind(rows, "restart")).items():
-        reloads = by_pair(of_kind(rows, "reload"))[pair]
-        for change, restart, reload in zip(changes[pair], restarts, reloads, strict=True):
-            step = usual[change["to"]]
-            slower = {r["kind"]: r["first_step_s"] - step for r in (change, reload)}
-            sides.append(
-                {
-                    "change": {
-                        "pause_s": change["pause_s"],
-                        "to_first_step_s": change["pause_s"] + slower["change"],
-                    },
-                    "restart": dict.fromkeys(
-                        ("pause_s", "to_first_step_s"), restart["pause_s"] - step
-                    ),
-                    "reload": {
-                        "pause_s": reload["pause_s"],
-                        "to_first_step_s": reload["pause_s"] + slower["reload"],
-                    },
-                }
-            )
+    for pair in by_kind["restart"]:
+        ways = (by_kind[kind][pair] for kind in ("change", "restart", "reload"))
+        for change, restart, reload in zip(*ways, strict=True):
+            seconds = [change["pause_s"], restart["pause_s"] - usual[change["to"]]]
+            seconds.append(reload["pause_s"])
+            names = ("change", "restart", "reload")
+            sides.append({name: {"pause_s": s} for name, s in zip(names, seconds)})
     ratio = ratio_summary(sides, "pause_s", of="restart", to="change")
+    pairs = {
+        kind: {pair: medians(some) for pair, some in of.items()} for kind, of in by_kind.items()
+    }
     return {
-        "pairs": {
-            kind: {pair: medians(some) for pair, some in by_pair(of_kind(rows, kind)).items()}
-            for kind in ("change", "restart", "reload")
-        },
+        "pairs": pairs,
         "usual_step_s": usual,
         "ratio": ratio,
-        "ratio_to_first_step": ratio_summary(sides, "to_first_step_s", of="restart", to="change"),
         "ratio_of_reload": ratio_summary(sides, "pause_s", of="reload", to="change"),
         "goals": {f"ratio >= {RATIO}": ratio["median_ratio"] >= RATIO},
     }
@@ -189,9 +164,7 @@ def summary_of_soak(rows: Rows) -> dict[str, Any]:
     value against that of the first half."""
     late, early = rows[len(rows) // 2 :], rows[: len(rows) // 2]
     found: dict[str, Any] = {}
-    for name in ("rss", "objects", "pause_s", "keys"):
-        if rows[0][name] is None:
-            continue
+    for name in ("rss", "pause_s"):
         of = [float(sum(r[name])) if isinstance(r[name], list) else r[name] for r in late]
         growth, error = slope(of)
         share = growth * len(of) / statistics.fmean(of)
@@ -210,16 +183,15 @@ def summary_of_soak(rows: Rows) -> dict[str, Any]:
         "median_pause_s": statistics.median(r["pause_s"] for r in rows),
         "worst_pause_s": max(r["pause_s"] for r in rows),
         "second_half": found,
-        "goals": {
-            f"no growth of {name}": of["is_flat"] for name, of in found.items() if name in _GOALS
-        },
+        "goals": {f"no growth of {name}": of["is_flat"] for name, of in found.items()},
     }
 
 
-def plan_once() -> Rows:
-    """The way between layouts of 512 ranks, each with the memory it takes on top."""
+def plan_once() -> None:
+    """Prints rows of the way between layouts of 512 ranks, each with the memory it takes on top."""
     import psutil
 
+    from bench.switch_cost_ranks import peak_rss, reset_peak
     from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.reshard.ownership import all_of_layout, shape_of_spec
     from copus_ext.reshard.plan import make_plan
@@ -237,8 +209,7 @@ def plan_once() -> Rows:
         plan = make_plan(source, target, ranks_per_node=8)
         planned = time.perf_counter()
         grown = peak_rss() - resident
-        route = Route(source=source, target=target, plan=plan)
-        route.digest()
+        Route(source=source, target=target, plan=plan).digest()
         rows.append(
             {
                 "from": str(start),
@@ -252,8 +223,8 @@ def plan_once() -> Rows:
                 "minimum_bytes": plan.minimum_bytes,
             }
         )
-        del source, target, plan, route
-    return rows
+        del source, target, plan
+    print(json.dumps(rows))
 
 
 def summary_of_planning(rows: Rows) -> dict[str, Any]:
@@ -278,7 +249,7 @@ def summary_of_planning(rows: Rows) -> dict[str, Any]:
 def plan(args: argparse.Namespace) -> Rows:
     """Each repeat in a process of its own."""
     rows: Rows = []
-    command = [sys.executable, __file__, "planning", "--worker"]
+    command = [sys.executable, "-c", "from bench.switch_cost import plan_once; plan_once()"]
     for _ in range(args.repeats):
         done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         rows += json.loads(done.stdout)
@@ -294,58 +265,86 @@ SECTIONS: dict[str, Callable[[Rows], dict[str, Any]]] = {
 }
 
 
-def main() -> int:
-    """Measures, and writes after every section."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def draw_phases(result: dict[str, Any], path: Path) -> None:
+    """The phases of every pair in the same processes and by a restart."""
+    panels = [
+        (f"in the same processes, {place}", part["pairs"])
+        for place, part in result.get("changes", {}).items()
+    ]
+    panels += [
+        (f"{name}, {place}", part["pairs"][kind])
+        for place, part in result.get("restarts", {}).items()
+        for kind, name in (("restart", "restart"), ("reload", "save and load without restart"))
+    ]
+    if not panels:
+        return
+    from matplotlib import pyplot
+
+    size = (8, 2.6 * len(panels))
+    with figure(path, len(panels), figsize=size, squeeze=False) as axes:
+        for axis, (title, pairs) in zip(axes[:, 0], panels):
+            names = list(dict.fromkeys(name for pair in pairs.values() for name in pair["phases"]))
+            left = [0.0] * len(pairs)
+            for i, name in enumerate(names):
+                seconds = [pair["phases"].get(name, 0.0) for pair in pairs.values()]
+                axis.barh(list(pairs), seconds, left=left, label=name, color=pyplot.cm.tab20(i))
+                left = [a + b for a, b in zip(left, seconds)]
+            axis.invert_yaxis()
+            axis.set_title(title, fontsize="medium")
+            axis.set_xlabel("s")
+            axis.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def draw_soak(result: dict[str, Any], path: Path) -> None:
+    """What the processes hold after each change."""
+    runs = result.get("soak", {})
+    if not runs:
+        return
+    with figure(path, 3, sharex=True, figsize=(7, 6)) as axes:
+        for number, (place, run) in enumerate(runs.items()):
+            rows, color = run["rows"], f"C{number}"
+            x = [row["number"] for row in rows]
+            for rank in range(len(rows[0]["rss"])):
+                rss = [row["rss"][rank] / 1e6 for row in rows]
+                label = None if rank else place
+                axes[0].plot(x, rss, color=color, linewidth=0.8, label=label)
+            axes[1].plot(x, [row["pause_s"] for row in rows], ".", color=color, label=place)
+            for name, line in (("fds", "-"), ("threads", "--"), ("groups", ":")):
+                most = [max(row[name]) for row in rows]
+                axes[2].plot(x, most, line, color=color, label=f"{name}, {place}")
+        for axis, label in zip(axes, ("resident MB per rank", "pause, s", "per rank")):
+            axis.set_ylabel(label)
+            axis.set_ylim(bottom=0)
+            axis.legend(fontsize="x-small")
+        axes[2].set_xlabel("change of layout")
+
+
+def main() -> None:
+    """Measures, writes after every section, and draws."""
+    p = arguments(__doc__, "switch_cost.json")
     p.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: draw alone")
     p.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model")
     p.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     p.add_argument("--repeats", type=int, default=5, help="of every ordered pair")
     p.add_argument("--soak", type=int, default=100, help="random changes")
-    p.add_argument(
-        "--launcher",
-        choices=("direct", "torchrun", "usual"),
-        default="direct",
-        help="of new processes; usual: torchrun, and megatron-core imported as it is",
-    )
-    p.add_argument(
-        "--quick",
-        action="store_true",
-        help="as with --copus-prebuild 2 --copus-verify-switch sample",
-    )
-    p.add_argument("--output", type=Path, default=RESULTS / "switch_cost.json")
-    p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    usual = "of new processes; usual: megatron-core is imported as it is"
+    p.add_argument("--launcher", choices=("torchrun", "usual"), default="torchrun", help=usual)
     args = p.parse_args()
-    open_source()
-    if args.worker and args.sections == ["planning"]:
-        print(json.dumps(plan_once()))
-        return 0
-    if args.worker:
-        from switch_worker import work
-
-        flags = [*COMMON.split(), *SIZES[args.size].split()]
-        how = {"count": args.repeats, "launcher": args.launcher, "output": args.output}
-        how["quick"] = args.quick
-        work(args.sections[0], flags, **how)
-        return 0
     for section in args.sections:
-        before = origin()
+        how = {"repeats": args.repeats, "launcher": args.launcher, **origin()}
         rows = plan(args) if section == "planning" else measure(section, args)
         found = SECTIONS[section](rows)
         place = "all" if section == "planning" else f"{args.size}, {args.ranks} ranks"
-        place += ", quick" if args.quick else ""
-        how = {"repeats": args.repeats, "launcher": args.launcher, **before}
         result = json.loads(args.output.read_text()) if args.output.exists() else {}
         result.setdefault("what", "seconds and bytes of changes of layout; see bench/switch_cost")
         result.setdefault(section, {})[place] = {**found, **how, "rows": rows}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps({section: {place: {**found, "pairs": "..."}}}, indent=1), flush=True)
-    from switch_figures import draw
-
-    draw(json.loads(args.output.read_text()), args.output)
-    return 0
+    result = json.loads(args.output.read_text())
+    draw_phases(result, args.output.with_suffix(".svg"))
+    draw_soak(result, args.output.with_name(f"{args.output.stem}_soak.svg"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

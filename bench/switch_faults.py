@@ -1,6 +1,6 @@
 """Kills a rank in the middle of a change of layout, again and again.
 
-    python bench/switch_faults.py --runs 50 --seed 0
+    python -m bench.switch_faults --runs 50 --seed 0
 
 A tiny GPT trains on two ranks, saves, changes its layout and loses a rank at a drawn place of the
 change, the way back among them. The other rank must leave by itself to be launched again; the run
@@ -10,19 +10,18 @@ losses of one that was never broken, bit for bit. What the output already holds 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.support import arguments, origin
+from tests.helpers.switch_cases import CHAIN, drawn, run_chain, uninterrupted
 
 
 def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
@@ -49,29 +48,23 @@ def rows_so_far(output: Path, cases: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Kills, restarts, compares, writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--runs", type=int, default=50)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--output", type=Path, default=RESULTS / "switch_faults.json")
-    args = p.parse_args()
-    open_source()
-    from tests.helpers.switch_cases import CHAIN, drawn, run_chain, uninterrupted
-
+    """Kills, restarts, compares, writes; 1 if any run had a problem."""
+    parser = arguments(__doc__, "switch_faults.json")
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
     cases = drawn(args.seed, args.runs)
     rows = rows_so_far(args.output, cases)
     with tempfile.TemporaryDirectory() as temporary:
         whole = uninterrupted(Path(temporary) / "whole")
-        started, already = time.monotonic(), len(rows)
         while len(rows) < args.runs:
             chain = cases[len(rows) : len(rows) + CHAIN]
             rows += run_chain(chain, Path(temporary) / str(len(rows)), whole)
             args.output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
-            left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
             for case, row in zip(chain, rows[-len(chain) :]):
                 seen = "; ".join(row["problems"]) or f"resumed from {row['resumed_from']}"
                 print(f"{case}: {seen}")
-            print(f"{len(rows)}/{args.runs} kills, {left / 60:.1f} min left", flush=True)
+            print(f"{len(rows)}/{args.runs} kills", flush=True)
     return 1 if any(row["problems"] for row in rows) else 0
 
 

@@ -1,4 +1,4 @@
-"""Drawn faults of a supervised run, one each of a few kinds; bench/fault_campaign.py does many."""
+"""Drawn faults of a supervised run, one each of a few kinds; bench/faults does many."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.fault_kinds import KINDS, drawn, run_case
-from tests.helpers.fault_runs import uninterrupted
+from bench.faults.kinds import KINDS, drawn, run_case
+from bench.faults.supervised_run import uninterrupted
 
 pytestmark = pytest.mark.timeout(600)
 CASES = {"disk": 1, "clock": 2, "stop": 1}

@@ -15,7 +15,7 @@ from tests.helpers.launch import ROOT
 @pytest.mark.timeout(200)
 def test_the_peak_is_predicted_within_five_percent(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
-    command = [sys.executable, "bench/planner_memory.py", "--cases", "3", "--output", str(file)]
+    command = [sys.executable, "-m", "bench.planner_memory", "--cases", "3", "--output", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]

@@ -21,7 +21,7 @@ def test_a_slow_link_makes_a_live_job_change_its_layout(tmp_path: Path) -> None:
     data = [sys.executable, "tools/preprocess_data.py", "--input", tmp_path / "texts"]
     data += ["--tokenizer-type", "ByteLevelTokenizer", "--output-prefix", tmp_path / "d"]
     subprocess.run([*data, "--append-eod"], cwd=ROOT, check=True, capture_output=True)
-    bench = [sys.executable, "bench/slow_link.py", "--data-path", tmp_path / "d_text_document"]
+    bench = [sys.executable, "-m", "bench.slow_link", "--data-path", tmp_path / "d_text_document"]
     bench += ["--rate", "300", "--samples", "160", "--runs", "all"]
     bench += ["--output", tmp_path / "result.json"]
     done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True)

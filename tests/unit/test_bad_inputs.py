@@ -1,4 +1,4 @@
-"""Wrong inputs, a few of each kind; bench/fault_inputs.py reads thousands."""
+"""Wrong inputs, a few of each kind; bench/faults/inputs.py reads thousands."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import noise_interval
 from copus_ext.gns.estimators import Estimate
 from copus_ext.gns.interval import Z_95, ratio_interval, skewed_bounds, student_quantile
 from copus_ext.gns.observer import CONTROL, NoiseObserver
@@ -21,7 +21,6 @@ from copus_ext.gns.smoothing import (
     half_life_tokens,
     measuring_interval,
 )
-from tests.helpers.launch import ROOT
 
 H = 1000.0
 
@@ -166,23 +165,23 @@ ONE_SIDED = [
 ]
 
 
-def misses(case: tuple, monkeypatch: pytest.MonkeyPatch, **more: Any) -> dict[str, float]:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    bench: Any = importlib.import_module("noise_interval")
+def misses(case: tuple, **more: Any) -> dict[str, float]:
     names = ("spectrum", "noise_scale_over_batch", "batch", "groups", "measurements", "half_life")
-    return bench.misses(bench.Case(**dict(zip(names, case))), seed=[77], draws=4000, **more)
+    return noise_interval.misses(
+        noise_interval.Case(**dict(zip(names, case))), seed=[77], draws=4000, **more
+    )
 
 
 @pytest.mark.parametrize("case", ONE_SIDED, ids=lambda case: f"{case[0]}, {case[1]}, {case[4]}")
-def test_both_ends_miss_equally_often(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_miss_equally_often(case: tuple) -> None:
     """2.5 % each in theory. Few large directions of the noise make the averages skewed."""
-    found = misses(case, monkeypatch)
+    found = misses(case)
     assert 1.5 <= found["above"] <= 3.5, found
     assert 1.5 <= found["below"] <= 3.5, found
 
 
-def test_another_level_is_kept_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = misses(ONE_SIDED[0], monkeypatch, z=1.6448536269514722)
+def test_another_level_is_kept_as_well() -> None:
+    found = misses(ONE_SIDED[0], z=1.6448536269514722)
     assert 3.5 <= found["above"] <= 6.5 and 3.5 <= found["below"] <= 6.5, found
 
 

@@ -1,7 +1,7 @@
-"""B11: a supervised run that is hurt at drawn moments, and what becomes of it.
+"""Killed or hurt at any moment, does a supervised run go on?
 
-    python bench/fault_campaign.py --runs 200 --seed 0
-    python bench/fault_campaign.py --kinds disk,clock,stop,signals,damage,second,link --each 20
+    python -m bench.faults.campaign --runs 200 --seed 0
+    python -m bench.faults.campaign --kinds disk,clock,stop,signals,damage,second,link --each 20
 
 A tiny GPT trains on two ranks under the supervisor and saves as it goes, every other run beside its
 steps. The first command kills: ranks, their writers, the launcher, the supervisor or all at once,
@@ -28,7 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.faults import kills
+from bench.faults.kinds import KINDS, drawn
+from bench.faults.supervised_run import uninterrupted
+from bench.support import RESULTS, arguments, origin
 
 CHAIN = 5
 
@@ -66,11 +69,8 @@ def rows_so_far(output: Path, seed: int, chains: list[Any]) -> list[dict[str, An
 
 def kill(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Kills, waits, compares, writes; returns the rows."""
-    from tests.helpers.fault_cases import drawn, run_chain
-    from tests.helpers.fault_runs import uninterrupted
-
     output = args.output or RESULTS / "faults.json"
-    chains = drawn(args.seed, args.runs, chain=CHAIN)
+    chains = kills.drawn(args.seed, args.runs, chain=CHAIN)
     rows = rows_so_far(output, args.seed, chains)
     started, already = time.monotonic(), len(rows)
     todo = list(enumerate(chains))[already // CHAIN :]
@@ -79,7 +79,9 @@ def kill(args: argparse.Namespace) -> list[dict[str, Any]]:
         ThreadPoolExecutor(args.jobs) as pool,
     ):
         whole = uninterrupted(Path(temporary) / "whole") if todo else []
-        found = pool.map(lambda one: run_chain(one[1], Path(temporary) / str(one[0]), whole), todo)
+        found = pool.map(
+            lambda one: kills.run_chain(one[1], Path(temporary) / str(one[0]), whole), todo
+        )
         for (_, chain), new in zip(todo, found):
             rows += new
             output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
@@ -94,8 +96,6 @@ def summary_of_kinds(
     rows: list[dict[str, Any]], seed: int, skipped: dict[str, str]
 ) -> dict[str, Any]:
     """What the faults of each kind have in common."""
-    from tests.helpers.fault_kinds import KINDS
-
     kinds: dict[str, Any] = {}
     for name, kind in KINDS.items():
         own = [row for row in rows if row["kind"] == name and row["what"] != "nobody was there"]
@@ -122,8 +122,6 @@ def summary_of_kinds(
 
 def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
     """Whether a row is of what is drawn for its number today."""
-    from tests.helpers.fault_kinds import KINDS, drawn
-
     if row["kind"] not in KINDS:
         return False
     case = dataclasses.asdict(drawn(row["kind"], seed, row["number"]))
@@ -169,7 +167,7 @@ def _usual_s(rows: list[dict[str, Any]], name: str) -> float:
 
 def main() -> int:
     """Does what the flags say; 1 if any run did not get over it."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p = arguments(__doc__)
     p.add_argument("--runs", type=int, default=200, help="kills")
     p.add_argument("--jobs", type=int, default=2, help="runs that are killed at a time")
     p.add_argument("--kinds", help="other faults instead of kills, separated by commas")
@@ -177,9 +175,6 @@ def main() -> int:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, help="docs/results/faults.json or faults_other.json")
     args = p.parse_args()
-    open_source()
-    from tests.helpers.fault_kinds import KINDS
-
     names = [] if args.kinds is None else args.kinds.split(",")
     if unknown := set(names) - set(KINDS):
         p.error(f"--kinds {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")

@@ -1,6 +1,6 @@
-"""B9: who gets to a loss first on the paper's clusters, on a virtual clock?
+"""Who gets to a loss first on the paper's clusters, on a virtual clock?
 
-    python bench/time_to_loss_virtual.py [--seeds N]
+    python -m bench.time_to_loss.virtual [--seeds N]
 
 Every policy on every preset of tools/simulate.py; and some of them, with one seed, where something
 is not as the controller believes: c, the truth about learning rates, the speeds, the cost of a
@@ -10,17 +10,18 @@ minutes.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.support import RESULTS, arguments, figure, origin, write
+from copus_ext.simulate.compare import compare
+from copus_ext.simulate.contenders import contenders
+from copus_ext.simulate.scenario import preset, presets
+from copus_ext.simulate.trajectory import load
 
 FIRST_SEED = 100
 """Those below were looked at while the simulator was built."""
@@ -48,7 +49,6 @@ RESTART_S = {"8xh100-3b": 235, "16xh100-13b": 404, "32xh100-32b": 809, "32xmi210
 
 def others(name: str) -> dict[str, Callable[[Any], Any]]:
     """What may be otherwise than the controller believes, by name."""
-    from copus_ext.simulate.trajectory import load
 
     def truth(objective: str) -> Callable[[Any], Any]:
         return lambda s: s.change(truth=dataclasses.replace(s.truth, objective=objective))
@@ -70,18 +70,16 @@ def others(name: str) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: list[float]) -> Any:
-    """A comparison; counts runs and seconds."""
-    from copus_ext.simulate.compare import compare
-    from copus_ext.simulate.contenders import contenders
-
+def run(
+    scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: list[float], what: str = ""
+) -> Any:
+    """A comparison; counts runs and seconds, and says what came of it."""
     everybody = contenders(scenario.batches)
+    usual = {*everybody, *SHOWN}
     more = [(name, c) for name in BELIEVERS for c in BELIEVED]
     for name, c in [*more, *((name, 8.0) for name in STRONG)]:
         other = contenders(scenario.batches, noise_scale_multiplier=c)[name]
-        new = f"{name}_c{c:g}"
-        everybody[new] = dataclasses.replace(other, name=new)
-    usual = {*contenders(scenario.batches), *SHOWN}
+        everybody[f"{name}_c{c:g}"] = dataclasses.replace(other, name=f"{name}_c{c:g}")
     who = [c for n, c in everybody.items() if n in (usual if names is None else names)]
     baselines = [c for c in everybody.values() if c.is_baseline]
     began = time.perf_counter(), time.process_time()
@@ -89,6 +87,12 @@ def run(scenario: Any, seeds: range, names: tuple[str, ...] | None, counted: lis
     counted[0] += sum(map(len, result.runs.values()))
     counted[1] += time.perf_counter() - began[0]
     counted[2] += time.process_time() - began[1]
+    print(f"{scenario.name}, {what}: oracle saves {100 * result.oracle_saved(0):.1f} %")
+    for name in SHOWN:
+        score = result.score(name)
+        saved = " ".join("-" if s is None else f"{100 * s:+.1f}" for s in score.saved)
+        share = "-" if score.oracle_share is None else f"{100 * score.oracle_share:.0f} %"
+        print(f"   {name:28s} saved % by seed: {saved}   of the oracle's: {share}", flush=True)
     return result
 
 
@@ -96,14 +100,6 @@ def shown(results: dict[str, Any]) -> list[str]:
     """Those that ran, without the baselines."""
     one = next(iter(results.values()))
     return [name for name in one.runs if name not in one.baselines]
-
-
-def line(result: Any, name: str) -> str:
-    """One policy in words."""
-    score = result.score(name)
-    seeds = " ".join("-" if s is None else f"{100 * s:+.1f}" for s in score.saved)
-    share = "-" if score.oracle_share is None else f"{100 * score.oracle_share:.0f} %"
-    return f"   {name:28s} saved % by seed: {seeds}   of the oracle's: {share}"
 
 
 def over(result: Any, name: str, others: list[str]) -> float | None:
@@ -148,58 +144,39 @@ def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Time saved over the fastest baseline at each loss, a panel for each cluster."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "copus"
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), layout="constrained")
-    for axis, (preset, result) in zip(axes.flat, results.items()):
-        targets = list(result.scenario.targets)
-        base = [result.fastest(t, 0) for t in targets]
-        best = [100 * (1 - result.best[0][t].seconds / b) for t, b in zip(targets, base)]
-        axis.plot(targets, best, "k--", lw=1, label="oracle")
-        for name in SHOWN:
-            times = result.score(name).times_s
-            saved = [
-                float("nan") if times[t] is None else 100 * (1 - times[t] / b)
-                for t, b in zip(targets, base)
-            ]
-            axis.plot(targets, saved, "o-", lw=1, ms=3, label=name)
-        axis.axhline(0, color="grey", lw=0.8)
-        axis.set(title=preset, xlabel="loss", ylabel="% saved", ylim=(-40, 20))
-    axes[0, 0].legend(fontsize="x-small")
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    with figure(path, 2, 2, figsize=(9, 7)) as axes:
+        for axis, (preset, result) in zip(axes.flat, results.items()):
+            targets = list(result.scenario.targets)
+            base = [result.fastest(t, 0) for t in targets]
+            best = [100 * (1 - result.best[0][t].seconds / b) for t, b in zip(targets, base)]
+            axis.plot(targets, best, "k--", lw=1, label="oracle")
+            for name in SHOWN:
+                times = [result.score(name).times_s[t] for t in targets]
+                saved = [
+                    float("nan") if t is None else 100 * (1 - t / b) for t, b in zip(times, base)
+                ]
+                axis.plot(targets, saved, "o-", lw=1, ms=3, label=name)
+            axis.axhline(0, color="grey", lw=0.8)
+            axis.set(title=preset, xlabel="loss", ylabel="% saved", ylim=(-40, 20))
+        axes[0, 0].legend(fontsize="x-small")
 
 
-def main() -> int:
+def main() -> None:
     """Runs, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__, "time_to_loss_virtual.json")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--presets", nargs="+", choices=presets(), default=presets())
     args = parser.parse_args()
-    open_source()
-    from copus_ext.simulate.scenario import preset, presets
-
     seeds, counted = range(FIRST_SEED, FIRST_SEED + args.seeds), [0.0, 0.0, 0.0]
-    results = {}
-    for name in presets():
-        result = results[name] = run(preset(name), seeds, None, counted)
-        print(f"{name}: oracle saves {100 * result.oracle_saved(0):.1f} %")
-        for policy in SHOWN:
-            print(line(result, policy), flush=True)
-    papers = {name: results[name] for name in RESTART_S}
+    results = {name: run(preset(name), seeds, None, counted) for name in args.presets}
+    papers = {name: results[name] for name in RESTART_S if name in results}
     varied: dict[str, dict[str, Any]] = {}
     for name in papers:
         for what, change in others(name).items():
             believers = tuple(f"{b}_c{c:g}" for b in BELIEVERS for c in BELIEVED)
             names = SHOWN + believers if what in ("c is 2", "c is 8", "c is 32") else SHOWN
-            result = run(change(preset(name)), seeds[:1], names, counted)
+            result = run(change(preset(name)), seeds[:1], names, counted, what)
             varied.setdefault(what, {})[name] = result
-            print(f"{name}, {what}: oracle saves {100 * result.oracle_saved(0):.1f} %")
-            for policy in SHOWN:
-                print(line(result, policy), flush=True)
     about = {name: judged(papers, name) for name in SHOWN}
     record = {
         "what": "minutes to losses on a virtual clock; saved over the fastest baseline",
@@ -215,22 +192,9 @@ def main() -> int:
         **origin(),
         "presets": {name: result.to_json() for name, result in results.items()},
     }
-    path = RESULTS / "time_to_loss_virtual.json"
-    path.write_text(json.dumps(record) + "\n")
-    draw(papers, path.with_suffix(".svg"))
-    for name, found in about.items():
-        mean = "-" if found["mean_saved"] is None else f"{100 * found['mean_saved']:+.1f} %"
-        print(f"{name}: {mean} mean of the paper's clusters, goals met: ", end="")
-        print(found["goal_saved_is_met"], found["goal_share_is_met"])
-        for what in ("over_statics", "over_same_start"):
-            parts = [p for p in found[what].values() if p is not None]
-            print(f"   {what}: " + ", ".join(f"{100 * p:+.1f} %" for p in parts))
-    print(
-        f"{record['runs_per_minute']:.0f} runs a minute, "
-        f"{record['runs_per_minute_of_one_core']:.0f} a minute of one core's time"
-    )
-    return 0
+    draw(papers, args.output.with_suffix(".svg"))
+    write(args.output, record, hide=["presets", "otherwise"])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

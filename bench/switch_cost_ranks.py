@@ -1,22 +1,21 @@
-"""What runs on every rank of bench/switch_cost.py: one job that changes its layout, by the way of
-the trainer and by the two ways it is compared with.
+"""What runs on every rank of `bench.switch_cost`: one job that changes its layout, by the trainer's
+way and by the two ways it is compared with.
 
 Everything happens at one step boundary of `pretrain`, so that the job is exactly that of a run.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,24 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from jobs import parse, step_of_loop
-from support import ROOT, peak_rss, reset_peak, torchrun
-from switch_gloo import bytes_between, exchange
 
+from bench.support import ROOT, TRAINER, step_of_loop, torchrun
 from copus_ext.reshard.inprocess import InProcessResharder
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+from copus_ext.reshard.route import Route
+from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
 from megatron.training.checkpoint.load import load_weights
 from megatron.training.checkpoint.resume import read_stored
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.step_settings import Request
+from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.config.relayout import with_layout
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.model.gpt import build_model
 from megatron.training.optim.optimizer import build_optimizer
+from megatron.training.resilience.env_checks import set_process_defaults
 from megatron.training.train.build import groups_of, install_layout, release_layout
 from megatron.training.train.callbacks import Callback, CallbackContext
 from megatron.training.train.pretrain import pretrain
@@ -51,34 +52,84 @@ LAYOUTS = {
     4: [Layout(dp=4), Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(tp=2, pp=2)],
 }
 """By number of ranks, what is changed between."""
+_USUAL_START = """import megatron.core, runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+"""Starts a program as a trainer does that takes no care: megatron-core is imported as it is, and
+torch's compiler with it, for kernels that nobody uses without a GPU."""
 _OF_A_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+def reset_peak() -> None:
+    """Lets the peak of resident memory begin at what is resident now, where the kernel allows."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_rss() -> int:
+    """Most bytes resident since the process began or `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def bytes_between(route: Route) -> list[list[int]]:
+    """By sending and receiving rank, the bytes of a change."""
+    world = len(route.source)
+    table = [[0] * world for _ in range(world)]
+    for piece in route.plan.pieces:
+        if piece.source_rank != piece.target_rank:
+            size = piece.numel * BYTES_PER_ELEMENT
+            table[piece.source_rank][piece.target_rank] += size
+    return table
+
+
+def exchange(group: Any, table: list[list[int]]) -> float:
+    """Sends so many bytes from one tensor to another in messages and windows of the size that a
+    change has; seconds on this rank."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    bucket = BUCKET_BYTES[str(dist.get_backend(group))] // 4
+    out = torch.ones(max(table[rank]) // 4)
+    incoming = torch.ones(max(row[rank] for row in table) // 4)
+    dist.barrier(group=group)
+    begin = time.perf_counter()
+    for shift in range(1, world):
+        to, come_from = (rank + shift) % world, (rank - shift) % world
+        sends = deque(out[: table[rank][to] // 4].split(bucket) if table[rank][to] else ())
+        size = table[come_from][rank] // 4
+        receives = deque(incoming[:size].split(bucket) if size else ())
+        works: tuple[deque[Any], deque[Any]] = (deque(), deque())
+        while sends or receives or any(works):
+            while receives and len(works[0]) < WINDOW:
+                works[0].append(dist.irecv(receives.popleft(), group=group, group_src=come_from))
+            while sends and len(works[1]) < WINDOW:
+                works[1].append(dist.isend(sends.popleft(), group=group, group_dst=to))
+            for waiting in works:
+                if waiting:
+                    waiting.popleft().wait()
+    return time.perf_counter() - begin
 
 
 class Measuring(Callback):
     """Hands the job over at the end of the first step, and ends the run after the next one."""
 
-    def __init__(self, act: Callable[[Any, InProcessResharder], None], *, quick: bool) -> None:
-        self.act, self.quick = act, quick
-        self.mover: InProcessResharder | None = None
-        self.stage = 0
+    def __init__(self, act: Callable[[Any, InProcessResharder], None]) -> None:
+        self.act, self.is_done = act, False
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        self.mover = InProcessResharder(prebuild=2 if self.quick else 0, sample=self.quick)
+        self.mover, self.is_asked = InProcessResharder(), False
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        if self.stage == 0:
-            self.stage = 1
+        if not self.is_asked:
+            self.is_asked = True
             return Request(kind="change", reason="measurement", move=self._begin)
-        return Request(kind="stop", reason="measured") if self.stage == 2 else None
+        return Request(kind="stop", reason="measured") if self.is_done else None
 
     def on_train_end(self, context: CallbackContext) -> None:
-        if self.mover is not None:
-            self.mover.close()
+        self.mover.close()
 
     def _begin(self, job: Any) -> None:
-        assert self.mover is not None
         self.act(job, self.mover)
-        self.stage = 2
+        self.is_done = True
 
 
 class Bench:
@@ -196,53 +247,29 @@ class Bench:
         own = [*self.flags, "--load", root, "--run-dir", run_dir, "--exit-interval", 1]
         own += ["--tensor-model-parallel-size", to.tp, "--pipeline-model-parallel-size", to.pp]
         own += ["--sequence-parallel"] if to.tp > 1 else []
-        program = [str(ROOT / "pretrain_gpt.py"), *map(str, own)]
+        program = [TRAINER, *map(str, own)]
         if self.launcher == "usual":
-            program.insert(0, str(ROOT / "bench" / "usual_start.py"))
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
+            program = ["--no-python", sys.executable, "-c", _USUAL_START, *program]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
+        loaded = 0.0
         with (run_dir / "errors").open("w") as errors:
-            if self.launcher != "direct":
-                commands = [(torchrun(world, *program), clean)]
-            else:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", 0))
-                    port = str(probe.getsockname()[1])
-                place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-                commands = [
-                    (
-                        [sys.executable, *program],
-                        {**clean, **place, "RANK": str(r), "LOCAL_RANK": str(r)},
-                    )
-                    for r in range(world)
-                ]
-            children = [
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    text=True,
-                    stderr=errors,
-                    stdout=errors if i else subprocess.PIPE,
-                )
-                for i, (command, environment) in enumerate(commands)
-            ]
-            loaded: list[float] = []
-
-            def listen() -> None:
-                for line in children[0].stdout or ():
-                    if line.startswith("loaded "):
-                        loaded.append(time.monotonic())
-
-            listener = threading.Thread(target=listen)
-            listener.start()
-            codes = [child.wait(timeout=500) for child in children]
-            listener.join()
-        if any(codes):
+            child = subprocess.Popen(
+                torchrun(world, *program),
+                cwd=ROOT,
+                env=env,
+                text=True,
+                stderr=errors,
+                stdout=subprocess.PIPE,
+            )
+            for line in child.stdout or ():
+                if line.startswith("loaded "):
+                    loaded = time.monotonic()
+        if child.wait():
             raise RuntimeError((run_dir / "errors").read_text()[-3000:])
         records = list(read_metrics(run_dir))
         shutil.rmtree(run_dir)
         at = {r["kind"]: r["m"] for r in records if r["kind"] in ("run.start", "step")}
-        return loaded[0], at["run.start"], at["step"]
+        return loaded, at["run.start"], at["step"]
 
     def reload(self, to: Layout, **fields: Any) -> None:
         """Saves, and loads under another layout in the same processes, then takes two steps."""
@@ -324,53 +351,34 @@ class Bench:
                 "fds": process.num_fds(),
                 "threads": process.num_threads(),
                 "groups": len(dist.distributed_c10d._world.pg_map),
-                "objects": len(gc.get_objects()),
             }
             ranks = all_gather_object(own)
-            self.note(
-                "soak",
-                start,
-                to,
-                number=number,
-                pause_s=outcome.pause_s,
-                phases=outcome.phases,
-                step_s=step_s,
-                keys=_num_keys(),
-                **{name: [of[name] for of in ranks] for name in own},
-            )
+            fields = {name: [of[name] for of in ranks] for name in own}
+            fields |= {"number": number, "step_s": step_s, "phases": outcome.phases}
+            self.note("soak", start, to, pause_s=outcome.pause_s, **fields)
 
 
-def _num_keys() -> int | None:
-    """Entries of the launch's store, which nothing removes by itself."""
-    try:
-        return int(dist.distributed_c10d._get_default_store().num_keys())
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def work(
-    section: str, flags: list[str], *, count: int, launcher: str, output: Path, quick: bool
-) -> None:
+def main(section: str, output: str, count: str, launcher: str, *flags: str) -> None:
     """Runs one section on this rank; rank 0 writes its rows."""
-    from megatron.training.resilience.env_checks import set_process_defaults
-
     set_process_defaults()
     torch.set_num_threads(1)
-    folder = output.parent / section
+    folder = Path(output).parent / section
     folder.mkdir(exist_ok=True)
     places = ["--save", folder / "checkpoints", "--run-dir", folder / "run"]
     # Only the last two checkpoints stay.
     places += ["--save-interval", 10**9, "--save-retain-interval", 10**9]
-    rows: list[dict[str, Any]] = []
 
     def act(job: Any, mover: InProcessResharder) -> None:
-        bench = Bench(job, mover, flags=flags, launcher=launcher, folder=folder)
-        bench.rows = rows
+        bench = Bench(job, mover, flags=list(flags), launcher=launcher, folder=folder)
         acts = {"changes": bench.all_changes, "restarts": bench.all_restarts, "soak": bench.soak}
-        acts[section](count)
+        acts[section](int(count))
         if dist.get_rank() == 0:
-            output.write_text(json.dumps(rows))
+            Path(output).write_text(json.dumps(bench.rows))
 
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    config = parse([*flags, *map(str, places)], int(os.environ["WORLD_SIZE"]))
-    pretrain(config, [Measuring(act, quick=quick)])
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        config = resolve(parse_args([*flags, *map(str, places)]), int(os.environ["WORLD_SIZE"]))
+        pretrain(config, [Measuring(act)])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.fault_runs import (
+from bench.faults.supervised_run import (
     MOMENTS,
     MOST_S,
     Run,

@@ -1,6 +1,6 @@
-"""Do the simulator and the real clock of B8 agree? And what is c, by the static batches?
+"""Do the simulator and the real clock agree? And what is c, by the static batches?
 
-    python bench/time_to_loss_replay.py [--input docs/results/time_to_loss_real.json]
+    python -m bench.time_to_loss.replay [--input docs/results/time_to_loss_real.json]
 
 For every seed of the link that all policies were trained on: c, and how much the schedule of the
 learning rate counts, are those that lay the losses of all static batches on one curve over
@@ -14,21 +14,39 @@ Some twenty seconds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support import RESULTS, open_source, origin
-from time_to_loss import curve_of, percent, targets
-from time_to_loss_clock import Way, clock_of
-from time_to_loss_policies import STATIC, Profile, Recipe, is_static, layout_of, start_of
-from time_to_loss_timed import MEASURING, is_measuring, profile_of, steadied
+
+from bench.support import RESULTS, arguments, origin
+from bench.time_to_loss.clock import MEASURING, Way, clock_of, is_measuring, steadied
+from bench.time_to_loss.curves import curve_of, percent, targets
+from bench.time_to_loss.policies import (
+    BASELINES,
+    PAPER,
+    Profile,
+    Recipe,
+    batch_of,
+    is_static,
+    layout_of,
+    start_of,
+)
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.cost_model.cluster_spec import of_gpu
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.goodput.inputs import ConfigThroughput
+from copus_ext.simulate.contenders import Contender
+from copus_ext.simulate.course import GroundTruth
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import Scenario
+from copus_ext.simulate.schedule import RateSchedule
+from copus_ext.simulate.speeds import PROFILED_SD, Speeds
+from copus_ext.simulate.trajectory import NoiseTrajectory
 
 CALIBRATIONS = np.geomspace(0.25, 64, 49)
 """c that are tried."""
@@ -49,19 +67,12 @@ def batches_at(run: dict[str, Any], samples: Any) -> Any:
     return sizes[np.searchsorted(starts, samples, side="right") - 1]
 
 
-def end_part(recipe: Recipe) -> float:
-    """Learning rate at the end over its peak."""
-    return 1.0 if recipe.decay == "constant" else recipe.min_lr_part
-
-
-def schedule_of(recipe: Recipe, exponent: float) -> Any:
+def schedule_of(recipe: Recipe, exponent: float) -> RateSchedule:
     """What the learning rate of the runs makes of a sample."""
-    from copus_ext.simulate.schedule import RateSchedule
-
     return RateSchedule(
         warmup_samples=int(recipe.warmup_part * recipe.samples),
         total_samples=recipe.samples,
-        end_part=end_part(recipe),
+        end_part=recipe.min_lr_part,
         exponent=exponent,
     )
 
@@ -181,9 +192,6 @@ def own_clock(runs: Runs) -> Clock:
 def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock) -> list[Any]:
     """Every layout and batch of the profile in its fastest micro-batch, by the clock; at the start
     of a run in the one that it started in. Measuring the noise scale slows all alike."""
-    from copus_ext.goodput.inputs import ConfigThroughput
-    from copus_ext.simulate.speeds import PROFILED_SD
-
     start = run["ways"][0]
     factor = 1 + MEASURING * is_measuring(run)
     rows: dict[Any, Any] = {}
@@ -203,13 +211,6 @@ def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock)
 
 def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: list[float]) -> Any:
     """What the simulator is told."""
-    from copus_ext.cost_model.cluster_spec import of_gpu
-    from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.simulate.course import GroundTruth
-    from copus_ext.simulate.scenario import Scenario
-    from copus_ext.simulate.speeds import Speeds
-    from copus_ext.simulate.trajectory import NoiseTrajectory
-
     progress, phi = fit["noise"]
     at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
     return Scenario(
@@ -231,42 +232,36 @@ def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: lis
         assumed_cost_s=10.0,
         measured=Speeds(rows),
         beta2=recipe.beta2,
-        lr_decay=end_part(recipe),
+        lr_decay=recipe.min_lr_part,
     )
 
 
-def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Any:
-    """A policy of B8 as one of the simulator's; None if it has no such."""
-    from copus_ext.controller.flags import CopusConfig
-    from copus_ext.simulate.contenders import Contender
-
+def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Contender | None:
+    """A policy as one of the simulator's; None if it has no such."""
     if is_static(policy):
-        return Contender(name=policy, batch=int(policy.removeprefix(f"{STATIC}_")))
-    known: dict[str, dict[str, Any]] = {
-        **{name: {"copus_policy": "cbs"} for name in ("cbs_small", "cbs_large")},
-        **{name: {"copus_policy": name} for name in ("norm_test", "doubling", "seesaw")},
-        "adaptive": {"copus_layouts": "all"},
-        "paper": {"copus_policy": "copus", "copus_layouts": "all"},
-        "only_batch": {},
-        "only_layout": {"copus_policy": "static", "copus_layouts": "all"},
-    }
-    if policy not in known:
+        return Contender(name=policy, batch=batch_of(policy))
+    values: dict[str, Any] = {}
+    if policy in BASELINES:
+        values["copus_policy"] = policy.partition("_small")[0].partition("_large")[0]
+    elif policy in ("adaptive", PAPER, "only_layout"):
+        values["copus_layouts"] = "all"
+        if policy != "adaptive":
+            values["copus_policy"] = "copus" if policy == PAPER else "static"
+    elif policy != "only_batch":
         return None
-    values = {"copus": True, "copus_max_global_batch_size": recipe.batches[-1], **known[policy]}
     start = "small"
-    if policy in ("cbs_large", "norm_test", "doubling", "seesaw"):
+    if policy in BASELINES and policy != "cbs_small":
         values["copus_noise_scale_multiplier"] = recipe.calibration
-        small = layout_of(start_of("cbs_small", recipe, profile))
-        start = "small" if layout_of(start_of(policy, recipe, profile)) == small else "large"
-    return Contender(name=policy, start=start, flags=CopusConfig(**values))
+        own, small = (start_of(name, recipe, profile) for name in (policy, "cbs_small"))
+        start = "small" if layout_of(own) == layout_of(small) else "large"
+    most = recipe.batches[-1]
+    flags = CopusConfig(copus=True, copus_max_global_batch_size=most, **values)
+    return Contender(name=policy, start=start, flags=flags)
 
 
 def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     """One seed: c, and for each policy measured and simulated seconds to the targets."""
-    from copus_ext.simulate.run import simulate
-
-    settings, link = result["settings"]["recipe"], next(iter(result["links"]))
-    recipe = Recipe(**{**settings, "batches": tuple(settings["batches"])})
+    recipe, link = Recipe.of(result), next(iter(result["links"]))
     runs = [r for r in result["runs"] if r["seed"] == seed and r["link"] == link]
     clock = clock_of(result["links"][link]) or own_clock(runs)
     runs = [steadied(run, clock) for run in runs]
@@ -274,7 +269,7 @@ def replayed(result: dict[str, Any], seed: int, number: int) -> dict[str, Any]:
     statics = [r for r in runs if is_static(r["policy"])]
     goals = targets({r["policy"]: [curves[r["policy"]]] for r in statics}, number)
     fit = fitted(statics, runs, recipe)
-    profile = profile_of(result["links"][link]["profile"]["records"])
+    profile = Profile.of_records(result["links"][link]["profile"]["records"])
     policies: dict[str, Any] = {}
     for run in runs:
         contender = contender_of(run["policy"], recipe, profile)
@@ -320,41 +315,43 @@ def by_policy(found: list[dict[str, Any]]) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: item[1]))
 
 
-def main() -> int:
+def said(one: dict[str, Any]) -> str:
+    """What was found for one seed, in words."""
+    lines = [
+        f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), a "
+        f"sample goes with the {one['exponent']}th power of the learning rate, losses "
+        f"{one['rms']:.3f} off one curve; times {percent(one['off'])} off on average, of the "
+        f"static batches that made the curve {percent(one['off_static'])}; not simulated: "
+        f"{', '.join(one['not_simulated'])}"
+    ]
+    for name, policy in one["policies"].items():
+        columns = [
+            "-" if a is None or b is None else f"{a:.0f}/{b:.0f}"
+            for a, b in zip(policy["measured_s"], policy["simulated_s"])
+        ]
+        off = percent(policy["off"])
+        if c := policy.get("c"):
+            off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
+        lines.append(f"   {name:20s} {off:>7}  measured/simulated s: {', '.join(columns)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
     """Replays every seed, prints and writes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--input", type=Path, default=RESULTS / "time_to_loss_real.json")
     parser.add_argument("--targets", type=int, default=5)
     args = parser.parse_args()
-    open_source()
     result = json.loads(args.input.read_text())
     seeds = sorted({r["seed"] for r in result["runs"]})
     found = [replayed(result, seed, args.targets) for seed in seeds]
-    for one in found:
-        print(
-            f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), a "
-            f"sample goes with the {one['exponent']}th power of the learning rate, losses "
-            f"{one['rms']:.3f} off one curve; times {percent(one['off'])} off on average, of the "
-            f"static batches that made the curve {percent(one['off_static'])}; not simulated: "
-            f"{', '.join(one['not_simulated'])}"
-        )
-        for name, policy in one["policies"].items():
-            columns = [
-                "-" if a is None or b is None else f"{a:.0f}/{b:.0f}"
-                for a, b in zip(policy["measured_s"], policy["simulated_s"])
-            ]
-            off = percent(policy["off"])
-            c = policy.get("c")
-            if c:
-                off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
-            print(f"   {name:20s} {off:>7}  measured/simulated s: {', '.join(columns)}")
+    print("\n".join(map(said, found)))
     means = by_policy(found)
     print("mean of the seeds: " + ", ".join(f"{n} {percent(x)}" for n, x in means.items()))
-    record = {"what": "B8 and the simulator", "goal": GOAL, "policies": means, "seeds": found}
+    record = {"what": "real clock and simulator", "goal": GOAL, "policies": means, "seeds": found}
     record |= origin()
     args.input.with_suffix(".replay.json").write_text(json.dumps(record) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

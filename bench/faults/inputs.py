@@ -1,6 +1,6 @@
-"""B11, inputs: thousands of wrong flags, files and records, read by what reads them.
+"""What do thousands of wrong flags, files and records do to what reads them?
 
-    python bench/fault_inputs.py --runs 10000 --seed 0
+    python -m bench.faults.inputs --runs 10000 --seed 0
 
 Each input is right but for what was drawn: bytes flipped, cut, doubled, JSON values of other kinds,
 flags without a value. The reader must answer or say one line; a traceback, an endless search and a
@@ -9,9 +9,7 @@ half-made output are counted and listed. Writes docs/results/fault_inputs.json.
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import sys
 import tempfile
 import time
@@ -19,30 +17,23 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from support import RESULTS, open_source, origin
+from bench.support import arguments, origin, write
+from tests.helpers.bad_inputs import KINDS, spoil_and_read
 
 _SHOWN_EVERY_S = 30.0
 
 
-def numbers(runs: int, weights: dict[str, int]) -> dict[str, int]:
-    """Of each kind so many that together they are `runs` or a few more."""
-    total = sum(weights.values())
-    return {kind: -(-runs * weight // total) for kind, weight in weights.items()}
-
-
 def main() -> int:
-    """Spoils, reads, counts, writes."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--runs", type=int, default=10_000)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--kinds", nargs="*", help="default: all")
-    p.add_argument("--output", type=Path, default=RESULTS / "fault_inputs.json")
-    args = p.parse_args()
-    open_source()
+    """Spoils, reads, counts, writes; 1 if any input had a problem."""
+    parser = arguments(__doc__, "fault_inputs.json")
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args()
     warnings.filterwarnings("ignore")
-    from tests.helpers.bad_inputs import KINDS, spoil_and_read
-
-    wanted = numbers(args.runs, {k: w for k, (w, _) in KINDS.items() if k in (args.kinds or KINDS)})
+    weights = {kind: weight for kind, (weight, _) in KINDS.items() if kind in args.kinds}
+    # Of each kind so many that together they are `runs` or a few more.
+    wanted = {k: -(-args.runs * w // sum(weights.values())) for k, w in weights.items()}
     problems: list[dict[str, Any]] = []
     done: collections.Counter[str] = collections.Counter()
     started = shown = time.monotonic()
@@ -66,8 +57,7 @@ def main() -> int:
         "seconds": time.monotonic() - started,
         **origin(),
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{done.total()} inputs, {len(problems)} with a problem; {args.output}")
+    write(args.output, result)
     return 1 if problems else 0
 
 

@@ -1,6 +1,6 @@
 """The scenarios that ship with tools/simulate.py, from the paper's own baselines.
 
-    python bench/virtual_presets.py
+    python -m bench.time_to_loss.virtual_presets
 
 Times to loss of the static batches in arXiv 2604.26687 (four clusters), with throughputs of the
 planner, give for each model the noise scale as a power of the progress and the progress at which
@@ -13,12 +13,22 @@ docs/results/virtual_presets.json. Half a minute.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from support import RESULTS, ROOT, open_source, origin
+from scipy.optimize import least_squares
+
+from bench.support import ROOT, arguments, origin
+from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from copus_ext.simulate.contenders import contenders
+from copus_ext.simulate.course import GroundTruth, TrainingDynamics
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import BEYOND, preset
+from copus_ext.simulate.speeds import planned
 
 SHIPPED = ROOT / "copus_ext" / "simulate" / "data"
 SEQ_LENGTH, FIRST, WARMUP_TOKENS = 2048, 16, 8e6
@@ -160,12 +170,6 @@ def batches_of(paper: Paper) -> list[int]:
 
 def speeds_of(paper: Paper) -> Any:
     """Throughputs on the paper's cluster."""
-    from copus_ext.cost_model.cluster_spec import ClusterSpec
-    from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.planner.search import Planner
-    from copus_ext.planner.space import Limits
-    from copus_ext.simulate.speeds import planned
-
     limits = Limits(
         fixed={"vpp": 1},
         recompute=("none",),
@@ -185,9 +189,6 @@ def minutes(paper: Paper, speeds: Any, values: Any) -> tuple[dict[int, Any], Any
         speeds: of the configurations.
         values: ln(Phi at the end), exponent, ln(progress at the first loss), its increments.
     """
-    from copus_ext.simulate.course import GroundTruth, TrainingDynamics
-    from copus_ext.simulate.scenario import BEYOND
-
     progress = np.exp(values[2] + np.concatenate([[0.0], np.cumsum(np.exp(values[3:]))]))
     end, level, exponent = progress[-1], np.exp(values[0]), values[1]
     course = TrainingDynamics(
@@ -204,8 +205,6 @@ def minutes(paper: Paper, speeds: Any, values: Any) -> tuple[dict[int, Any], Any
 
 def fitted(paper: Paper, speeds: Any) -> tuple[Any, float]:
     """The values of `minutes`, and the root mean square of the logarithms that are left."""
-    from scipy.optimize import least_squares
-
     falls = np.log(paper.losses)
 
     def residuals(values: Any) -> Any:
@@ -272,12 +271,7 @@ def fit_of(paper: Paper) -> dict[str, Any]:
 def predicted(paper: Paper, calibration: float) -> dict[str, Any]:
     """The paper's adaptive runs, by the shipped decisions with c = 2 as it used, if the noise scale
     that is measured is Phi over `calibration`; samples without limit."""
-    from copus_ext.simulate.contenders import contenders
-    from copus_ext.simulate.run import simulate
-    from copus_ext.simulate.scenario import preset
-
-    scenario = preset(paper.name)
-    scenario = scenario.recalibrated(calibration).change(total_samples=10**9)
+    scenario = preset(paper.name).recalibrated(calibration).change(total_samples=10**9)
     found, left = {}, []
     for name, seen in paper.adaptive.items():
         run = simulate(scenario, contenders(scenario.batches)[name], seed=0)
@@ -287,10 +281,9 @@ def predicted(paper: Paper, calibration: float) -> dict[str, Any]:
     return {"minutes": found, "rms": float(np.sqrt(np.mean(np.square(left))))}
 
 
-def main() -> int:
+def main() -> None:
     """Fits, prints and writes."""
-    open_source()
-    SHIPPED.mkdir(parents=True, exist_ok=True)
+    args = arguments(__doc__, "virtual_presets.json").parse_args()
     fits = {}
     for paper in PAPERS:
         fit = fits[paper.name] = fit_of(paper)
@@ -316,9 +309,8 @@ def main() -> int:
         print(f"adaptive runs with c = {c:g}: {100 * mean:.1f} % ({each})", flush=True)
     what = "minutes of static batches to losses: arXiv 2604.26687 and the course fitted to them"
     result = {"what": what, "fits": fits, "held_out": held_out, **origin()}
-    (RESULTS / "virtual_presets.json").write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
