@@ -254,11 +254,11 @@ def main() -> None:
         parser.error("give --data-path PREFIX, such as the quickstart's")
     data = str(Path(args.data_path).resolve())
     result: dict[str, Any] = {"what": "uneven nodes and links", "machine": origin()}
-    rates = {"rate_mbit": SLOW_MBIT, "usual_mbit": USUAL_MBIT}
+    pairs = [SLOW_PAIR]
     with (
         tempfile.TemporaryDirectory() as folder,
         quotas(shares()) as groups,
-        star(NUM_NODES, slow_pairs=[SLOW_PAIR], **rates) as names,
+        star(NUM_NODES, slow_pairs=pairs, rate_mbit=SLOW_MBIT, usual_mbit=USUAL_MBIT) as names,
     ):
         addresses = [address(node) for node in range(NUM_NODES)]
         site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)

@@ -1,7 +1,7 @@
 """Killed or hurt at any moment, does a supervised run go on?
 
     python -m bench.faults.campaign --runs 200 --seed 0
-    python -m bench.faults.campaign --kinds disk,clock,stop,signals,damage,second,link --each 20
+    python -m bench.faults.campaign --kinds disk clock stop signals damage second link --each 20
 
 A tiny GPT trains on two ranks under the supervisor and saves as it goes, every other run beside its
 steps. The first command kills: ranks, their writers, the launcher, the supervisor or all at once,
@@ -23,101 +23,62 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.faults import kills
-from bench.faults.kinds import KINDS, drawn
+from bench.faults.kinds import KINDS, drawn, run_case
 from bench.faults.supervised_run import uninterrupted
 from bench.support import RESULTS, arguments, origin
 
-CHAIN = 5
+_CHAIN = 5
+Rows = list[dict[str, Any]]
 
 
-def summary(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """What the kills have in common."""
-    seconds = [row["seconds_to_run"] for row in rows if row.get("seconds_to_run") is not None]
-    counts = {
-        by: dict(sorted(collections.Counter(row[by] for row in rows).items()))
-        for by in ("victim", "moment")
-    }
+def summary(rows: Rows, name: str) -> dict[str, Any]:
+    """What the faults of some rows have in common; `name` is that of their seconds."""
+    own = [row for row in rows if row["what"] != "nobody was there"]
+    seconds = [row[name] for row in own if row.get(name) is not None]
     return {
-        "what": "processes of a supervised run killed, and what became of the run",
-        "seed": seed,
-        "kills": sum(row["what"] != "nobody was there" for row in rows),
-        "recovered_with_equal_losses": sum(
-            not row["problems"] for row in rows if row["what"] != "nobody was there"
-        ),
-        **counts,
-        "median_seconds_to_run": statistics.median(seconds) if seconds else None,
-        "longest_seconds_to_run": max(seconds, default=None),
-        **origin(),
-        "rows": rows,
+        "recovered_with_equal_losses": sum(not row["problems"] for row in own),
+        f"median_{name}": statistics.median(seconds) if seconds else None,
+        f"longest_{name}": max(seconds, default=None),
     }
 
 
-def rows_so_far(output: Path, seed: int, chains: list[Any]) -> list[dict[str, Any]]:
-    """Rows of whole chains of an earlier run of the same kills."""
+def rows_so_far(output: Path, seed: int) -> Rows:
+    """Rows of an earlier run with the same seed."""
     found = json.loads(output.read_text()) if output.exists() else {}
-    if found.get("seed") != seed:
-        return []
-    rows = found["rows"]
-    return rows[: len(rows) // CHAIN * CHAIN] if len(rows) <= CHAIN * len(chains) else []
+    return found["rows"] if found.get("seed") == seed else []
 
 
-def kill(args: argparse.Namespace) -> list[dict[str, Any]]:
+def kill(args: argparse.Namespace) -> Rows:
     """Kills, waits, compares, writes; returns the rows."""
     output = args.output or RESULTS / "faults.json"
-    chains = kills.drawn(args.seed, args.runs, chain=CHAIN)
-    rows = rows_so_far(output, args.seed, chains)
-    started, already = time.monotonic(), len(rows)
-    todo = list(enumerate(chains))[already // CHAIN :]
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        ThreadPoolExecutor(args.jobs) as pool,
-    ):
-        whole = uninterrupted(Path(temporary) / "whole") if todo else []
-        found = pool.map(
-            lambda one: kills.run_chain(one[1], Path(temporary) / str(one[0]), whole), todo
-        )
-        for (_, chain), new in zip(todo, found):
+    chains = kills.drawn(args.seed, args.runs, chain=_CHAIN)
+    rows = rows_so_far(output, args.seed)
+    rows = rows[: len(rows) // _CHAIN * _CHAIN] if len(rows) <= args.runs else []
+    todo = list(enumerate(chains))[len(rows) // _CHAIN :]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
+        folder = Path(temporary)
+        whole = uninterrupted(folder / "whole") if todo else []
+        found = pool.map(lambda one: kills.run_chain(one[1], folder / str(one[0]), whole), todo)
+        for new in found:
             rows += new
-            output.write_text(json.dumps(summary(rows, args.seed), indent=1) + "\n")
-            left = (time.monotonic() - started) / (len(rows) - already) * (args.runs - len(rows))
-            for one, row in zip(chain, rows[-len(chain) :]):
-                print(f"{one}: {row['what']}: {'; '.join(row['problems']) or 'recovered'}")
-            print(f"{len(rows)}/{args.runs} kills, {left / 60:.1f} min left", flush=True)
+            result = {
+                "what": "processes of a supervised run killed, and what became of the run",
+                "seed": args.seed,
+                "kills": sum(row["what"] != "nobody was there" for row in rows),
+                **summary(rows, "seconds_to_run"),
+                "victim": collections.Counter(row["victim"] for row in rows),
+                "moment": collections.Counter(row["moment"] for row in rows),
+                **origin(),
+                "rows": rows,
+            }
+            output.write_text(json.dumps(result, indent=1) + "\n")
+            _say(rows[-len(new) :], f"{len(rows)}/{args.runs} kills")
     return rows
-
-
-def summary_of_kinds(
-    rows: list[dict[str, Any]], seed: int, skipped: dict[str, str]
-) -> dict[str, Any]:
-    """What the faults of each kind have in common."""
-    kinds: dict[str, Any] = {}
-    for name, kind in KINDS.items():
-        own = [row for row in rows if row["kind"] == name and row["what"] != "nobody was there"]
-        if not own:
-            continue
-        seconds = [row["seconds"] for row in own if row["seconds"] is not None]
-        kinds[name] = {
-            "faults": len(own),
-            "recovered_with_equal_losses": sum(not row["problems"] for row in own),
-            "median_seconds": statistics.median(seconds) if seconds else None,
-            "longest_seconds": max(seconds, default=None),
-            "seconds_are": kind.seconds_are,
-            "numbers_with_problems": [row["number"] for row in own if row["problems"]],
-        }
-    return {
-        "what": "a supervised run hurt once, and what became of it",
-        "seed": seed,
-        "kinds": kinds,
-        "not_done_here": skipped,
-        **origin(),
-        "rows": rows,
-    }
 
 
 def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
@@ -128,41 +89,47 @@ def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
     return all(row[name] == value for name, value in case.items())
 
 
-def hurt(args: argparse.Namespace, names: list[str]) -> list[dict[str, Any]]:
+def hurt(args: argparse.Namespace) -> Rows:
     """Does the faults of some kinds that are not done yet, in turn; returns the rows of all."""
-    from tests.helpers.fault_kinds import KINDS, drawn, run_case
-    from tests.helpers.fault_runs import uninterrupted
-
     output = args.output or RESULTS / "faults_other.json"
-    found = json.loads(output.read_text()) if output.exists() else {}
-    rows = found["rows"] if found.get("seed") == args.seed else []
-    rows = [row for row in rows if is_drawn_now(row, args.seed)]
-    skipped = {name: why for name in names if (why := KINDS[name].why_not())}
-    for name, why in skipped.items():
-        print(f"{name}: skipped: {why}", flush=True)
+    rows = [row for row in rows_so_far(output, args.seed) if is_drawn_now(row, args.seed)]
+    skipped = {name: why for name in args.kinds if (why := KINDS[name].why_not())}
     done = {(row["kind"], row["number"]) for row in rows}
+    names = [name for name in args.kinds if name not in skipped]
     wanted = [(name, number) for number in range(args.each) for name in names]
-    wanted = [one for one in wanted if one not in done and one[0] not in skipped]
+    wanted = [one for one in wanted if one not in done]
     with tempfile.TemporaryDirectory() as temporary:
         whole = uninterrupted(Path(temporary) / "whole") if wanted else []
         for i, (name, number) in enumerate(wanted):
-            row = run_case(
-                drawn(name, args.seed, number), Path(temporary) / f"{name}{number}", whole
-            )
-            rows.append(row)
-            told = summary_of_kinds(rows, args.seed, skipped)
-            output.write_text(json.dumps(told, indent=1) + "\n")
-            print(f"{name} {number}: {row['what']}: {'; '.join(row['problems']) or 'recovered'}")
-            left = sum(_usual_s(rows, name) for name, _ in wanted[i + 1 :])
-            print(f"{i + 1}/{len(wanted)} faults, {left / 60:.1f} min left", flush=True)
+            at = Path(temporary) / f"{name}{number}"
+            rows.append(run_case(drawn(name, args.seed, number), at, whole))
+            of_kind = {name: [row for row in rows if row["kind"] == name] for name in KINDS}
+            result = {
+                "what": "a supervised run hurt once, and what became of it",
+                "seed": args.seed,
+                "kinds": {
+                    name: {
+                        "faults": sum(row["what"] != "nobody was there" for row in own),
+                        **summary(own, "seconds"),
+                        "seconds_are": KINDS[name].seconds_are,
+                        "numbers_with_problems": [r["number"] for r in own if r["problems"]],
+                    }
+                    for name, own in of_kind.items()
+                    if own
+                },
+                "not_done_here": skipped,
+                **origin(),
+                "rows": rows,
+            }
+            output.write_text(json.dumps(result, indent=1) + "\n")
+            _say(rows[-1:], f"{i + 1}/{len(wanted)} faults")
     return rows
 
 
-def _usual_s(rows: list[dict[str, Any]], name: str) -> float:
-    """Seconds that a run of a kind takes, of any kind if none was seen."""
-    return statistics.fmean(
-        [r["wall_s"] for r in rows if r["kind"] == name] or [rows[-1]["wall_s"]]
-    )
+def _say(rows: Rows, so_far: str) -> None:
+    for row in rows:
+        print(f"{row['what']}: {'; '.join(row['problems']) or 'recovered'}")
+    print(so_far, flush=True)
 
 
 def main() -> int:
@@ -170,15 +137,12 @@ def main() -> int:
     p = arguments(__doc__)
     p.add_argument("--runs", type=int, default=200, help="kills")
     p.add_argument("--jobs", type=int, default=2, help="runs that are killed at a time")
-    p.add_argument("--kinds", help="other faults instead of kills, separated by commas")
+    p.add_argument("--kinds", nargs="+", choices=KINDS, help="other faults instead of kills")
     p.add_argument("--each", type=int, default=20, help="faults of each kind")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, help="docs/results/faults.json or faults_other.json")
     args = p.parse_args()
-    names = [] if args.kinds is None else args.kinds.split(",")
-    if unknown := set(names) - set(KINDS):
-        p.error(f"--kinds {', '.join(sorted(unknown))}: choose from {', '.join(KINDS)}")
-    rows = kill(args) if args.kinds is None else hurt(args, names)
+    rows = hurt(args) if args.kinds else kill(args)
     return 1 if any(row["problems"] for row in rows) else 0
 
 

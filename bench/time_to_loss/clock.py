@@ -198,8 +198,8 @@ def steadied(run: dict[str, Any], seconds: Mapping[Way, float]) -> dict[str, Any
     ends = [*(way["samples"] for way in run["ways"][1:]), run["evaluations"][-1][0]]
     paused: dict[int, float] = {}
     each_s = run["deciding_s"] / max(len(run["decisions"]), 1)
-    stops = [(m["consumed_samples"], m["pause_s"]) for m in run["moves"]]
-    for samples, pause_s in [*stops, *((d["samples"], each_s) for d in run["decisions"])]:
+    moves = [(m["consumed_samples"], m["pause_s"]) for m in run["moves"]]
+    for samples, pause_s in [*moves, *((d["samples"], each_s) for d in run["decisions"])]:
         paused[samples] = paused.get(samples, 0.0) + pause_s
     clock, marks, ways = run["set_up_s"], [(0.0, run["set_up_s"])], []
     for way, end in zip(run["ways"], ends):
@@ -212,11 +212,12 @@ def steadied(run: dict[str, Any], seconds: Mapping[Way, float]) -> dict[str, Any
             # Just behind: what was reached at a boundary was reached before its pause.
             marks.append((stop + 1e-6, clock))
             begin = stop
-    at = np.interp([n for n, _, _ in run["evaluations"]], *zip(*marks))
+    stops, clocks = map(np.array, zip(*marks))
+    at = np.interp([n for n, _, _ in run["evaluations"]], stops, clocks)
     evaluations = [(n, round(float(s), 4), x) for s, (n, _, x) in zip(at, run["evaluations"])]
     speeds = [{**s, "median_s": round(usual[_way(s)], 5)} for s in run["speeds"]]
-    clocks = {"as_it_ran_s": run["seconds"], "seconds": round(clock, 4)}
-    return {**run, **clocks, "evaluations": evaluations, "ways": ways, "speeds": speeds}
+    both = {"as_it_ran_s": run["seconds"], "seconds": round(clock, 4)}
+    return {**run, **both, "evaluations": evaluations, "ways": ways, "speeds": speeds}
 
 
 def _moved(run: dict[str, Any], at: dict[int, Way], seconds: Mapping[Way, float]) -> dict[str, Any]:
