@@ -1,47 +1,71 @@
 #!/usr/bin/env bash
-# Sets up the environment and runs everything that must hold.
+# Sets up the environment and runs everything that must hold, in groups side by side.
 #
-#   bash scripts/test.sh           lint, types, layers, documentation, unit tests, then the tests on
-#                                  several ranks, on a throw-away SLURM cluster and in a browser
-#   bash scripts/test.sh --unit    without the last three
+#   bash scripts/test.sh                        all parts
+#   bash scripts/test.sh --parts lint,slurm     some of: lint, unit, ranks, slurm, browser
+#   bash scripts/test.sh --unit                 the same as --parts lint,unit
+#   bash scripts/test.sh --quick                lint, unit, and one run of four ranks: it trains,
+#                                               measures noise, changes its layout, saves, resumes
 #
-# As root on Debian it installs the packages of SLURM, Chromium and Prometheus; without them the last
-# two parts, and the test of the alert rules, are skipped.
+# PARTS names the parts, too. As root on Debian it installs the packages of SLURM, Chromium and
+# Prometheus. Without them the last two parts, and the test of the alert rules, are skipped.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-unit_only=false
-case ${1:-} in
-"") ;;
---unit) unit_only=true ;;
-*) echo "test.sh: unknown option '$1'; use --unit or nothing" >&2; exit 2 ;;
-esac
+all=lint,unit,ranks,slurm,browser
+parts=${PARTS:-$all}
+quick=false
+usage() { echo "test.sh: $1; use --parts with some of $all, --unit or --quick" >&2; exit 2; }
+while [ $# -gt 0 ]; do
+    case $1 in
+    --parts) [ $# -gt 1 ] || usage "--parts needs a list"; parts=$2; shift ;;
+    --unit) parts=lint,unit ;;
+    --quick) parts=lint,unit quick=true ;;
+    *) usage "unknown option '$1'" ;;
+    esac
+    shift
+done
+for part in ${parts//,/ }; do
+    case ",$all," in *",$part,"*) ;; *) usage "unknown part '$part'" ;; esac
+done
+has() { case ",$parts," in *",$1,"*) true ;; *) false ;; esac; }
 
 python=$(bash scripts/setup_env.sh dev)
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 # What some hundred processes import is compiled once.
 unset PYTHONDONTWRITEBYTECODE
 export PATH OMP_NUM_THREADS=1 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+cores=$(python -c 'import os; print(len(os.sched_getaffinity(0)))')
+logs=$(mktemp -d)
+lanes=()
+finish() {
+    # A lane leads a process group of its own, with all that it has started.
+    for lane in ${lanes[@]+"${lanes[@]}"}; do kill -- "-$lane" 2>/dev/null || true; done
+    rm -rf "$logs"
+}
+trap finish EXIT
 
-# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
-build_docs() {
-    local site code=0
-    site=$(mktemp -d)
-    # Not --quiet: it would silence what --strict counts. The theme's note on its future is no error.
-    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site" || code=$?
-    rm -rf "$site"
-    return $code
+# One group. Its output is shown when it fails; otherwise its last line, and the tests it skipped.
+group() {
+    local title=$1 begin=$SECONDS log
+    shift
+    log=$(mktemp "$logs/XXXXXX")
+    if "$@" </dev/null >"$log" 2>&1; then
+        grep '^SKIPPED' "$log" || true
+        echo "== $title ok, $((SECONDS - begin)) s: $(tail -n 1 "$log")"
+    else
+        { cat "$log"; echo "== $title FAILED after $((SECONDS - begin)) s: $*"; } >"$log.failed"
+        cat "$log.failed"
+        return 1
+    fi
 }
 
-step() {
-    local title=$1 begin=$SECONDS
-    shift
-    echo "== $title"
-    "$@" </dev/null || {
-        echo "== $title FAILED after $((SECONDS - begin)) s: $*"
-        exit 1
-    }
-    echo "== $title ok, $((SECONDS - begin)) s"
+# Groups one after another, beside other lanes. The first that fails ends its lane.
+lane() {
+    set -m
+    (set -e; "$1") &
+    lanes+=($!)
+    set +m
 }
 
 # Debian packages for tests that say so and are skipped without them:
@@ -64,20 +88,64 @@ install_packages() {
     if $made; then rm -f $policy; fi
 }
 
-step "ruff check" ruff check .
-step "ruff format" ruff format --check .
-step "pyright" pyright
-step "documentation" build_docs
-step "import layers" lint-imports
-step "promtool" install_packages promtool prometheus
-step "unit tests" python -m pytest -q -n 2 tests/unit
-if [ "$unit_only" = false ]; then
-    step "tests on several ranks" \
-        python -m pytest -q tests --ignore tests/unit --ignore tests/slurm --ignore tests/browser
-    step "SLURM" install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client
-    step "tests on SLURM" python -m pytest -q -rs tests/slurm
-    # A driver goes with one version of the browser: by name both.
-    step "browser" install_packages chromedriver chromium chromium-driver
-    step "tests in a browser" python -m pytest -q -rs tests/browser
+# Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
+build_docs() {
+    local site=$logs/site
+    # Not --quiet: it would silence what --strict counts. The theme's note on its future is no error.
+    NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site"
+}
+
+tests() { python -m pytest -q -rs "$@"; }
+parallel() { tests -n "$cores" "$@"; }
+
+# Tests that wait more than they compute: for a daemon, a browser, a time-out.
+waiting_lane() {
+    if $quick; then group "four ranks" tests tests/distributed/test_walk.py; fi
+    if has slurm; then group "tests on SLURM" tests tests/slurm; fi
+    if has browser; then group "tests in a browser" tests tests/browser; fi
+    if has ranks; then group "ranks that wait" tests tests/distributed -m waits; fi
+}
+
+computing_lane() {
+    if has unit; then group "unit tests" parallel tests/unit; fi
+    # The long files begin first, so that no worker ends long after the others.
+    if has ranks; then
+        group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
+            -m "not waits and not alone" \
+            tests/distributed/test_{layouts,convert,features,planner_rules,relayout}.py \
+            tests/distributed
+    fi
+}
+
+reading_lane() {
+    group "pyright" pyright
+    group "documentation" build_docs
+}
+
+if has lint; then
+    group "ruff check" ruff check .
+    group "ruff format" ruff format --check .
+    group "import layers" lint-imports
 fi
-echo "== all passed, $SECONDS s"
+# Packages first: two calls of apt-get would wait for each other's lock.
+if has unit; then install_packages promtool prometheus; fi
+if has slurm; then install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client; fi
+# A driver goes with one version of the browser: by name both.
+if has browser; then install_packages chromedriver chromium chromium-driver; fi
+
+lane waiting_lane
+lane computing_lane
+if has lint; then lane reading_lane; fi
+failed=0
+for lane in "${lanes[@]}"; do wait "$lane" || failed=1; done
+if has ranks && [ $failed = 0 ]; then
+    # They time links and steps: nothing else runs.
+    group "ranks that are timed" tests tests/distributed -m alone || failed=1
+fi
+if [ $failed = 1 ]; then
+    # Once more at the end, below whatever the other lanes have said since.
+    cat "$logs"/*.failed
+    echo "== FAILED after $SECONDS s"
+    exit 1
+fi
+echo "== all passed: $parts, $SECONDS s"

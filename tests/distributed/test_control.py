@@ -21,6 +21,8 @@ from megatron.training.resilience.lock import Lock, process_start
 from tests.helpers.jobs import TINY, evaluations_of, losses_of, steps_of, train
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
 
+pytestmark = pytest.mark.waits
+
 WAIT_S = 200
 
 

@@ -16,6 +16,8 @@ from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import FAULTS
 from tests.helpers.launch import run_ranks
 
+pytestmark = pytest.mark.waits
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = [
     "--num-layers",

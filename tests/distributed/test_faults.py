@@ -10,7 +10,7 @@ import pytest
 from bench.faults.kinds import KINDS, drawn, run_case
 from bench.faults.supervised_run import uninterrupted
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(600)]
 CASES = {"disk": 1, "clock": 2, "stop": 1}
 """Numbers of faults, by kind."""
 

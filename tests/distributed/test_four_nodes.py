@@ -14,6 +14,8 @@ from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.star import star
 from tests.helpers.two_nodes import why_not
 
+pytestmark = pytest.mark.alone
+
 STEPS = 16
 COPUS = ["--copus", "--copus-policy", "static", "--copus-layouts", "all"]
 

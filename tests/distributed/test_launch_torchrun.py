@@ -16,6 +16,8 @@ import time
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.waits
+
 dist.init_process_group("gloo")
 value = torch.ones(1)
 dist.all_reduce(value)

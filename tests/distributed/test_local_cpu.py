@@ -22,10 +22,13 @@ from tests.helpers import processes
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT
 
-pytestmark = pytest.mark.skipif(
-    sys.prefix == sys.base_prefix,
-    reason="the script would install what it needs into a python that is no virtual environment",
-)
+pytestmark = [
+    pytest.mark.waits,
+    pytest.mark.skipif(
+        sys.prefix == sys.base_prefix,
+        reason="the script would install what it needs into a python of the system",
+    ),
+]
 WORKER = Path(__file__).with_name("worker_local_cpu.py")
 FLAGS = [*TINY.split(), "--train-iters", "100000", "--use-distributed-optimizer"]
 FLAGS += ["--log-interval", "1"]

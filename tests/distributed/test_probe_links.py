@@ -137,6 +137,7 @@ def on_nodes(names: list[str], output: Path, *flags: str) -> tuple[int, str]:
     return ranks[0].returncode, said
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("slow", "line"),
     [

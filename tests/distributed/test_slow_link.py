@@ -13,6 +13,8 @@ import pytest
 
 from tests.helpers.launch import ROOT
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.timeout(400)
 def test_a_slow_link_makes_a_live_job_change_its_layout(tmp_path: Path) -> None:

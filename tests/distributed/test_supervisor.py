@@ -22,7 +22,7 @@ from tests.helpers import processes
 from tests.helpers.jobs import TINY, losses_of, steps_of, train
 from tests.helpers.launch import ROOT, free_port
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(600)]
 WORKER = Path(__file__).with_name("worker_local_cpu.py")
 FLAGS = [*TINY.split(), "--train-iters", "100000", "--log-interval", "1"]
 

@@ -13,6 +13,8 @@ from tests.distributed.worker_switch_faults import BEFORE, WRONG, topics
 from tests.helpers.launch import run_ranks
 from tests.helpers.switch_cases import Case, drawn, run_chain, uninterrupted
 
+pytestmark = pytest.mark.waits
+
 WORKER = Path(__file__).with_name("worker_switch_faults.py")
 
 

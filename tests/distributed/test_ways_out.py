@@ -16,6 +16,8 @@ from tests.distributed.worker_ways_out import SAID
 from tests.helpers.jobs import TINY, steps_of, train
 from tests.helpers.launch import RanksResult, free_port, run_ranks
 
+pytestmark = pytest.mark.waits
+
 WORKER = Path(__file__).with_name("worker_ways_out.py")
 TIMEOUT_S = 120
 STEPS = 2
