@@ -38,6 +38,7 @@ setup(
         "rich>=13",
         "tqdm",
         "packaging>=24.2",
+        "pyyaml>=6",
     ],
     extras_require={
         "gpu": ["transformer-engine[pytorch]"],

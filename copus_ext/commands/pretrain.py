@@ -7,7 +7,6 @@ One process per GPU (or per CPU rank), started by torchrun, by srun or alone.
 """
 
 import argparse
-import dataclasses
 import logging
 import os
 import sys
@@ -87,9 +86,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def controllers(args: argparse.Namespace) -> list[Any]:
     """The callbacks that `--copus` adds; imports the controller only then."""
-    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.controller.flags import controller_flags
 
-    flags = CopusConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(CopusConfig)})
+    flags = controller_flags(args)
     if not flags.copus or flags.copus_mode == "off":
         return []
     from copus_ext.controller.callback import Controller

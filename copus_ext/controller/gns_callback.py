@@ -30,20 +30,10 @@ class Contradiction(ArithmeticError):
 
 
 class GradientNoiseCallback(Callback):
-    """Measures the noise scale, every `--copus-gns-interval` steps, and records it."""
+    """Measures the noise scale, every `gns_interval` steps, and records it."""
 
     def __init__(self, flags: CopusConfig) -> None:
-        """Checks the flags.
-
-        Raises:
-            UsageError: a value that makes no sense.
-        """
-        interval = flags.copus_gns_interval
-        if interval is not None and interval < 1:
-            raise UsageError(f"--copus-gns-interval {interval} must be at least 1")
-        half_life = flags.copus_gns_half_life_tokens
-        if half_life is not None and half_life <= 0:
-            raise UsageError(f"--copus-gns-half-life-tokens {half_life:g} must be positive")
+        interval, half_life = flags.copus_gns_interval, flags.copus_gns_half_life_tokens
         self.flags = flags
         self._smoothing: dict[str, Any] = {
             "half_life_tokens": half_life,
@@ -115,7 +105,7 @@ class GradientNoiseCallback(Callback):
             fused_accumulation=config.kernels.gradient_accumulation_fusion,
         )
         if why is not None:
-            raise UsageError(f"--copus-gns-estimator {wanted} cannot measure here: {why}; use auto")
+            raise UsageError(f"gns_estimator {wanted} cannot measure here: {why}; use auto")
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Opens the tap for a step that is to be measured."""

@@ -12,6 +12,7 @@ from copus_ext.controller.flags import (
     NOISE_SCALE_MULTIPLIER,
     PUBLISHED_NOISE_SCALE_MULTIPLIER,
     CopusConfig,
+    name_of,
 )
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 GROWTH = 2.0
 """Most by which the batch grows at once."""
 _ANY = 1e9
+_POSITIVE = (
+    "copus_noise_scale_multiplier",
+    "copus_interval",
+    "copus_min_global_batch_size",
+    "copus_max_global_batch_size",
+    "copus_reference_batch_size",
+    "copus_max_micro_batch_size",
+    "copus_norm_test_eta",
+    "copus_doubling_first_tokens",
+    "copus_switch_checkpoint_tokens",
+    "copus_switch_cost_s",
+    "copus_gns_interval",
+    "copus_gns_half_life_tokens",
+)
 MIN_EFFECTIVE_STEPS = 20.0
 """Measurements that the noise scale must be worth before it counts."""
 _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
@@ -50,27 +65,17 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             "--copus-layouts all: this trainer cannot change its layout while it runs; use "
             "--copus-layouts current, or --copus-mode observe to see what it would do"
         )
-    positive = {
-        "--copus-noise-scale-multiplier": flags.copus_noise_scale_multiplier,
-        "--copus-interval": flags.copus_interval,
-        "--copus-min-global-batch-size": flags.copus_min_global_batch_size,
-        "--copus-max-global-batch-size": flags.copus_max_global_batch_size,
-        "--copus-reference-batch-size": flags.copus_reference_batch_size,
-        "--copus-max-micro-batch-size": flags.copus_max_micro_batch_size,
-        "--copus-norm-test-eta": flags.copus_norm_test_eta,
-        "--copus-doubling-first-tokens": flags.copus_doubling_first_tokens,
-        "--copus-switch-checkpoint-tokens": flags.copus_switch_checkpoint_tokens,
-        "--copus-switch-cost-s": flags.copus_switch_cost_s,
-    }
-    for flag, value in positive.items():
+    for field in _POSITIVE:
+        value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise UsageError(f"{flag} {value:g} must be positive")
-    if flags.copus_lr_ramp_steps is not None and flags.copus_lr_ramp_steps < 0:
-        raise UsageError(f"--copus-lr-ramp-steps {flags.copus_lr_ramp_steps} must be at least 0")
-    if flags.copus_prebuild < 0:
-        raise UsageError(f"--copus-prebuild {flags.copus_prebuild} must be at least 0")
+            raise UsageError(f"{name_of(field)} {value:g} must be positive")
+    for field in ("copus_lr_ramp_steps", "copus_prebuild"):
+        value = getattr(flags, field)
+        if value is not None and value < 0:
+            raise UsageError(f"{name_of(field)} {value} must be at least 0")
     if not flags.copus_doubling_ratio > 1:
-        raise UsageError(f"--copus-doubling-ratio {flags.copus_doubling_ratio:g} must exceed 1")
+        ratio = flags.copus_doubling_ratio
+        raise UsageError(f"{name_of('copus_doubling_ratio')} {ratio:g} must exceed 1")
     least, most = flags.copus_min_global_batch_size, flags.copus_max_global_batch_size
     if least is not None and most is not None and least > most:
         raise UsageError(
@@ -155,7 +160,7 @@ def _user_grid(flags: CopusConfig) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--copus-batch-grid {text}: write batch sizes like 24,48,96")
+        raise UsageError(f"{name_of('copus_batch_grid')} {text}: write batch sizes like 24,48")
     return [int(part) for part in parts]
 
 

@@ -81,7 +81,7 @@ def _would_swing(s: DecisionInputs) -> bool:
 
 def _shrink_barred(s: DecisionInputs, row: ConfigThroughput, *, small: bool) -> str:
     if not s.rules.allow_shrink:
-        return "the batch does not shrink without --copus-allow-shrink"
+        return "the batch does not shrink without allow_shrink"
     if s.rules.policy in policies.SCHEDULED:
         return ""
     smaller = [size for size in grid(s) if size < s.now.global_batch_size]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from copus_ext.controller.flags import CopusConfig
 
 
 class UnsuitableRun(ValueError):
     """Flags of the checkout that the controller cannot work with; names flag and fix."""
 
 
-def check(args: Any) -> None:
-    """Checks the checkout's flags.
+def check(args: Any, flags: CopusConfig) -> None:
+    """Checks the checkout's flags and the controller's.
 
     Raises:
         UnsuitableRun: one does not go with the controller.
@@ -33,8 +36,8 @@ def check(args: Any) -> None:
             getattr(args, "num_distributed_optimizer_instances", 1) != 1,
             "use --num-distributed-optimizer-instances 1",
         ),
-        (args.copus_allow_shrink, "drop --copus-allow-shrink: that loop's batch can only grow"),
-        (args.copus_policy == "step_schedule", "use another --copus-policy"),
+        (flags.copus_allow_shrink, "drop allow_shrink: that loop's batch can only grow"),
+        (flags.copus_policy == "step_schedule", "use another --copus-policy"),
         (getattr(args, "optimizer", "adam") != "adam", "use --optimizer adam"),
         (
             getattr(args, "decrease_batch_size_if_needed", False),

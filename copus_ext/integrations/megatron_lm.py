@@ -16,6 +16,7 @@ checkpoints in `copus_state.jsonl`, as a checkpoint of that trainer has no place
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -61,12 +62,13 @@ def add_copus_args(parser: Any) -> Any:
 
     section = parser.add_argument_group("copus controller")
     for spec in option_specs(CopusConfig):
-        settings: dict[str, Any] = {"dest": spec.dest, "help": spec.help.replace("%", "%%")}
+        text = argparse.SUPPRESS if spec.in_file else spec.help.replace("%", "%%")
+        settings: dict[str, Any] = {"dest": spec.dest, "help": text}
         if spec.kind is bool:
             settings |= {"action": "store_true"}
         else:
             settings |= {"type": spec.kind, "default": spec.default, "choices": spec.choices}
-        section.add_argument(*spec.strings, **settings)
+        section.add_argument(*spec.strings, *spec.old_strings, **settings)
     return parser
 
 
@@ -89,16 +91,15 @@ class CopusCallback:
         args = self._args
         if not args.copus or args.copus_mode == "off":
             return
-        check(args)
         from copus_ext.controller.callback import Controller
-        from copus_ext.controller.flags import CopusConfig
+        from copus_ext.controller.flags import controller_flags
 
         class _Controller(Controller):
             changes_micro_batch = False
             changes_layout = False
 
-        names = [f.name for f in dataclasses.fields(CopusConfig)]
-        self._flags = CopusConfig(**{name: getattr(args, name) for name in names})
+        self._flags = controller_flags(args)
+        check(args, self._flags)
         self._first_batch = args.global_batch_size
         self._inner = context_of(context, args, self._first_batch)
         self._load()

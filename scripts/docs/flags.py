@@ -1,15 +1,22 @@
-"""The page of flags: made from the dataclasses that the parser is made of."""
+"""The page of flags and the file of settings, made from the dataclasses of the parser.
+
+PYTHONPATH=. python scripts/docs/flags.py      writes docs/copus.yaml
+"""
 
 from __future__ import annotations
 
 import html
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 
-from copus_ext.controller.flags import CopusConfig
+import yaml
+
+from copus_ext.controller.flags import CopusConfig, settings_by_name
 from megatron.training.config import GROUPS
-from megatron.training.config.arguments import TITLES
+from megatron.training.config.arguments import TITLES, setting_name
 from megatron.training.config.fields import OptionSpec, option_specs
 from megatron.training.config.known_flags import KnownFlag
 
@@ -24,6 +31,12 @@ Megatron-LM's; those that begin with `--copus` are the controller's. A switch ta
 whose meaning begins with "Turn off" ends what is on without it. Where no default is shown, the last
 column says what follows.
 """
+_OF_THE_FILE = """
+These settings stand in the YAML file of `--copus-config`. `docs/copus.yaml` lists all of them with
+their defaults. The flags may stand there too, without their dashes and without `copus`.
+
+| setting | value | default | meaning |
+|---|---|---|---|"""
 _KNOWN = """## Flags of Megatron-LM that have no effect here
 
 Accepted, with one note in the log.
@@ -37,6 +50,11 @@ _REFUSED = """## Flags of Megatron-LM that are refused
 
 They would change the result and are not implemented. Some have values that ask for nothing; with
 these they are accepted.
+"""
+
+
+_SETTINGS = """# Every setting of --copus-config FILE, with its default. Copy what you change.
+# A flag on the command line wins over the file.
 """
 
 
@@ -63,7 +81,10 @@ def flags_page(groups: Mapping[str, type], known: Iterable[KnownFlag]) -> str:
         if group.__doc__:
             parts.append(_cell(group.__doc__) + "\n")
         parts.append("| flag | value | default | meaning |\n|---|---|---|---|")
-        parts += [_row(spec) for spec in specs]
+        parts += [_row(spec) for spec in specs if spec.in_file is None]
+        if group is CopusConfig:
+            parts.append(_OF_THE_FILE)
+            parts += [_row(spec) for spec in specs if spec.in_file is not None]
         parts.append("")
     flags = sorted(known, key=lambda flag: flag.name)
     parts.append(_KNOWN)
@@ -91,7 +112,10 @@ def _by_reason(flags: Iterable[tuple[str, KnownFlag]]) -> Iterator[str]:
 
 
 def _row(spec: OptionSpec) -> str:
-    names = "<br>".join(f'<a id="{html.escape(string)}"></a>`{string}`' for string in spec.strings)
+    names = f"`{setting_name(spec)}`"
+    if spec.in_file is None:
+        anchors = {string: html.escape(string) for string in spec.strings}
+        names = "<br>".join(f'<a id="{a}"></a>`{string}`' for string, a in anchors.items())
     if spec.kind is bool:
         value, default = "switch", ""
         text = f"Turn off: {spec.help}" if spec.default else spec.help
@@ -121,3 +145,23 @@ def _cell(text: str) -> str:
 
 def _plain(text: str) -> str:
     return re.sub(r"([\\`|*_\[\]])", r"\\\1", html.escape(text, quote=False))
+
+
+def settings_file() -> str:
+    """Writes `docs/copus.yaml`: all settings of the controller, each with its default."""
+    parts = [_SETTINGS]
+    for name, spec in settings_by_name().items():
+        text = f"{spec.help} Flag: {spec.strings[0]}." if spec.in_file is None else spec.help
+        if spec.choices is not None:
+            text += f" One of: {', '.join(map(str, spec.choices))}."
+        parts.append(
+            textwrap.fill(
+                text, 96, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+            )
+        )
+        parts.append(yaml.safe_dump({name: spec.default}))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[2] / "docs" / "copus.yaml").write_text(settings_file())

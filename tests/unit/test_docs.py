@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import logging
@@ -16,9 +17,9 @@ import pytest
 
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import read_journal
-from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.flags import CopusConfig, controller_flags
 from copus_ext.launch.options import read_options
-from megatron.training.config.arguments import build_parser, parse_args, resolve
+from megatron.training.config.arguments import build_parser, parse_args, resolve, setting_name
 from megatron.training.config.fields import option, option_specs
 from megatron.training.config.known_flags import known_flags
 from scripts.docs import pictures
@@ -44,7 +45,8 @@ def page() -> str:
 
 def test_the_page_of_flags_has_those_of_the_parser_and_no_other(page: str) -> None:
     parser = build_parser({"copus controller": CopusConfig})
-    there = {s for action in parser._actions for s in action.option_strings} - {"-h", "--help"}
+    known = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    there = {s for action in known for s in action.option_strings} - {"-h", "--help"}
     shown = re.findall(r'<a id="([^"]+)"></a>', page)
     assert sorted(shown) == sorted(there)
     told = page.split("that have no effect here")[1]
@@ -57,11 +59,14 @@ def test_the_page_of_flags_has_those_of_the_parser_and_no_other(page: str) -> No
 
 
 def test_each_flag_is_shown_with_its_group_values_and_default(page: str) -> None:
-    rows = {row.split("`")[1]: row for row in re.findall(r"^\| <a id=.*$", page, re.MULTILINE)}
+    rows = {
+        row.split("`")[1]: row for row in re.findall(r"^\| (?:<a id|`[a-z]).*$", page, re.MULTILINE)
+    }
     for title, group in all_groups().items():
         assert f"## {title.capitalize()}\n" in page
         for spec in option_specs(group):
-            row = rows[spec.strings[0]]
+            name = setting_name(spec) if spec.in_file else spec.strings[0]
+            row = rows[name]
             assert spec.help
             assert all(f"`{choice}`" in row for choice in spec.choices or ())
             if spec.kind is not bool and spec.default not in (None, ()):
@@ -115,8 +120,7 @@ def accept(program: str, *flags: str, world_size: int) -> None:
     """
     assert program == "pretrain_gpt.py"
     args = parse_args(flags, {"copus controller": CopusConfig})
-    names = [field.name for field in dataclasses.fields(CopusConfig)]
-    controller = CopusConfig(**{name: getattr(args, name) for name in names})
+    controller = controller_flags(args)
     rules.check(controller)
     rules.check_run(controller, resolve(args, world_size))
 

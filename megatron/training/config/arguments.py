@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
@@ -59,22 +60,16 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(text)
 
 
-def _whole_number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one") from None
+def _reader(spec: OptionSpec) -> Callable[[str], Any]:
+    """What argparse calls with each value; argparse itself checks the choices."""
 
+    def read(text: str) -> Any:
+        try:
+            return dataclasses.replace(spec, choices=None).read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give one") from None
-
-
-_READERS: Mapping[type, Callable[[str], Any]] = {int: _whole_number, float: _number, str: str}
-"""Type of a value -> what reads it."""
+    return read
 
 
 def build_parser(
@@ -109,14 +104,17 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
         settings["action"] = "store_false" if spec.default else "store_true"
         settings["help"] = f"Turn off: {text}" if spec.default else text
     else:
-        reader = _READERS[spec.kind]
-        settings |= {"type": reader, "choices": spec.choices, "nargs": spec.nargs}
+        settings |= {"type": _reader(spec), "choices": spec.choices, "nargs": spec.nargs}
         shown = spec.default not in (None, ())
         required = " Required." if spec.required else ""
         settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
         if spec.choices is None:
             settings["metavar"] = {int: "N", float: "X", str: "TEXT"}[spec.kind]
+    if spec.in_file:
+        settings["help"] = argparse.SUPPRESS
     section.add_argument(*spec.strings, **settings)
+    if spec.old_strings:
+        section.add_argument(*spec.old_strings, **settings | {"help": argparse.SUPPRESS})
 
 
 def parse_args(
@@ -134,8 +132,8 @@ def parse_args(
 
     Returns:
         One attribute per flag, named as in Megatron-LM, with the default where the flag is absent;
-        and `explicit_flags` (frozenset of the names given) and `ignored_flags` (tuple of option
-        strings without effect).
+        and `explicit_flags` (frozenset of the names given), `ignored_flags` (tuple of option
+        strings without effect) and `flag_notes` (what to write from the next release on).
 
     Raises:
         UsageError: an unknown flag, a refused flag or a value of the wrong kind.
@@ -154,7 +152,32 @@ def parse_args(
     for spec in (spec for group in groups for spec in option_specs(group)):
         value = given.get(spec.dest, spec.default)
         values[spec.dest] = tuple(value) if isinstance(value, list) else value
-    return argparse.Namespace(**values, explicit_flags=frozenset(given), ignored_flags=ignored)
+    words = {word.split("=", 1)[0] for word in (sys.argv[1:] if argv is None else argv)}
+    return argparse.Namespace(
+        **values,
+        explicit_flags=frozenset(given),
+        ignored_flags=ignored,
+        flag_notes=tuple(_notes_of_old_ways(groups, words)),
+    )
+
+
+def _notes_of_old_ways(groups: Collection[type], words: set[str]) -> Iterator[str]:
+    """One line for each flag that has another name now, or belongs in a file."""
+    for spec in (spec for group in groups for spec in option_specs(group)):
+        for old in spec.old_strings:
+            if old in words:
+                yield f"{old} is now {spec.strings[0]}; the next release knows only that"
+        if spec.in_file and not words.isdisjoint(spec.strings):
+            yield (
+                f"{spec.strings[0]} belongs in the file of {spec.in_file} as "
+                f"{setting_name(spec)}; the next release reads it only there"
+            )
+
+
+def setting_name(spec: OptionSpec) -> str:
+    """The name of an option in its file: the field's, without what the file's flag begins with."""
+    beginning = (spec.in_file or "").strip("-").rpartition("-")[0]
+    return spec.dest.removeprefix(beginning + "_")
 
 
 @functools.cache
@@ -282,7 +305,7 @@ def resolve(
         draft.problem(problem)
     draft.stop_if_problems()
     draft.values["ignored_flags"] = args.ignored_flags
-    draft.values["notes"] = (*notes_of(args.ignored_flags), *draft.notes)
+    draft.values["notes"] = (*args.flag_notes, *notes_of(args.ignored_flags), *draft.notes)
     return Config.from_flat(draft.values, draft.explicit)
 
 

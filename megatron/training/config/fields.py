@@ -28,6 +28,11 @@ class Option:
     """Number of values as argparse counts them; None means one."""
     required: bool = False
     """Whether a run needs the flag to be given."""
+    old_strings: tuple[str, ...] = ()
+    """Names of before. They are read for one release, with a note."""
+    in_file: str | None = None
+    """Flag of the file where this option belongs. On the command line it is read for one release,
+    with a note, and `--help` does not show it."""
 
 
 def option(
@@ -36,6 +41,8 @@ def option(
     choices: tuple[Any, ...] | None = None,
     nargs: int | str | None = None,
     required: bool = False,
+    old_strings: tuple[str, ...] = (),
+    in_file: str | None = None,
 ) -> Any:
     """Declares a field that has a command-line option.
 
@@ -46,8 +53,17 @@ def option(
         choices: allowed values.
         nargs: number of values.
         required: whether a run needs the flag.
+        old_strings: option strings of before.
+        in_file: flag of the file where the option belongs.
     """
-    cli = Option(strings=strings, choices=choices, nargs=nargs, required=required)
+    cli = Option(
+        strings=strings,
+        choices=choices,
+        nargs=nargs,
+        required=required,
+        old_strings=old_strings,
+        in_file=in_file,
+    )
     return dataclasses.field(default=default, metadata={_CLI: cli})
 
 
@@ -76,6 +92,36 @@ class OptionSpec:
     """Whether a run needs the flag to be given."""
     help: str
     """The docstring below the field."""
+    old_strings: tuple[str, ...] = ()
+    """Option strings of before."""
+    in_file: str | None = None
+    """Flag of the file where the option belongs, or None."""
+
+    def read(self, text: str) -> Any:
+        """Reads one value as the command line does.
+
+        Raises:
+            ValueError: the text is no value of this option; says what would be.
+        """
+        reader = {int: _whole_number, float: _number, str: str}[self.kind]
+        value = reader(text)
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"{text!r} is not one of {', '.join(map(str, self.choices))}")
+        return value
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number; give one") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no number; give one") from None
 
 
 @functools.cache
@@ -98,6 +144,8 @@ def option_specs(group: type) -> tuple[OptionSpec, ...]:
                 nargs=cli.nargs,
                 required=cli.required,
                 help=docs.get(field.name, ""),
+                old_strings=cli.old_strings,
+                in_file=cli.in_file,
             )
         )
     return tuple(specs)

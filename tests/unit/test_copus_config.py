@@ -1,0 +1,116 @@
+"""The controller's flags, its file of settings, and what was called otherwise before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from copus_ext.controller.flags import (
+    CopusConfig,
+    controller_flags,
+    read_settings,
+    settings_by_name,
+)
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import build_parser, parse_args
+from megatron.training.config.fields import option_specs
+from scripts.docs.flags import settings_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*words: str) -> Any:
+    return parse_args(words, {"copus controller": CopusConfig})
+
+
+def test_help_shows_a_dozen_flags_and_the_file() -> None:
+    shown = build_parser({"copus controller": CopusConfig}).format_help()
+    specs = option_specs(CopusConfig)
+    on_line = [spec for spec in specs if spec.in_file is None]
+    assert len(on_line) == 13
+    assert all(f"{spec.strings[0]} " in shown for spec in on_line)
+    assert not any(spec.strings[0] in shown for spec in specs if spec.in_file)
+
+
+def test_a_flag_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text("prebuild: 2\ninterval: 4e4\nbatch_grid: [24, 48]\nallow-shrink: true\n")
+    flags = controller_flags(parse("--copus", "--copus-config", str(path), "--copus-interval", "9"))
+    assert (flags.copus_prebuild, flags.copus_batch_grid) == (2, "24,48")
+    assert (flags.copus_interval, flags.copus_allow_shrink) == (9.0, True)
+    # Megatron-LM's own parser does not say which flags were given.
+    other = vars(parse("--copus", "--copus-config", str(path), "--copus-policy", "cbs"))
+    del other["explicit_flags"]
+    assert controller_flags(SimpleNamespace(**other)) == CopusConfig(
+        copus=True,
+        copus_config=str(path),
+        copus_policy="cbs",
+        copus_prebuild=2,
+        copus_interval=4e4,
+        copus_batch_grid="24,48",
+        copus_allow_shrink=True,
+    )
+
+
+def test_the_documented_file_holds_every_setting_at_its_default() -> None:
+    path = ROOT / "docs" / "copus.yaml"
+    assert path.read_text() == settings_file(), "PYTHONPATH=. python scripts/docs/flags.py"
+    read = read_settings(path)
+    assert read == {
+        spec.dest: getattr(CopusConfig(), spec.dest) for spec in settings_by_name().values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("objektive: copus", "unknown setting objektive; did you mean objective"),
+        ("copus: true", "unknown setting copus"),
+        ("objective: speed", "objective: 'speed' is not one of"),
+        ("prebuild: 1.5", "prebuild: '1.5' is no whole number"),
+        ("prebuild: true", "prebuild: True is no int"),
+        ("allow_shrink: 1", "allow_shrink: 1 is neither true nor false"),
+        ("interval: {a: 1}", "interval: {'a': 1} is no float"),
+        ("- prebuild", "write one `name: value` in each line"),
+        ("a: b: c", "is no YAML"),
+    ],
+)
+def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        read_settings(path)
+    assert words in str(raised.value) and str(raised.value).startswith(f"--copus-config {path}")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_settings(Path("/nowhere/copus.yaml"))
+
+
+def test_an_empty_file_and_yaml_words(tmp_path: Path) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text("")
+    assert read_settings(path) == {}
+    path.write_text("mode: off\nlr_rule: none\nmax_micro_batch_size: null\n")
+    assert read_settings(path) == {
+        "copus_mode": "off",
+        "copus_lr_rule": "none",
+        "copus_max_micro_batch_size": 64,
+    }
+
+
+def test_ways_of_before_are_read_with_a_note() -> None:
+    args = parse("--copus", "--copus-calibration", "3", "--copus-prebuild=2")
+    assert (args.copus_noise_scale_multiplier, args.copus_prebuild) == (3.0, 2)
+    assert args.flag_notes == (
+        "--copus-calibration is now --copus-noise-scale-multiplier; the next release knows only "
+        "that",
+        "--copus-prebuild belongs in the file of --copus-config as prebuild; the next release "
+        "reads it only there",
+    )
+    assert parse("--copus", "--copus-noise-scale-multiplier", "3").flag_notes == ()
