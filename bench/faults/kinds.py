@@ -152,7 +152,7 @@ def _disk_missing() -> str:
 def _on_small_disk(case: Case, folder: Path, flags: list[str]) -> Iterator[Run]:
     """A run in a file system of its own, which a guard takes away however this process ends."""
     may_stop = case.drawn["failures"] == 1
-    run = Run(folder, [*flags, "--copus-on-save-failure", "stop" if may_stop else "continue"])
+    run = Run(folder, [*flags, "--on-save-failure", "stop" if may_stop else "continue"])
     run.save.mkdir()
     size = ["-o", f"size={_DISK_BYTES}"]
     guard = subprocess.Popen(

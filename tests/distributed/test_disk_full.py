@@ -119,7 +119,7 @@ def test_whatever_fails_on_one_rank_the_next_save_works_and_three_in_a_row_end_i
     errors = json.loads((output / "result.json").read_text())[mode]
     assert errors[0] is not None and errors == [errors[0]] * 2
     assert "3 times in a row" in errors[0] and "iteration 15;" in errors[0]
-    assert "--copus-on-save-failure" in errors[0]
+    assert "--on-save-failure" in errors[0]
 
 
 def test_told_to_go_on_a_run_only_fails_when_its_last_save_does(output: Path) -> None:

@@ -154,7 +154,7 @@ def main(output: Path) -> None:
     for name, faults, steps, more in (
         ("sync", FAULTS, 30, []),
         ("async", FAULTS, 30, ["--async-save"]),
-        ("last", LAST_FAULTS, 5, ["--copus-on-save-failure", "continue"]),
+        ("last", LAST_FAULTS, 5, ["--on-save-failure", "continue"]),
     ):
         flags = ["--save", str(output / name), "--save-interval", "1", "--train-iters", str(steps)]
         error = None

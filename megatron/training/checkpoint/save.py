@@ -371,7 +371,7 @@ class Checkpointer:
         self.failed.in_a_row += 1
         told = f"saving iteration {iteration} to --save {self.root} failed: {problem}"
         left = what_is_left(self.root)
-        on_failure = self.config.checkpoint.copus_on_save_failure
+        on_failure = self.config.checkpoint.on_save_failure
         is_too_often = must is not None and self.failed.ends_the_run(on_failure)
         line = f"{told} ({self.failed.times()}); {left}; training goes on"
         fields = {
@@ -385,5 +385,5 @@ class Checkpointer:
         if is_too_often:
             raise TrainingFailure(
                 f"{told}, {self.failed.times()}; {left}; {way_out(problem)}start again with "
-                "--load, or let training go on with --copus-on-save-failure continue"
+                "--load, or let training go on with --on-save-failure continue"
             )

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.training.checkpoint import files
 
 MAX_IN_A_ROW = 3
-"""Failed saves one after another that end a run, unless `--copus-on-save-failure continue`."""
+"""Failed saves one after another that end a run, unless `--on-save-failure continue`."""
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class FailedSaves:
         """Whether the run must not go on after the last failure.
 
         Args:
-            on_failure: `--copus-on-save-failure`.
+            on_failure: `--on-save-failure`.
         """
         return on_failure == "stop" and self.in_a_row >= MAX_IN_A_ROW
 

@@ -59,5 +59,7 @@ class CheckpointConfig:
     counts as damage otherwise. Bytes that have changed are then trained on without a word."""
     allow_changed_data: bool = option(False)
     """Go on from a checkpoint although the data sets are not those it was trained on."""
-    copus_on_save_failure: str = option("stop", choices=("stop", "continue"))
+    on_save_failure: str = option(
+        "stop", choices=("stop", "continue"), old_strings=("--copus-on-save-failure",)
+    )
     """What follows after three checkpoints in a row that could not be written."""
