@@ -20,12 +20,13 @@ from copus_ext.commands import trace as trace_tool
 from copus_ext.monitor.timeline import leave_course
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.signals import StopReason
+from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import LoggingConfig
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.stragglers import StepClock
-from megatron.training.logging.profiler import Trace, open_trace
+from megatron.training.logging.profiler import open_trace
 from megatron.training.resilience.exit_status import Outcome
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run

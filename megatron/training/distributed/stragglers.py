@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.logging.profiler import Trace
+from megatron.training.common.trace import Trace
 
 WINDOW = 100
 """Steps whose mean is looked at."""

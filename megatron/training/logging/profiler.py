@@ -9,31 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.control import TRACES
+from megatron.training.common.trace import NO_SPAN, Span, Trace
 
 if TYPE_CHECKING:
     from megatron.training.config import LoggingConfig
 
 logger = logging.getLogger(__name__)
-
-_NOTHING = contextlib.nullcontext()
-Span = contextlib.AbstractContextManager[Any]
-
-
-class Trace:
-    """Takes the names of phases where nobody listens."""
-
-    def span(self, name: str) -> Span:
-        """A phase, for as long as it is entered."""
-        return _NOTHING
-
-    def step(self, done: int) -> None:
-        """A step is about to start, after so many."""
-
-    def __enter__(self) -> Trace:
-        return self
-
-    def __exit__(self, failure: type[BaseException] | None, *exc: object) -> None:
-        """No step follows."""
 
 
 class Bystander(Trace):
@@ -91,13 +72,13 @@ class StepTrace(Bystander):
         self._folder = folder
         self._name, self._start, self._is_cuda = name, start, is_cuda
         self._profiler: Any = None
-        self._named: Callable[[str], Span] = lambda name: _NOTHING
+        self._named: Callable[[str], Span] = lambda name: NO_SPAN
         self._first = self._done = 0
         self._was_open = False
 
     def span(self, name: str) -> Span:
         """A phase, for as long as it is entered; costs nothing outside the steps of the flags."""
-        return _NOTHING if self._profiler is None else self._named(name)
+        return NO_SPAN if self._profiler is None else self._named(name)
 
     def step(self, done: int) -> None:
         """Opens the trace, goes on with it, or writes it."""

@@ -17,6 +17,7 @@ from megatron.training.common.control import SAVE_FILE, Control
 from megatron.training.common.device import Device
 from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, StepSettings, learning_rate, set_rates
+from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, steps_for
@@ -24,7 +25,6 @@ from megatron.training.config.layout import batch_problems
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.distributed.stragglers import RankTimes
-from megatron.training.logging.profiler import Trace
 from megatron.training.logging.tracker import NullTracker
 from megatron.training.model.gpt import Model
 from megatron.training.resilience.watchdog import Watchdog

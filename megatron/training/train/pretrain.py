@@ -28,12 +28,13 @@ from megatron.training.common.signals import (
     StopSignals,
     stop_reason,
 )
+from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.layout import Layout
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.distributed.process_groups import destroy_groups, init_distributed
-from megatron.training.logging.profiler import Trace, open_trace
+from megatron.training.logging.profiler import open_trace
 from megatron.training.logging.tracker import NullTracker
 from megatron.training.resilience.env_checks import check_environment
 from megatron.training.resilience.exit_status import Outcome
