@@ -20,23 +20,26 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.common.device import Device
 from megatron.training.config.layout import Layout
 
-# Names that parallel_state.destroy_model_parallel() leaves behind (0.16.1), with the value they
-# start from. Two of them are groups and would keep sockets and threads alive.
-FORGOTTEN_GLOBALS: dict[str, Any] = {
-    "_DATA_PARALLEL_GLOBAL_RANKS": None,
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": None,
-    "_EMBEDDING_GLOBAL_RANKS": None,
-    "_EXPERT_MODEL_PARALLEL_RANKS": None,
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": None,
-    "_HYBRID_DP_CP_GROUPS": {},
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": None,
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": None,
-    "_MODEL_PARALLEL_GLOBAL_RANKS": None,
-    "_MPU_DATA_PARALLEL_RANK": None,
-    "_MPU_DATA_PARALLEL_WORLD_SIZE": None,
-    "_PIPELINE_GLOBAL_RANKS": None,
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": None,
-}
+_BUFFERS = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+
+
+def group_globals() -> dict[str, Any]:
+    """megatron-core's names for groups, sizes and ranks, with their present values."""
+    found = vars(parallel_state).items()
+    names = {n: v for n, v in found if n.startswith("_") and not n.startswith("__") and n.isupper()}
+    names["_global_process_group_list"] = parallel_state._global_process_group_list
+    return {name: names[name] for name in sorted(names.keys() - set(_BUFFERS))}
+
+
+_INITIAL = group_globals()
+
+
+def _reset_globals() -> None:
+    """Gives megatron-core's names the values that they have before any group is built.
+    `destroy_model_parallel` leaves some of them behind (0.16.1): two are groups, which would keep
+    sockets and threads alive."""
+    for name, value in _INITIAL.items():
+        setattr(parallel_state, name, {} if value == {} else value)
 
 
 def init_distributed(device: Device, *, timeout_minutes: float) -> None:
@@ -108,8 +111,7 @@ def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
     group = None
     groups.clear()
     parallel_state.destroy_model_parallel()
-    for name, initial in FORGOTTEN_GLOBALS.items():
-        setattr(parallel_state, name, {} if initial == {} else initial)
+    _reset_globals()
     gc.collect()
     _let_go(waiting, linger=linger)
     if torch.cuda.is_available():
@@ -117,8 +119,8 @@ def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
 
 
 def _let_go(groups: list[Any], *, linger: bool) -> None:
-    """Drops the last references to gloo groups, all at once: each waits for a thread of its own to
-    notice, some ten milliseconds, without holding the interpreter."""
+    """Drops the last references to gloo groups. Each waits some ten milliseconds for its own thread
+    and does not hold the interpreter, so all of them wait at once."""
     if not groups:
         return
     boxes = [[groups.pop()] for _ in range(len(groups))]
@@ -157,26 +159,11 @@ class IdleGroups:
     """Values of megatron-core's names."""
 
 
-def _globals_of_groups() -> dict[str, Any]:
-    """megatron-core's names for groups, sizes and ranks, with their values now."""
-    names = {"_global_process_group_list"} | {n for n in vars(parallel_state) if _is_name(n)}
-    return {name: getattr(parallel_state, name) for name in sorted(names - _BUFFERS)}
-
-
-def _is_name(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.isupper()
-
-
-_BUFFERS = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER"}
-_EMPTY = {name: {} if value == {} else None for name, value in _globals_of_groups().items()}
-
-
 def set_groups_aside() -> IdleGroups:
     """Takes the groups of the present layout out of use, whole. Not collective; a live model keeps
     the groups that it was given."""
-    idle = IdleGroups(_globals_of_groups())
-    for name, value in _EMPTY.items():
-        setattr(parallel_state, name, {} if value == {} else value)
+    idle = IdleGroups(group_globals())
+    _reset_globals()
     for name in _BUFFERS:
         setattr(parallel_state, name, None)
     return idle
