@@ -14,19 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 
-from megatron.training.checkpoint.convert.refusal import outcome_of
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import program_name, run_command
 from megatron.training.config.arguments import Parser
+
+_SCRIPT = "convert_checkpoint.py"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
-        prog=program_name("convert_checkpoint.py"),
+        prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -60,42 +60,29 @@ def run(args: argparse.Namespace) -> int:
     """Converts and prints the outcome."""
     from megatron.training.checkpoint.convert import huggingface
     from megatron.training.checkpoint.convert.convert import convert
-    from megatron.training.checkpoint.convert.target import Wish
+    from megatron.training.checkpoint.convert.target import Changes
 
-    wish = Wish(
-        **{
-            name: getattr(args, name)
-            for name in ("tp", "pp", "vpp", "dp", "vocab", "true_vocab", "dtype", "optimizer")
-        }
-    )
+    names = ("tp", "pp", "vpp", "dp", "vocab", "true_vocab", "dtype", "optimizer")
+    changes = Changes(**{name: getattr(args, name) for name in names})
     if args.max_shard_gb <= 0:
         raise UsageError(f"--max-shard-gb {args.max_shard_gb} must be above 0")
-    is_import = huggingface.is_model(args.source)
-    if is_import and args.format == "hf":
-        raise UsageError(f"SRC {args.source} is a Hugging Face model already; drop --format hf")
-    if is_import and args.ckpt_step is not None:
-        raise UsageError("--ckpt-step goes with a --save directory, not with a Hugging Face model")
-    if is_import:
-        outcome = huggingface.load(args.source, args.destination, wish, verify=args.verify)
+    folders = args.source, args.destination
+    of_checkpoint = {
+        "step": args.ckpt_step,
+        "verify": args.verify,
+        "trust_unverified": args.ckpt_trust_unverified,
+    }
+    if huggingface.is_model(args.source):
+        if args.format == "hf":
+            raise UsageError(f"SRC {args.source} is a Hugging Face model already; drop --format hf")
+        if args.ckpt_step is not None:
+            raise UsageError("--ckpt-step goes with a --save directory, not with a model")
+        outcome = huggingface.load(*folders, changes, verify=args.verify)
     elif args.format == "hf":
-        outcome = huggingface.save(
-            args.source,
-            args.destination,
-            wish,
-            step=args.ckpt_step,
-            verify=args.verify,
-            trust_unverified=args.ckpt_trust_unverified,
-            shard_bytes=int(args.max_shard_gb * 1e9),
-        )
+        shard_bytes = int(args.max_shard_gb * 1e9)
+        outcome = huggingface.save(*folders, changes, shard_bytes=shard_bytes, **of_checkpoint)
     else:
-        outcome = convert(
-            args.source,
-            args.destination,
-            wish,
-            step=args.ckpt_step,
-            verify=args.verify,
-            trust_unverified=args.ckpt_trust_unverified,
-        )
+        outcome = convert(*folders, changes, **of_checkpoint)
     if args.json:
         print(json.dumps({"status": "done", **outcome.to_json()}))
         return 0
@@ -112,18 +99,12 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, converts, and turns problems into one line and an exit code."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    wants_json = "--json" in (sys.argv[1:] if argv is None else argv)
-    try:
-        return run(parser().parse_args(argv))
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        code, text = outcome_of(error)
-        if wants_json:
+
+    def fail(code: int, text: str) -> None:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
             print(json.dumps({"status": "failed", "exit_code": code, "reason": text}))
-        tell("convert_checkpoint.py", f"error: {text}")
-        return code
+
+    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=fail)
 
 
 if __name__ == "__main__":

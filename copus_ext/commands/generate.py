@@ -17,13 +17,12 @@ import json
 import logging
 import sys
 import unicodedata
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import close_output, program_name, tell
+from megatron.training.common.program import program_name, run_command, tell
 from megatron.training.config.arguments import Parser
 
 _SCRIPT = "generate.py"
@@ -226,20 +225,7 @@ def harmless(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, generates, and turns problems into one line and an exit code."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    from megatron.training.checkpoint.convert.refusal import outcome_of
-
-    try:
-        return run(parser().parse_args(argv))
-    except BrokenPipeError:
-        close_output()
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        code, text = outcome_of(error)
-        tell(_SCRIPT, f"error: {text}")
-        return code
+    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron.training.checkpoint.convert.refusal import outcome_of
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import (
+    other_command,
+    program_name,
+    run_command,
+    tell,
+)
 from megatron.training.config.arguments import Parser
+
+_SCRIPT = "inspect_checkpoint.py"
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
-        prog=program_name("inspect_checkpoint.py"),
+        prog=program_name(_SCRIPT),
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
@@ -72,37 +77,30 @@ def text_of(record: dict[str, Any]) -> str:
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
     from megatron.training.checkpoint.convert.archive import open_archive
+    from megatron.training.checkpoint.convert.describe import describe
     from megatron.training.checkpoint.convert.huggingface import is_model
-    from megatron.training.checkpoint.convert.report import describe
 
     if is_model(args.source):
-        raise UsageError(
-            f"SRC {args.source} is a Hugging Face model; convert_checkpoint.py checks and reads it"
-        )
+        other = other_command("convert_checkpoint.py")
+        raise UsageError(f"SRC {args.source} is a Hugging Face model; {other} checks and reads it")
     archive = open_archive(
         args.source, step=args.ckpt_step, trust_unverified=args.ckpt_trust_unverified
     )
     record = describe(archive, verify=args.verify)
     print(json.dumps(record) if args.json else text_of(record))
     if record["problem"] is not None:
-        tell("inspect_checkpoint.py", f"error: {record['problem']}")
+        tell(_SCRIPT, f"error: {record['problem']}")
     return record["exit_code"]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, reports, and turns problems into one line and an exit code."""
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-    wants_json = "--json" in (sys.argv[1:] if argv is None else argv)
-    try:
-        return run(parser().parse_args(argv))
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        code, text = outcome_of(error)
-        if wants_json:
+
+    def fail(code: int, text: str) -> None:
+        if "--json" in (sys.argv[1:] if argv is None else argv):
             print(json.dumps({"verified": False, "problem": text, "exit_code": code}))
-        tell("inspect_checkpoint.py", f"error: {text}")
-        return code
+
+    return run_command(_SCRIPT, lambda: run(parser().parse_args(argv)), on_failure=fail)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from megatron.core.safe_globals import register_safe_globals
 
 from megatron.training.checkpoint.convert import huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.files import folder_of
 from megatron.training.common.device import use_device
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
@@ -154,7 +154,7 @@ def test_an_imported_model_gives_the_logits_of_transformers(
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name: str) -> None:
     original = read(output / name)
-    huggingface.save(output / f"imported-{name}-2", tmp_path / "hf", Wish(), shard_bytes=9000)
+    huggingface.save(output / f"imported-{name}-2", tmp_path / "hf", Changes(), shard_bytes=9000)
     exported, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
@@ -165,7 +165,7 @@ def test_transformers_reads_what_is_exported(output: Path, tmp_path: Path, name:
 
 def test_transformers_reads_a_trained_checkpoint(output: Path, tmp_path: Path) -> None:
     source = output / "to_distributed"
-    huggingface.save(source, tmp_path / "hf", Wish(dtype="fp32"), verify=True)
+    huggingface.save(source, tmp_path / "hf", Changes(dtype="fp32"), verify=True)
     model = read(tmp_path / "hf")
     ids = torch.arange(64).reshape(2, 32)
     with torch.no_grad():

@@ -131,10 +131,10 @@ def convert_on_rank_zero(source: Path, destination: Path, wish: dict[str, Any]) 
     import torch.distributed as dist
 
     from megatron.training.checkpoint.convert.convert import convert
-    from megatron.training.checkpoint.convert.target import Wish
+    from megatron.training.checkpoint.convert.target import Changes
 
     if dist.get_rank() == 0:
-        convert(source, destination, Wish(**wish), verify=True)
+        convert(source, destination, Changes(**wish), verify=True)
     dist.barrier()
 
 
@@ -162,7 +162,7 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     import torch.distributed as dist
 
     from megatron.training.checkpoint.convert.huggingface import load
-    from megatron.training.checkpoint.convert.target import Wish
+    from megatron.training.checkpoint.convert.target import Changes
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     class WriteLogits(Callback):
@@ -180,7 +180,7 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
 
     converted = output / f"imported-{model.name}-{tp}"
     if dist.get_rank() == 0:
-        load(model, converted, Wish(tp=tp), verify=True)
+        load(model, converted, Changes(tp=tp), verify=True)
     dist.barrier()
     config = json.loads((model / "config.json").read_text())
     more = [] if config["tie_word_embeddings"] else ["--untie-embeddings-and-output-weights"]

@@ -15,8 +15,8 @@ import torch
 
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert.archive import Chunk
 from megatron.training.checkpoint.convert.checks import Contents
-from megatron.training.checkpoint.convert.coverage import Chunk
 from megatron.training.checkpoint.convert.target import DTYPES
 from megatron.training.checkpoint.convert.writing import (
     FILE_BYTES,

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import convert as converting
-from megatron.training.checkpoint.convert import huggingface, staging
-from megatron.training.checkpoint.convert.archive import open_archive
+from megatron.training.checkpoint.convert import huggingface, writing
+from megatron.training.checkpoint.convert.archive import Chunk, open_archive
+from megatron.training.checkpoint.convert.checks import coverage_problem
 from megatron.training.checkpoint.convert.convert import convert
-from megatron.training.checkpoint.convert.coverage import Chunk, coverage_problem
-from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.checkpoint.safe_index import BadIndex, read_index
-from megatron.training.common.errors import UsageError
+from megatron.training.checkpoint.safe_index import read_index
+from megatron.training.common.errors import Refused, UsageError
 from megatron.training.distributed.sharding import flat_to_rects
 from tests.helpers.checkpoints import (
     ITERATION,
@@ -147,12 +147,16 @@ def test_the_way_out_that_a_refusal_names_works(
 # Rectangles of ranks
 
 
-WISHES = (Wish(vocab=192), Wish(tp=1), Wish(optimizer="plain"))
+WISHES = (
+    Changes(vocab=192),
+    Changes(tp=1),
+    Changes(optimizer="plain"),
+)
 
 
 @pytest.mark.parametrize(("dtype", "wishes"), [("bf16", WISHES), ("fp32", WISHES[2:])])
 def test_rectangles_cut_anywhere_are_put_together(
-    tmp_path: Path, dtype: str, wishes: tuple[Wish, ...]
+    tmp_path: Path, dtype: str, wishes: tuple[Changes, ...]
 ) -> None:
     how: dict[str, Any] = {"dtype": dtype, "num_layers": 2}
     plain = make_checkpoint(tmp_path / "plain", **how)
@@ -169,7 +173,7 @@ def test_rectangles_cut_anywhere_are_put_together(
             results.append(open_archive(to, step=None))
         assert results[0].tensors.keys() == results[1].tensors.keys()
         assert all(torch.equal(results[0].read(k), results[1].read(k)) for k in results[0].tensors)
-    huggingface.save(source, tmp_path / "hf", Wish(), verify=True)
+    huggingface.save(source, tmp_path / "hf", Changes(), verify=True)
 
 
 def test_many_rectangles_of_many_layers_are_hardly_compared(
@@ -256,7 +260,7 @@ def test_only_what_belongs_to_it_is_copied_and_as_it_was_checked(
         data[len(data) // 2] ^= 1
         destination.write_bytes(data)
 
-    monkeypatch.setattr(converting, "copy_file", flipped)
+    monkeypatch.setattr(converting, "copyfile", flipped)
     code, _, err = run(capsys, source, tmp_path / "c", "--tp", 1)
     assert code == 3 and "has changed" in err and not (tmp_path / "c").exists()
 
@@ -277,12 +281,12 @@ def test_every_file_is_on_the_disk_before_the_result_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(staging, "_sync", synced.append)
+    monkeypatch.setattr(writing, "_sync", synced.append)
     source = make_checkpoint(tmp_path / "a")
     for number, do in enumerate((convert, huggingface.save)):
         synced.clear()
         to = tmp_path / f"to{number}"
-        do(source, to, Wish())
+        do(source, to, Changes())
         (there,) = {p for p in synced if p.name.startswith(".to")}
         made = {p.relative_to(to) for p in to.rglob("*")}
         assert made == {p.relative_to(there) for p in synced if there in p.parents}
@@ -414,7 +418,7 @@ def test_an_index_changes_no_class(tmp_path: Path, module: str, name: str) -> No
     path = tmp_path / ".metadata"
     # GLOBAL, then BUILD with (None, {"is_file": None}): sets an attribute of the class.
     path.write_bytes(f"c{module}\n{name}\n".encode() + b"N}Vis_file\nNs\x86b.")
-    with pytest.raises(BadIndex):
+    with pytest.raises(Refused):
         read_index(path)
     assert callable(Path("x").is_file) and not hasattr(Metadata, "is_file")
 
@@ -437,7 +441,7 @@ def test_rows_do_not_go_while_nobody_knows_how_many_are_tokens(
         assert code == 3 and "--true-vocab 50" in err
     assert run(capsys, source, tmp_path / "b", *hf, "--vocab", 110, "--true-vocab", 105)[0] == 0
     with pytest.raises(UsageError, match="--true-vocab 500"):
-        huggingface.save(source, tmp_path / "c", Wish(true_vocab=500))
+        huggingface.save(source, tmp_path / "c", Changes(true_vocab=500))
 
 
 # Files of others

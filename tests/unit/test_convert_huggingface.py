@@ -11,9 +11,9 @@ import torch
 
 from copus_ext.commands import convert_checkpoint
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents, huggingface, llama
+from megatron.training.checkpoint.convert import config_json, contents, huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.target import Changes
 from tests.helpers.checkpoints import FLAGS, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -48,9 +48,9 @@ def make_model(
     folder.mkdir()
     config = {**CONFIG, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = llama.shapes_of(llama.arguments_of(config), config["vocab_size"])
+    found = huggingface.counterparts(config_json.arguments_of(config), config["vocab_size"])
     generator = torch.Generator().manual_seed(2)
-    tensors = {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+    tensors = {n: torch.randn(c.shape, generator=generator).to(dtype) for n, c in found.items()}
     names = list(tensors)
     if shards == 1:
         safetensors.save_file(tensors, folder / "model.safetensors")
@@ -82,12 +82,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_in_and_out_keeps_every_bit(tmp_path: Path, tied: bool, groups: int) -> None:
     changes = {"tie_word_embeddings": tied, "num_key_value_heads": groups}
     before = make_model(tmp_path / "hf", shards=3, dtype=torch.bfloat16, **changes)
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Wish(tp=2), verify=True)
+    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes(tp=2), verify=True)
     archive = open_archive(tmp_path / "core", step=None)
     table = archive.read(contents.EMBEDDING)
     assert table.shape == (128, 16) and not table[101:].any()
     outcome = huggingface.save(
-        tmp_path / "core", tmp_path / "out", Wish(), verify=True, shard_bytes=5000
+        tmp_path / "core", tmp_path / "out", Changes(), verify=True, shard_bytes=5000
     )
     same(before, stored(tmp_path / "out"))
     assert outcome.num_compared == len(before)
@@ -105,15 +105,15 @@ def test_rows_are_where_megatron_core_looks_for_them() -> None:
     flags = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 1, "hidden_size": 4}
     q, k, v = (torch.arange(n, n + 4.0)[:, None] for n in (0, 10, 20))
     key = "self_attention.linear_qkv.weight"
-    rows = llama.join(key, [q, k[:2], v[:2]], flags)[:, 0].tolist()
+    rows = huggingface.join(key, [q, k[:2], v[:2]], flags)[:, 0].tolist()
     assert rows == [0, 1, 10, 20, 2, 3, 11, 21]
 
 
 def test_out_and_in_keeps_all_but_the_padding(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "a")
-    huggingface.save(source, tmp_path / "hf", Wish(), verify=True)
+    huggingface.save(source, tmp_path / "hf", Changes(), verify=True)
     assert stored(tmp_path / "hf")["model.embed_tokens.weight"].shape == (101, 16)
-    huggingface.load(tmp_path / "hf", tmp_path / "b", Wish(vocab=128), verify=True)
+    huggingface.load(tmp_path / "hf", tmp_path / "b", Changes(vocab=128), verify=True)
     first, second = (open_archive(tmp_path / n, step=None) for n in "ab")
     for key in contents.expected_weights(FLAGS):
         rows = 101 if key in (contents.EMBEDDING, contents.HEAD) else None
@@ -128,7 +128,7 @@ def test_out_and_in_keeps_all_but_the_padding(tmp_path: Path) -> None:
 
 def test_another_number_format_comes_from_the_masters(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "a", hidden_dropout=0.1)
-    outcome = huggingface.save(source, tmp_path / "hf", Wish(dtype="fp32"), verify=True)
+    outcome = huggingface.save(source, tmp_path / "hf", Changes(dtype="fp32"), verify=True)
     assert [note.startswith("hidden_dropout 0.1") for note in outcome.notes] == [True]
     master = open_archive(source, step=None).read(
         "optimizer.state.param.decoder.final_layernorm.weight"
@@ -272,13 +272,13 @@ def test_wishes_that_do_not_go_with_a_model(
 
 
 def test_scaled_rotary_positions_go_both_ways() -> None:
-    arguments = llama.arguments_of({**CONFIG, "rope_scaling": LLAMA3})
+    arguments = config_json.arguments_of({**CONFIG, "rope_scaling": LLAMA3})
     assert arguments["use_rope_scaling"] and arguments["rope_scaling_factor"] == 16.0
-    config = llama.config_of(arguments, 101, torch.float32)
+    config = config_json.config_of(arguments, 101, torch.float32)
     assert config["rope_scaling"] == {**LLAMA3, "rope_theta": 500000.0}
-    assert llama.arguments_of(config) == arguments
+    assert config_json.arguments_of(config) == arguments
     kept = {"rope_scaling": SCALING, "max_position_embeddings": 8192}  # as transformers 5 takes it
-    assert llama.arguments_of({**CONFIG, **kept})["rope_scaling_factor"] == 16.0
+    assert config_json.arguments_of({**CONFIG, **kept})["rope_scaling_factor"] == 16.0
 
 
 def test_an_adapter_beside_the_model_is_not_left_out(

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.training.checkpoint.convert import config_json, huggingface, llama
+from megatron.training.checkpoint.convert import config_json, huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
-from megatron.training.checkpoint.convert.refusal import Refused
-from megatron.training.checkpoint.convert.target import Wish
+from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.save import model_state, sharding_metadata
 from megatron.training.common.device import use_device
+from megatron.training.common.errors import Refused
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
 from megatron.training.config.model import ModelConfig
@@ -147,9 +147,9 @@ def test_logits_are_those_of_transformers_both_ways(
     tmp_path: Path, logits: Logits, name: str
 ) -> None:
     expected = make_random(tmp_path / "hf", BOTH_WAYS[name])
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Wish(), verify=True)
+    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes(), verify=True)
     check_same(logits(tmp_path / "core"), expected)
-    huggingface.save(tmp_path / "core", tmp_path / "out", Wish(), verify=True)
+    huggingface.save(tmp_path / "core", tmp_path / "out", Changes(), verify=True)
     model, loading = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -176,8 +176,8 @@ def test_an_absent_field_is_what_transformers_takes(family: str) -> None:
     sizes |= {"num_attention_heads": 32, "max_position_embeddings": 16}
     whole = CLASSES[family](**sizes).to_dict()
     assert whole["num_key_value_heads"] == (8 if family == "mistral" else 32)
-    arguments = llama.arguments_of({"model_type": family, **sizes})
-    assert arguments == llama.arguments_of(whole)
+    arguments = config_json.arguments_of({"model_type": family, **sizes})
+    assert arguments == config_json.arguments_of(whole)
 
 
 # Another value than that of `config_of` for every field that is no neutral one.
@@ -232,7 +232,7 @@ def test_every_other_field_is_copied_or_refused_by_name(
         config = config_of(family, **{name: CHANGED[name]})
         if name in REFUSED and not (is_qwen and name == "sliding_window"):
             with pytest.raises(Refused, match=rf"^config.json: {name} is ") as refusal:
-                llama.arguments_of(config)
+                config_json.arguments_of(config)
             assert f"is {CHANGED[name]!r}" in str(refusal.value)
             continue
         if name in ("rope_theta", "rope_scaling"):
@@ -240,11 +240,11 @@ def test_every_other_field_is_copied_or_refused_by_name(
         if name == "head_dim" and family == "granite":
             config["attention_multiplier"] = 0.5
         expected = make_random(tmp_path / name, config)
-        huggingface.load(tmp_path / name, tmp_path / f"{name}-core", Wish())
+        huggingface.load(tmp_path / name, tmp_path / f"{name}-core", Changes())
         check_same(logits(tmp_path / f"{name}-core"), expected)
         arguments = open_archive(tmp_path / f"{name}-core", step=None).arguments
         assert arguments["attention_dropout"] == (0.5 if name == "attention_dropout" else 0)
-        exported = llama.config_of(arguments, 61, torch.float32)
+        exported = config_json.config_of(arguments, 61, torch.float32)
         assert exported["attention_dropout"] == arguments["attention_dropout"]
         assert arguments["hidden_dropout"] == 0
 
@@ -297,7 +297,7 @@ def test_neutral_fields_change_no_logit(tmp_path: Path, logits: Logits, family: 
     plain = make_random(tmp_path / "plain", config_of(family))
     expected = make_random(tmp_path / "hf", config_of(family, **NEUTRAL_VALUES, **BOUND_VALUES))
     assert torch.equal(plain, expected)
-    huggingface.load(tmp_path / "hf", tmp_path / "core", Wish())
+    huggingface.load(tmp_path / "hf", tmp_path / "core", Changes())
     check_same(logits(tmp_path / "core"), expected)
 
 
@@ -320,7 +320,7 @@ ANOTHER = {"normalization": "LayerNorm", "position_embedding_type": "none", "rot
 def test_every_flag_of_a_model_is_exported_or_refused() -> None:
     flags = {**FLAGS, "use_rope_scaling": True, "rope_scaling_factor": 4.0}
     flags |= {"qk_layernorm": False, "add_qkv_bias": False, "squared_relu": False}
-    before = llama.config_of(flags, 100, torch.float32)
+    before = config_json.config_of(flags, 100, torch.float32)
     kept = []
     fields = {f.name for f in dataclasses.fields(ModelConfig)}
     for name in sorted(fields.union(STORED_BY_MEGATRON_LM.split())):
@@ -328,7 +328,7 @@ def test_every_flag_of_a_model_is_exported_or_refused() -> None:
         changed = not value if value is None or isinstance(value, bool) else value * 2
         other = ANOTHER.get(name, changed)
         try:
-            after = llama.config_of({**flags, name: other}, 100, torch.float32)
+            after = config_json.config_of({**flags, name: other}, 100, torch.float32)
         except Refused as refusal:
             assert str(refusal).startswith(f"{name} is "), refusal
             continue

@@ -1,16 +1,19 @@
-"""Reading the index of a checkpoint, `.metadata`, which is a plain pickle.
+"""Reads the pickles of a checkpoint, `.metadata` and `common.pt`, without running what they hold.
 
-torch would unpickle it without asking. Here only the names that such a file needs are let through,
-what they name cannot be changed by the file, and the files it sends to lie beside it.
+torch would unpickle the index, `.metadata`, without asking. This reader lets through only the names
+that an index needs, keeps the file from changing what they name, and checks that the files it
+points to lie beside it. torch's own weights-only loader reads the common state.
 """
 
 from __future__ import annotations
 
 import pickle
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.training.checkpoint.files import COMMON, CORE_MARK
+from megatron.training.common.errors import Refused
 
 METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -51,14 +55,16 @@ _ALLOWED = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }
+_KINDS_IN_COMMON = {
+    "args": Namespace,
+    "iteration": int,
+    "content_metadata": dict,
+    "optimizer": dict,
+}
 _CALLED_ONLY = ("pathlib", "torch.serialization")
 _DTYPES = {
     str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)
 }
-
-
-class BadIndex(ValueError):
-    """A file is no index of a checkpoint, is damaged, or would do what an index must not."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -104,7 +110,7 @@ def read_index(path: Path) -> Metadata:
     """The index of a checkpoint, proved to consist of what an index consists of.
 
     Raises:
-        BadIndex: it is damaged, or is no index.
+        Refused: it is damaged, or is no index.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -118,16 +124,46 @@ def read_index(path: Path) -> Metadata:
         finally:
             changed = unpickler.put_back()
     if error is not None:
-        text = " ".join(str(error).split())[:200]
-        raise BadIndex(f"{path} cannot be read: {type(error).__name__}: {text}") from error
+        raise unreadable(path, error) from error
     if changed is not None:
-        raise BadIndex(f"{path} cannot be read: it would change the class {changed}")
+        raise Refused(f"{path} cannot be read: it would change the class {changed}")
     if not isinstance(metadata, Metadata):
-        raise BadIndex(f"{path} is no index of a checkpoint")
+        raise Refused(f"{path} is no index of a checkpoint")
     problem = _problem(metadata)
     if problem is not None:
-        raise BadIndex(f"{path} is damaged: {problem}")
+        raise Refused(f"{path} is damaged: {problem}")
     return metadata
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """The common state of a checkpoint.
+
+    Raises:
+        Refused: torch cannot read it, or it holds other kinds of entries than a common state.
+        OSError: the file cannot be read.
+    """
+    path = folder / COMMON
+    register_safe_globals()
+    try:
+        common = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
+        raise unreadable(path, error) from error
+    if not isinstance(common, dict):
+        kind = type(common).__name__
+        raise Refused(f"{path} is damaged: it holds a {kind} instead of a dictionary")
+    for name, kind in _KINDS_IN_COMMON.items():
+        value = common.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise Refused(f"{path} is damaged: {name} is a {type(value).__name__}")
+    return common
+
+
+def unreadable(path: Path, error: Exception) -> Refused:
+    """The error to raise for a file whose contents made another part fail, in one line."""
+    text = " ".join(str(error).split())[:300]
+    return Refused(f"{path} cannot be read: {type(error).__name__}: {text}")
 
 
 def file_names(metadata: Metadata) -> list[str]:

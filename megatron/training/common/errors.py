@@ -1,4 +1,4 @@
-"""The ways a run ends badly, told apart by exit code; and a number of things in a message."""
+"""The ways a command fails, told apart by exit code, and a number of things in a message."""
 
 from __future__ import annotations
 
@@ -46,3 +46,18 @@ class Relaunch(TrainingFailure):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, restart_helps=True)
+
+
+class Refused(ValueError):
+    """A checkpoint is malformed or incomplete, or cannot become what was asked for (exit code 3).
+
+    The message names the key or the file, and the way out where there is one.
+    """
+
+    exit_code = 3
+
+
+class VerificationFailed(RuntimeError):
+    """The file that was written differs from the one that was read (exit code 4)."""
+
+    exit_code = 4

@@ -1,11 +1,13 @@
-"""The name that usage and error lines give to the running command."""
+"""The name that usage and error lines give to a command, and how one ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _given: str | None = None
 
@@ -39,6 +41,57 @@ def tell(script: str, text: str) -> None:
         text: such as `error: ...` or `note: ...`.
     """
     print(f"{program_name(script)}: {text}", file=sys.stderr, flush=True)
+
+
+def run_command(
+    script: str,
+    run: Callable[[], int],
+    *,
+    on_failure: Callable[[int, str], None] = lambda code, text: None,
+) -> int:
+    """Runs an offline command and turns an error into one line and an exit code.
+
+    Args:
+        script: as in `program_name`.
+        run: the command; returns its exit code.
+        on_failure: called with exit code and reason before the line is printed.
+
+    Returns:
+        The exit code: that of the error, 1 for the file system, 130 for Ctrl-C, and 3 for any other
+        error, which odd contents cause. It is 0 where the reader of the output has gone.
+    """
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    try:
+        return run()
+    except BrokenPipeError:
+        close_output()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        text = " ".join(str(error).split())
+        code = getattr(error, "exit_code", None)
+        if code is None and isinstance(error, (OSError, MemoryError)):
+            code, text = 1, text or type(error).__name__
+        elif code is None:
+            code, kind = 3, type(error).__name__
+            text = f"malformed, or of a kind that is not known ({kind}: {text[:200]})"
+        on_failure(code, text)
+        tell(script, f"error: {text}")
+        return code
+
+
+def other_command(script: str) -> str:
+    """How a user of the running command calls another one: `copus NAME` if this one was called so,
+    or if the package is installed without its folder of scripts.
+
+    Args:
+        script: name of the file that starts the other command from a checkout.
+    """
+    is_checkout = (Path(__file__).resolve().parents[3] / "tools" / script).is_file()
+    if is_checkout and not (_given or "").startswith("copus "):
+        return f"tools/{script}"
+    return "copus " + script.removesuffix(".py").replace("_", "-")
 
 
 def close_output() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layer_partition import text_of_cut
@@ -63,21 +63,39 @@ def with_layout(config: Config, layout: Layout) -> Config:
         problems.append("--no-overlap-p2p-communication excludes a virtual pipeline over 2 ranks")
     if problems:
         raise UsageError("\n".join(problems))
-    text = text_of_cut(layout.cut, model.mtp_num_layers or 0) if layout.cut else None
-    values = {
+    return config.replace(
+        **layout_fields(layout, model.mtp_num_layers or 0),
+        sequence_parallel=sequence_parallel,
+        overlap_p2p_comm=overlap,
+    )
+
+
+UNEVEN_FIELDS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "layers_of_chunks",
+)
+"""Fields of `layout_fields` that a checkpoint of Megatron-LM may not know."""
+
+
+def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
+    """The fields of a configuration that name a layout."""
+    return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
-        "pipeline_model_parallel_layout": text,
+        "pipeline_model_parallel_layout": (
+            text_of_cut(layout.cut, mtp_num_layers) if layout.cut else None
+        ),
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
         "layers_of_chunks": layout.cut,
         "data_parallel_size": layout.dp,
-        "sequence_parallel": sequence_parallel,
-        "overlap_p2p_comm": overlap,
     }
-    return config.replace(**values)

@@ -41,6 +41,7 @@ from megatron.training.checkpoint.settle import settle
 from megatron.training.common import optional
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import TrainingFailure, UsageError
+from megatron.training.common.program import other_command
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.data.tokenizer import Tokenizer, build_tokenizer
@@ -272,7 +273,7 @@ def open_generator(
             if stored is None:
                 fix = "give the --save directory of a run"
                 if huggingface.is_model(load):
-                    fix = "make one of that Hugging Face model with convert_checkpoint.py"
+                    fix = f"make one with {other_command('convert_checkpoint.py')}"
                 raise UsageError(f"--load {load} holds no checkpoint; {fix}")
             config = _config_of(stored, [*flags, "--device", device])
             tokenizer = build_tokenizer(**tokenizer_flags(config))

@@ -1,14 +1,14 @@
-"""Reading a `torch_dist` checkpoint rectangle by rectangle, with torch's own reader.
+"""Reads a `torch_dist` checkpoint rectangle by rectangle, with torch's own reader.
 
-What is trusted: `common.pt` and every stored tensor are read with torch's weights-only loader and
-megatron-core's list of safe classes, the index by `read_index`, so that a checkpoint from
-elsewhere cannot run code. Other stored objects are copied as bytes and never opened.
+A checkpoint from elsewhere cannot run code. `safe_index` reads the index and the common state,
+torch's weights-only loader reads the tensors, and other stored objects are copied as bytes.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,48 +16,69 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert.coverage import Chunk
-from megatron.training.checkpoint.convert.refusal import Refused
-from megatron.training.checkpoint.files import COMMON
-from megatron.training.checkpoint.safe_index import METADATA, BadIndex, file_names, read_index
-from megatron.training.common.errors import UsageError
+from megatron.training.checkpoint.safe_index import (
+    METADATA,
+    file_names,
+    read_common,
+    read_index,
+)
+from megatron.training.common.errors import Refused, UsageError
 
 
-class _Into(LoadPlanner):
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A rectangle of a tensor."""
+
+    offset: tuple[int, ...]
+    """First index along each axis."""
+    size: tuple[int, ...]
+    """Length along each axis."""
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Chunk:
+        """All of a tensor."""
+        return cls(offset=(0,) * len(shape), size=shape)
+
+    @classmethod
+    def layer(cls, shape: tuple[int, ...], number: int) -> Chunk:
+        """One layer of a tensor whose first axis is the layer."""
+        return cls(offset=(number,) + (0,) * (len(shape) - 1), size=(1, *shape[1:]))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index along each axis."""
+        return tuple(o + s for o, s in zip(self.offset, self.size))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    def meets(self, other: Chunk) -> bool:
+        """Whether the two share an element."""
+        return all(
+            a < d and c < b for a, b, c, d in zip(self.offset, self.end, other.offset, other.end)
+        )
+
+
+class _Into(DefaultLoadPlanner):
     """Lets torch's reader fill one tensor, or hand over one object's bytes."""
 
     def __init__(self, target: torch.Tensor | None = None) -> None:
+        super().__init__()
         self.target = target
         self.data = b""
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing to set up."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """The plan is made by the archive."""
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """One process: the plan as it is."""
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Takes an object's bytes."""
@@ -108,11 +129,8 @@ class Archive:
     def __init__(self, folder: Path, *, trust_unverified: bool = False) -> None:
         self.folder, self.trust_unverified = folder, trust_unverified
         _check_format(folder)
-        self.common = _read_common(folder / COMMON)
-        try:
-            self.metadata = read_index(folder / METADATA)
-        except BadIndex as error:
-            raise Refused(str(error)) from error
+        self.common = read_common(folder)
+        self.metadata = read_index(folder / METADATA)
         self.tensors: dict[str, StoredTensor] = {}
         self.blobs: list[str] = []
         for key, value in sorted(self.metadata.state_dict_metadata.items()):
@@ -147,21 +165,28 @@ class Archive:
         """The files it consists of."""
         return file_names(self.metadata)
 
-    def read(self, key: str, part: Chunk | None = None) -> torch.Tensor:
+    def read(
+        self, key: str, part: Chunk | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """One tensor or a rectangle of it. Holds the result and one stored chunk in memory.
+
+        Args:
+            key: of the tensor.
+            part: which rectangle; None reads all of it.
+            dtype: to round to; None keeps the stored number format.
 
         Raises:
             Refused: the file holds something else than the index says.
             OSError: a file cannot be read.
         """
         stored = self.tensors[key]
-        part = part or Chunk(offset=(0,) * len(stored.shape), size=stored.shape)
+        part = part or Chunk.whole(stored.shape)
         target = torch.empty(part.size, dtype=stored.dtype)
         wanted = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
         entry = self._entry(key, part)
         items = create_read_items_for_chunk_list(key, entry, [wanted])
         self._run(key, LoadPlan(items), _Into(target))
-        return target
+        return target if dtype is None else target.to(dtype)
 
     def _entry(self, key: str, part: Chunk) -> TensorStorageMetadata:
         """The index of a tensor, or of the layer of it that the part lies in."""
@@ -261,29 +286,3 @@ def _check_format(folder: Path) -> None:
             f"{folder} is of the format {backend}; only torch_dist holds global tensors: save it "
             "again with --ckpt-format torch_dist"
         )
-
-
-def _read_common(path: Path) -> dict[str, Any]:
-    register_safe_globals()
-    try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # torch and pickle raise many kinds; all mean an unreadable file
-        text = " ".join(str(error).split())[:200]
-        raise Refused(f"{path} cannot be read: {type(error).__name__}: {text}") from error
-    problem = _problem_of(common)
-    if problem is not None:
-        raise Refused(f"{path} is damaged: {problem}")
-    return common
-
-
-def _problem_of(common: Any) -> str | None:
-    if not isinstance(common, dict):
-        return f"it holds a {type(common).__name__} instead of a dictionary"
-    kinds = {"args": Namespace, "iteration": int, "content_metadata": dict, "optimizer": dict}
-    for name, kind in kinds.items():
-        value = common.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            return f"{name} is a {type(value).__name__}"
-    return None

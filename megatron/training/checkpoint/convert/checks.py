@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.archive import Archive, StoredTensor
-from megatron.training.checkpoint.convert.coverage import Chunk, coverage_problem
-from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.checkpoint.convert.archive import Archive, Chunk, StoredTensor
+from megatron.training.checkpoint.safe_index import stray_file
+from megatron.training.common.errors import Refused
 
 Make: TypeAlias = Callable[[], torch.Tensor]
 _OTHER_FORMATS = {
@@ -70,10 +70,9 @@ def check_files(archive: Archive, *, checksums: bool = True) -> list[str]:
         Refused: a file is missing, cut or changed, or lies elsewhere; or, in a checkpoint that
             COPUS wrote and that is not trusted, nothing says so of a file.
     """
-    for name in archive.file_names():
-        path = archive.folder / name
-        if Path(name).name != name or path.resolve().parent != archive.folder.resolve():
-            raise Refused(f"{path} lies outside the folder; put the file itself there")
+    stray = stray_file(archive.folder, archive.metadata)
+    if stray is not None:
+        raise Refused(f"{stray} lies outside the folder; put the file itself there")
     problems = files.damage(archive.folder, contents=checksums)
     if problems:
         raise Refused("; ".join(problems[:3]))
@@ -256,12 +255,11 @@ def _check_states(archive: Archive, found: Contents, kinds: Iterable[str]) -> se
 def pieces(tensor: StoredTensor) -> Iterator[Chunk]:
     """The rectangles in which a tensor is worked on: a layer at a time where layers are stacked,
     else the whole."""
-    shape = tensor.shape
     if not contents.is_stacked(tensor.key):
-        yield Chunk(offset=(0,) * len(shape), size=shape)
+        yield Chunk.whole(tensor.shape)
         return
-    for layer in range(shape[0]):
-        yield Chunk(offset=(layer,) + (0,) * (len(shape) - 1), size=(1, *shape[1:]))
+    for number in range(tensor.shape[0]):
+        yield Chunk.layer(tensor.shape, number)
 
 
 def check_truth(archive: Archive, found: Contents) -> None:
@@ -273,19 +271,18 @@ def check_truth(archive: Archive, found: Contents) -> None:
     if found.master is None:
         return
     for key, tensor in found.weights.items():
-        rounded = partial(_rounded, archive, contents.state_key(found.master, key), tensor.dtype)
-        differ = 0
-        for part in pieces(tensor):
-            differ += num_different(partial(rounded, part), partial(archive.read, key, part))
+        master = contents.state_key(found.master, key)
+        differ = sum(
+            num_different(
+                partial(archive.read, master, part, tensor.dtype), partial(archive.read, key, part)
+            )
+            for part in pieces(tensor)
+        )
         if differ:
             raise Refused(
                 f"{key} in {archive.folder} is not its master rounded to {tensor.dtype} in "
                 f"{differ} elements: one of the two is wrong{_ALONE}"
             )
-
-
-def _rounded(archive: Archive, key: str, dtype: torch.dtype, part: Chunk) -> torch.Tensor:
-    return archive.read(key, part).to(dtype)
 
 
 def num_different(first: Make, second: Make) -> int:
@@ -305,3 +302,81 @@ def num_different(first: Make, second: Make) -> int:
 def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
     data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return tensor.dtype, tuple(tensor.shape), hashlib.blake2b(data).digest()
+
+
+def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | None:
+    """Says what is wrong with a set of chunks, or None if they are disjoint and fill the shape.
+
+    Disjoint chunks fill the shape if and only if their volumes add up to it.
+
+    Args:
+        shape: global shape of the tensor.
+        chunks: its stored rectangles, in any order.
+    """
+    shape = tuple(shape)
+    for chunk in chunks:
+        if len(chunk.offset) != len(shape) or len(chunk.size) != len(shape):
+            return f"chunk at {chunk.offset} has another number of axes than shape {shape}"
+        inside = all(o >= 0 and o + s <= n for o, s, n in zip(chunk.offset, chunk.size, shape))
+        if not inside:
+            return f"chunk at {chunk.offset} of size {chunk.size} leaves the shape {shape}"
+    if shape:
+        clash = _clash([chunk for chunk in chunks if chunk.volume], len(shape))
+        if clash is not None:
+            return f"chunks at {clash[0].offset} and {clash[1].offset} overlap"
+    elif len(chunks) > 1:
+        return "it is one number and is stored more than once"
+    total, have = math.prod(shape), sum(chunk.volume for chunk in chunks)
+    if have != total:
+        return f"its chunks hold {have} of {total} elements"
+    return None
+
+
+def _clash(chunks: list[Chunk], axes: int) -> tuple[Chunk, Chunk] | None:
+    """Two chunks that share an element, or None.
+
+    Chunks are split again and again at places that no chunk crosses, along any axis; only those
+    that cannot be split are compared with each other. What ranks hold can be split down to single
+    chunks, so that hundreds of them in each of many layers take hardly longer than to sort them.
+    """
+    waiting = [chunks]
+    while waiting:
+        group = waiting.pop()
+        if len(group) < 2:
+            continue
+        for axis in range(axes):
+            parts = _split(group, axis)
+            if len(parts) > 1:
+                waiting += parts
+                break
+        else:
+            clash = _sweep(group)
+            if clash is not None:
+                return clash
+    return None
+
+
+def _split(chunks: list[Chunk], axis: int) -> list[list[Chunk]]:
+    """Groups of chunks between places on an axis that none of them crosses."""
+    groups: list[list[Chunk]] = []
+    end = -1
+    for chunk in sorted(chunks, key=lambda c: c.offset[axis]):
+        start = chunk.offset[axis]
+        if not groups or start >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, start + chunk.size[axis])
+    return groups
+
+
+def _sweep(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Compares each chunk with those that begin before it and have not ended, along the first
+    axis."""
+    active: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offset):
+        active = [other for other in active if other.end[0] > chunk.offset[0]]
+        clash = next((other for other in active if other.meets(chunk)), None)
+        if clash is not None:
+            return clash, chunk
+        active.append(chunk)
+    return None

@@ -1,4 +1,4 @@
-"""`config.json` of Hugging Face models: the families that are read, and what each field means here.
+"""`config.json` of Hugging Face models: Llama and its relatives, to and from the trainer's flags.
 
 Every field is used, or changes nothing about the network, or is bound to the values at which it
 changes nothing. A field of no table is refused: a network with a part that was not copied would
@@ -7,11 +7,17 @@ train without an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.training.checkpoint.convert.refusal import Refused
+import torch
+
+from megatron.training.checkpoint.convert import contents
+from megatron.training.common.errors import Refused
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,3 +256,268 @@ def check_fields(config: Mapping[str, Any], family: Family) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# Flags of parts that no family here has.
+_PARTS = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq mrope_section
+    apply_layernorm_1p layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
+    squared_relu quick_geglu glu_linear_offset activation_func_clamp_value qk_l2_norm softmax_scale
+    attention_output_gate multi_latent_attention window_size experimental_attention_variant
+    linear_attention_freq num_experts mtp_num_layers spec is_hybrid_model
+    heterogeneous_layers_config_path"""
+# Flag that changes the network -> the values that `config.json` can express. None is an absent flag
+# or one that Megatron-LM leaves open.
+_EXPRESSIBLE: dict[str, tuple[Any, ...]] = {
+    "swiglu": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (None, 1.0),
+    "softmax_type": (None, "vanilla"),
+    **dict.fromkeys(_PARTS.split(), (None, False)),
+}
+# Megatron's defaults of flags that must have another value.
+_DEFAULTS = {
+    "swiglu": False,
+    "normalization": "LayerNorm",
+    "position_embedding_type": "learned_absolute",
+}
+# Llama 3.1's, which megatron-core has as constants.
+_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_ROPE_FIELDS = {"default": (), "llama3": ("factor", *_SCALING)}
+_REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
+
+def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> dict[str, Any]:
+    """`config.json` of a model trained with these flags: Llama's, or Qwen2's with a bias in the
+    query, key and value projection, or Qwen3's with normalised queries and keys.
+
+    Raises:
+        Refused: no family has this network; names the flag.
+    """
+    for name, values in _EXPRESSIBLE.items():
+        have = arguments.get(name, _DEFAULTS.get(name))
+        if have not in values:
+            raise Refused(
+                f"{name} is {have!r}, which config.json cannot express; only "
+                f"{' or '.join(repr(v) for v in values if v is not None)} can be exported"
+            )
+    kind, bias = _family_of_flags(arguments)
+    theta = float(arguments.get("rotary_base") or 10000)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if arguments.get("use_rope_scaling"):
+        factor = float(arguments.get("rope_scaling_factor") or 8.0)
+        rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_SCALING}
+    epsilon = arguments.get("layernorm_epsilon", arguments.get("norm_epsilon"))
+    family = FAMILIES[kind]
+    return {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "hidden_size": arguments["hidden_size"],
+        "intermediate_size": arguments["ffn_hidden_size"],
+        "num_hidden_layers": arguments["num_layers"],
+        "num_attention_heads": arguments["num_attention_heads"],
+        "num_key_value_heads": contents.query_groups(arguments),
+        "head_dim": contents.head_width(arguments),
+        "vocab_size": vocab,
+        "max_position_embeddings": arguments["max_position_embeddings"],
+        "rms_norm_eps": 1e-5 if epsilon is None else epsilon,
+        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+        "attention_dropout": arguments.get("attention_dropout") or 0.0,
+        **dict.fromkeys(family.bias_fields, bias),
+        **({family.window_switch: False} if family.window_switch else {}),
+        # Absent ones would become ids of Llama's tokenizer.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        # The first two are read by releases before 5, the third by later ones.
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        "rope_parameters": rope,
+        "torch_dtype": DTYPE_NAMES[dtype],
+    }
+
+
+def _family_of_flags(arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    """The `model_type` for these flags, and whether all its linear layers have a bias."""
+    bias = bool(arguments.get("add_bias_linear", True))
+    qkv_bias, qk_norm = bias or arguments.get("add_qkv_bias"), arguments.get("qk_layernorm")
+    if qkv_bias and qk_norm:
+        raise Refused(
+            f"qk_layernorm is True and {'add_bias_linear' if bias else 'add_qkv_bias'} is True; "
+            "config.json can express either, not both"
+        )
+    return "qwen3" if qk_norm else "qwen2" if qkv_bias and not bias else "llama", bias
+
+
+def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of this trainer for a model with this `config.json`.
+
+    Raises:
+        Refused: a field is missing, unknown, or asks for what the trainer does not have.
+    """
+    family = family_of(config)
+    config = {**family.absent, **config}
+    missing = [name for name in _REQUIRED if config.get(name) is None]
+    if missing:
+        raise Refused(f"config.json lacks {', '.join(missing)}")
+    _check_kinds(config)
+    check_fields(config, family)
+    heads = config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    if heads % groups:
+        raise Refused(f"config.json: {heads} heads do not divide into {groups} groups")
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": head_dim_of(config),
+        "max_position_embeddings": config["max_position_embeddings"],
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        **_rope_arguments(config),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.get("rms_norm_eps") or 1e-6,
+        "swiglu": True,
+        "add_bias_linear": _has_biases(config, family),
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        **family.flags,
+        "attention_dropout": config.get("attention_dropout") or 0.0,
+        "hidden_dropout": 0.0,
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _has_biases(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether all linear layers have a bias; the trainer has it in all or in none."""
+    asked = {name: bool(config.get(name)) for name in ("attention_bias", "mlp_bias")}
+    if not any(asked.values()):
+        return False
+    if all(asked.values()) and set(asked) == set(family.bias_fields):
+        return True
+    name = next(name for name, value in asked.items() if value)
+    raise Refused(
+        f"config.json: {name} is True; the trainer has a bias in all linear layers "
+        "(attention_bias and mlp_bias of a Llama) or in none"
+    )
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    for name in (*_REQUIRED, *_OPTIONAL):
+        value = config.get(name)
+        is_size = type(value) is int and 0 < value < 2**63
+        if not is_size and (value is not None or name in _REQUIRED):
+            raise Refused(f"config.json: {name} is {value!r}, no number of anything")
+    for name in _SWITCHES:
+        if type(config.get(name, False)) not in (bool, type(None)):
+            raise Refused(f"config.json: {name} is {config[name]!r}, neither true nor false")
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise Refused(f"config.json: {name} is {config[name]!r}, no object")
+    ropes = [config.get("rope_parameters") or {}, config.get("rope_scaling") or {}]
+    numbers = [(name, config.get(name)) for name in ("rms_norm_eps", "rope_theta")]
+    for name in ("rope_theta", *_ROPE_FIELDS["llama3"]):
+        numbers += [(name, rope.get(name)) for rope in ropes]
+    for name, value in numbers:
+        if not (value is None or (_is_number(value) and 0 < value < math.inf)):
+            raise Refused(f"config.json: {name} is {value!r}, no number above 0")
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if not config.get("head_dim") and hidden % heads:
+        raise Refused(f"config.json: hidden_size {hidden} does not divide into {heads} heads")
+    dropout = config.get("attention_dropout")
+    if not (dropout is None or (_is_number(dropout) and 0 <= dropout < 1)):
+        raise Refused(f"config.json: attention_dropout is {dropout!r}, not from 0 to below 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags of the rotary positions.
+
+    Releases of `transformers` before 5 read `rope_theta` and `rope_scaling`, later ones
+    `rope_parameters`; a file may have both.
+    """
+    found = [
+        _rope_fields(name, config)
+        for name in ("rope_scaling", "rope_parameters")
+        if config.get(name)
+    ] or [{"rope_theta": config.get("rope_theta") or 10000.0}]
+    if found[0] != found[-1]:
+        raise Refused(
+            "config.json: rope_scaling and rope_parameters differ; take out the wrong one"
+        )
+    theta, factor = found[0]["rope_theta"], found[0].get("factor")
+    if theta != int(theta):
+        raise Refused(f"config.json: rope_theta {theta} is no integer, as --rotary-base needs")
+    if factor is None:
+        return {"rotary_base": int(theta), "use_rope_scaling": False}
+    return {
+        "rotary_base": int(theta),
+        "use_rope_scaling": True,
+        "rope_scaling_factor": float(factor),
+    }
+
+
+def _rope_fields(where: str, config: Mapping[str, Any]) -> dict[str, float]:
+    """Base and, if there is a scaling, its factor; from one of the two fields that hold them.
+
+    Raises:
+        Refused: another scaling than Llama 3.1's, or a field that it does not have.
+    """
+    rope = {name: value for name, value in config[where].items() if value is not None}
+    kinds = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope} or {"default"}
+    kind = min(kinds)
+    if len(kinds) > 1 or kind not in _ROPE_FIELDS:
+        raise Refused(
+            f"config.json: rope_type of {where} is {' and '.join(sorted(kinds))}; only default and "
+            "llama3 can be imported"
+        )
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if theta != (config.get("rope_theta") or theta):
+        raise Refused(
+            f"config.json: rope_theta is {config['rope_theta']} and, in {where}, {theta}; take out "
+            "the wrong one"
+        )
+    if rope.pop("partial_rotary_factor", 1) != 1:
+        raise Refused(
+            f"config.json: partial_rotary_factor of {where} is "
+            f"{config[where]['partial_rotary_factor']!r}; only 1 can be imported"
+        )
+    unread = [name for name in rope if name not in _ROPE_FIELDS[kind]]
+    if unread:
+        raise Refused(
+            f"config.json: {unread[0]} of {where} is {rope[unread[0]]!r}, a field that rope_type "
+            f"{kind} does not have; take it out if it changes nothing"
+        )
+    if kind == "default":
+        return {"rope_theta": theta}
+    rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    for name, value in _SCALING.items():
+        if rope.get(name, value) != value:
+            raise Refused(
+                f"config.json: {name} of {where} is {rope[name]}; only Llama 3.1's scaling "
+                "(llama3, 1, 4, 8192) can be imported"
+            )
+    missing = [name for name in _ROPE_FIELDS[kind] if name not in rope]
+    if missing:
+        raise Refused(f"config.json: {where} lacks {', '.join(missing)}")
+    return {"rope_theta": theta, "factor": rope["factor"]}

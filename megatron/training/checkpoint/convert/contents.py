@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron.training.checkpoint.convert.refusal import Refused
+from megatron.training.common.errors import Refused
 from megatron.training.data.tokenizer import told_vocab_size
 from megatron.training.model.flops import LatentWidths
 

@@ -6,17 +6,18 @@ in the common state change, and what has to be proved is that the target loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
 
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.archive import COMMON, Archive, StoredTensor, open_archive
+from megatron.training.checkpoint.convert.archive import Archive, Chunk, StoredTensor, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
     check_contents,
@@ -27,27 +28,26 @@ from megatron.training.checkpoint.convert.checks import (
     num_different,
     pieces,
 )
-from megatron.training.checkpoint.convert.coverage import Chunk
-from megatron.training.checkpoint.convert.refusal import Refused, VerificationFailed
-from megatron.training.checkpoint.convert.staging import copy_file, staged
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
+    Changes,
     Target,
-    Wish,
     common_of,
-    judge,
     stored_layout,
+    target_of,
 )
 from megatron.training.checkpoint.convert.writing import (
     FILE_BYTES,
     Piece,
+    staged,
     write_common,
     write_tensors,
 )
+from megatron.training.common.errors import Refused, VerificationFailed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ConversionResult:
     """What a conversion did."""
 
     source: str
@@ -77,19 +77,19 @@ class Outcome:
 def convert(
     source: Path,
     destination: Path,
-    wish: Wish,
+    changes: Changes,
     *,
     step: int | None = None,
     verify: bool = False,
     trust_unverified: bool = False,
     file_bytes: int = FILE_BYTES,
-) -> Outcome:
+) -> ConversionResult:
     """Converts a checkpoint into a new `--save` directory. Never changes the source.
 
     Args:
         source: a `--save` directory, or the folder of one iteration.
         destination: becomes a `--save` directory with this one iteration.
-        wish: what shall change.
+        changes: what becomes of it.
         step: iteration of `source`; default the latest complete one.
         verify: also prove that weights are their masters, and compare every tensor written.
         trust_unverified: see `Archive`.
@@ -98,48 +98,33 @@ def convert(
     Raises:
         Refused: the source cannot be proved complete, or the target would not load.
         VerificationFailed: the result is not what it should be.
-        UsageError: a wish or a destination that makes no sense.
+        UsageError: changes that make no sense, or a destination that is taken.
         OSError: the file system refuses.
     """
     archive = open_archive(source, step=step, trust_unverified=trust_unverified)
     notes = check_files(archive)
-    if wish.optimizer == "none":
-        found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
+    if changes.optimizer == "none":
+        found = check_weights(archive, DTYPES[changes.dtype] if changes.dtype else None)
     else:
         found = check_contents(archive)
-    target = judge(archive.arguments, found, wish)
-    dropped = _dropped(archive, target)
+    target = target_of(archive.arguments, found, changes)
+    dropped: list[str] = []
+    if stored_layout(archive.arguments) != target.layout:
+        dropped = [key for key in archive.blobs if contents.is_per_layout(key)]
     if dropped:
         notes.append(f"random streams of another layout are left out: {', '.join(dropped)}")
     recipe = _recipe(archive, found, target, set(dropped))
     if verify or recipe.is_derived:  # weights alone, of their own format, have no master here
         check_truth(archive, found)
-    common = common_of(archive.common, found, target)
-    with staged(source, destination) as root:
-        folder = files.begin(root, archive.iteration)
-        names: list[str] = []
-        if recipe.is_copy:
-            names = [n for n in archive.file_names() if n not in (COMMON, files.CORE_MARK)]
-            for name in names:
-                copy_file(archive.folder / name, folder / name)
-        else:
-            write_tensors(folder, recipe.pieces, recipe.blobs, file_bytes=file_bytes)
-        write_common(folder, common)
-        sums = files.checksums(folder, files.data_files(folder))
-        _check_copies(archive, {name: sums[name] for name in names})
-        files.finish(root, archive.iteration, sums)
-        num_compared = read_back(folder, target, recipe if verify else None)
-        num_bytes = files.stored_bytes(folder)
-    keys = {piece.key for piece in recipe.pieces}
-    return Outcome(
-        source=str(archive.folder),
-        destination=str(files.folder_of(destination, archive.iteration)),
-        iteration=archive.iteration,
-        layout=str(target.layout),
-        num_tensors=len(keys),
-        num_rewritten=0 if recipe.is_copy else len(keys),
-        num_bytes=num_bytes,
-        num_compared=num_compared,
+    return write_checkpoint(
+        source,
+        destination,
+        recipe,
+        common=common_of(archive.common, found, target),
+        target=target,
+        archive=archive,
+        verify=verify,
+        file_bytes=file_bytes,
         notes=(*notes, *target.notes),
     )
 
@@ -158,34 +143,90 @@ class Recipe:
     """Whether weights are made from masters or masters from weights."""
 
 
-def _check_copies(archive: Archive, sums: dict[str, tuple[int, int]]) -> None:
-    """Proves that what was copied is what the source's manifest lists, if it has one."""
-    listed = files.read_manifest(archive.folder) or {}
-    for name, found in sums.items():
-        if listed and listed[name] != found:
+def write_checkpoint(
+    source: Path,
+    destination: Path,
+    recipe: Recipe,
+    *,
+    common: Mapping[str, Any],
+    target: Target,
+    archive: Archive | None,
+    verify: bool,
+    file_bytes: int,
+    notes: tuple[str, ...],
+) -> ConversionResult:
+    """Writes a checkpoint into a new `--save` directory and reads it back.
+
+    Args:
+        source: folder that is read.
+        destination: becomes the directory.
+        recipe: how its tensors are made.
+        common: its common state, which names the iteration.
+        target: what it should be.
+        archive: the checkpoint it is made from, if it is made from one.
+        verify: compare every tensor written.
+        file_bytes: tensors that share a file.
+        notes: for the result.
+
+    Raises:
+        Refused: a file of the source has changed since it was checked.
+        VerificationFailed: the result is not what it should be.
+        OSError: the file system refuses.
+    """
+    iteration = common.get("iteration") or 0
+    with staged(source, destination) as root:
+        folder = files.begin(root, iteration)
+        if archive is not None and recipe.is_copy:
+            _copy_tensors(archive, folder)
+        else:
+            write_tensors(folder, recipe.pieces, recipe.blobs, file_bytes=file_bytes)
+        write_common(folder, common)
+        sums = files.checksums(folder, files.data_files(folder))
+        files.finish(root, iteration, sums)
+        num_compared = _read_back(folder, target, recipe if verify else None)
+        num_bytes = files.stored_bytes(folder)
+    num_tensors = len({piece.key for piece in recipe.pieces})
+    return ConversionResult(
+        source=str(archive.folder if archive else source),
+        destination=str(files.folder_of(destination, iteration)),
+        iteration=iteration,
+        layout=str(target.layout),
+        num_tensors=num_tensors,
+        num_rewritten=0 if recipe.is_copy else num_tensors,
+        num_bytes=num_bytes,
+        num_compared=num_compared,
+        notes=notes,
+    )
+
+
+def _copy_tensors(archive: Archive, folder: Path) -> None:
+    """Copies all files but the common state and the mark, which are made anew.
+
+    Raises:
+        Refused: a copy differs from what the source's manifest lists, if it has one.
+    """
+    listed = files.read_manifest(archive.folder)
+    for name in archive.file_names():
+        if name in (files.COMMON, files.CORE_MARK):
+            continue
+        copyfile(archive.folder / name, folder / name)
+        if listed and files.checksum(folder / name) != listed[name]:
             raise Refused(f"{archive.folder / name} has changed since it was checked")
 
 
-def _dropped(archive: Archive, target: Target) -> list[str]:
-    if stored_layout(archive.arguments) == target.layout:
-        return []
-    return [key for key in archive.blobs if contents.is_per_layout(key)]
-
-
 def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]) -> Recipe:
-    vocabulary_changes = target.vocab != archive.arguments["padded_vocab_size"]
     is_derived = target.dtype != found.dtype or target.optimizer != found.optimizer
     made: list[Piece] = []
     kept = [key for key in archive.blobs if is_known_blob(key) and key not in dropped]
     for weight in sorted(found.weights):
         for key, dtype, origin in _states(weight, found, target):
-            stored = archive.tensors[origin]
-            made += _pieces_of(archive, key, dtype, stored, target)
+            made += _pieces_of(archive, key, dtype, archive.tensors[origin], target)
     is_all = {piece.key for piece in made} | set(kept) == archive.tensors.keys() | {*archive.blobs}
+    is_same_vocabulary = target.vocab == archive.arguments["padded_vocab_size"]
     return Recipe(
         pieces=made,
         blobs={key: partial(archive.read_blob, key) for key in kept},
-        is_copy=is_all and not (vocabulary_changes or is_derived),
+        is_copy=is_all and is_same_vocabulary and not is_derived,
         is_derived=is_derived,
     )
 
@@ -208,38 +249,36 @@ def _pieces_of(
 ) -> list[Piece]:
     if contents.weight_of(key) in (contents.EMBEDDING, contents.HEAD):
         shape = (target.vocab, *stored.shape[1:])
-        whole = Chunk(offset=(0,) * len(shape), size=shape)
-        make = partial(_rows, archive, stored, target.vocab, dtype)
-        return [Piece(key=key, dtype=dtype, shape=shape, part=whole, make=make)]
+        return [
+            Piece.whole(key, dtype, shape, partial(_rows, archive, stored, target.vocab, dtype))
+        ]
     return [
         Piece(
             key=key,
             dtype=dtype,
             shape=stored.shape,
             part=part,
-            make=partial(_cast, archive, stored.key, part, dtype),
+            make=partial(archive.read, stored.key, part, dtype),
         )
         for part in pieces(stored)
     ]
 
 
-def _cast(archive: Archive, key: str, part: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    return archive.read(key, part).to(dtype)
-
-
 def _rows(archive: Archive, stored: StoredTensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """The first rows of a table; those it does not have are zero."""
+    """The first rows of a table, and rows of zeros where it has fewer."""
     kept = min(rows, stored.shape[0])
-    part = Chunk(offset=(0,) * len(stored.shape), size=(kept, *stored.shape[1:]))
-    data = archive.read(stored.key, part).to(dtype)
-    if kept == rows:
-        return data
-    table = torch.zeros((rows, *stored.shape[1:]), dtype=dtype)
-    table[:kept] = data
-    return table
+    data = archive.read(stored.key, Chunk.whole((kept, *stored.shape[1:])), dtype)
+    return data if kept == rows else with_zero_rows(data, rows)
 
 
-def read_back(folder: Path, target: Target, expected: Recipe | None) -> int | None:
+def with_zero_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """The table with rows of zeros after its own, `rows` in all."""
+    padded = torch.zeros((rows, *table.shape[1:]), dtype=table.dtype)
+    padded[: table.shape[0]] = table
+    return padded
+
+
+def _read_back(folder: Path, target: Target, expected: Recipe | None) -> int | None:
     """Opens a result as a stranger would, and checks it like any source.
 
     Args:

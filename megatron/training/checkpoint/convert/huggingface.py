@@ -1,11 +1,15 @@
-"""Weights to and from Hugging Face models like Llama: safetensors and `config.json`; nothing is
-unpickled."""
+"""Weights to and from Hugging Face models like Llama, as safetensors and `config.json`.
+
+Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
 import io
 import json
 from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,8 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import contents, llama
-from megatron.training.checkpoint.convert.archive import Archive, open_archive
+from megatron.training.checkpoint.convert import config_json, contents
+from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
     check_files,
@@ -22,30 +26,26 @@ from megatron.training.checkpoint.convert.checks import (
     check_weights,
     num_different,
 )
-from megatron.training.checkpoint.convert.convert import Outcome, Recipe, read_back
-from megatron.training.checkpoint.convert.coverage import Chunk
-from megatron.training.checkpoint.convert.refusal import Refused, VerificationFailed
+from megatron.training.checkpoint.convert.convert import (
+    ConversionResult,
+    Recipe,
+    with_zero_rows,
+    write_checkpoint,
+)
 from megatron.training.checkpoint.convert.safetensors_files import (
-    NamedTensor,
     SafetensorsFolder,
     write_folder,
     write_json,
 )
-from megatron.training.checkpoint.convert.staging import staged
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
-    Wish,
+    Changes,
     arguments_of,
     check_vocabulary,
-    judge,
+    target_of,
 )
-from megatron.training.checkpoint.convert.writing import (
-    FILE_BYTES,
-    Piece,
-    write_common,
-    write_tensors,
-)
-from megatron.training.common.errors import UsageError
+from megatron.training.checkpoint.convert.writing import FILE_BYTES, Piece, staged
+from megatron.training.common.errors import Refused, UsageError, VerificationFailed
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 CONFIG = "config.json"
@@ -60,6 +60,31 @@ _CONTENT = {
 }
 
 
+TOP = {
+    contents.EMBEDDING: "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    contents.HEAD: "lm_head.weight",
+}
+"""Tensors outside the layers: our key -> theirs."""
+_QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+IN_LAYER = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"{x}.weight" for x in _QKV),
+    "self_attention.linear_qkv.bias": tuple(f"{x}.bias" for x in _QKV),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": tuple(f"{x}.weight" for x in _GATE_UP),
+    "mlp.linear_fc1.bias": tuple(f"{x}.bias" for x in _GATE_UP),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+    "mlp.linear_fc2.bias": ("mlp.down_proj.bias",),
+}
+"""Tensors of a layer: our key after `decoder.layers.` -> theirs after `model.layers.N.`."""
+
+
 def is_model(source: Path) -> bool:
     """Whether a folder is a Hugging Face model and no checkpoint."""
     return (source / CONFIG).is_file() and not (
@@ -70,36 +95,36 @@ def is_model(source: Path) -> bool:
 def save(
     source: Path,
     destination: Path,
-    wish: Wish,
+    changes: Changes,
     *,
     step: int | None = None,
     verify: bool = False,
     trust_unverified: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> Outcome:
+) -> ConversionResult:
     """Writes the weights of a checkpoint as a Hugging Face model.
 
-    Padding rows are cut: `wish.vocab` rows stay, or as many as the tokenizer has tokens, or all
+    Padding rows are cut: `changes.vocab` rows stay, or as many as the tokenizer has tokens, or all
     where that is unknown. Another number format than the stored one is made from the masters.
 
     Raises:
         Refused: the checkpoint cannot be proved complete, or `config.json` cannot express its
             network.
         VerificationFailed: the result is not what it should be.
-        UsageError: a wish that makes no sense for this format.
+        UsageError: changes that make no sense for this format.
     """
     for name in ("tp", "pp", "vpp", "dp"):
-        if getattr(wish, name) is not None:
+        if getattr(changes, name) is not None:
             raise UsageError(f"--{name} goes with checkpoints; a Hugging Face model has no layout")
-    if wish.optimizer not in (None, "none"):
-        raise UsageError(f"--optimizer {wish.optimizer}: Hugging Face models hold weights only")
+    if changes.optimizer not in (None, "none"):
+        raise UsageError(f"--optimizer {changes.optimizer}: Hugging Face models hold weights only")
     archive = open_archive(source, step=step, trust_unverified=trust_unverified)
     notes = check_files(archive)
-    found = check_weights(archive, DTYPES[wish.dtype] if wish.dtype else None)
-    dtype = DTYPES[wish.dtype] if wish.dtype else found.dtype
+    found = check_weights(archive, DTYPES[changes.dtype] if changes.dtype else None)
+    dtype = DTYPES[changes.dtype] if changes.dtype else found.dtype
     check_truth(archive, found)  # nothing to compare unless weights are made from masters
-    vocab = _exported_rows(archive, wish, notes)
-    config = llama.config_of(archive.arguments, vocab, dtype)
+    vocab = _exported_rows(archive, changes, notes)
+    config = config_json.config_of(archive.arguments, vocab, dtype)
     dropout = archive.arguments.get("hidden_dropout")
     if dropout:
         notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
@@ -109,7 +134,7 @@ def save(
         write_folder(folder, tensors, shard_bytes=shard_bytes)
         _check_written(folder, tensors, verify=verify)
         num_bytes = files.stored_bytes(folder)
-    return Outcome(
+    return ConversionResult(
         source=str(archive.folder),
         destination=str(destination),
         iteration=None,
@@ -122,99 +147,83 @@ def save(
     )
 
 
-def _exported_rows(archive: Archive, wish: Wish, notes: list[str]) -> int:
+def _exported_rows(archive: Archive, changes: Changes, notes: list[str]) -> int:
     stored = int(archive.arguments["padded_vocab_size"])
-    true = check_vocabulary(archive.arguments, wish)
-    rows = wish.vocab or true
+    true = check_vocabulary(archive.arguments, changes)
+    rows = changes.vocab or true
     if rows is None:
         notes.append(f"the flags do not say how many of the {stored} rows are tokens: all are kept")
         return stored
     if rows > stored:
-        flag = "--vocab" if wish.vocab else "--true-vocab"
+        flag = "--vocab" if changes.vocab else "--true-vocab"
         raise UsageError(f"{flag} {rows} is more than the {stored} rows that are stored")
     return rows
 
 
-def _exported(
-    archive: Archive, found: Contents, dtype: torch.dtype, vocab: int
-) -> list[NamedTensor]:
-    arguments = archive.arguments
-    shapes = llama.shapes_of(arguments, vocab)
+def _exported(archive: Archive, found: Contents, dtype: torch.dtype, vocab: int) -> list[Piece]:
     use_master = dtype != found.dtype and found.master is not None
 
-    def read(ours: str, part: Chunk | None) -> torch.Tensor:
-        key = contents.state_key(found.master, ours) if use_master and found.master else ours
-        return archive.read(key, part).to(dtype)
+    def read(source: _Counterpart) -> torch.Tensor:
+        full = found.weights[source.key].shape
+        key = contents.state_key(found.master, source.key) if use_master else source.key
+        if source.layer is None:
+            return archive.read(key, Chunk.whole(source.shape), dtype)
+        data = archive.read(key, Chunk.layer(full, source.layer), dtype)[0]
+        return split(source.key, data, archive.arguments)[source.part].clone()
 
-    def top(ours: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return read(ours, Chunk(offset=(0,) * len(shape), size=shape))
-
-    def layer(ours: str, number: int, which: int) -> torch.Tensor:
-        full = found.weights[contents.LAYERS + ours].shape
-        part = Chunk(offset=(number,) + (0,) * (len(full) - 1), size=(1, *full[1:]))
-        data = read(contents.LAYERS + ours, part)[0]
-        return llama.split(ours, data, arguments)[which].clone()
-
-    makers = {
-        theirs: partial(top, ours, shapes.get(theirs, ())) for ours, theirs in llama.TOP.items()
-    }
-    for number in range(arguments["num_layers"]):
-        for ours, names in llama.IN_LAYER.items():
-            for which, name in enumerate(names):
-                makers[f"model.layers.{number}.{name}"] = partial(layer, ours, number, which)
     return [
-        NamedTensor(name=name, dtype=dtype, shape=shape, make=makers[name])
-        for name, shape in shapes.items()
+        Piece.whole(name, dtype, source.shape, partial(read, source))
+        for name, source in counterparts(archive.arguments, vocab).items()
     ]
 
 
-def _check_written(folder: Path, tensors: list[NamedTensor], *, verify: bool) -> None:
+def _check_written(folder: Path, tensors: list[Piece], *, verify: bool) -> None:
     try:
         written = SafetensorsFolder(folder)
     except Refused as error:
         raise VerificationFailed(f"the result does not read back: {error}") from error
-    expected = {t.name for t in tensors}
+    expected = {tensor.key for tensor in tensors}
     if written.names != expected:
         raise VerificationFailed(f"the result differs in {min(written.names ^ expected)}")
     for tensor in tensors:
-        if written.describe(tensor.name) != (tensor.dtype, tensor.shape):
-            raise VerificationFailed(f"{tensor.name} is {written.describe(tensor.name)}")
-        if verify and num_different(tensor.make, partial(written.read, tensor.name)):
-            raise VerificationFailed(f"{tensor.name} differs from the checkpoint")
+        if written.describe(tensor.key) != (tensor.dtype, tensor.shape):
+            raise VerificationFailed(f"{tensor.key} is {written.describe(tensor.key)}")
+        if verify and num_different(tensor.make, partial(written.read, tensor.key)):
+            raise VerificationFailed(f"{tensor.key} differs from the checkpoint")
 
 
 def load(
     source: Path,
     destination: Path,
-    wish: Wish,
+    changes: Changes,
     *,
     verify: bool = False,
     file_bytes: int = FILE_BYTES,
-) -> Outcome:
+) -> ConversionResult:
     """Makes a checkpoint of iteration 0 from a Hugging Face model, to start from with `--finetune`,
     which makes the masters from the weights.
 
-    The vocabulary is padded with zero rows for `wish.tp`, or to `wish.vocab` rows.
+    The vocabulary is padded with zero rows for `changes.tp`, or to `changes.vocab` rows.
 
     Raises:
         Refused: files or configuration are incomplete, or ask for another network than this
             trainer's.
         VerificationFailed: the result is not what it should be.
-        UsageError: a wish that makes no sense.
+        UsageError: changes that make no sense.
     """
-    arguments = llama.arguments_of(_read_config(source / CONFIG))
+    arguments = config_json.arguments_of(_read_config(source / CONFIG))
     if (source / _ADAPTER).is_file():
         raise Refused(f"{source / _ADAPTER} changes the weights; merge the adapter into its model")
     stored = SafetensorsFolder(source)
     dtype = _check_model(stored, arguments)
     true = arguments["vocab_size"]
-    padded = wish.vocab or pad_vocab_size(true, padding_unit(_DIVISIBLE_BY, [wish.tp or 1]))
+    padded = changes.vocab or pad_vocab_size(true, padding_unit(_DIVISIBLE_BY, [changes.tp or 1]))
     if padded < true:
         raise Refused(
             f"--vocab {padded} would drop tokens: the model has {true}; give at least that"
         )
     arguments["padded_vocab_size"] = padded
-    target = judge(arguments, Contents(weights={}, optimizer="none", dtype=dtype), wish)
+    target = target_of(arguments, Contents(weights={}, optimizer="none", dtype=dtype), changes)
     name = next(name for name, value in DTYPES.items() if value == target.dtype)
     arguments |= arguments_of({**arguments, "virtual_pipeline_model_parallel_size": 1}, target)
     arguments |= {"params_dtype": name, "bf16": name == "bf16", "fp16": name == "fp16"}
@@ -229,23 +238,15 @@ def load(
         pieces=_imported(stored, arguments, target.dtype),
         blobs=_empty_extra_states(arguments["num_layers"]),
     )
-    with staged(source, destination) as root:
-        folder = files.begin(root, 0)
-        write_tensors(folder, recipe.pieces, recipe.blobs, file_bytes=file_bytes)
-        write_common(folder, common)
-        files.finish(root, 0, files.checksums(folder, files.data_files(folder)))
-        num_compared = read_back(folder, target, recipe if verify else None)
-        num_bytes = files.stored_bytes(folder)
-    num_tensors = len({piece.key for piece in recipe.pieces})
-    return Outcome(
-        source=str(source),
-        destination=str(files.folder_of(destination, 0)),
-        iteration=0,
-        layout=str(target.layout),
-        num_tensors=num_tensors,
-        num_rewritten=num_tensors,
-        num_bytes=num_bytes,
-        num_compared=num_compared,
+    return write_checkpoint(
+        source,
+        destination,
+        recipe,
+        common=common,
+        target=target,
+        archive=None,
+        verify=verify,
+        file_bytes=file_bytes,
         notes=("it holds weights only: start from it with --load and --finetune",),
     )
 
@@ -262,9 +263,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _check_model(stored: SafetensorsFolder, arguments: dict[str, Any]) -> torch.dtype:
     """Proves names, shapes and one number format, and returns that."""
-    expected = llama.shapes_of(arguments, arguments["vocab_size"])
+    found = counterparts(arguments, arguments["vocab_size"])
+    expected = {name: source.shape for name, source in found.items()}
     names = {name for name in stored.names if not name.endswith("rotary_emb.inv_freq")}
-    head, table = llama.TOP[contents.HEAD], llama.TOP[contents.EMBEDDING]
+    head, table = TOP[contents.HEAD], TOP[contents.EMBEDDING]
     # A tied head may be stored once more.
     is_repeated = head in names and head not in expected and table in names
     if is_repeated and not num_different(partial(stored.read, head), partial(stored.read, table)):
@@ -283,30 +285,22 @@ def _check_model(stored: SafetensorsFolder, arguments: dict[str, Any]) -> torch.
 def _imported(
     stored: SafetensorsFolder, arguments: dict[str, Any], dtype: torch.dtype
 ) -> list[Piece]:
-    def top(theirs: str, shape: tuple[int, ...]) -> torch.Tensor:
-        data = stored.read(theirs).to(dtype)
-        if data.shape == torch.Size(shape):
-            return data
-        table = torch.zeros(shape, dtype=dtype)
-        table[: data.shape[0]] = data
-        return table
+    def top(key: str, rows: int) -> torch.Tensor:
+        data = stored.read(TOP[key]).to(dtype)
+        return data if data.shape[0] == rows else with_zero_rows(data, rows)
 
-    def layer(ours: str, number: int) -> torch.Tensor:
-        names = (f"model.layers.{number}.{name}" for name in llama.IN_LAYER[ours])
-        parts = [stored.read(name).to(dtype) for name in names]
-        return llama.join(ours, parts, arguments)[None]
+    def layer(key: str, number: int) -> torch.Tensor:
+        names = IN_LAYER[key.removeprefix(contents.LAYERS)]
+        parts = [stored.read(f"model.layers.{number}.{name}").to(dtype) for name in names]
+        return join(key, parts, arguments)[None]
 
     pieces = []
     for key, shape in contents.expected_weights(arguments).items():
-        ours = key.removeprefix(contents.LAYERS)
-        if ours == key:
-            part = Chunk(offset=(0,) * len(shape), size=shape)
-            make = partial(top, llama.TOP[key], shape)
-            pieces.append(Piece(key=key, dtype=dtype, shape=shape, part=part, make=make))
+        if key in TOP:
+            pieces.append(Piece.whole(key, dtype, shape, partial(top, key, shape[0])))
             continue
         for number in range(shape[0]):
-            part = Chunk(offset=(number,) + (0,) * (len(shape) - 1), size=(1, *shape[1:]))
-            make = partial(layer, ours, number)
+            part, make = Chunk.layer(shape, number), partial(layer, key, number)
             pieces.append(Piece(key=key, dtype=dtype, shape=shape, part=part, make=make))
     return pieces
 
@@ -322,3 +316,81 @@ def _empty_extra_states(num_layers: int) -> dict[str, Any]:
         for module in modules
         for i in range(num_layers)
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counterpart:
+    """Where a checkpoint has the values of one tensor of a Hugging Face model."""
+
+    key: str
+    """Key in the checkpoint."""
+    shape: tuple[int, ...]
+    """Shape in the model."""
+    layer: int | None = None
+    """Place on the first axis, for tensors of a layer."""
+    part: int = 0
+    """Which of those that `split` returns."""
+
+
+def counterparts(arguments: Mapping[str, Any], vocab: int) -> dict[str, _Counterpart]:
+    """The tensors of a Hugging Face model by name, layer by layer.
+
+    Args:
+        arguments: flags that `config.json` can express.
+        vocab: rows of the embedding.
+    """
+    weights = contents.expected_weights({**arguments, "padded_vocab_size": vocab})
+    found = {
+        theirs: _Counterpart(key=ours, shape=weights[ours])
+        for ours, theirs in TOP.items()
+        if ours in weights
+    }
+    for number in range(arguments["num_layers"]):
+        for ours, names in IN_LAYER.items():
+            key = contents.LAYERS + ours
+            if key not in weights:
+                continue
+            _, rows, *width = weights[key]
+            for part, (name, size) in enumerate(zip(names, _sizes(key, rows, arguments))):
+                found[f"model.layers.{number}.{name}"] = _Counterpart(
+                    key=key, shape=(size, *width), layer=number, part=part
+                )
+    return found
+
+
+def _sizes(key: str, rows: int, arguments: Mapping[str, Any]) -> list[int]:
+    """Rows of each tensor that `split` makes of one layer's tensor."""
+    if _is_qkv(key):
+        width = contents.head_width(arguments)
+        key_value = contents.query_groups(arguments) * width
+        return [arguments["num_attention_heads"] * width, key_value, key_value]
+    parts = len(IN_LAYER[key.removeprefix(contents.LAYERS)])
+    return [rows // parts] * parts
+
+
+def _is_qkv(key: str) -> bool:
+    return key.endswith(("linear_qkv.weight", "linear_qkv.bias"))
+
+
+def split(key: str, data: torch.Tensor, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Cuts one layer's tensor into those of `IN_LAYER`.
+
+    Queries, keys and values are stored by group: the query heads of the group, its key head, its
+    value head. Gate and up projection lie one after the other.
+    """
+    if not _is_qkv(key):
+        return list(data.chunk(len(IN_LAYER[key.removeprefix(contents.LAYERS)])))
+    groups, width = contents.query_groups(arguments), contents.head_width(arguments)
+    per_group = arguments["num_attention_heads"] // groups
+    view = data.reshape(groups, per_group + 2, width, *data.shape[1:])
+    parts = (view[:, :per_group], view[:, per_group], view[:, per_group + 1])
+    return [part.reshape(-1, *data.shape[1:]) for part in parts]
+
+
+def join(key: str, parts: list[torch.Tensor], arguments: Mapping[str, Any]) -> torch.Tensor:
+    """Inverse of `split`."""
+    if not _is_qkv(key):
+        return torch.cat(parts)
+    groups, width = contents.query_groups(arguments), contents.head_width(arguments)
+    views = [part.reshape(groups, -1, width, *part.shape[1:]) for part in parts]
+    return torch.cat(views, dim=1).reshape(-1, *parts[0].shape[1:])

@@ -6,38 +6,18 @@ import contextlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.training.checkpoint.convert.refusal import Refused
-from megatron.training.common.errors import UsageError
+from megatron.training.checkpoint.convert.writing import Piece, grouped
+from megatron.training.common.errors import Refused, UsageError
 
 INDEX = "model.safetensors.index.json"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedTensor:
-    """A tensor to be written, made when its turn comes."""
-
-    name: str
-    """Its name in the file."""
-    dtype: torch.dtype
-    """Number format."""
-    shape: tuple[int, ...]
-    """Its shape."""
-    make: Callable[[], torch.Tensor]
-    """Gives the data."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def _safe_open(path: Path) -> Any:
@@ -143,13 +123,13 @@ def _only_file(folder: Path) -> list[str]:
     return found
 
 
-def write_folder(folder: Path, tensors: Sequence[NamedTensor], *, shard_bytes: int) -> None:
+def write_folder(folder: Path, tensors: Sequence[Piece], *, shard_bytes: int) -> None:
     """Writes tensors into one file, or into several with an index where they exceed `shard_bytes`.
 
     safetensors' own writer wants all tensors of a file at once; the format is a length, a JSON
     header and the data in a row, so that each tensor can be made, written and dropped.
     """
-    shards = list(_sharded(tensors, shard_bytes))
+    shards = list(grouped(tensors, shard_bytes))
     if len(shards) == 1:
         _write_file(folder / "model.safetensors", shards[0])
         return
@@ -157,7 +137,7 @@ def write_folder(folder: Path, tensors: Sequence[NamedTensor], *, shard_bytes: i
     for i, shard in enumerate(shards, start=1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / name, shard)
-        weight_map.update({t.name: name for t in shard})
+        weight_map.update({t.key: name for t in shard})
     total = sum(t.num_bytes for t in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_json(folder / INDEX, index)
@@ -171,21 +151,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _sharded(tensors: Sequence[NamedTensor], limit: int) -> Iterator[list[NamedTensor]]:
-    shard: list[NamedTensor] = []
-    for tensor in tensors:
-        if shard and sum(t.num_bytes for t in shard) + tensor.num_bytes > limit:
-            yield shard
-            shard = []
-        shard.append(tensor)
-    yield shard
-
-
-def _write_file(path: Path, tensors: Sequence[NamedTensor]) -> None:
+def _write_file(path: Path, tensors: Sequence[Piece]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        header[tensor.name] = {
+        header[tensor.key] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + tensor.num_bytes],
@@ -198,7 +168,7 @@ def _write_file(path: Path, tensors: Sequence[NamedTensor]) -> None:
         file.write(text)
         for tensor in tensors:
             data = tensor.make().contiguous()
-            assert data.dtype == tensor.dtype and tuple(data.shape) == tensor.shape, tensor.name
+            assert data.dtype == tensor.dtype and tuple(data.shape) == tensor.shape, tensor.key
             file.write(data.reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What a checkpoint is to become: judged by the rules of a launch, put into the common state."""
+"""What a checkpoint becomes: checked by the rules of a launch, then put into its common state."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ import torch
 
 from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.checks import Contents
-from megatron.training.checkpoint.convert.refusal import Refused
 from megatron.training.checkpoint.files import OUR_KEY
-from megatron.training.common.errors import UsageError
+from megatron.training.common.errors import Refused, UsageError
 from megatron.training.config.batch_schedule import make_schedule
-from megatron.training.config.layer_partition import text_of_cut
 from megatron.training.config.layout import Layout, further_sizes, layout_problems
+from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = ("distributed", "plain", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class Changes:
     """What the user asked for; None keeps what is stored.
 
     Raises:
@@ -82,16 +81,16 @@ def stored_layout(arguments: Mapping[str, Any]) -> Layout:
     )
 
 
-def wished_layout(arguments: Mapping[str, Any], wish: Wish) -> Layout:
+def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
     """The stored layout with what was asked for instead.
 
     Raises:
         UsageError: a virtual pipeline without a pipeline.
     """
     stored = stored_layout(arguments)
-    sizes = {name: getattr(wish, name) for name in ("tp", "pp", "vpp", "dp")}
+    sizes = {name: getattr(changes, name) for name in ("tp", "pp", "vpp", "dp")}
     merged = {**stored.to_json(), **{n: s for n, s in sizes.items() if s is not None}}
-    if merged["pp"] == 1 and wish.vpp is None:
+    if merged["pp"] == 1 and changes.vpp is None:
         merged["vpp"] = 1
     if (merged["pp"], merged["vpp"]) != (stored.pp, stored.vpp):
         merged.pop("cut", None)
@@ -134,71 +133,73 @@ def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]
     )
 
 
-def judge(arguments: Mapping[str, Any], found: Contents, wish: Wish) -> Target:
+def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -> Target:
     """Decides what the checkpoint becomes.
 
     Raises:
-        UsageError: a wish that makes no sense.
+        UsageError: changes that make no sense.
         Refused: a target that would not load.
     """
-    layout = wished_layout(arguments, wish)
-    vocab, notes = _vocabulary(arguments, wish)
+    layout = requested_layout(arguments, changes)
+    vocab, notes = _vocabulary(arguments, changes)
     problems = problems_of(arguments, layout, vocab) + batch_problems_of(arguments, layout)
     if problems:
         raise Refused(
             f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --pp, --vpp, "
             "--dp and --vocab change it"
         )
-    if wish.optimizer not in (None, "none") and found.optimizer == "none":
+    if changes.optimizer not in (None, "none") and found.optimizer == "none":
         raise Refused(
-            f"--optimizer {wish.optimizer} needs the moments of Adam, which it does not hold; "
+            f"--optimizer {changes.optimizer} needs the moments of Adam, which it does not hold; "
             "drop the flag and start from the weights with --finetune"
         )
     return Target(
         layout=layout,
         vocab=vocab,
-        dtype=DTYPES[wish.dtype] if wish.dtype else found.dtype,
-        optimizer=wish.optimizer or found.optimizer,
+        dtype=DTYPES[changes.dtype] if changes.dtype else found.dtype,
+        optimizer=changes.optimizer or found.optimizer,
         notes=tuple(notes),
     )
 
 
-def check_vocabulary(arguments: Mapping[str, Any], wish: Wish) -> int | None:
+def check_vocabulary(arguments: Mapping[str, Any], changes: Changes) -> int | None:
     """Proves that no row of a token would go.
 
     Returns:
-        How many rows are tokens, None if neither flags nor wish say it.
+        How many rows are tokens, None if neither flags nor changes say it.
 
     Raises:
         UsageError: rows would go, and nothing says how many are tokens.
         Refused: a token's row would go.
     """
+    rows, told = changes.vocab, changes.true_vocab
     stored, known = int(arguments["padded_vocab_size"]), contents.true_vocab_size(arguments)
-    if wish.true_vocab is not None and known is not None and wish.true_vocab < known:
-        raise Refused(f"--true-vocab {wish.true_vocab}: the stored flags say {known}; drop it")
-    true = wish.true_vocab or known
-    if wish.vocab is not None and wish.vocab < stored and true is None:
+    if told is not None and known is not None and told < known:
+        raise Refused(f"--true-vocab {told}: the stored flags say {known}; drop it")
+    true = told or known
+    if rows is None or rows >= stored:
+        return true
+    if true is None:
         raise UsageError(
-            f"--vocab {wish.vocab} drops rows, and the stored flags do not say how many tokens the "
+            f"--vocab {rows} drops rows, and the stored flags do not say how many tokens the "
             "tokenizer has; say it with --true-vocab"
         )
-    if wish.vocab is not None and true is not None and wish.vocab < min(true, stored):
+    if rows < min(true, stored):
         raise Refused(
-            f"--vocab {wish.vocab} would drop tokens: the tokenizer has {true}; give at least that"
+            f"--vocab {rows} would drop tokens: the tokenizer has {true}; give at least that"
         )
     return true
 
 
-def _vocabulary(arguments: Mapping[str, Any], wish: Wish) -> tuple[int, list[str]]:
+def _vocabulary(arguments: Mapping[str, Any], changes: Changes) -> tuple[int, list[str]]:
     stored = int(arguments["padded_vocab_size"])
-    check_vocabulary(arguments, wish)
-    if wish.vocab is None or wish.vocab == stored:
+    check_vocabulary(arguments, changes)
+    rows = changes.vocab or stored
+    if rows == stored:
         return stored, []
-    kind = "rows of padding are dropped" if wish.vocab < stored else "rows of zeros are added"
-    change = abs(wish.vocab - stored)
-    return wish.vocab, [
-        f"{change} {kind}; they take part in the softmax, so the loss changes at once"
-    ]
+    kind = "rows of padding are dropped" if rows < stored else "rows of zeros are added"
+    change = abs(rows - stored)
+    return rows, [f"{change} {kind}; they take part in the softmax, so the loss changes at once"]
 
 
 def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dict[str, Any]:
@@ -229,37 +230,18 @@ def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dic
 def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Flags that name the layout and the vocabulary of the target."""
     layout = target.layout
-    is_ours = arguments.get("virtual_pipeline_model_parallel_size") is not None
-    # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
-    virtual = layout.vpp if layout.vpp > 1 or is_ours else None
+    values = layout_fields(layout, arguments.get("mtp_num_layers") or 0)
+    if layout.vpp == 1 and arguments.get("virtual_pipeline_model_parallel_size") is None:
+        # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
+        values["virtual_pipeline_model_parallel_size"] = None
+    values = {n: v for n, v in values.items() if n in arguments or n not in UNEVEN_FIELDS}
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": virtual,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
-        **_cut_of(arguments, layout),
+        **values,
         "overlap_p2p_comm": layout.vpp > 1,
-        "data_parallel_size": layout.dp,
         "world_size": layout.world_size,
         "sequence_parallel": bool(arguments.get("sequence_parallel")) and layout.tp > 1,
         "padded_vocab_size": target.vocab,
     }
-
-
-def _cut_of(arguments: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Flags of uneven stages, where the checkpoint knows of such."""
-    further = arguments.get("mtp_num_layers") or 0
-    text = text_of_cut(layout.cut, further) if layout.cut else None
-    values = {
-        "pipeline_model_parallel_layout": text,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "layers_of_chunks": list(layout.cut) if layout.cut else None,
-    }
-    return {name: value for name, value in values.items() if name in arguments}
 
 
 def _set_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> None:

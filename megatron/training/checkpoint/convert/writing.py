@@ -1,10 +1,13 @@
-"""Writing a `torch_dist` checkpoint rectangle by rectangle, with torch's own writer."""
+"""Writes a `torch_dist` checkpoint rectangle by rectangle, with torch's own writer, whole or not at
+all."""
 
 from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -23,14 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 
-from megatron.training.checkpoint.convert.archive import COMMON
-from megatron.training.checkpoint.convert.coverage import Chunk
+from megatron.training.checkpoint.convert.archive import Chunk
+from megatron.training.checkpoint.files import COMMON
+from megatron.training.common.errors import UsageError
 
 FILE_BYTES = 1 << 26
 """Tensors that share a file are all in memory until it is written: no more than this, or than the
@@ -52,35 +55,26 @@ class Piece:
     make: Callable[[], torch.Tensor]
     """Gives the data, of the shape of the part."""
 
+    @classmethod
+    def whole(
+        cls, key: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
+    ) -> Piece:
+        """All of a tensor."""
+        return cls(key=key, dtype=dtype, shape=shape, part=Chunk.whole(shape), make=make)
+
     @property
     def num_bytes(self) -> int:
         """Size of the data."""
         return self.part.volume * self.dtype.itemsize
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """Makes each piece when the writer comes to it."""
 
     def __init__(self, pieces: Sequence[Piece], blobs: Mapping[str, Callable[[], bytes]]) -> None:
+        super().__init__()
         self.pieces = {(p.key, p.part.offset): p for p in pieces}
         self.blobs = blobs
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Nothing to set up."""
-
-    def create_local_plan(self) -> SavePlan:
-        """Plans are made by `write_tensors`."""
-        return SavePlan([])
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Plans are made by `write_tensors`."""
-        return all_plans, Metadata({})
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of one item."""
@@ -117,7 +111,7 @@ def write_tensors(
     )
     planner = _Planner(pieces, blobs)
     writer.set_up_storage_writer(True)
-    plans = [SavePlan([_item_of(p) for p in group]) for group in _grouped(pieces, file_bytes)]
+    plans = [SavePlan([_item_of(p) for p in group]) for group in grouped(pieces, file_bytes)]
     if blobs:
         objects = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in sorted(blobs)]
         plans.append(SavePlan(objects))
@@ -143,7 +137,8 @@ def _chunk(part: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
 
 
-def _grouped(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+def grouped(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
+    """Pieces for one file after another: at most `limit` bytes, or one piece."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -173,3 +168,45 @@ def write_common(folder: Path, common: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+@contextmanager
+def staged(source: Path, destination: Path) -> Iterator[Path]:
+    """Gives an empty folder that becomes `destination` if the block ends well, and is removed if
+    not. Every file in it is on the disk before it gets its name.
+
+    A kill leaves `.NAME.unfinished-PID` beside it, never a part of `destination`.
+
+    Args:
+        source: folder that is read; must not hold the destination, nor lie in it.
+        destination: must not exist, or be an empty folder.
+
+    Raises:
+        UsageError: the destination is taken, or entangled with the source.
+        OSError: the file system refuses.
+    """
+    target, origin = destination.resolve(), source.resolve()
+    if target == origin or origin in target.parents or target in origin.parents:
+        raise UsageError(f"DST {destination} and SRC {source} overlap; name another DST")
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UsageError(f"DST {destination} exists; name another or remove it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for path in (*(Path(folder, name) for name in names), Path(folder)):
+                _sync(path)
+        os.rename(temporary, target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -10,17 +10,17 @@ from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.convert.archive import Archive, StoredTensor
 from megatron.training.checkpoint.convert.checks import check_contents, check_files, check_truth
-from megatron.training.checkpoint.convert.refusal import Refused
 from megatron.training.checkpoint.convert.target import (
     batch_problems_of,
     problems_of,
     stored_layout,
 )
+from megatron.training.common.errors import Refused
 from megatron.training.config.layout import Layout
 
 
 def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
-    """Everything that `tools/inspect_checkpoint.py` prints, as JSON-safe values.
+    """Everything that the command inspect-checkpoint prints, as JSON-safe values.
 
     Args:
         archive: the checkpoint.
