@@ -20,7 +20,12 @@ from megatron.training.config.arguments import (
     with_checkpoint_args,
 )
 from megatron.training.config.fields import field_docstrings, option, option_specs
-from megatron.training.config.known_flags import DEPRECATED, FAMILIES, KnownFlag, known_flags
+from megatron.training.config.known_flags import (
+    KnownFlag,
+    deprecated,
+    known_flags,
+    refused_beginnings,
+)
 from megatron.training.config.layout import Layout
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, names_a_way_on
 
@@ -218,7 +223,7 @@ def test_refused_flags_say_why_and_what_to_do() -> None:
         parse_args([word for flag in REFUSED for word in words_of(flag)])
     lines = str(error.value).split("\n")
     assert lines == [f"{' '.join(words_of(f))} is refused: {f.refusal}" for f in REFUSED]
-    assert all(map(names_a_way_on, [*lines, *FAMILIES.values()]))
+    assert all(map(names_a_way_on, [*lines, *refused_beginnings().values()]))
 
 
 def test_values_that_ask_for_nothing_need_no_note() -> None:
@@ -241,7 +246,7 @@ def test_no_flag_of_megatron_lm_is_unknown() -> None:
         elif known is not None:
             mine, values = known.nargs, None if known.choices is None else sorted(known.choices)
         else:
-            if not name.startswith(tuple(FAMILIES)):
+            if not name.startswith(tuple(refused_beginnings())):
                 problems.append(f"{name} is not known")
             continue
         # A string that is read otherwise than there is no other flag.
@@ -252,7 +257,7 @@ def test_no_flag_of_megatron_lm_is_unknown() -> None:
 
 def test_what_was_given_up_names_its_successor() -> None:
     ours = {s for group in GROUPS.values() for spec in option_specs(group) for s in spec.strings}
-    assert set(DEPRECATED.values()) <= ours and not set(DEPRECATED) & ours
+    assert set(deprecated().values()) <= ours and not set(deprecated()) & ours
 
 
 def test_one_note_for_all_ignored_flags() -> None:

@@ -16,11 +16,11 @@ from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
 from megatron.training.config.known_flags import (
-    DEPRECATED,
-    FAMILIES,
     KnownFlag,
+    deprecated,
     known_flags,
     notes_of,
+    refused_beginnings,
 )
 from megatron.training.config.logging import profile_problems
 
@@ -220,7 +220,9 @@ def _unknown(rest: Sequence[str], names: Collection[str]) -> list[str]:
         return [f"unexpected argument {rest[0]!r}; every value follows a --flag, remove it"]
     lines = []
     for flag in dict.fromkeys(flags):
-        family = next((why for start, why in FAMILIES.items() if flag.startswith(start)), None)
+        family = next(
+            (why for start, why in refused_beginnings().items() if flag.startswith(start)), None
+        )
         if family is not None:
             lines.append(f"{flag} is refused: {family}")
             continue
@@ -247,7 +249,7 @@ def nearest_flag(flag: str, names: Collection[str]) -> str | None:
     turns something off is never offered for what turns it on, nor a flag that Megatron-LM gave up.
     """
     plain = _letters(flag)
-    spelled = {_letters(name): name for name in sorted(names)[::-1] if name not in DEPRECATED}
+    spelled = {_letters(name): name for name in sorted(names)[::-1] if name not in deprecated()}
     if plain in spelled:
         return spelled[plain]
     alike = [name for name in spelled if _turns_off(name) == _turns_off(plain)]
