@@ -105,11 +105,11 @@ def leave_course(outcome: "Outcome", code: int) -> None:
     if code != 0 or is_urgent or kind_of(outcome) != "done":
         return
     try:
-        from copus_ext.monitor import timeline
+        from copus_ext.monitor import trace
     except Exception as error:  # the run is done all the same
         logger.warning("--profile: no trace of decisions, tools/trace.py makes it: %r", error)
         return
-    timeline.leave_course(outcome.run_dir)
+    trace.leave_trace(outcome.run_dir)
 
 
 def _fail(error: Exception, code: int) -> int:

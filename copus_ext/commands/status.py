@@ -12,20 +12,34 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.live import Live
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.monitor.now import RunStatus, read_now
-from copus_ext.monitor.screen import screen
+from copus_ext.monitor.run_files import CONFIG_FILE, END_BYTES, RunReader
+from copus_ext.monitor.run_status import RunStatus, status_of
+from copus_ext.monitor.terminal import screen
 from megatron.training.common.program import program_name, tell
 from megatron.training.logging.metrics import METRICS_FILE, encode
-from megatron.training.logging.tail_reader import open_plain
 
 _EVERY_S = 2.0
 _LEAST_S = 0.1
-_FILES = (METRICS_FILE, JOURNAL, "config.json", "control")
+_FILES = (METRICS_FILE, JOURNAL, CONFIG_FILE, "control")
+_SERVED = ("--serve", "--address", "--port", "--token", "--token-file")
+
+
+class _Served(argparse.Action):
+    """A flag of the page server that was removed."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Says what to use instead."""
+        parser.error(
+            f"{'/'.join(self.option_strings)} was removed; use `python tools/report.py RUN -o FILE "
+            "--follow` for a page that updates itself, and `python -m http.server --bind 127.0.0.1 "
+            "--directory FOLDER` to reach it through ssh -L"
+        )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,127 +57,79 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const=_EVERY_S,
         metavar="SECONDS",
-        help=f"show it again every so many seconds (default: {_EVERY_S:g}), until it is done",
+        help=f"show it again every SECONDS (default: {_EVERY_S:g}) until the run is done",
     )
-    p.add_argument("--serve", action="store_true", help="show a page that goes on updating")
-    p.add_argument("--address", default="127.0.0.1", help="of --serve (default: %(default)s)")
-    p.add_argument("--port", type=int, default=8642, help="of --serve (default: %(default)s)")
-    token = p.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token",
-        action="store_true",
-        help="of --serve: make a token and show the link with it; without it nothing is answered. "
-        "Other addresses than this need one",
-    )
-    token.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="the same with the first line of FILE"
-    )
+    for flag in _SERVED:
+        p.add_argument(flag, action=_Served, nargs="*", help=argparse.SUPPRESS)
     return p
-
-
-def problem_of(run: Path) -> str:
-    """Why a directory is no run; empty if it is."""
-    if not run.is_dir():
-        return f"{run} is no directory; give the --run-dir (or --save) of the run"
-    try:
-        is_run = any((run / name).exists() for name in _FILES)
-    except OSError as error:
-        return f"{run} cannot be read: {error.strerror or error}"
-    for name in (METRICS_FILE, JOURNAL):
-        try:
-            open_plain(run / name).close()
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            return f"{run / name} cannot be read: {error.strerror or error}"
-    return "" if is_run else f"{run} holds no run: neither {METRICS_FILE} nor {JOURNAL} is there"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Shows the run; returns the exit code, which is 0 when the reader or the user has enough."""
-    try:
-        return answer(argv)
-    except (BrokenPipeError, KeyboardInterrupt):
-        return 0
-
-
-def answer(argv: list[str] | None) -> int:
-    """Shows what the flags ask for."""
     p = parser()
     args = p.parse_args(argv)
     if args.follow is not None and not args.follow >= _LEAST_S:
         p.error(f"--follow {args.follow:g} must be at least {_LEAST_S:g} s")
-    if args.serve and (args.json or args.follow is not None):
-        p.error("--serve goes without --json and --follow")
-    if problem := problem_of(args.run):
-        tell("status.py", f"error: {problem}")
-        return 5
-    if args.serve:
-        return show_page(p, args)
-    if args.json:
-        show_lines(args.run, args.follow)
-    else:
-        show_screen(args.run, args.follow)
-    return 0
-
-
-def show_page(p: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    """Serves the page until Ctrl-C."""
     try:
-        from copus_ext.monitor.serve import read_token, serve
-    except ImportError as error:
-        p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
-    try:
-        token = None if args.token_file is None else read_token(args.token_file)
-    except ValueError as error:
-        p.error(str(error))
+        if problem := problem_of(args.run):
+            return _say(problem)
+        show(RunReader(args.run, most_bytes=END_BYTES), args.follow, as_json=args.json)
+    except (BrokenPipeError, KeyboardInterrupt):
+        return 0
     except OSError as error:
-        line = f"--token-file {args.token_file} cannot be read: {error.strerror or error}"
-        tell("status.py", f"error: {line}")
-        return 5
-    where = {"address": args.address, "port": args.port}
-    try:
-        serve(args.run, **where, token=token, makes_token=args.token)
-    except ValueError as error:
-        p.error(str(error))
-    except ImportError as error:
-        p.error(f'--serve needs {error.name}; run: pip install -e ".[report]"')
-    except (OSError, OverflowError) as error:
-        p.error(f"--port {args.port} of --address {args.address} cannot be had: {error}")
+        return _say(f"{args.run} cannot be read: {error}")
     return 0
 
 
-def show_lines(run: Path, every_s: float | None) -> None:
-    """Prints JSON, once or again and again."""
+def problem_of(run: Path) -> str:
+    """Why a directory is no run; empty if it is one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not run.is_dir():
+        return f"{run} is no directory; give the --run-dir (or --save) of the run"
+    is_run = any((run / name).exists() or (run / name).is_symlink() for name in _FILES)
+    return "" if is_run else f"{run} holds no run: neither {METRICS_FILE} nor {JOURNAL} is there"
+
+
+def show(reader: RunReader, every_s: float | None, *, as_json: bool) -> None:
+    """Prints the status, once or until the run is done.
+
+    On a terminal the screen stays in place; in a pipe one follows the other.
+
+    Raises:
+        OSError: a file of the run cannot be read.
+    """
+    console, status = Console(highlight=False), status_of(reader)
+    if every_s is not None and console.is_terminal and not as_json:
+        with Live(screen(status), console=console, auto_refresh=False) as live:
+            while not is_over(status):
+                time.sleep(every_s)
+                status = status_of(reader)
+                live.update(screen(status), refresh=True)
+        return
     while True:
-        now = read_now(run)
-        print(encode(dataclasses.asdict(now)), flush=True)
-        if every_s is None or is_over(now):
+        if as_json:
+            print(encode(dataclasses.asdict(status)), flush=True)
+        else:
+            console.print(screen(status))
+        if every_s is None or is_over(status):
             return
         time.sleep(every_s)
-
-
-def show_screen(run: Path, every_s: float | None) -> None:
-    """Prints the screen, once or in the same place again and again; in a pipe below each other."""
-    console, now = Console(highlight=False), read_now(run)
-    if every_s is None or not console.is_terminal:
-        console.print(screen(now))
-        while every_s is not None and not is_over(now):
-            time.sleep(every_s)
-            now = read_now(run)
+        status = status_of(reader)
+        if not as_json:
             console.print()
-            console.print(screen(now))
-        return
-    with Live(screen(now), console=console, auto_refresh=False) as live:
-        while not is_over(now):
-            time.sleep(every_s)
-            now = read_now(run)
-            live.update(screen(now), refresh=True)
 
 
-def is_over(now: RunStatus) -> bool:
-    """Whether nothing will come any more; a run that failed may be started again."""
-    return now.state == "done"
+def is_over(status: RunStatus) -> bool:
+    """Whether nothing more will come; a run that failed may be started again."""
+    return status.state == "done"
+
+
+def _say(problem: str) -> int:
+    tell("status.py", f"error: {problem}")
+    return 5
 
 
 if __name__ == "__main__":

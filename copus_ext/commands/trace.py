@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from copus_ext.monitor.timeline import FILE, course, folder_of, traces_of, with_steps, write_trace
+from copus_ext.monitor.trace import FILE, folder_of, timeline, traces_of, with_steps, write_trace
 from megatron.training.common.program import program_name, tell
 
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.run.is_dir():
         return _say(f"{args.run} is no directory; give the --run-dir (or --save) of the run", 5)
     try:
-        trace, paths = course(args.run), traces_of(args.run)
+        trace, paths = timeline(args.run), traces_of(args.run)
         output = args.output or folder_of(args.run) / FILE
     except OSError as error:
         return _say(f"the run cannot be read: {error}", 5)

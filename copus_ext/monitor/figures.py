@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from copus_ext.goodput.state import WINDOW_STEPS
-from copus_ext.monitor.decisions import Decisions
-from copus_ext.monitor.history import RunHistory
-from copus_ext.monitor.thin import Column, kept, running_mean, running_rate, turns
-from copus_ext.monitor.words import graded, headline, percent, seconds
+from copus_ext.monitor.downsample import Column, changes, downsample, running_mean, running_rate
+from copus_ext.monitor.explain import headline, outcome_result, percent, seconds
+from copus_ext.monitor.run_files import RunHistory
+from copus_ext.monitor.values import number
 from copus_ext.reshard.phases import BACK, PHASES, TOGETHER
 
 _MOST_POINTS, _LEAST_POINTS = 2400, 300
@@ -26,7 +26,6 @@ _FAR = 100.0
 """Times the top of a picture."""
 _NO_PHASES = "new processes"
 
-Run = tuple[RunHistory, Decisions]
 Figure = dict[str, Any]
 
 
@@ -35,20 +34,20 @@ def most_points(num_runs: int) -> int:
     return max(_MOST_POINTS // max(num_runs, 1), _LEAST_POINTS)
 
 
-def loss_figure(runs: Sequence[Run]) -> Figure:
+def loss_figure(runs: Sequence[RunHistory]) -> Figure:
     """Training loss, its mean, evaluations and changes."""
     data: list[dict[str, Any]] = []
-    for color, (run, decisions) in enumerate(runs):
-        losses = [step.loss for step in run.steps]
+    for color, run in enumerate(runs):
+        losses = [step.finite_loss for step in run.steps]
         mean = running_mean(losses, WINDOW_STEPS)
         style = {"width": 1}
-        raw = _along(run, kept([losses], most_points(len(runs))), losses, color, line=style)
-        smooth = _along(run, kept([mean], most_points(len(runs)) // 4), mean, color)
+        raw = _along(run, downsample([losses], most_points(len(runs))), losses, color, line=style)
+        smooth = _along(run, downsample([mean], most_points(len(runs)) // 4), mean, color)
         data += [
             raw | _named(run, runs, "loss") | {"opacity": 0.4, "hovertemplate": _HOVER_LOSS},
             smooth | _named(run, runs, f"mean of {WINDOW_STEPS} steps"),
             _evaluations(run, _own(color, 1, runs)) | _named(run, runs, "evaluation"),
-            _changes(run, decisions, mean, _own(color, 2, runs)) | _named(run, runs, "change"),
+            _changes(run, mean, _own(color, 2, runs)) | _named(run, runs, "change"),
         ]
     return {
         "id": "loss",
@@ -66,10 +65,10 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
 _HOVER_LOSS = "step %{customdata}: loss %{y:.6g}<extra></extra>"
 
 
-def course_figure(runs: Sequence[Run]) -> Figure:
+def course_figure(runs: Sequence[RunHistory]) -> Figure:
     """Batch, layout, learning rate and throughput."""
     data: list[dict[str, Any]] = []
-    for color, (run, _) in enumerate(runs):
+    for color, run in enumerate(runs):
         steps = run.steps
         stairs = {"shape": "hv", "width": 2}
         batch, micro = [s.batch for s in steps], [s.micro for s in steps]
@@ -79,21 +78,21 @@ def course_figure(runs: Sequence[Run]) -> Figure:
         most = most_points(len(runs)) // 2
         hidden = {"showlegend": False}  # their panels have names
         data += [
-            _along(run, turns(batch), batch, color, line=stairs) | _named(run, runs, "batch"),
-            _along(run, turns(micro), micro, color, line=stairs | {"dash": "dot"})
+            _along(run, changes(batch), batch, color, line=stairs) | _named(run, runs, "batch"),
+            _along(run, changes(micro), micro, color, line=stairs | {"dash": "dot"})
             | _named(run, runs, "micro-batch"),
-            _along(run, turns(layouts), layouts, color, line=stairs, axis="y2")
+            _along(run, changes(layouts), layouts, color, line=stairs, axis="y2")
             | _named(run, runs, "layout")
             | hidden,
-            _along(run, kept([rates], most), rates, color, axis="y3")
+            _along(run, downsample([rates], most), rates, color, axis="y3")
             | _named(run, runs, "learning rate")
             | hidden,
-            _along(run, kept([speed], most), speed, color, axis="y4")
+            _along(run, downsample([speed], most), speed, color, axis="y4")
             | _named(run, runs, "samples/s")
             | hidden,
         ]
-    sizes = {s.batch for run, _ in runs for s in run.steps} | {
-        s.micro for run, _ in runs for s in run.steps
+    sizes = {s.batch for run in runs for s in run.steps} | {
+        s.micro for run in runs for s in run.steps
     }
     names = {name for trace in data if trace["yaxis"] == "y2" for name in trace["y"]}
     layout = _panels()
@@ -135,15 +134,15 @@ def _ticks(sizes: set[int | None]) -> list[int]:
     return powers[:: -(-len(powers) // _MOST_TICKS)] or known[:1]
 
 
-def noise_figure(runs: Sequence[Run]) -> Figure:
+def noise_figure(runs: Sequence[RunHistory]) -> Figure:
     """The measured noise scale with its interval, and the batch."""
     data: list[dict[str, Any]] = []
     top = _top(runs)
-    for color, (run, _) in enumerate(runs):
+    for color, run in enumerate(runs):
         measured = [s for s in run.steps if s.phi is not None or s.low is not None]
         phi, low = [s.phi for s in measured], [s.low for s in measured]
         high, batch = [s.high for s in measured], [s.batch for s in measured]
-        chosen = kept([phi, low, high], most_points(len(runs)) // 2)
+        chosen = downsample([phi, low, high], most_points(len(runs)) // 2)
         line = _along(run, chosen, phi, color, of=measured)
         line["customdata"] = [
             [measured[i].iteration, low[i], high[i], _interval(low[i], high[i])] for i in chosen
@@ -154,7 +153,7 @@ def noise_figure(runs: Sequence[Run]) -> Figure:
             line | _named(run, runs, "noise scale phi") | {"hovertemplate": _HOVER_PHI},
             _along(
                 run,
-                turns(batch),
+                changes(batch),
                 batch,
                 _own(color, 1, runs),
                 of=measured,
@@ -185,9 +184,9 @@ def noise_figure(runs: Sequence[Run]) -> Figure:
 _HOVER_PHI = "step %{customdata[0]}: phi %{y:.4g}, interval %{customdata[3]}<extra></extra>"
 
 
-def _top(runs: Sequence[Run]) -> float:
+def _top(runs: Sequence[RunHistory]) -> float:
     """Upper edge of a picture in which all that is known of noise scales and batches has room."""
-    values = (v for run, _ in runs for s in run.steps for v in (s.phi, s.low, s.high, s.batch))
+    values = (v for run in runs for s in run.steps for v in (s.phi, s.low, s.high, s.batch))
     return 1.5 * max((v for v in values if v is not None), default=1.0)
 
 
@@ -199,12 +198,12 @@ def _interval(low: float | None, high: float | None) -> str:
     return " to ".join(ends)
 
 
-def pauses_figure(runs: Sequence[Run]) -> Figure:
+def pauses_figure(runs: Sequence[RunHistory]) -> Figure:
     """What each change of layout took, by phase."""
     tried = [
         (run, switch)
-        for run, decisions in runs
-        for switch in decisions.switches
+        for run in runs
+        for switch in run.decisions.switches
         if switch.phases or switch.pause_s
     ]
     names: list[str] = []
@@ -247,12 +246,12 @@ def pauses_figure(runs: Sequence[Run]) -> Figure:
     }
 
 
-def prediction_figure(runs: Sequence[Run]) -> Figure:
+def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
     """Predicted against measured throughput of every change."""
     data: list[dict[str, Any]] = []
     both: list[float] = []
-    for color, (run, decisions) in enumerate(runs):
-        known = [o for o in decisions.outcomes if o.predicted and o.speed]
+    for color, run in enumerate(runs):
+        known = [o for o in run.decisions.outcomes if o.predicted and o.speed]
         both += [v for o in known for v in (o.predicted, o.speed) if v is not None]
         data.append(
             {
@@ -260,7 +259,7 @@ def prediction_figure(runs: Sequence[Run]) -> Figure:
                 "mode": "markers",
                 "x": [o.predicted for o in known],
                 "y": [o.speed for o in known],
-                "text": [f"step {o.iteration}: {o.after}: {graded(o)}" for o in known],
+                "text": [f"step {o.iteration}: {o.after}: {outcome_result(o)}" for o in known],
                 "hovertemplate": "%{text}<extra></extra>",
                 "marker": {"size": 11},
                 "meta": {"color": color},
@@ -322,12 +321,12 @@ def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
     return {"x": {**columns, "hours": hours}, "tokens": run.tokens_per_sample}
 
 
-def _own(color: int, index: int, runs: Sequence[Run]) -> int:
+def _own(color: int, index: int, runs: Sequence[RunHistory]) -> int:
     """The colour of a run where there are several; else one of its own for each series."""
     return color if len(runs) > 1 else index
 
 
-def _named(run: RunHistory, runs: Sequence[Run], what: str) -> dict[str, Any]:
+def _named(run: RunHistory, runs: Sequence[RunHistory], what: str) -> dict[str, Any]:
     """Name in the legend; the series of one run are switched together where there are several."""
     if len(runs) == 1:
         return {"name": what}
@@ -335,7 +334,7 @@ def _named(run: RunHistory, runs: Sequence[Run], what: str) -> dict[str, Any]:
 
 
 def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
-    points = [e for e in run.evaluations if e.loss is not None]
+    points = [e for e in run.evaluations if number(e.loss) is not None]
     return {
         "type": "scatter",
         "mode": "markers",
@@ -350,10 +349,10 @@ def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
     }
 
 
-def _changes(run: RunHistory, decisions: Decisions, mean: Column, color: int) -> dict[str, Any]:
+def _changes(run: RunHistory, mean: Column, color: int) -> dict[str, Any]:
     """Marks on the mean loss where something was changed."""
     index = {step.iteration: i for i, step in enumerate(run.steps)}
-    made = [d for d in decisions.made if d.iteration in index]
+    made = [d for d in run.decisions.made if d.iteration in index]
     places = [index[d.iteration] for d in made if d.iteration is not None]
     words = []
     for d in made:

@@ -8,16 +8,16 @@ from typing import Any
 
 from copus_ext.goodput import objectives, policies
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
-from copus_ext.monitor.decisions import Decided, layout_name
+from copus_ext.monitor.explain import explain
+from copus_ext.monitor.journal import DecisionRecord, sizes_of
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
-from copus_ext.monitor.words import told
 
 _MOST_LAYOUTS = 24
 _MOST, _LEAST = 200, 20
 """Landscapes that a page holds, and of a run in any case."""
 
 
-def chosen_decisions(decided: list[Decided], num_runs: int = 1) -> list[Decided]:
+def chosen_decisions(decided: list[DecisionRecord], num_runs: int = 1) -> list[DecisionRecord]:
     """Those whose landscape a page holds: all, if they are few; else the changes, the newest where
     there is no room for all, and of the others as many as there is room for, evenly, the last one
     among them.
@@ -39,7 +39,7 @@ def chosen_decisions(decided: list[Decided], num_runs: int = 1) -> list[Decided]
     return [valid[i] for i in sorted(picked)]
 
 
-def landscape(record: dict[str, Any], decided: Decided) -> dict[str, Any]:
+def landscape(record: dict[str, Any], decided: DecisionRecord) -> dict[str, Any]:
     """What the page needs to draw it.
 
     Args:
@@ -55,7 +55,7 @@ def landscape(record: dict[str, Any], decided: Decided) -> dict[str, Any]:
         "number": decided.number,
         "iteration": decided.iteration,
         "kind": decided.kind,
-        "obeyed": decided.obeyed,
+        "applied": decided.applied,
         "gain": decided.gain,
         "now": _place(decided.now.layout, decided.now.batch, decided.now.micro),
         "to": _place(decided.to.layout, decided.to.batch, decided.to.micro),
@@ -65,10 +65,10 @@ def landscape(record: dict[str, Any], decided: Decided) -> dict[str, Any]:
     }
     try:
         situation = DecisionInputs.from_json(table(record.get("situation")))
-        return found | _cells(situation) | {"words": told(decided, situation)}
+        return found | _cells(situation) | {"words": explain(decided, situation)}
     except FOREIGN:
         unread = "The table of this decision cannot be read by this version."
-        return found | {"words": [*told(decided, None), unread]}
+        return found | {"words": [*explain(decided, None), unread]}
 
 
 def _place(layout: str, batch: int | None, micro: int | None) -> list[Any]:
@@ -80,10 +80,10 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
     shown = []
     for candidate in rows(decision.get("candidates")):
         row = table(candidate.get("row"))
-        sizes = [layout_name(row), row.get("global_batch_size"), row.get("micro_batch_size")]
+        sizes = sizes_of(row)
         numbers = [row.get("samples_per_s"), candidate.get("gain"), candidate.get("needed")]
         verdict = text(candidate.get("verdict"), 300)
-        shown.append([sizes[0], *map(number, [*sizes[1:], *numbers]), verdict])
+        shown.append([sizes.layout, sizes.batch, sizes.micro, *map(number, numbers), verdict])
     return shown
 
 

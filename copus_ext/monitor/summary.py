@@ -1,9 +1,9 @@
-"""What a run is and how it went, as tables of words and numbers; and several runs beside each
-other."""
+"""A run, and several runs beside each other, as tables of words and numbers."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -11,14 +11,13 @@ from typing import Any
 
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput.state import WINDOW_STEPS
-from copus_ext.monitor.decisions import ABANDONED, CALLED_OFF, Decided, Decisions, Outcome
-from copus_ext.monitor.history import Launch, RunHistory
-from copus_ext.monitor.thin import running_mean
-from copus_ext.monitor.values import text
-from copus_ext.monitor.words import headline, percent, result, seconds, step_from, switched
+from copus_ext.monitor.downsample import running_mean
+from copus_ext.monitor.explain import difference, headline, percent, result, seconds, switch_result
+from copus_ext.monitor.journal import ABANDONED, CALLED_OFF, DecisionRecord, OutcomeRecord
+from copus_ext.monitor.liveness import liveness
+from copus_ext.monitor.run_files import QUIET_EVENTS, Launch, RunHistory
+from copus_ext.monitor.values import number, text
 from megatron.training.common.errors import counted
-
-Run = tuple[RunHistory, Decisions]
 
 
 def date(t: float | None) -> str:
@@ -40,16 +39,16 @@ def amount(value: float | None) -> str:
 
 
 def state(run: RunHistory) -> str:
-    """What it is about, or how it ended, as the status screen says it."""
-    signs = run.signs
+    """What it does, or how it ended, as the status screen says it."""
+    signs = liveness(run, t=time.time())
     words = f"{signs.state}: {signs.why}" if signs.why else signs.state
     if run.last is None or signs.state in ("done", "stopped"):
         return words
     return f"{words}; last record {date(run.last)} UTC"
 
 
-def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
-    """What the head of a report says, label and value."""
+def facts(run: RunHistory) -> list[list[str]]:
+    """The head of a report, label and value."""
     last = run.steps[-1] if run.steps else None
     c = run.config
     lines = [
@@ -61,10 +60,10 @@ def facts(run: RunHistory, decisions: Decisions) -> list[list[str]]:
         ["Model", model(c)],
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
-        ["Controller", _controller(decisions, c)],
+        ["Controller", _controller(run)],
         ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
         ["Took", seconds(_between(run.begin, run.last))],
-        ["Of this", "; ".join(time_spent(run, decisions))],
+        ["Of this", "; ".join(time_spent(run))],
         ["Launches", str(len(run.launches) or "")],
         ["Directory", text(run.path, 500)],
     ]
@@ -88,12 +87,12 @@ def model(config: dict[str, Any]) -> str:
     return f"{amount(size)} parameters: {shape}, {heads} heads, sequences of {length} tokens"
 
 
-def time_spent(run: RunHistory, decisions: Decisions) -> list[str]:
+def time_spent(run: RunHistory) -> list[str]:
     """Where the time went, as far as the record says."""
     parts = [
         ("steps", sum(step.seconds or 0.0 for step in run.steps)),
         ("steps that a restart did again", run.undone_s),
-        ("changes of layout", sum(s.pause_s or 0.0 for s in decisions.switches)),
+        ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.switches)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
         ("between launches", sum(_gaps(run.launches))),
     ]
@@ -122,7 +121,8 @@ def _share(done: int, of: Any) -> str:
 
 def final_loss(run: RunHistory) -> float | None:
     """Mean of the last steps."""
-    known = [s.loss for s in run.steps[-WINDOW_STEPS:] if s.loss is not None]
+    losses = (s.finite_loss for s in run.steps[-WINDOW_STEPS:])
+    known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -136,7 +136,7 @@ def _losses(run: RunHistory) -> str:
 
 def _evaluated(run: RunHistory) -> float | None:
     found = (e.loss for e in reversed(run.evaluations) if e.split == "valid")
-    return next(found, None)
+    return number(next(found, None))
 
 
 def _batches(run: RunHistory) -> list[str]:
@@ -154,11 +154,12 @@ def _short(names: list[str], most: int = 8) -> list[str]:
     return [*names[: most // 2], f"({left_out} more)", *names[-(most // 2) :]]
 
 
-def _controller(decisions: Decisions, config: dict[str, Any]) -> str:
+def _controller(run: RunHistory) -> str:
+    decisions = run.decisions
     if not decisions.mode and not decisions.decided:
         return "off"
     made = len(decisions.made)
-    policy = text(config.get("copus_policy"), 40)
+    policy = text(run.config.get("copus_policy"), 40)
     of = f", policy {policy}" if policy else ""
     done = f"{counted(len(decisions.decided), 'decision')}, {counted(made, 'change')}"
     return f"mode {decisions.mode or '?'}{of}: {done}"
@@ -183,9 +184,9 @@ def flags(config: dict[str, Any]) -> list[list[str]]:
     return lines
 
 
-def differing_flags(runs: Sequence[Run]) -> list[list[str]]:
+def differing_flags(runs: Sequence[RunHistory]) -> list[list[str]]:
     """Flags that not all runs have alike: name, and the value of each run."""
-    named = [dict(flags(run.config)) for run, _ in runs]
+    named = [dict(flags(run.config)) for run in runs]
     names = sorted({name for values in named for name in values})
     lines = [[name, *(values.get(name, "-") for values in named)] for name in names]
     return [line for line in lines if len(set(line[1:])) > 1]
@@ -209,24 +210,22 @@ COMPARED = (
 """Columns of `compare`."""
 
 
-def compare(runs: Sequence[Run]) -> tuple[float | None, list[list[str]]]:
+def compare(runs: Sequence[RunHistory]) -> tuple[float | None, list[list[str]]]:
     """Several runs beside each other.
 
     Returns:
         The lowest loss that all of them reached, by the mean of 50 steps, and a line for each.
     """
-    means = [running_mean([s.loss for s in run.steps], WINDOW_STEPS) for run, _ in runs]
+    means = [running_mean([s.finite_loss for s in run.steps], WINDOW_STEPS) for run in runs]
     # Of fewer steps than the mean takes in, the first are no mean.
     ripe = [column[WINDOW_STEPS - 1 :] or column[-1:] for column in means]
     lowest = [min((v for v in column if v is not None), default=None) for column in ripe]
     reached = [value for value in lowest if value is not None]
     common = max(reached) if reached and len(reached) == len(runs) else None
-    return common, [_line(run, d, column, common) for (run, d), column in zip(runs, means)]
+    return common, [_line(run, column, common) for run, column in zip(runs, means)]
 
 
-def _line(
-    run: RunHistory, decisions: Decisions, mean: Sequence[float | None], common: float | None
-) -> list[str]:
+def _line(run: RunHistory, mean: Sequence[float | None], common: float | None) -> list[str]:
     last = run.steps[-1] if run.steps else None
     first = min(WINDOW_STEPS, len(mean)) - 1
     hit = None
@@ -238,7 +237,7 @@ def _line(
     loss, evaluated = final_loss(run), _evaluated(run)
     return [
         run.name,
-        run.signs.state,
+        liveness(run, t=time.time()).state,
         f"{last.iteration:,}" if last else "0",
         amount(_tokens(run)),
         seconds(_between(run.begin, run.last)),
@@ -246,8 +245,8 @@ def _line(
         "-" if evaluated is None else f"{evaluated:.4f}",
         seconds(_between(run.begin, at.t)) if at else "-",
         amount(at.samples * length) if at and length else "-",
-        str(len(decisions.made)),
-        seconds(sum(s.pause_s or 0.0 for s in decisions.switches)),
+        str(len(run.decisions.made)),
+        seconds(sum(s.pause_s or 0.0 for s in run.decisions.switches)),
         str(last.batch) if last and last.batch is not None else "-",
         run.layouts[-1].layout if run.layouts else "-",
     ]
@@ -269,19 +268,19 @@ CHANGED = (
 """Columns of `changes`."""
 
 
-def changes(runs: Sequence[Run]) -> list[list[str]]:
+def changes(runs: Sequence[RunHistory]) -> list[list[str]]:
     """Predicted against measured, of every change."""
-    return [_change(run, o) for run, decisions in runs for o in decisions.outcomes]
+    return [_change(run, o) for run in runs for o in run.decisions.outcomes]
 
 
-def _change(run: RunHistory, o: Outcome) -> list[str]:
+def _change(run: RunHistory, o: OutcomeRecord) -> list[str]:
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
     return [
         run.name,
         str(o.iteration),
-        step_from(o.before, o.after) + (" (loss spike)" if o.spiked else ""),
+        difference(o.before, o.after) + (" (loss spike)" if o.spiked else ""),
         percent(o.gain, sign=True),
         shown(o.speed_before),
         shown(o.predicted),
@@ -293,22 +292,25 @@ def _change(run: RunHistory, o: Outcome) -> list[str]:
     ]
 
 
-def journal(index: int, run: RunHistory, decisions: Decisions) -> list[list[Any]]:
-    """Every line of the journal and what of the record stands beside it, in order of time: run,
-    seconds since the epoch, step, samples, group, what, why, gain, needed, what came of it."""
+def journal(index: int, run: RunHistory) -> list[list[Any]]:
+    """Every line of the journal and every event of the record, in order of time: run, seconds since
+    the epoch, step, samples, group, what, why, gain, needed, outcome."""
+    decisions = run.decisions
     lines = [[index, *_journal_line(d)] for d in decisions.decided]
     tried = {d.switch.number for d in decisions.decided if d.switch is not None}
     for s in decisions.switches:
         if s.number not in tried and s.kind not in (CALLED_OFF, ABANDONED):  # these have a note
             what = f"Change of layout {s.start} to {s.to}"
             where = [index, s.t, s.iteration, s.samples, "change"]
-            lines.append([*where, what, "", None, None, switched(s)])
+            lines.append([*where, what, "", None, None, switch_result(s)])
     for note in decisions.notes:
         group = "trouble" if note.kind in _TROUBLE else "run"
         samples, _ = run.at(note.iteration) if note.iteration is not None else (None, None)
         where = [index, note.t, note.iteration, samples, group]
         lines.append([*where, note.line[:1].upper() + note.line[1:], "", None, None, ""])
     for event in run.events:
+        if event.kind in QUIET_EVENTS:
+            continue
         group = "trouble" if event.kind in _TROUBLE else "run"
         where = [index, event.t, event.iteration, event.samples, group]
         lines.append([*where, event.kind.capitalize(), event.line, None, None, ""])
@@ -331,7 +333,7 @@ _TROUBLE = (
 )
 
 
-def _journal_line(d: Decided) -> list[Any]:
+def _journal_line(d: DecisionRecord) -> list[Any]:
     group = "change" if d.is_change else "stay"
     where = [d.t, d.iteration, d.samples, group]
     return [*where, headline(d), d.reason, d.gain, d.needed, result(d)]

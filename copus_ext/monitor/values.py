@@ -1,17 +1,19 @@
-"""Values that anybody may have written, taken for what they should be or left out."""
+"""Values that anybody may have written, taken if they are of the right kind."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 FOREIGN = (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError)
-"""What goes wrong where a value is not what it should be."""
+"""Errors of reading a value of another kind."""
 LINE = 300
-"""Characters that a screen has for a text."""
+"""Characters of a text on a screen."""
 _MOST_TEXT = 2000
 _ENDLESS = 1e300
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def number(value: Any) -> float | None:
@@ -21,8 +23,10 @@ def number(value: Any) -> float | None:
 
 
 def measured(value: Any) -> float | None:
-    """The value, unchanged, if it is a number, NaN and infinities among them: a loss may be one.
-    A whole number beyond all bounds is none."""
+    """The value, unchanged, if it is a number; NaN and infinities count, also as the record writes
+    them. A whole number beyond all bounds is none."""
+    if isinstance(value, str):
+        return _NON_FINITE.get(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return value if abs(value) < _ENDLESS or isinstance(value, float) else None
@@ -58,7 +62,7 @@ def rows(value: Any) -> list[dict[str, Any]]:
 
 
 def seconds_of(date: Any) -> float | None:
-    """Seconds since the epoch of a date such as the journal has; None if it is none."""
+    """Seconds since the epoch of an ISO date; None if it is none."""
     try:
         return datetime.fromisoformat(date).timestamp()
     except (TypeError, ValueError, OverflowError, OSError):

@@ -1,70 +1,55 @@
-"""The live page in a real browser: it follows what is written and keeps what its reader has set."""
+"""A page of `report --follow` in a real browser: it follows the run and keeps what is chosen."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from copus_ext.monitor import serve, source
+from copus_ext.commands.report import write
+from copus_ext.monitor.report import ReportData
 from tests.browser.browser import Browser
 from tests.helpers.written_runs import WrittenRun
 
-TOKEN = "a-token-of-some-length"
-STEPS = "document.querySelector('#p-loss').data[0].x.at(-1)"
+LAST_STEP = "document.querySelector('#p-loss').data[0].meta.x.steps.at(-1)"
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> WrittenRun:
-    run = WrittenRun(tmp_path / "run")
+def test_it_follows_the_file_and_keeps_zoom_and_choice(chromium: Browser, tmp_path: Path) -> None:
+    run, page = WrittenRun(tmp_path / "run"), tmp_path / "report.html"
     run.step(30)
-    return run
-
-
-@pytest.fixture
-def server(followed: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[serve.ReportServer]:
-    monkeypatch.setattr(source, "POLL_S", 0.2)
-    made = serve.make_server(followed.path, address="127.0.0.1", port=0, token=TOKEN)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
-
-
-def test_it_follows_the_files_and_keeps_zoom_and_choice(
-    chromium: Browser, server: serve.ReportServer, followed: WrittenRun
-) -> None:
+    data = ReportData([run.path])
+    data.refresh()
+    assert write(data, page, reload_s=0.5)
     chromium.look(1200, 900)
-    home = f"http://localhost:{server.server_address[1]}/"
-    # Through the page that sets the cookie.
-    chromium.open(f"{home}?token={TOKEN}")
-    assert chromium.run("location.href") == home
-    assert chromium.run(STEPS) == 30
+    chromium.open(page.as_uri())
     chromium.find("#axis input[value=samples]").click()
     chromium.do("Plotly.relayout('p-loss', {'xaxis.range': [50, 150]})")
-    followed.step(10)
-    followed.decide()
-    followed.step(10)
-    chromium.wait("document.querySelector('#p-loss').data[0].meta.x.steps.at(-1) === 50")
+    run.step(10)
+    run.decide()
+    run.step(10)
+    data.refresh()
+    assert write(data, page, reload_s=0.5)
+    chromium.wait(f"window.Plotly && document.querySelector('#p-loss') && {LAST_STEP} === 50")
+    chromium.wait("document.documentElement.dataset.ready === 'yes'")
     assert chromium.run("document.querySelector('#p-loss').layout.xaxis.range") == [50, 150]
     assert chromium.run("document.querySelector('#p-loss .xtitle').textContent") == "samples"
     assert chromium.run("document.querySelector('#axis input[value=samples]').checked")
-    chromium.wait("document.querySelector('#t-journal tbody').textContent.includes('Change')")
-    chromium.wait("document.querySelector('#live').textContent.includes('Updates itself')")
+    chromium.wait("document.querySelector('#t-journal tbody')?.textContent.includes('Change')")
+    chromium.wait("document.querySelector('#live')?.textContent.includes('Updates itself')")
+    run.end()
+    data.refresh()
+    assert not write(data, page, reload_s=0.5), "a run that is done is followed no more"
+    chromium.wait("document.querySelector('#live') && !document.querySelector('#live').textContent")
     assert chromium.errors() == []
 
 
-def test_it_says_when_nobody_answers_any_more(
-    chromium: Browser, server: serve.ReportServer
-) -> None:
+def test_it_says_when_it_is_written_no_more(chromium: Browser, tmp_path: Path) -> None:
+    run, page = WrittenRun(tmp_path / "run"), tmp_path / "report.html"
+    run.step(30)
+    data = ReportData([run.path])
+    data.refresh()
+    write(data, page, reload_s=0.5)
+    old = page.read_text()
+    made = old.index('"made_t":') + len('"made_t":')
+    page.write_text(old[:made] + "1" + old[old.index(",", made) :])
     chromium.look(380, 780, dark=True)
-    chromium.open(f"http://localhost:{server.server_address[1]}/?token={TOKEN}")
-    server.session = "of another server"
-    chromium.wait("document.querySelector('#live').textContent.includes('403')")
-    server.shutdown()
-    server.server_close()
-    chromium.wait("document.querySelector('#live').textContent.includes('does not answer')")
+    chromium.open(page.as_uri())
+    chromium.wait("document.querySelector('#live')?.textContent.includes('has ended')")

@@ -16,9 +16,8 @@ import pytest
 
 from copus_ext.commands import report, status, trace
 from copus_ext.controller.decision_log import NAME as JOURNAL
-from copus_ext.monitor.lines import Lines
-from copus_ext.monitor.now import read_now
-from copus_ext.monitor.page import ReportData, script_json
+from copus_ext.monitor.report import ReportData, script_json
+from copus_ext.monitor.run_status import read_status
 from copus_ext.reshard.checked import read_value
 from megatron.training.logging.metrics import METRICS_FILE
 from megatron.training.logging.tail_reader import Tail, last_lines
@@ -35,10 +34,9 @@ def test_what_is_no_plain_file_is_not_read(make: Callable[[Path], None], tmp_pat
     path = tmp_path / METRICS_FILE
     make(path)
     assert list(Tail(path).records()) == list(last_lines(path, 1000)) == []
-    lines = Lines(path)
     with pytest.raises(OSError):
-        list(lines.new())
-    assert lines.at(0) == {}
+        list(Tail(path).lines())
+    assert Tail(path).line_at(0) == b""
     with pytest.raises(ValueError, match=METRICS_FILE):
         read_value(path, lambda value: value)
 
@@ -97,7 +95,7 @@ def test_a_decision_with_anything_in_it_is_shown(odd: Any, tmp_path: Path) -> No
     assert len(changed) > 80 and script_json(book.payload())
     for one in changed[::4]:
         path.write_text(kept + json.dumps(one) + "\n")
-        read_now(tmp_path)
+        read_status(tmp_path)
 
 
 def steps_with(run: Path, data: str) -> list[dict[str, Any]]:
@@ -141,7 +139,7 @@ def test_a_time_of_a_step_that_is_beyond_all_bounds_is_passed_over(tmp_path: Pat
     path = run.path / METRICS_FILE
     huge = f'"elapsed_per_iteration_ms":{10**400}'
     path.write_text(re.sub(r'"elapsed_per_iteration_ms":[0-9.]+', huge, path.read_text()))
-    assert read_now(tmp_path).step_s is None
+    assert read_status(tmp_path).step_s is None
 
 
 def payload_of(run: Path) -> dict[str, Any]:
@@ -152,7 +150,7 @@ def payload_of(run: Path) -> dict[str, Any]:
 
 def changes_of(run: Path) -> list[tuple[str, str]]:
     """What the screen says of the last changes: to which configuration, and how it stands."""
-    deciding = read_now(run).deciding
+    deciding = read_status(run).controller
     assert deciding is not None
     return [(change.to, change.state) for change in deciding.changes]
 
@@ -171,7 +169,7 @@ def test_a_change_that_a_restart_has_undone_is_no_change(tmp_path: Path) -> None
     write_change(run.journal, 5, 45, batch=32)
     run.step(5)
     assert changes_of(tmp_path)[-1] == ("batch 32 in 2", "being measured")
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert "prediction" not in [alarm.name for alarm in now.alarms]
     payload = payload_of(tmp_path)
     assert [p[2] for p in payload["landscapes"][0]["path"][1:]] == [16, 32]
@@ -211,10 +209,10 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
 
 def test_of_a_large_journal_only_the_end_is_read(tmp_path: Path) -> None:
     run = usual_run(tmp_path / "run")
-    known = read_now(run.path).deciding
+    known = read_status(run.path).controller
     lines = (run.path / JOURNAL).read_bytes()
     with (run.path / JOURNAL).open("wb") as file:
         file.seek(1 << 31)
         file.write(b"\n" + lines)
     assert known is not None and known.best is not None and len(known.changes) == 3
-    assert read_now(run.path).deciding == known
+    assert read_status(run.path).controller == known

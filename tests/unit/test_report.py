@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.commands import report as tool
+from copus_ext.monitor.downsample import changes, downsample, running_mean
 from copus_ext.monitor.figures import most_points
 from copus_ext.monitor.landscape import chosen_decisions
-from copus_ext.monitor.lines import Lines
-from copus_ext.monitor.page import ReportData, names_of, render, script_json
-from copus_ext.monitor.reader import RunReader
-from copus_ext.monitor.thin import kept, running_mean, turns
+from copus_ext.monitor.report import ReportData, names_of, render, script_json
+from copus_ext.monitor.run_files import RunReader
+from megatron.training.common.control import LOCK_FILE, PAUSE_FILE
 from megatron.training.logging.metrics import read_metrics
+from megatron.training.logging.tail_reader import Tail
 from tests.helpers.written_runs import WrittenRun, usual_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 %{y} \ud800"
@@ -121,7 +123,7 @@ def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> No
     by_step = dict(zip(batch["meta"]["x"]["steps"], batch["y"]))
     sizes = [s["global_batch_size"] for s in steps]
     assert len(set(sizes)) > 2
-    assert all(by_step[steps[i]["iteration"]] == sizes[i] for i in turns(sizes))
+    assert all(by_step[steps[i]["iteration"]] == sizes[i] for i in changes(sizes))
     switch = lines_of(run / "journal.jsonl", "switch")
     assert course["layout"]["y"][0] == "tp1.pp1.dp4"
     assert course["layout"]["y"][-1] == switch[-1]["to"]
@@ -174,7 +176,7 @@ def test_a_page_has_so_many_landscapes_and_changes_come_first(
 ) -> None:
     reader = RunReader(run, name="x")
     reader.refresh()
-    one = reader.decisions.decided[0]
+    one = reader.history().decisions.decided[0]
     kinds = ["batch" if i % every == 0 else "stay" for i in range(1000)]
     decided = [dataclasses.replace(one, number=i, kind=kind) for i, kind in enumerate(kinds)]
     most = 200 if num_runs == 1 else 20
@@ -327,7 +329,7 @@ COLUMN = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=400)
 def test_fewer_points_keep_both_ends_extremes_and_gaps(
     column: list[float | None], most: int
 ) -> None:
-    chosen = kept([column], most)
+    chosen = downsample([column], most)
     assert len(chosen) <= max(most, len(column) if len(column) <= most else 5 + 4 * most // 3)
     assert {0, len(column) - 1} <= set(chosen) and chosen == sorted(set(chosen))
     values = [v for v in column if v is not None]
@@ -340,10 +342,10 @@ def test_fewer_points_keep_both_ends_extremes_and_gaps(
 def test_a_hundred_thousand_steps_become_few_and_keep_every_spike_and_turn() -> None:
     spikes = {777: 50.0, 50_001: -3.0, 99_998: 40.0}
     loss = [spikes.get(i, 2.0 + math.sin(i)) for i in range(100_000)]
-    chosen = kept([loss], most_points(1))
+    chosen = downsample([loss], most_points(1))
     assert spikes.keys() <= set(chosen) and len(chosen) <= most_points(1) + 1
     batch = [8 << (i // 9_999) for i in range(100_000)]
-    assert [batch[i] for i in turns(batch)][:-1] == sorted(set(batch))
+    assert [batch[i] for i in changes(batch)][:-1] == sorted(set(batch))
 
 
 @given(st.lists(st.none() | st.floats(-100, 100), max_size=60), st.integers(1, 70))
@@ -355,18 +357,61 @@ def test_a_running_mean_is_that_of_the_last_values(values: list[float | None], w
 
 def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    lines = Lines(path)
-    assert list(lines.new()) == []
-    path.write_text('{"a": 1}\nnot json\n[2]\n{"a": 3}\n{"a": 4')
-    found = list(lines.new())
-    assert [record for _, record in found] == [{"a": 1}, {"a": 3}]
-    assert [lines.at(place) for place, _ in found] == [{"a": 1}, {"a": 3}]
+    tail = Tail(path, most_bytes=None)
+    assert list(tail.lines()) == []
+    path.write_text('{"a": 1}\nnot json\n{"a": 3}\n{"a": 4')
+    found = list(tail.lines())
+    assert [line for _, line in found] == [b'{"a": 1}\n', b"not json\n", b'{"a": 3}\n']
+    assert [tail.line_at(place) for place, _ in found] == [line for _, line in found]
     with path.open("a") as file:
         file.write('2}\n{"a": 5}\n')
-    assert [record["a"] for _, record in lines.new()] == [42, 5]
-    assert not lines.is_another() and list(lines.new()) == []
+    assert [line for _, line in tail.lines()] == [b'{"a": 42}\n', b'{"a": 5}\n']
+    assert not tail.is_replaced() and list(tail.lines()) == []
     path.write_text('{"b": 1}\n')
-    assert lines.is_another() and [r for _, r in lines.new()] == [{"b": 1}]
+    assert tail.is_replaced() and list(tail.records()) == [{"b": 1}]
+
+
+def test_a_page_that_follows_is_written_until_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, page, seen = WrittenRun(tmp_path / "run"), tmp_path / "report.html", []
+    run.step(12)
+
+    def while_it_waits(seconds: float) -> None:
+        payload = embedded(page.read_text())
+        seen.append((seconds, payload["reload_s"], facts_of(payload["runs"][0])["Steps"]))
+        run.step(3) if len(seen) < 3 else run.end()
+
+    monkeypatch.setattr(tool.time, "sleep", while_it_waits)
+    assert tool.main([str(run.path), "-o", str(page), "--follow", "5"]) == 0
+    assert [(s, r, steps.split()[0]) for s, r, steps in seen] == [
+        (5.0, 5.0, "12"),
+        (5.0, 5.0, "15"),
+        (5.0, 5.0, "18"),
+    ]
+    last = embedded(page.read_text())
+    assert last["reload_s"] is None and facts_of(last["runs"][0])["State"] == "done"
+    assert list(tmp_path.glob("*.unfinished")) == []
+
+
+def test_a_page_says_when_its_run_falls_silent_or_is_asked_for_something(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path)
+    run.step(3)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(re.sub(r'"t":[0-9.]+', '"t":1.0', path.read_text()))
+    (tmp_path / LOCK_FILE).parent.mkdir()
+    (tmp_path / LOCK_FILE).touch()
+    data = ReportData([tmp_path])
+
+    def facts() -> dict[str, str]:
+        data.refresh()
+        return facts_of(data.payload()["runs"][0])
+
+    assert facts()["State"].startswith("training") and "Asked" not in facts()
+    (tmp_path / PAUSE_FILE).touch()
+    assert "pause the controller" in facts()["Asked"]
+    os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
+    assert facts()["State"].startswith("lost: no sign of life")
 
 
 @pytest.mark.parametrize(
@@ -374,6 +419,7 @@ def test_lines_come_once_and_start_over_with_another_file(tmp_path: Path) -> Non
     [
         (["nowhere", "-o", "x.html"], 2, "--run-dir"),
         (["RUN", "-o", "no/such/folder/x.html"], 5, "-o"),
+        (["RUN", "-o", "x.html", "--follow", "0"], 2, "--follow 0"),
         (["RUN"] * 17 + ["-o", "x.html"], 2, "at most 16"),
     ],
 )

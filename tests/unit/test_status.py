@@ -18,9 +18,9 @@ from rich.console import Console
 from copus_ext.commands import status
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.goodput.state import WINDOW_STEPS
-from copus_ext.monitor.now import RunStatus, read_now
-from copus_ext.monitor.page import ReportData
-from copus_ext.monitor.screen import duration, screen
+from copus_ext.monitor.report import ReportData
+from copus_ext.monitor.run_status import RunStatus, read_status
+from copus_ext.monitor.terminal import duration, screen
 from megatron.training.common.control import HEARTBEATS, LOCK_FILE, PAUSE_FILE
 from megatron.training.logging.metrics import METRICS_FILE, encode, read_metrics
 from megatron.training.logging.tracker import Tracker
@@ -45,8 +45,11 @@ def test_the_numbers_are_those_of_record_and_journal(
     last = [r for r in records if r["kind"] == "step"][-1]
     for name in ("iteration", "train_iterations", "consumed_samples", "learning_rate", "grad_norm"):
         assert now[name] == last[name], name
-    assert now["loss"] == last["losses"]["lm loss"] and now["batch"] == last["global_batch_size"]
-    assert now["micro_batch"] == 4 and now["layout"] == LAYOUT and now["state"] == "done"
+    assert (
+        now["loss"] == last["losses"]["lm loss"]
+        and now["global_batch_size"] == last["global_batch_size"]
+    )
+    assert now["micro_batch_size"] == 4 and now["layout"] == LAYOUT and now["state"] == "done"
     noise = now["noise"]
     assert noise == {name: last["noise"][name] for name in noise}
     assert now["share_done"] == 20 * BATCH / TOTAL
@@ -55,20 +58,20 @@ def test_the_numbers_are_those_of_record_and_journal(
     assert now["saved"]["iteration"] == commit["iteration"] and now["saved"]["steps_ago"] == 0
     written = list(read_journal(tmp_path / NAME))
     outcome = next(r for r in written if r["kind"] == "outcome")
-    (change,) = now["deciding"]["changes"]
+    (change,) = now["controller"]["changes"]
     for name in ("gain", "predicted_samples_per_s", "samples_per_s", "speed_over_predicted"):
         assert change[name] == outcome[name], name
     decision = written[-1]["decision"]
     best = next(c for c in decision["candidates"] if c["verdict"] != "present")
-    assert now["deciding"]["reason"] == decision["reason"]
-    assert now["deciding"]["best"]["gain"] == best["gain"]
-    assert now["deciding"]["best"]["needed"] == best["needed"]
+    assert now["controller"]["reason"] == decision["reason"]
+    assert now["controller"]["best"]["gain"] == best["gain"]
+    assert now["controller"]["best"]["needed"] == best["needed"]
 
 
 def test_a_screen_names_them_all_and_fits(tmp_path: Path) -> None:
     record_run(tmp_path)
     record_decisions(tmp_path)
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     text = shown(now)
     for part in (
         "20 of 1,000, 2.0 %",
@@ -85,7 +88,7 @@ def test_a_screen_names_them_all_and_fits(tmp_path: Path) -> None:
 def test_goodput_is_the_throughput_of_a_batch_of_the_reference_size(tmp_path: Path) -> None:
     record_run(tmp_path)
     record_decisions(tmp_path)
-    deciding = read_now(tmp_path).deciding
+    deciding = read_status(tmp_path).controller
     assert deciding is not None and deciding.best is not None and deciding.goodput is not None
     worth = 10.0 * math.sqrt(16) / (16 + 16) / (math.sqrt(8) / (8 + 16))
     assert deciding.goodput == pytest.approx(worth)
@@ -99,18 +102,18 @@ def test_a_run_killed_in_the_middle_of_a_line_opens(tmp_path: Path) -> None:
     for name, data in whole.items():
         for cut in range(0, len(data), len(data) // 12):
             (tmp_path / name).write_bytes(data[:cut])
-            now = read_now(tmp_path)
+            now = read_status(tmp_path)
             shown(now)
             lines = data[:cut].count(b"\n") if name == METRICS_FILE else whole[METRICS_FILE]
             assert lines or now.iteration is None
         (tmp_path / name).write_bytes(data)
     (tmp_path / METRICS_FILE).write_bytes(whole[METRICS_FILE][:-700])
-    now = read_now(tmp_path, t=time.time() + 1000)
+    now = read_status(tmp_path, t=time.time() + 1000)
     assert now.state == "lost" and now.iteration == 19 and "killed" in now.why
     with (tmp_path / METRICS_FILE).open("ab") as file:
         file.write(b"\n\xff\xfe{]\n")
     record_run(tmp_path, 3, launch="job.1.0", start=10)
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert (now.iteration, now.launches, now.crashes, now.state) == (13, 2, 1, "done")
 
 
@@ -127,7 +130,7 @@ def test_what_is_no_run_yet_or_hardly_one(tmp_path: Path, capsys: pytest.Capture
     alone = tmp_path / "journal"
     alone.mkdir()
     record_decisions(alone)
-    deciding = read_now(alone).deciding
+    deciding = read_status(alone).controller
     assert deciding is not None and len(deciding.changes) == 1
 
 
@@ -143,7 +146,7 @@ def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
     with Tracker(run, launch=bad) as tracker:
         tracker.event("alert", 20, 320, alert=bad, line=bad)
         tracker.event("layout", 20, 320, layout=bad)
-    text = shown(read_now(run, t=time.time() + 1000))
+    text = shown(read_status(run, t=time.time() + 1000))
     assert "\x1b" not in text and "\x07" not in text and "\r" not in text
     assert "[red]x[/red][/] [link=http://a][31m {}" in text and "[bold]run[-" in text
 
@@ -162,7 +165,7 @@ def test_fields_of_another_kind_do_not_hurt(odd: Any, tmp_path: Path) -> None:
             record.update({field: odd for field in record if field != "kind"})
             assert record["kind"] == kept
         (tmp_path / name).write_text("".join(encode(record) + "\n" for record in lines))
-    shown(read_now(tmp_path), 60)
+    shown(read_status(tmp_path), 60)
 
 
 def beat(run: Path, doing: str) -> None:
@@ -227,7 +230,7 @@ def switching(run: Path) -> None:
 def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Path) -> None:
     record_run(tmp_path, ended=False)
     make(tmp_path)
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert now.state == state and why in now.why
     book = ReportData([tmp_path])
     book.refresh()
@@ -248,18 +251,18 @@ def test_what_to_look_at(tmp_path: Path) -> None:
         outcome = {"kind": "moved", "pause_s": 1.5}
         write_change(ledger.journal, number, 20, to=LAYOUTS[1])
         ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
-    now = read_now(tmp_path, t=time.time() + 60)
+    now = read_status(tmp_path, t=time.time() + 60)
     assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]
     assert now.paused and "paused" in shown(now)
-    assert now.deciding is not None
-    assert [c.state for c in now.deciding.changes] == ["being measured"] * 3
+    assert now.controller is not None
+    assert [c.state for c in now.controller.changes] == ["being measured"] * 3
 
 
 def test_crashes_count_and_later_launches_win(tmp_path: Path) -> None:
     record_run(tmp_path, 5, ended=False)
     record_run(tmp_path, 5, ended=False, launch="job.0.1", start=2)
     record_run(tmp_path, 2, ended=False, launch="job.0.2", start=2)
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert (now.iteration, now.launches, now.crashes) == (4, 3, 2)
     assert "restarts" in [a.name for a in now.alarms]
 
@@ -269,7 +272,7 @@ def test_a_large_record_is_read_from_its_end(tmp_path: Path) -> None:
     with (tmp_path / METRICS_FILE).open("wb") as file:
         file.seek(1 << 31)
         file.write(b"\n" + (tmp_path / "small" / METRICS_FILE).read_bytes())
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert now.iteration == 20 and now.launches_at_least and "at least" in shown(now)
 
 
@@ -286,20 +289,20 @@ def pushed_back(path: Path, kind: str) -> None:
 def test_a_launch_that_began_long_ago_keeps_layout_speed_and_mode(tmp_path: Path) -> None:
     record_run(tmp_path, 3, ended=False)
     ledger = record_decisions(tmp_path)
-    before = read_now(tmp_path)
+    before = read_status(tmp_path)
     flags = {**CONFIG, "copus_mode": "observe", "copus_policy": "cbs", "data_parallel_size": 2}
     flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     (tmp_path / "config.json").write_text(json.dumps(flags))
     pushed_back(tmp_path / METRICS_FILE, "run.start")
     pushed_back(tmp_path / NAME, "start")
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert now.layout == LAYOUT and now.tflops_per_gpu == before.tflops_per_gpu is not None
-    assert now.deciding is not None and now.deciding.policy == "cbs"
+    assert now.controller is not None and now.controller.policy == "cbs"
     assert "observes only" in shown(now) and "restarts unknown" in shown(now)
     (tmp_path / NAME).unlink()
-    assert read_now(tmp_path).layout == LAYOUT
+    assert read_status(tmp_path).layout == LAYOUT
     ledger.note("switch", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
-    assert read_now(tmp_path).layout == "tp2.pp1.dp1"
+    assert read_status(tmp_path).layout == "tp2.pp1.dp1"
 
 
 def test_steps_before_a_change_of_layout_say_nothing_of_those_after_it(tmp_path: Path) -> None:
@@ -308,7 +311,7 @@ def test_steps_before_a_change_of_layout_say_nothing_of_those_after_it(tmp_path:
         tracker.event("layout", 40, 640, layout="tp2.pp1.dp1")
         for i in range(41, 44):
             step(tracker, i, elapsed_per_iteration_ms=100.0)
-    now = read_now(tmp_path)
+    now = read_status(tmp_path)
     assert now.step_s == 0.1 and now.samples_per_s == 160.0 and now.layout == "tp2.pp1.dp1"
 
 
@@ -317,16 +320,16 @@ def test_a_machine_is_told_by_its_preset_or_by_the_controller(tmp_path: Path) ->
         run = tmp_path / name.partition(".")[0]
         os.mkfifo(tmp_path / name) if name[0] == "p" else (tmp_path / name).write_bytes(b"\xff")
         record_run(run, copus_cluster=str(tmp_path / name))
-        assert read_now(run).mfu is None
+        assert read_status(run).mfu is None
         ledger = record_decisions(run)
-        speed = read_now(run).tflops_per_gpu
+        speed = read_status(run).tflops_per_gpu
         for odd in (0, "x", math.nan, 10**400):
             ledger.write("start", mode="act", peak_flops=odd if odd == odd else None)
-            assert read_now(run).mfu is None
+            assert read_status(run).mfu is None
         ledger.write("start", mode="act", peak_flops=1e12)
-        assert speed is not None and read_now(run).mfu == pytest.approx(speed)
+        assert speed is not None and read_status(run).mfu == pytest.approx(speed)
     record_run(tmp_path / "named", copus_cluster="a100-80g:8", bf16=True)
-    now = read_now(tmp_path / "named")
+    now = read_status(tmp_path / "named")
     assert now.tflops_per_gpu is not None and now.mfu == pytest.approx(now.tflops_per_gpu / 312)
     assert "MFU" in shown(now)
 
@@ -341,17 +344,17 @@ def test_few_steps_and_changes_that_did_not_come_about_alarm_nobody(tmp_path: Pa
     grown = {"iteration": 20, "to_batch": 16, "from_batch": 8, "samples_per_s": 5.0}
     grown["predicted_samples_per_s"] = 10.0
     ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)
-    now = read_now(tmp_path)
-    assert now.deciding is not None and now.deciding.changes[-1].speed_over_predicted == 0.5
+    now = read_status(tmp_path)
+    assert now.controller is not None and now.controller.changes[-1].speed_over_predicted == 0.5
     assert not now.alarms
     ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS)
-    assert [a.name for a in read_now(tmp_path).alarms] == ["prediction"]
+    assert [a.name for a in read_status(tmp_path).alarms] == ["prediction"]
 
 
 def test_a_loss_that_is_no_number_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with Tracker(tmp_path, launch="a.0.0") as tracker:
         step(tracker, 1, loss=math.nan)
-    assert "nan" in shown(read_now(tmp_path))
+    assert "nan" in shown(read_status(tmp_path))
     assert status.main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] == "NaN"
 
@@ -360,17 +363,26 @@ def test_following_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     record_run(tmp_path)
     assert status.main([str(tmp_path), "--follow", "0.1"]) == 0
     assert capsys.readouterr().out.count("done") == 1
-    for flags in (["--follow", "0"], ["--follow", "nan"], ["--serve", "--json"]):
+    for flags in (["--follow", "0"], ["--follow", "nan"]):
         with pytest.raises(SystemExit) as error:
             status.main([str(tmp_path), *flags])
         assert error.value.code == 2
+
+
+@pytest.mark.parametrize("flags", [["--serve"], ["--serve", "--token"], ["--port", "0", "--serve"]])
+def test_the_server_that_was_removed_is_told_with_what_takes_its_place(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        status.main([str(tmp_path), *flags])
+    assert error.value.code == 2 and "report.py RUN -o FILE --follow" in capsys.readouterr().err
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
     record_run(tmp_path)
     record_decisions(tmp_path)
     before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
-    assert dataclasses.is_dataclass(read_now(tmp_path))
+    assert dataclasses.is_dataclass(read_status(tmp_path))
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 

@@ -17,7 +17,7 @@ import torch
 
 from copus_ext.commands import pretrain
 from copus_ext.commands import trace as trace_tool
-from copus_ext.monitor.timeline import leave_course
+from copus_ext.monitor.trace import leave_trace
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.signals import StopReason
 from megatron.training.common.trace import Trace
@@ -202,7 +202,7 @@ def test_decisions_and_changes_are_events_with_their_reason(tmp_path: Path) -> N
     events = course_of(run)
     records = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     decided = [r for r in records if r["kind"] == "decision"]
-    shown = [e for e in events if "obeyed" in e.get("args", ())]
+    shown = [e for e in events if "applied" in e.get("args", ())]
     assert [e["args"]["reason"] for e in shown] == [r["decision"]["reason"] for r in decided]
     assert [e["args"]["step"] for e in shown] == [r["iteration"] for r in decided]
     (switch,) = [r for r in records if r["kind"] == "switch"]
@@ -227,7 +227,7 @@ def test_both_are_on_one_clock(tmp_path: Path) -> None:
     base_s = trace["baseTimeNanoseconds"] / 1e9
     events = trace["traceEvents"]
     times = {e["name"]: base_s + e["ts"] / 1e6 for e in events if "ts" in e}
-    (decision,) = [base_s + e["ts"] / 1e6 for e in events if "obeyed" in e.get("args", ())]
+    (decision,) = [base_s + e["ts"] / 1e6 for e in events if "applied" in e.get("args", ())]
     assert before - 0.01 < times["of step 1"] < times["of step 2"] < decision + 0.01
     assert decision < time.time() + 0.01
     # The two traces are of one process, and would be one there.
@@ -250,7 +250,7 @@ def test_a_run_that_was_killed_has_its_decisions(tmp_path: Path) -> None:
 
 def test_where_no_run_is_the_exit_code_says_so(tmp_path: Path) -> None:
     assert trace_tool.main([str(tmp_path)]) == trace_tool.main([str(tmp_path / "none")]) == 5
-    leave_course(tmp_path)
+    leave_trace(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -271,7 +271,7 @@ def test_what_lies_in_the_way_is_neither_followed_nor_waited_for(
     (run / "traces").mkdir()
     lay(run / "traces" / name)
     assert len(course_of(run)) > 8
-    leave_course(run)
+    leave_trace(run)
     assert (run / DECISIONS).is_file() and not (run / DECISIONS).is_symlink()
     assert (tmp_path / "foreign").read_text() == "kept"
 
@@ -285,7 +285,7 @@ def test_a_folder_of_traces_that_is_a_link_is_refused(
     assert trace_tool.main([str(run)]) == 5
     assert trace_tool.main([str(run), "-o", str(tmp_path / "x.json")]) == 5
     assert capsys.readouterr().err.count("it is a link") == 2
-    leave_course(run)
+    leave_trace(run)
     assert "it is a link" in caplog.text and not list((tmp_path / "foreign").iterdir())
 
 
@@ -316,8 +316,8 @@ def test_the_course_is_left_by_a_run_that_is_done(
     about = {"layout": Layout(dp=4), "save": None, "reason": reason}
     outcome = Outcome(state=state, run_dir=tmp_path, **about)
     with monkeypatch.context() as broken:
-        broken.setitem(sys.modules, "copus_ext.monitor.timeline", None)
-        broken.delattr("copus_ext.monitor.timeline", raising=False)
+        broken.setitem(sys.modules, "copus_ext.monitor.trace", None)
+        broken.delattr("copus_ext.monitor.trace", raising=False)
         pretrain.leave_course(outcome, code)
     assert len(caplog.records) == is_left and not (tmp_path / "traces").exists()
     pretrain.leave_course(outcome, code)

@@ -31,7 +31,7 @@ function fillLandscape() {
   const items = shownItems();
   const now = currentItem();
   byId("landscape-pick").replaceChildren(...items.map((item) => {
-    const what = item.kind === "stay" ? "stay" : item.obeyed ? "change" : "would change";
+    const what = item.kind === "stay" ? "stay" : item.applied ? "change" : "would change";
     const option = make("option", `${item.number}: step ${item.iteration}, ${what}`,
       { value: item.iteration });
     option.selected = item === now;
@@ -96,7 +96,7 @@ function drawLandscape(item) {
     if (!points.length || points[points.length - 1].join() !== now.join()) points.push(now);
     const goal = spot(item.to[0], item.to[1]);
     const goes = item.kind !== "stay";
-    if (goes && item.obeyed) points.push(goal);
+    if (goes && item.applied) points.push(goal);
     const walked = points.filter(isThere);
     const ink = tint("--ink");
     const mark = (p, name, symbol, size) => ({
@@ -108,7 +108,7 @@ function drawLandscape(item) {
         x: walked.map((p) => p[0]), y: walked.map((p) => p[1]),
         line: { color: ink, width: 2, dash: "dot" }, marker: { size: 5, color: ink } },
       mark(now, "then", "circle-open", 13)];
-    if (goes) data.push(mark(goal, item.obeyed ? "taken" : "would be taken", "star", 12));
+    if (goes) data.push(mark(goal, item.applied ? "taken" : "would be taken", "star", 12));
     const ticks = (names) => ({ tickmode: "array", tickvals: names.map((_, i) => i),
       ticktext: plainAll(names), showgrid: false, range: [-0.5, names.length - 0.5] });
     Plotly.react(place, data, layoutOf({

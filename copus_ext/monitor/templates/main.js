@@ -58,33 +58,68 @@ window.addEventListener("resize", () => {
   wasNarrow = isNarrow;
 });
 
-// A page that follows a run.
-let tag = "";
-async function look() {
-  let said = "";
-  try {
-    const answer = await fetch("data.json", {
-      cache: "no-store", credentials: "same-origin", headers: tag ? { "If-None-Match": tag } : {},
-    });
-    if (answer.status === 200) {
-      page = await answer.json();
-      tag = answer.headers.get("ETag") || "";
-      fillAll();
-    } else if (answer.status !== 304) {
-      said = `The server answers ${answer.status}.`;
-    }
-  } catch (error) {
-    said = "The server does not answer; this is the last that was seen.";
-  }
-  const last = page.runs[0] && page.runs[0].last;
-  const age = last ? Math.max(Math.round(Date.now() / 1000 - last), 0) : null;
-  const seen = age === null ? "" : `Last record ${age} s ago. `;
-  byId("live").textContent = said || `${seen}Updates itself.`;
-  byId("live").className = said ? "bad" : "";
-  window.setTimeout(look, 1000 * page.poll_s);
+// A page that follows a run reloads itself and keeps what its reader has set.
+const KEPT = "copus " + location.pathname;
+const fields = () => document.querySelectorAll("select[id], input[id]");
+const plots = () => [...document.querySelectorAll(".plot")].filter((plot) => plot.layout);
+const axesOf = (plot) => Object.keys(plot.layout).filter((name) => /^[xy]axis\d*$/.test(name));
+
+function keep() {
+  const zooms = plots().map((plot) => [plot.id, axesOf(plot)
+    .filter((name) => plot.layout[name].autorange === false)
+    .map((name) => [`${name}.range`, plot.layout[name].range])]);
+  const values = [...fields()].map((field) =>
+    [field.id, field.type === "checkbox" ? field.checked : field.value]);
+  const opened = [...document.querySelectorAll("#facts details")].map((box) => box.open);
+  sessionStorage.setItem(KEPT, JSON.stringify(
+    { chosen, zooms, values, opened, y: window.scrollY }));
 }
 
-byId("journal-newest").checked = page.poll_s !== null;
+function restore() {
+  const kept = JSON.parse(sessionStorage.getItem(KEPT) || "null");
+  sessionStorage.removeItem(KEPT);
+  if (!kept) return;
+  Object.assign(chosen, kept.chosen);
+  document.querySelector(`#axis input[value=${chosen.axis}]`).checked = true;
+  const set = ([id, value]) => {
+    const field = byId(id);
+    if (field && field.type === "checkbox") field.checked = value;
+    else if (field && id !== "landscape-pick") field.value = value;
+  };
+  kept.values.forEach(set);
+  fillAll();
+  document.querySelectorAll("#facts details").forEach((box, i) => { box.open = kept.opened[i]; });
+  for (const [id, ranges] of kept.zooms) {
+    if (ranges.length && byId(id)) Plotly.relayout(id, Object.fromEntries(ranges));
+  }
+  window.scrollTo(0, kept.y);
+}
+
+let touched = 0;
+["keydown", "pointerdown", "wheel"].forEach((event) =>
+  window.addEventListener(event, () => { touched = Date.now(); }, { passive: true }));
+
+function tellAge() {
+  const age = Math.round(Date.now() / 1000 - page.made_t);
+  const isLate = age > 10 + 3 * page.reload_s;
+  byId("live").textContent = isLate ? `Written ${age} s ago: report --follow has ended.`
+    : `Updates itself every ${page.reload_s} s.`;
+  byId("live").className = isLate ? "bad" : "";
+}
+function follow() {
+  tellAge();
+  const now = Date.now();
+  if (document.hidden || now - opened < 1000 * page.reload_s || now - touched < 2000) return;
+  keep();
+  window.location.reload();
+}
+
+const opened = Date.now();
+byId("journal-newest").checked = page.reload_s !== null;
 fillAll();
-if (page.poll_s !== null) window.setTimeout(look, 1000 * page.poll_s);
+if (page.reload_s !== null) {
+  restore();
+  tellAge();
+  window.setInterval(follow, Math.min(1000 * page.reload_s, 1000));
+}
 document.documentElement.dataset.ready = "yes";

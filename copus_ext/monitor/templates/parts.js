@@ -1,7 +1,7 @@
 // What all other parts use: the data, what its reader has chosen, words, tables.
 
 const byId = (id) => document.getElementById(id);
-let page = JSON.parse(byId("data").textContent);
+const page = JSON.parse(byId("data").textContent);
 const chosen = { axis: "steps", run: 0, decision: null, journalPage: 0 };
 let isPrinting = false;
 let rowsPerPage = 100;

@@ -90,7 +90,7 @@ function fillJournal() {
   byId("journal-next").disabled = chosen.journalPage >= pages - 1;
   const isAlone = page.runs.length < 2;
   const heads = [...(isAlone ? [] : ["run"]), "time, UTC", "step", "what and why",
-    "goodput expected", "needed", "what came of it"];
+    "goodput expected", "needed", "outcome"];
   const cells = shown.map((line) => {
     const cellsOf = [...(isAlone ? [] : [page.runs[line[0]].name]), when(line[1]), line[2],
       reasonOf(line), percent(line[7]), share(line[8]), line[9]];
@@ -98,6 +98,6 @@ function fillJournal() {
     return cellsOf;
   });
   const shift = isAlone ? 0 : 1;
-  table(byId("t-journal"), "What was decided, and what came of it", heads, cells,
+  table(byId("t-journal"), "Decisions and their outcomes", heads, cells,
     { numbers: [1 + shift, 3 + shift, 4 + shift], mark: (line) => line.group });
 }

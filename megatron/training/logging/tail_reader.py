@@ -1,8 +1,10 @@
-"""The last lines of JSON-lines files that may be large and may still grow."""
+"""JSON-lines files that may be large, may still grow, and may have been written by anybody."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from typing import Any, BinaryIO
 from megatron.training.logging.metrics import decode
 
 _MOST_BYTES = 1 << 20
-_LONGEST_LINE = 1 << 24
+_LONGEST_LINE = 1 << 26
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -37,54 +39,82 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 class Tail:
-    """The new records of a growing file, so many bytes of them at a time.
+    """The new lines of a growing file. A file that was replaced or cut is read from its beginning.
 
     Args:
         path: need not be there yet.
-        most_bytes: where to begin before the end, and how much to take in at once.
+        most_bytes: how far before the end to begin, and how much to take in at once; None reads
+            everything from the beginning.
     """
 
-    def __init__(self, path: Path, *, most_bytes: int = _MOST_BYTES) -> None:
-        self._path, self._most_bytes = path, most_bytes
-        self._at: int | None = None
+    def __init__(self, path: Path, *, most_bytes: int | None = _MOST_BYTES) -> None:
+        self.path, self._most_bytes = path, most_bytes
+        self._at: int | None = None if most_bytes else 0
+        self._inode = -1
+        self.is_whole = True
+        """Whether reading began at the beginning of the file."""
+
+    def is_replaced(self) -> bool:
+        """Whether what was read is no longer the beginning of the file."""
+        if not self._at:
+            return False
+        try:
+            status = self.path.lstat()
+        except OSError:
+            return True
+        return status.st_size < self._at or status.st_ino != self._inode
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """What came since the last call: the offset of each line and the line. An unfinished last
+        line is left for the next call.
+
+        Raises:
+            OSError: the file is there and cannot be read.
+        """
+        if self.is_replaced():
+            self._at, self.is_whole = 0, True
+        try:
+            file = open_plain(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        longest = self._most_bytes or _LONGEST_LINE
+        with file:
+            status = os.fstat(file.fileno())
+            self._inode = status.st_ino
+            if self._at is None:
+                self._at = max(status.st_size - longest, 0)
+                self.is_whole = self._at == 0
+            until = self._at + longest if self._most_bytes else math.inf
+            file.seek(self._at)
+            while self._at < until and (line := file.readline(longest)):
+                if not line.endswith(b"\n") and len(line) < longest:
+                    return
+                begin = self._at
+                self._at += len(line)
+                yield begin, line
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """What came since the last call; torn lines and what is no object are passed over."""
+        """The records on the new lines. Torn lines, what is no object, and a file that cannot be
+        read are passed over."""
+        with contextlib.suppress(OSError):
+            for _, line in self.lines():
+                record = decode(line.decode(errors="replace"))
+                if record is not None:
+                    yield record
+
+    def line_at(self, offset: int) -> bytes:
+        """The line that begins at an offset; empty if it is no longer there."""
         try:
-            with open_plain(self._path) as file:
-                size = os.fstat(file.fileno()).st_size
-                if self._at is None:
-                    self._at = max(size - self._most_bytes, 0)
-                elif size < self._at:
-                    self._at = 0
-                file.seek(self._at)
-                data = file.read(self._most_bytes)
+            with open_plain(self.path) as file:
+                file.seek(offset)
+                return file.readline(_LONGEST_LINE)
         except OSError:
-            return
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) == self._most_bytes:
-            whole = len(data)
-        self._at += whole
-        for line in data[:whole].split(b"\n"):
-            record = decode(line.decode(errors="replace"))
-            if record is not None:
-                yield record
+            return b""
 
 
 def last_lines(path: Path, most_bytes: int) -> Iterator[bytes]:
-    """The lines among the last bytes of a file, undecoded, for those who need few of them; none, if
+    """The lines among the last bytes of a file, undecoded, for those who need few of them; none if
     it cannot be read. The first may lack its beginning."""
-    return (line for _, line in placed_lines(path, most_bytes))
-
-
-def placed_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The same with the place where each begins."""
-    try:
-        with open_plain(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            at = file.seek(max(size - most_bytes, 0))
-            while line := file.readline(_LONGEST_LINE):
-                yield at, line
-                at += len(line)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        for _, line in Tail(path, most_bytes=most_bytes).lines():
+            yield line

@@ -1,17 +1,17 @@
-"""Decisions and what came of them in plain words."""
+"""Decisions and their outcomes in plain words."""
 
 from __future__ import annotations
 
 from copus_ext.goodput.decide import critical_batch_size_words
 from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.monitor.decisions import (
+from copus_ext.monitor.journal import (
     ABANDONED,
     CALLED_OFF,
     MOVED,
-    Decided,
-    Outcome,
+    DecisionRecord,
+    OutcomeRecord,
     Sizes,
-    Switch,
+    SwitchRecord,
 )
 from megatron.training.common.errors import counted
 
@@ -24,7 +24,7 @@ def percent(share: float | None, *, sign: bool = False) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration as people say it; `-` if unknown."""
+    """A duration for people; `-` if unknown."""
     if value is None:
         return "-"
     if value < 60:
@@ -34,7 +34,7 @@ def seconds(value: float | None) -> str:
     return f"{value / 3600:.1f} h" if value < 2 * 86400 else f"{value / 86400:.1f} days"
 
 
-def step_from(before: Sizes, after: Sizes) -> str:
+def difference(before: Sizes, after: Sizes) -> str:
     """What changes between two configurations."""
     parts = []
     if before.layout != after.layout:
@@ -46,31 +46,31 @@ def step_from(before: Sizes, after: Sizes) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def headline(d: Decided) -> str:
+def headline(d: DecisionRecord) -> str:
     """What was decided, in one line."""
     if not d.is_change:
         return f"Stay at {d.now if d.now.batch is not None else d.to}"
-    change = step_from(d.now, d.to)
-    if d.obeyed:
+    change = difference(d.now, d.to)
+    if d.applied:
         return f"Change {change}"
     return f"Would change {change} (observing only)"
 
 
-def result(d: Decided) -> str:
-    """What came of it, in one line."""
+def result(d: DecisionRecord) -> str:
+    """Its outcome, in one line."""
     parts = []
     if d.undone:
         parts.append("undone: a restart went back to before it")
     if d.switch is not None:
-        parts.append(switched(d.switch))
+        parts.append(switch_result(d.switch))
     if d.outcome is not None:
-        parts.append(graded(d.outcome))
-    if d.is_change and d.obeyed and not parts:
-        parts.append("not known: no outcome is in the journal")
+        parts.append(outcome_result(d.outcome))
+    if d.is_change and d.applied and not parts:
+        parts.append("unknown: the journal has no outcome")
     return "; ".join(parts)
 
 
-def switched(s: Switch) -> str:
+def switch_result(s: SwitchRecord) -> str:
     """How a change of layout went."""
     took = f"the change took {seconds(s.pause_s)}"
     if s.predicted_s is not None:
@@ -87,15 +87,15 @@ def switched(s: Switch) -> str:
     return f"{said}, {s.reason}" if s.reason else said
 
 
-def graded(o: Outcome) -> str:
-    """What came of a change."""
+def outcome_result(o: OutcomeRecord) -> str:
+    """The outcome of a change."""
     parts = []
     if o.speed is not None and o.predicted:
         parts.append(f"{o.speed:.3g} samples/s, {_against(o.speed, o.predicted)} predicted")
     if o.speed is not None and o.speed_before:
         parts.append(f"{_against(o.speed, o.speed_before)} before")
     if o.spiked:
-        parts.append("the loss rose like a spike")
+        parts.append("the loss spiked")
     if o.steps is not None:
         parts.append(f"over {counted(o.steps, 'step')}")
     return ", ".join(parts)
@@ -107,7 +107,7 @@ def _against(value: float, other: float) -> str:
     return f"{percent(abs(off))} {'more' if off > 0 else 'less'} than"
 
 
-def told(d: Decided, s: DecisionInputs | None) -> list[str]:
+def explain(d: DecisionRecord, s: DecisionInputs | None) -> list[str]:
     """Why a decision was made, sentence by sentence.
 
     Args:
@@ -119,33 +119,33 @@ def told(d: Decided, s: DecisionInputs | None) -> list[str]:
     if s is not None:
         lines.append(_noise(s))
     if d.is_change:
-        verb = "It took" if d.obeyed else "It only observed; it would have taken"
+        verb = "It took" if d.applied else "It only observed; it would have taken"
         lines.append(f"{verb} {d.to}.")
         if d.gain is not None:
-            needs = "" if d.needed is None else f" and {percent(d.needed)} was needed"
-            lines.append(f"Expected was {percent(d.gain, sign=True)} goodput{needs}.")
+            needs = "" if d.needed is None else f"; the switch needed {percent(d.needed)}"
+            lines.append(f"It expected {percent(d.gain, sign=True)} goodput{needs}.")
     else:
-        lines.append(f"It stayed. What kept the best move back: {d.reason}.")
+        lines.append(f"It stayed. The reason against the best alternative: {d.reason}.")
         if d.gain is not None and d.needed is not None:
             lines.append(
-                f"That move was worth {percent(d.gain, sign=True)} goodput "
-                f"and would have needed {percent(d.needed)}."
+                f"That switch was worth {percent(d.gain, sign=True)} goodput "
+                f"and needed {percent(d.needed)}."
             )
     if d.target is not None:
         lines.append(f"Its target batch was {d.target:g}.")
     came = result(d)
-    return [*lines, f"What came of it: {came}."] if came else lines
+    return [*lines, f"Outcome: {came}."] if came else lines
 
 
 def _noise(s: DecisionInputs) -> str:
-    """What was known of the noise scale."""
+    """What the decision knew of the noise scale."""
     critical = s.critical_batch_size
     if critical is None:
         return "The noise scale was not measured yet."
     if critical == 0:
-        return "Of the noise scale not even a lower end above 0 was known."
+        return "The noise scale had no lower bound above 0 yet."
     low, high = s.noise.low_samples, s.noise.high_samples
     interval = ""
     if low is not None and high is not None:
-        interval = f"; the noise scale was between {low:.1f} and {high:.1f} with 95 %"
-    return f"Known was: {critical_batch_size_words(s)}{interval}."
+        interval = f"; 95 % interval of the noise scale: {low:.1f} to {high:.1f}"
+    return f"It knew: {critical_batch_size_words(s)}{interval}."

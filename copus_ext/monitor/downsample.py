@@ -1,4 +1,4 @@
-"""Fewer points of long series, chosen so that a picture of them is the same. Pure."""
+"""Fewer points of long series that look the same in a picture. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 Column = Sequence[float | None]
 
 
-def kept(columns: Sequence[Column], most: int) -> list[int]:
-    """Indices to keep of columns of one length: of each of equal stretches the last, of each column
-    the smallest and the largest value and the first gap; and the very first.
+def downsample(columns: Sequence[Column], most: int) -> list[int]:
+    """Indices to keep of columns of one length: the first; of each of equal stretches the last; and
+    of each column there the smallest value, the largest and the first gap.
 
     Args:
         columns: None is a gap.
-        most: points to keep at about; all are kept if they are no more.
+        most: about how many to keep; all if there are no more.
     """
     length = len(columns[0]) if columns else 0
     if length <= most:
@@ -35,12 +35,12 @@ def kept(columns: Sequence[Column], most: int) -> list[int]:
     return sorted(chosen)
 
 
-def turns(column: Sequence[object]) -> list[int]:
+def changes(column: Sequence[object]) -> list[int]:
     """Indices at which a value differs from the one before; and the first and the last."""
     if not column:
         return []
-    changes = [i for i in range(1, len(column)) if column[i] != column[i - 1]]
-    return sorted({0, *changes, len(column) - 1})
+    turns = [i for i in range(1, len(column)) if column[i] != column[i - 1]]
+    return sorted({0, *turns, len(column) - 1})
 
 
 def running_mean(values: Column, window: int) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""One HTML page of one or several runs, with all it needs inside: data, script, style, plotly."""
+"""One HTML page of one or several runs, with data, script, style and plotly inside."""
 
 from __future__ import annotations
 
@@ -16,28 +16,22 @@ import jinja2
 from markupsafe import Markup
 
 from copus_ext.monitor import figures, summary
-from copus_ext.monitor.decisions import Decisions
-from copus_ext.monitor.history import RunHistory
 from copus_ext.monitor.landscape import chosen_decisions, landscape
-from copus_ext.monitor.reader import RunReader
+from copus_ext.monitor.liveness import liveness
+from copus_ext.monitor.run_files import RunHistory, RunReader
 
-VERSION = 1
-PLOTLY_SOURCE = "plotly.js"
-"""Where a served page finds plotly."""
+VERSION = 2
 _SCRIPTS = ("parts.js", "theme.js", "course.js", "landscape.js", "tables.js", "main.js")
-Run = tuple[RunHistory, Decisions]
-_Key = tuple[int, int, int]
-"""Run, generation of its files, place in the journal."""
 
 
 class ReportData:
-    """The runs of a page, read again whenever they are asked for.
+    """The runs of a page, which may be read again and again.
 
     Args:
         runs: directories; or journals, if nothing else is left of a run.
 
     Raises:
-        ValueError: a path that is no run, with the reason.
+        ValueError: a path does not exist.
     """
 
     def __init__(self, runs: Sequence[Path]) -> None:
@@ -45,33 +39,35 @@ class ReportData:
             if not run.exists():
                 raise ValueError(f"RUN {run} does not exist; give the --run-dir of a run")
         self._readers = [RunReader(run, name=name) for run, name in zip(runs, names_of(runs))]
-        # Of a live page the same ones are drawn again and again.
-        self._landscapes: dict[_Key, dict[str, Any]] = {}
+        # A page that follows a run draws most landscapes again: run, generation, place.
+        self._landscapes: dict[tuple[int, int, int], dict[str, Any]] = {}
 
-    def refresh(self) -> bool:
-        """Takes in what was written since; whether it was anything.
+    def refresh(self) -> None:
+        """Reads what was written since.
 
         Raises:
             OSError: a file of a run cannot be read.
         """
-        changed = [reader.refresh() for reader in self._readers]
-        return any(changed)
+        for reader in self._readers:
+            reader.refresh()
 
     @property
     def empty_runs(self) -> list[Path]:
-        """Those without any record."""
+        """Runs without any record."""
         return [reader.run for reader in self._readers if reader.is_empty]
 
-    def payload(self, *, poll_s: float | None = None) -> dict[str, Any]:
-        """All that the page shows, as plain JSON types.
+    def payload(self, *, reload_s: float | None = None) -> dict[str, Any]:
+        """The content of the page, as plain JSON types.
 
         Args:
-            poll_s: seconds after which a live page looks again; None for one that stays.
+            reload_s: seconds after which the page reloads itself while a run goes on; None for a
+                page that stays.
         """
-        runs = [(r.history(), r.decisions) for r in self._readers]
-        before, self._landscapes = self._landscapes, {}
+        runs = [reader.history() for reader in self._readers]
+        t = time.time()
+        is_over = all(liveness(run, t=t).state == "done" for run in runs)
         common, compared = summary.compare(runs)
-        lands = [self._landscapes_of(i, d, len(runs), before) for i, (_, d) in enumerate(runs)]
+        before, self._landscapes = self._landscapes, {}
         drawn = [
             figures.loss_figure(runs),
             figures.course_figure(runs),
@@ -81,36 +77,33 @@ class ReportData:
         ]
         return {
             "version": VERSION,
-            "made": summary.date(time.time()),
-            "poll_s": poll_s,
-            "runs": [_about(*run) for run in runs],
+            "made": summary.date(t),
+            "made_t": t,
+            "reload_s": None if is_over else reload_s,
+            "runs": [_about(run) for run in runs],
             "figures": drawn,
-            "landscapes": lands,
+            "landscapes": [self._landscapes_of(i, run, before) for i, run in enumerate(runs)],
             "changed": list(summary.CHANGED),
             "changes": summary.changes(runs),
-            "has_pauses": any(s.pause_s or s.phases for _, d in runs for s in d.switches),
+            "has_pauses": any(s.pause_s or s.phases for r in runs for s in r.decisions.switches),
             "compared": list(summary.COMPARED),
             "compare": compared,
             "common": common,
             "differing": summary.differing_flags(runs),
-            "journal": [
-                line
-                for i, (history, decisions) in enumerate(runs)
-                for line in summary.journal(i, history, decisions)
-            ],
+            "journal": [line for i, run in enumerate(runs) for line in summary.journal(i, run)],
         }
 
     def _landscapes_of(
-        self, index: int, decisions: Decisions, num_runs: int, before: dict[_Key, dict[str, Any]]
+        self, index: int, run: RunHistory, before: dict[tuple[int, int, int], dict[str, Any]]
     ) -> dict[str, Any]:
-        reader, items = self._readers[index], []
-        for decided in chosen_decisions(decisions.decided, num_runs):
+        reader, decisions, items = self._readers[index], run.decisions, []
+        for decided in chosen_decisions(decisions.decided, len(self._readers)):
             key = (index, reader.generation, decided.place)
-            # What came of a change may be known by now.
-            is_over = decided.outcome is not None or not decided.is_change
-            item = before.get(key) if is_over else None
+            # The outcome of a change may have come since.
+            is_final = decided.outcome is not None or not decided.is_change
+            item = before.get(key) if is_final else None
             if item is None:
-                item = landscape(reader.journal.at(decided.place), decided)
+                item = landscape(reader.decision_at(decided.place), decided)
             self._landscapes[key] = item
             items.append(item)
         path = [[d.iteration, d.to.layout, d.to.batch] for d in decisions.made]
@@ -120,10 +113,10 @@ class ReportData:
         return {"items": items, "path": path}
 
 
-def _about(run: RunHistory, decisions: Decisions) -> dict[str, Any]:
+def _about(run: RunHistory) -> dict[str, Any]:
     return {
         "name": run.name,
-        "facts": summary.facts(run, decisions),
+        "facts": summary.facts(run),
         "flags": summary.flags(run.config),
         "launches": summary.launches(run),
         "tokens_per_sample": run.tokens_per_sample,
@@ -168,17 +161,14 @@ def script() -> str:
     return '"use strict";\n(() => {\n' + "\n".join(map(_part, _SCRIPTS)) + "})();\n"
 
 
-def policy(*, is_served: bool) -> str:
+def policy() -> str:
     """The page's Content-Security-Policy: no source but itself."""
-    scripts = [_hash(script())]
-    scripts.append("'self'" if is_served else _hash(plotly_code()))
     parts = {
         "default-src": "'none'",
-        "script-src": " ".join(scripts),
+        "script-src": f"{_hash(script())} {_hash(plotly_code())}",
         # Plotly sets styles of its own.
         "style-src": "'unsafe-inline'",
         "img-src": "data: blob:",
-        "connect-src": "'self'" if is_served else "'none'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
@@ -189,12 +179,11 @@ def _hash(code: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
 
 
-def render(payload: dict[str, Any], *, is_served: bool = False) -> str:
+def render(payload: dict[str, Any]) -> str:
     """The page.
 
     Args:
         payload: from `ReportData.payload`.
-        is_served: whether a server gives it, and plotly beside it.
     """
     env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     names = [run["name"] for run in payload["runs"]]
@@ -202,11 +191,10 @@ def render(payload: dict[str, Any], *, is_served: bool = False) -> str:
     return env.from_string(_part("report.html")).render(
         title=f"COPUS report: {title}",
         made=payload["made"],
-        policy=policy(is_served=is_served),
+        policy=policy(),
         css=Markup(_part("report.css")),
         # Our own code and plotly's; the data is escaped for where it stands.
         script=Markup(script()),
-        plotly="" if is_served else Markup(plotly_code()),
-        plotly_source=PLOTLY_SOURCE if is_served else "",
+        plotly=Markup(plotly_code()),
         data=Markup(script_json(payload)),
     )

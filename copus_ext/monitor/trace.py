@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from copus_ext.monitor.decisions import MOVED, Decided, Decisions, Switch
-from copus_ext.monitor.history import RunHistory
-from copus_ext.monitor.reader import RunReader
+from copus_ext.monitor.explain import headline, percent, result, switch_result
+from copus_ext.monitor.journal import MOVED, DecisionHistory, DecisionRecord, SwitchRecord
+from copus_ext.monitor.run_files import QUIET_EVENTS, RunHistory, RunReader
 from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
-from copus_ext.monitor.words import headline, percent, result, switched
 from megatron.training.common.control import TRACES
 from megatron.training.logging.tail_reader import open_plain
 
@@ -77,7 +76,7 @@ class Events:
         self.found.append({"name": name, **about, **fields, "args": known})
 
 
-def course(run: Path) -> dict[str, Any] | None:
+def timeline(run: Path) -> dict[str, Any] | None:
     """The trace of a run, without the steps that a profiler traced; None if nothing is there.
 
     Args:
@@ -86,15 +85,16 @@ def course(run: Path) -> dict[str, Any] | None:
     Raises:
         OSError: a file of the run cannot be read.
     """
-    reader = RunReader(run, name=run.name)
+    reader = RunReader(run)
     reader.refresh()
     if reader.is_empty:
         return None
     bases = (base_of(path) for path in reversed(traces_of(run)))
     base_ns = next((base for base in bases if base is not None), 0)
     events = Events(base_ns)
-    _add_history(events, reader.history())
-    _add_decisions(events, reader.decisions)
+    run_history = reader.history()
+    _add_history(events, run_history)
+    _add_decisions(events, run_history.decisions)
     return {"displayTimeUnit": "ms", "baseTimeNanoseconds": base_ns, "traceEvents": events.found}
 
 
@@ -113,10 +113,12 @@ def _add_history(events: Events, run: RunHistory) -> None:
         about = {"step": e.iteration, "samples": e.samples, "loss": e.loss}
         events.instant("evaluations", e.split, e.t, **about)
     for event in run.events:
+        if event.kind in QUIET_EVENTS:
+            continue
         events.instant("events", event.kind, event.t, step=event.iteration, line=event.line)
 
 
-def _add_decisions(events: Events, journal: Decisions) -> None:
+def _add_decisions(events: Events, journal: DecisionHistory) -> None:
     for d in journal.decided:
         events.instant("decisions", headline(d), d.t, **_about(d))
     for switch in journal.switches:
@@ -125,7 +127,7 @@ def _add_decisions(events: Events, journal: Decisions) -> None:
         events.instant("events", note.kind, note.t, step=note.iteration, line=note.line)
 
 
-def _about(d: Decided) -> dict[str, Any]:
+def _about(d: DecisionRecord) -> dict[str, Any]:
     gain, needed = (None if v is None else percent(v) for v in (d.gain, d.needed))
     return {
         "decision": d.number,
@@ -137,15 +139,20 @@ def _about(d: Decided) -> dict[str, Any]:
         "gain_needed": needed,
         "from": str(d.now) if d.now.batch is not None else "",
         "to": str(d.to) if d.is_change else "",
-        "obeyed": d.obeyed,
-        "came_of_it": result(d),
+        "applied": d.applied,
+        "outcome": result(d),
     }
 
 
-def _add_switch(events: Events, s: Switch) -> None:
+def _add_switch(events: Events, s: SwitchRecord) -> None:
     """A change of layout over its phases, which follow each other."""
     name = f"{s.start} to {s.to}" + ("" if s.kind == MOVED else f", {s.kind}")
-    about = {"decision": s.number, "step": s.iteration, "reason": s.reason, "result": switched(s)}
+    about = {
+        "decision": s.number,
+        "step": s.iteration,
+        "reason": s.reason,
+        "result": switch_result(s),
+    }
     if s.t is None or s.pause_s is None:
         return events.instant("changes of layout", name, s.t, **about)
     t = s.t - s.pause_s
@@ -193,7 +200,7 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
     """One trace of the course of a run and its traces of steps.
 
     Args:
-        trace: from `course`.
+        trace: from `timeline`.
         paths: of the traces of steps.
 
     Returns:
@@ -280,11 +287,11 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def leave_course(run: Path) -> None:
+def leave_trace(run: Path) -> None:
     """Writes the course of a run that has ended beside its traces of steps. Never fails: what
     cannot be done costs a line."""
     try:
-        trace = course(run)
+        trace = timeline(run)
         if trace is not None:
             write_trace(folder_of(run) / FILE, trace)
     except Exception as error:

@@ -1,0 +1,179 @@
+"""What the controller of a run decided last, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.messages import goodput, next_choice
+from copus_ext.monitor.journal import DecisionRecord
+from copus_ext.monitor.run_files import RunHistory, RunReader
+from copus_ext.monitor.values import FOREIGN, LINE, text
+
+_CHANGES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextChoice:
+    """The best alternative to the current configuration."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    layout: str
+    goodput: float | None
+    """Predicted useful samples per second; None without a noise scale."""
+    gain: float | None
+    """Relative gain in goodput over the current configuration."""
+    needed: float | None
+    """Gain required to switch there."""
+    verdict: str
+    """`chosen`, or the reason against it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeStatus:
+    """A decision to change something, and its outcome."""
+
+    number: int | None
+    """Of the decision."""
+    iteration: int | None
+    """Steps done before."""
+    kind: str
+    """`batch`, or `relayout` if the layout changes too."""
+    to: str
+    """The chosen configuration, in words."""
+    gain: float | None
+    """Predicted gain in goodput."""
+    predicted_samples_per_s: float | None
+    samples_per_s: float | None
+    """Measured throughput; None before it is known."""
+    speed_over_predicted: float | None
+    pause_s: float | None
+    """Seconds without training."""
+    state: str
+    """`measured`, `being measured`, `only observed`, `under way`, or why it was not made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControllerStatus:
+    """The controller."""
+
+    mode: str
+    """`act` or `observe`."""
+    policy: str
+    iteration: int | None = None
+    """Step of the last decision; None before the first."""
+    reason: str = "nothing decided yet"
+    """Why the last decision came out as it did, or why there is none."""
+    target_batch: float | None = None
+    """Batch that the policy aims at in the end, samples."""
+    goodput: float | None = None
+    """Useful samples per second of the current configuration, as of the last decision."""
+    best: NextChoice | None = None
+    """The best alternative within reach; None if none was compared since the last change."""
+    noise_scale_multiplier: float | None = None
+    """The critical batch size over the noise scale."""
+    changes: tuple[ChangeStatus, ...] = ()
+    """The last three, newest last."""
+
+
+def controller_status(
+    reader: RunReader, run: RunHistory, *, current: tuple[str, int | None, int | None]
+) -> ControllerStatus | None:
+    """The controller of a run; None without a journal.
+
+    Args:
+        reader: of the run.
+        run: what was read.
+        current: layout, micro-batch size and global batch size of the last step.
+    """
+    decisions = run.decisions
+    if decisions.is_empty:
+        return None
+    known: dict[str, Any] = {}
+    standing = decisions.standing
+    if standing:
+        try:
+            known = _last_decision(reader.decision_at(standing[-1].place), current)
+        except FOREIGN:
+            known["reason"] = "the journal is of another version"
+    if decisions.failure:
+        known["reason"] = f"controller disabled: {text(decisions.failure, LINE)}"
+    mode, policy = decisions.mode, text(decisions.flags.get("copus_policy"), LINE)
+    if not mode:  # the start of the launch is not among the lines that were read
+        mode, policy = (text(run.config.get(f"copus_{name}")) for name in ("mode", "policy"))
+    return ControllerStatus(
+        mode=mode or "act",
+        policy=policy,
+        changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
+        **known,
+    )
+
+
+def _last_decision(
+    record: Mapping[str, Any], current: tuple[str, int | None, int | None]
+) -> dict[str, Any]:
+    s, d = DecisionInputs.from_json(record["situation"]), Decision.from_json(record["decision"])
+    row = next((row for row in (s.now, d.to, *s.rows) if _names(row) == current), None)
+    # Gains over one configuration say nothing of the one that follows it.
+    found = next_choice(s, d) if row == s.now else None
+    best = None
+    if found is not None:
+        layout, micro_batch_size, global_batch_size = _names(found.row)
+        best = NextChoice(
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            layout=layout,
+            goodput=goodput(s, found.row),
+            gain=found.gain,
+            needed=found.needed,
+            verdict=text(found.verdict),
+        )
+    return {
+        "iteration": s.iteration,
+        "reason": text(d.reason, LINE),
+        "target_batch": d.target_batch,
+        "goodput": None if row is None else goodput(s, row),
+        "best": best,
+        "noise_scale_multiplier": s.rules.noise_scale_multiplier,
+    }
+
+
+def _names(row: ConfigThroughput) -> tuple[str, int, int]:
+    return str(row.as_layout), row.micro_batch_size, row.global_batch_size
+
+
+def _change(d: DecisionRecord) -> ChangeStatus:
+    outcome, switch = d.outcome, d.switch
+    to = d.to if outcome is None else outcome.after
+    changes_layout = d.kind == "relayout" or switch is not None
+    changes_layout |= outcome is not None and outcome.before.layout != outcome.after.layout
+    words = [f"batch {to.batch} in {to.micro}"] if to.batch and to.micro else []
+    pause_s = None if outcome is None else outcome.pause_s
+    if changes_layout:
+        words.append(to.layout or (switch.to if switch is not None else ""))
+        pause_s = None if switch is None else switch.pause_s
+    return ChangeStatus(
+        number=d.number,
+        iteration=d.iteration,
+        kind="relayout" if changes_layout else "batch",
+        to=" on ".join(filter(None, words)),
+        gain=d.gain if outcome is None or outcome.gain is None else outcome.gain,
+        predicted_samples_per_s=(outcome and outcome.predicted) or d.predicted,
+        samples_per_s=outcome and outcome.speed,
+        speed_over_predicted=outcome and outcome.ratio,
+        pause_s=pause_s,
+        state=_state(d),
+    )
+
+
+def _state(d: DecisionRecord) -> str:
+    if d.outcome is not None:
+        return "measured"
+    if not d.applied:
+        return "only observed"
+    if d.switch is not None and not d.was_made:
+        return f"not done: {text(d.switch.reason or d.switch.kind, LINE)}"
+    return "being measured" if d.was_made else "under way"

@@ -1,0 +1,374 @@
+"""The journal of a run as values: decisions with their changes of layout and outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from copus_ext.monitor.values import number, rows, seconds_of, table, text, whole
+from megatron.training.common.errors import counted
+from megatron.training.config.layout import Layout
+
+MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
+"""How a change of layout ends: it was made; the run ended before it began; the run left to start
+again."""
+_GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
+_NO_NOTE = ("switch.requested", "switch.begin", "switch.commit", "decision", "outcome", "switch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A configuration by its names; None and empty where the journal does not say."""
+
+    batch: int | None
+    micro: int | None
+    layout: str
+
+    def __str__(self) -> str:
+        return f"batch {self.batch} in micro-batches of {self.micro} on {self.layout}"
+
+
+@dataclass(kw_only=True)
+class SwitchRecord:
+    """A change of layout that was tried."""
+
+    number: int | None
+    """Of the decision."""
+    iteration: int | None
+    samples: int | None
+    t: float | None
+    """When it ended, seconds since the epoch."""
+    start: str
+    to: str
+    kind: str
+    """`moved`, `called off`, `abandoned`, `cancelled` or `rolled_back`."""
+    reason: str
+    """Why the layout did not change."""
+    pause_s: float | None
+    predicted_s: float | None
+    """Pause that the controller predicted."""
+    phases: dict[str, float]
+    """Seconds of each phase."""
+
+
+@dataclass(kw_only=True)
+class OutcomeRecord:
+    """Measurements after a change, up to 50 steps later."""
+
+    number: int | None
+    """Of the decision."""
+    iteration: int | None
+    """Step after which the change was made."""
+    samples: int | None
+    before: Sizes
+    after: Sizes
+    gain: float | None
+    """Predicted gain in goodput."""
+    predicted: float | None
+    """Predicted samples/s."""
+    speed_before: float | None
+    speed: float | None
+    """Measured samples/s."""
+    slope_before: float | None
+    slope: float | None
+    """Loss per thousand samples."""
+    steps: int | None
+    """Steps measured."""
+    pause_s: float | None
+    """Seconds by which the first step was longer than the others."""
+    spiked: bool
+    """Whether the loss spiked."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted throughput."""
+        return self.speed / self.predicted if self.speed and self.predicted else None
+
+
+@dataclass(kw_only=True)
+class DecisionRecord:
+    """One decision."""
+
+    place: int
+    """Offset of its line in the journal."""
+    number: int | None
+    iteration: int | None
+    samples: int | None
+    t: float | None
+    """Seconds since the epoch."""
+    kind: str
+    """`stay`, `batch` or `relayout`."""
+    applied: bool
+    reason: str
+    gain: float | None
+    """Predicted gain in goodput of the choice, or of the best alternative within reach."""
+    needed: float | None
+    """Gain required to switch there."""
+    now: Sizes
+    to: Sizes
+    predicted: float | None
+    """Predicted samples/s of `to`."""
+    target: float | None
+    """Target batch of the policy."""
+    undone: bool = False
+    """Whether a restart went back to before it."""
+    switch: SwitchRecord | None = None
+    outcome: OutcomeRecord | None = None
+
+    @property
+    def is_change(self) -> bool:
+        """Whether another configuration was chosen."""
+        return self.kind != "stay"
+
+    @property
+    def was_made(self) -> bool:
+        """Whether the run took on another configuration, and has not gone back before it."""
+        if not self.is_change or not self.applied or self.undone:
+            return False
+        if self.switch is not None:
+            return self.switch.kind == MOVED
+        return self.kind != "relayout" or self.outcome is not None
+
+
+@dataclass(kw_only=True)
+class NoteRecord:
+    """Any other line: a start, a pause, a failure."""
+
+    kind: str
+    t: float | None
+    iteration: int | None
+    line: str
+
+
+@dataclass(kw_only=True)
+class DecisionHistory:
+    """A journal, or the end of one; lists are in the order of the file."""
+
+    mode: str = ""
+    """`act` or `observe`; empty if no start was read."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Of the last launch."""
+    peak_flops: float | None = None
+    """Of a rank of the last launch, FLOP/s."""
+    failure: str = ""
+    """Why the controller of the last launch is disabled; empty if it is not."""
+    decided: list[DecisionRecord] = field(default_factory=list)
+    switches: list[SwitchRecord] = field(default_factory=list)
+    outcomes: list[OutcomeRecord] = field(default_factory=list)
+    notes: list[NoteRecord] = field(default_factory=list)
+    layouts: list[tuple[int, str]] = field(default_factory=list)
+    """Steps done and the layout from there on."""
+    requested: tuple[int | None, float | None] = (None, None)
+    """Decision of the last requested change of layout, and its predicted seconds."""
+    begun_t: float | None = None
+    """When the change of layout began that is under way, seconds since the epoch."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no journal."""
+        return not (self.decided or self.switches or self.outcomes or self.notes)
+
+    @property
+    def standing(self) -> list[DecisionRecord]:
+        """Decisions that no restart has undone."""
+        return [d for d in self.decided if not d.undone]
+
+    @property
+    def made(self) -> list[DecisionRecord]:
+        """Changes that were made and that no restart has undone."""
+        return [d for d in self.decided if d.was_made]
+
+    def add(self, place: int, record: dict[str, Any]) -> None:
+        """Adds the next line.
+
+        Args:
+            place: its offset in the file.
+            record: the line; of what the decision saw, only `situation.now` is looked at.
+        """
+        kind = record.get("kind")
+        if not isinstance(kind, str):
+            return
+        if kind == "start":
+            self._start(record)
+        elif kind == "decision":
+            self.decided.append(_decision(place, record))
+        elif kind == "outcome":
+            outcome = _outcome(record)
+            self.outcomes.append(outcome)
+            if decided := self._find(outcome.number):
+                decided.outcome = outcome
+        elif kind == "switch.requested":
+            self.requested = whole(record.get("number")), number(record.get("predicted_s"))
+        elif kind == "switch.begin":
+            self.begun_t = seconds_of(record.get("time"))
+        elif kind == "switch" or kind in _GIVEN_UP:
+            self._add_switch(kind, record)
+        elif kind == "failure":
+            self.failure = text(record.get("error"))
+        if kind not in _NO_NOTE:
+            self.notes.append(_note(kind, record))
+
+    def _start(self, record: dict[str, Any]) -> None:
+        """A launch undoes decisions that lie beyond its first step."""
+        self.mode = text(record.get("mode"), 20)
+        self.flags = table(record.get("flags"))
+        self.peak_flops = number(record.get("peak_flops"))
+        self.failure, self.begun_t = "", None
+        iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
+        if layout:
+            self.layouts.append((iteration or 0, layout))
+        if iteration is not None:
+            for decided in self.decided:
+                decided.undone |= decided.iteration is not None and decided.iteration > iteration
+
+    def _add_switch(self, kind: str, record: dict[str, Any]) -> None:
+        """The end of a change of layout. One that was given up may be recorded without its number,
+        and once more with it."""
+        self.begun_t = None
+        requested, predicted_s = self.requested
+        own = whole(record.get("number"))
+        about = own if own is not None or kind == "switch" else requested
+        switch = _switch(record, kind, predicted_s if about == requested else None)
+        switch.number = about
+        if (decided := self._find(about)) is not None:
+            if switch.iteration is None:
+                switch.iteration = decided.iteration
+            switch.start = switch.start or decided.now.layout
+            switch.to = switch.to or decided.to.layout
+            if kind == "switch.abandoned" and decided.switch and decided.switch.kind == ABANDONED:
+                return
+            decided.switch = switch
+        self.switches.append(switch)
+        if switch.kind == MOVED and switch.to:
+            self.layouts.append((switch.iteration or 0, switch.to))
+
+    def _find(self, wanted: int | None) -> DecisionRecord | None:
+        """The last decision of a number: a restart may have used it again."""
+        same = (d for d in reversed(self.decided) if d.number == wanted and wanted is not None)
+        return next(same, None)
+
+
+def slim(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without the table of configurations, which a long journal holds too often to keep.
+    `situation.now` is the current configuration instead."""
+    situation = record.get("situation")
+    if not isinstance(situation, dict):
+        return record
+    configurations, current = situation.get("rows"), whole(situation.get("current"))
+    now = None
+    if isinstance(configurations, list) and current is not None:
+        now = configurations[current] if 0 <= current < len(configurations) else None
+    return {**record, "situation": {"now": now}}
+
+
+def sizes_of(row: dict[str, Any]) -> Sizes:
+    """The names of a configuration of the journal."""
+    tp, pp, vpp, dp = (whole(row.get(size)) for size in ("tp", "pp", "vpp", "dp"))
+    try:
+        layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, cut=row.get("cut")))
+    except ValueError:
+        layout = ""
+    batch, micro = whole(row.get("global_batch_size")), whole(row.get("micro_batch_size"))
+    return Sizes(batch=batch, micro=micro, layout=layout)
+
+
+def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
+    decision, situation = table(record.get("decision")), table(record.get("situation"))
+    now, to = table(situation.get("now")), table(decision.get("to"))
+    kind = text(decision.get("kind"), 20)
+    candidate = _candidate(rows(decision.get("candidates")), now=now, to=to, kind=kind)
+    gain = number(decision.get("gain"))
+    return DecisionRecord(
+        place=place,
+        number=whole(record.get("number")),
+        iteration=whole(record.get("iteration")),
+        samples=whole(record.get("consumed_samples")),
+        t=seconds_of(record.get("time")),
+        kind=kind,
+        applied=record.get("applied", record.get("obeyed")) is True,
+        reason=text(decision.get("reason")),
+        gain=number(candidate.get("gain")) if gain is None else gain,
+        needed=number(candidate.get("needed")),
+        now=sizes_of(now),
+        to=sizes_of(to),
+        predicted=number(to.get("samples_per_s")),
+        target=number(decision.get("target_batch")),
+    )
+
+
+def _candidate(
+    candidates: list[dict[str, Any]], *, now: dict[str, Any], to: dict[str, Any], kind: str
+) -> dict[str, Any]:
+    """The chosen candidate, or the best alternative that is within reach of one growth."""
+    if kind != "stay":
+        return next((c for c in candidates if c.get("row") == to), {})
+    others = [c for c in candidates if c.get("row") != now and number(c.get("needed")) is not None]
+    within = [c for c in others if "at once" not in text(c.get("verdict"))]
+    return next(iter(within or others), {})
+
+
+def _switch(record: dict[str, Any], kind: str, predicted_s: float | None) -> SwitchRecord:
+    outcome = table(record.get("outcome"))
+    took = {text(name, 60): number(value) for name, value in table(outcome.get("phases")).items()}
+    return SwitchRecord(
+        number=whole(record.get("number")),
+        iteration=whole(record.get("iteration")),
+        samples=whole(record.get("consumed_samples")),
+        t=seconds_of(record.get("time")),
+        start=text(record.get("start"), 100),
+        to=text(record.get("to"), 100),
+        kind=_GIVEN_UP.get(kind) or text(outcome.get("kind"), 20),
+        reason=text(outcome.get("reason") or record.get("reason")),
+        pause_s=number(outcome.get("pause_s")),
+        predicted_s=predicted_s,
+        phases={name: seconds for name, seconds in took.items() if seconds is not None},
+    )
+
+
+def _outcome(record: dict[str, Any]) -> OutcomeRecord:
+    def sizes(side: str) -> Sizes:
+        return Sizes(
+            batch=whole(record.get(f"{side}_batch")),
+            micro=whole(record.get(f"{side}_micro_batch")),
+            layout=text(record.get(f"{side}_layout"), 100),
+        )
+
+    return OutcomeRecord(
+        number=whole(record.get("decision")),
+        iteration=whole(record.get("iteration")),
+        samples=whole(record.get("consumed_samples")),
+        before=sizes("from"),
+        after=sizes("to"),
+        gain=number(record.get("gain")),
+        predicted=number(record.get("predicted_samples_per_s")),
+        speed_before=number(record.get("samples_per_s_before")),
+        speed=number(record.get("samples_per_s")),
+        slope_before=number(record.get("slope_before")),
+        slope=number(record.get("loss_slope")),
+        steps=whole(record.get("steps")),
+        pause_s=number(record.get("pause_s")),
+        spiked=record.get("spiked") is True,
+    )
+
+
+def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
+    kind = text(kind, 60)
+    hold = whole(record.get("hold_growth_until_samples"))
+    made = counted(whole(record.get("changes")) or 0, "change")
+    lines = {
+        "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
+        "end": f"the controller ends after {made}",
+        "paused": "an operator paused the controller",
+        "resumed": "an operator resumed the controller",
+        "failure": f"the controller is disabled: {text(record.get('error'))}",
+        "spike": f"the loss spiked after the batch grew; no growth until sample {hold}",
+        "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
+        "switch.abandoned": "change of layout abandoned; the run left to start again",
+    }
+    line = lines.get(kind, kind)
+    if kind.startswith("switch.") and (reason := text(record.get("reason"))):
+        line = f"{line}: {reason}"
+    if kind == "start" and (remark := text(record.get("note"))):
+        line = f"{line}; {remark}"
+    t = seconds_of(record.get("time"))
+    return NoteRecord(kind=kind, t=t, iteration=whole(record.get("iteration")), line=line)

@@ -1,0 +1,432 @@
+"""The reader of a run's directory: `metrics.jsonl`, `journal.jsonl`, `config.json` and `control/`.
+
+Every view of a run is made of the values that it gives. A step that a restart did again counts
+once, as the newer launch did it. Torn lines and values of the wrong kind are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from copus_ext.controller.decision_log import NAME as JOURNAL
+from copus_ext.monitor.journal import DecisionHistory, slim
+from copus_ext.monitor.values import measured, number, table, text, whole, written
+from copus_ext.reshard.checked import read_value
+from megatron.training.common.control import PAUSE_FILE, STOP_FILE
+from megatron.training.logging.metrics import METRICS_FILE, committed_history
+from megatron.training.logging.tail_reader import Tail
+
+CONFIG_FILE = "config.json"
+END_BYTES = 1 << 26
+"""Enough of the end of a file to know how a run stands: tens of thousands of steps."""
+_STEP_BYTES = 1 << 20
+"""Steps are read from so much of the end then."""
+_KIND_BYTES = 100
+"""The kind is among the first fields of a line."""
+_REQUEST = Path("control") / "request.json"
+_MOST_NAME = 200
+QUIET_EVENTS = ("checkpoint.begin", "checkpoint.commit", "layout", "run.start", "run.end")
+"""Kinds that views show in another way than as events."""
+
+
+class Step(NamedTuple):
+    """One step; None where the record does not say."""
+
+    iteration: int
+    samples: int
+    """Consumed by the run, this step's included."""
+    t: float | None
+    """Seconds since the epoch."""
+    launch: str
+    loss: float | None
+    """Nats per token; may be NaN."""
+    rate: float | None
+    """Learning rate."""
+    grad_norm: float | None
+    batch: int | None
+    micro: int | None
+    seconds: float | None
+    updated: bool
+    """Whether the weights changed."""
+    noise_status: str | None
+    """None if the noise scale is not measured."""
+    phi: float | None
+    """Noise scale, samples."""
+    low: float | None
+    high: float | None
+    """95 % interval, samples; no upper end while it is unbounded."""
+    train_iterations: int | None
+    """Steps of the whole run, as estimated at this one."""
+
+    @property
+    def finite_loss(self) -> float | None:
+        """The loss if it is finite."""
+        return number(self.loss)
+
+
+class Evaluation(NamedTuple):
+    """One evaluation."""
+
+    iteration: int
+    samples: int
+    t: float | None
+    loss: float | None
+    split: str
+    """`valid` or `test`."""
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One start of the processes."""
+
+    name: str
+    t: float | None
+    iteration: int
+    """Steps done before."""
+    samples: int
+    layout: str
+    loaded: str
+    """Checkpoint that it resumed."""
+    why: str = ""
+    """How it ended; empty if no end is recorded."""
+    last_t: float | None = None
+    last_iteration: int = 0
+    """Its last step, even if a later launch did that again."""
+
+
+class Event(NamedTuple):
+    """Any other record."""
+
+    kind: str
+    t: float | None
+    iteration: int | None
+    samples: int | None
+    about: dict[str, Any]
+    """All its fields."""
+
+    @property
+    def line(self) -> str:
+        """The event in words."""
+        named = (self.about.get(key) for key in ("line", "reason", "name", "alert", "fault"))
+        return next((text(value) for value in named if value), "")
+
+
+class LayoutAt(NamedTuple):
+    """The layout from some step on."""
+
+    iteration: int
+    samples: int
+    t: float | None
+    layout: str
+
+
+@dataclass(kw_only=True)
+class RunHistory:
+    """Everything that was read of a run; lists are in order."""
+
+    path: Path
+    """Its directory, or its journal."""
+    name: str
+    is_whole: bool = True
+    """Whether the record was read from its beginning."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Resolved flags of the last launch."""
+    decisions: DecisionHistory = field(default_factory=DecisionHistory)
+    steps: list[Step] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    layouts: list[LayoutAt] = field(default_factory=list)
+    """Each differs from the one before."""
+    events: list[Event] = field(default_factory=list)
+    undone_s: float = 0.0
+    """Seconds of steps that a later launch did again."""
+    saves_s: list[float] = field(default_factory=list)
+    """Seconds of each committed checkpoint."""
+    asked: list[str] = field(default_factory=list)
+    """Requests in `control/`, in words."""
+    last: float | None = None
+    """When the last record was written, seconds since the epoch."""
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Length of a sequence."""
+        length = whole(self.config.get("seq_length"))
+        return length if length and length > 0 else None
+
+    @property
+    def train_iterations(self) -> int | None:
+        """Steps of the whole run, as estimated at the last one."""
+        return self.steps[-1].train_iterations if self.steps else None
+
+    @property
+    def begin(self) -> float | None:
+        """When the run began, seconds since the epoch."""
+        times = (x.t for x in [*self.launches[:1], *self.steps[:1]])
+        return next((t for t in times if t is not None), None)
+
+    @property
+    def launch(self) -> str:
+        """Name of the last launch; empty if unknown."""
+        if self.launches:
+            return self.launches[-1].name
+        return self.steps[-1].launch if self.steps else ""
+
+    @property
+    def since_start(self) -> list[Event]:
+        """Events of the last launch."""
+        starts = [i for i, event in enumerate(self.events) if event.kind == "run.start"]
+        return self.events[starts[-1] if starts else 0 :]
+
+    def at(self, iteration: int) -> tuple[int | None, float | None]:
+        """Samples and time at which so many steps were done."""
+        i = bisect_left(self.steps, iteration, key=lambda step: step.iteration)
+        if i < len(self.steps) and self.steps[i].iteration == iteration:
+            return self.steps[i].samples, self.steps[i].t
+        first = self.launches[0] if self.launches else None
+        if first is not None and iteration == first.iteration:
+            return first.samples, first.t
+        return None, None
+
+    def layout_at(self, iteration: int) -> str:
+        """The layout after so many steps; empty if unknown."""
+        i = bisect_right(self.layouts, iteration, key=lambda change: change.iteration)
+        return self.layouts[i - 1].layout if i else ""
+
+
+class RunReader:
+    """Reads a run again and again, each record once.
+
+    Args:
+        run: its directory; or a journal, if nothing else is left of it.
+        name: tells it from other runs.
+        most_bytes: read this much of the end of each file, and of steps the last megabyte; None
+            reads everything.
+    """
+
+    def __init__(self, run: Path, *, name: str = "", most_bytes: int | None = None) -> None:
+        self.run, self.name = run, name or run.name
+        # A journal that the user names may be a link.
+        journal = run.resolve() if run.is_file() else run / JOURNAL
+        self._metrics = Tail(run / METRICS_FILE, most_bytes=most_bytes)
+        self._journal = Tail(journal, most_bytes=most_bytes)
+        self._is_end_only = most_bytes is not None
+        self.generation = 0
+        """Grows when the files of the run were replaced."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._records: list[dict[str, Any]] = []
+        self._decisions = DecisionHistory()
+        self._config: dict[str, Any] = {}
+        self._launch_ends: dict[str, tuple[float | None, int | None]] = {}
+        self._last: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is recorded."""
+        return not self._records and self._decisions.is_empty
+
+    def refresh(self) -> None:
+        """Reads what was written since the last call.
+
+        Raises:
+            OSError: a file of the run cannot be read.
+        """
+        if self._metrics.is_replaced() or self._journal.is_replaced():
+            self.generation += 1
+            self._forget()
+            self._metrics = Tail(self._metrics.path, most_bytes=None)
+            self._journal = Tail(self._journal.path, most_bytes=None)
+        size = self._metrics.path.stat().st_size if self._metrics.path.is_file() else 0
+        for place, line in self._metrics.lines():
+            is_early = self._is_end_only and place < size - _STEP_BYTES
+            if is_early and b'"kind":"step"' in line[:_KIND_BYTES]:
+                continue
+            if (record := _record_of(line)) is not None:
+                self._take(record)
+        for place, line in self._journal.lines():
+            if (record := _record_of(line)) is not None:
+                self._decisions.add(place, slim(record))
+
+    def decision_at(self, place: int) -> dict[str, Any]:
+        """The journal's whole record at an offset; empty if it is no longer there."""
+        return _record_of(self._journal.line_at(place)) or {}
+
+    def history(self) -> RunHistory:
+        """All that is known by now."""
+        config = self._config or _small_json(self.run / CONFIG_FILE) or self._decisions.flags
+        found = RunHistory(path=self.run, name=self.name, config=config)
+        found.decisions, found.last = self._decisions, self._last
+        found.is_whole = self._metrics.is_whole
+        committed = committed_history(self._records)
+        for record in committed:
+            _add(found, record["value"])
+        for launch in found.launches:
+            t, iteration = self._launch_ends.get(launch.name, (None, None))
+            launch.last_t = t
+            launch.last_iteration = launch.iteration if iteration is None else iteration
+        found.undone_s = _seconds_of(self._records) - _seconds_of(committed)
+        if not any(event.kind == "layout" for event in found.events):
+            found.layouts = _layouts_of_journal(found) or found.layouts
+        found.asked = _asked(self.run)
+        return found
+
+    def _take(self, record: dict[str, Any]) -> None:
+        kind, t = record.get("kind"), written(record)
+        launch = text(record.get("launch"), _MOST_NAME)
+        before_t, iteration = self._launch_ends.get(launch, (None, None))
+        if kind == "step":
+            value: Any = _step(record, launch)
+            if value is None:
+                return
+            iteration = value.iteration
+        elif kind == "eval":
+            value = _evaluation(record)
+        elif isinstance(kind, str):
+            value = Event(
+                kind=text(kind, 60),
+                t=t,
+                iteration=whole(record.get("iteration")),
+                samples=whole(record.get("consumed_samples")),
+                about={name: field for name, field in record.items() if name != "config"},
+            )
+        else:
+            return
+        if kind == "run.start":
+            self._config = table(record.get("config")) or self._config
+        self._launch_ends[launch] = (before_t if t is None else t, iteration)
+        self._last = self._last if t is None else t
+        names = ("kind", "launch", "iteration", "split")
+        self._records.append({**{k: record[k] for k in names if k in record}, "value": value})
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None if it is torn or something else."""
+    try:
+        record = json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _small_json(path: Path) -> dict[str, Any]:
+    """The object in a small file that anybody may have written; empty if there is none."""
+    try:
+        return table(read_value(path, lambda value: value, most_bytes=1 << 20))
+    except ValueError:
+        return {}
+
+
+def _step(record: dict[str, Any], launch: str) -> Step | None:
+    iteration, samples = whole(record.get("iteration")), whole(record.get("consumed_samples"))
+    if iteration is None or samples is None:
+        return None
+    noise, elapsed = record.get("noise"), number(record.get("elapsed_per_iteration_ms"))
+    known = table(noise)
+    return Step(
+        iteration=iteration,
+        samples=samples,
+        t=written(record),
+        launch=launch,
+        loss=_loss(record),
+        rate=number(record.get("learning_rate")),
+        grad_norm=measured(record.get("grad_norm")),
+        batch=whole(record.get("global_batch_size")),
+        micro=whole(record.get("micro_batch_size")),
+        seconds=None if elapsed is None else elapsed / 1000.0,
+        updated=record.get("updated") is not False,
+        noise_status=text(known.get("status"), 40) if isinstance(noise, dict) else None,
+        phi=number(known.get("phi_samples")),
+        low=number(known.get("low_samples")),
+        high=number(known.get("high_samples")),
+        train_iterations=whole(record.get("train_iterations")),
+    )
+
+
+def _evaluation(record: dict[str, Any]) -> Evaluation:
+    return Evaluation(
+        iteration=whole(record.get("iteration")) or 0,
+        samples=whole(record.get("consumed_samples")) or 0,
+        t=written(record),
+        loss=_loss(record),
+        split=text(record.get("split"), 20) or "valid",
+    )
+
+
+def _loss(record: dict[str, Any]) -> float | None:
+    losses = table(record.get("losses"))
+    return measured(losses.get("lm loss", next(iter(losses.values()), None)))
+
+
+def _seconds_of(records: list[dict[str, Any]]) -> float:
+    """Of all steps among them."""
+    steps = (r["value"] for r in records if isinstance(r["value"], Step))
+    # Whole microseconds, so that a sum is never less than its parts.
+    return sum(round(1e6 * (step.seconds or 0.0)) for step in steps) / 1_000_000
+
+
+def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
+    if isinstance(value, Step):
+        run.steps.append(value)
+        return
+    if isinstance(value, Evaluation):
+        run.evaluations.append(value)
+        return
+    run.events.append(value)
+    kind, about = value.kind, value.about
+    if kind == "run.start":
+        run.launches.append(
+            Launch(
+                name=text(about.get("launch"), _MOST_NAME),
+                t=value.t,
+                iteration=value.iteration or 0,
+                samples=value.samples or 0,
+                layout=text(about.get("layout"), 100),
+                loaded=text(about.get("loaded"), 300),
+            )
+        )
+    if kind in ("run.start", "layout"):
+        at = LayoutAt(
+            value.iteration or 0, value.samples or 0, value.t, text(about.get("layout"), 100)
+        )
+        _enter_layout(run.layouts, at)
+    elif kind == "checkpoint.commit":
+        run.saves_s.append(number(about.get("seconds")) or 0.0)
+    elif kind == "run.end" and run.launches:
+        run.launches[-1].why = text(about.get("why"), 200) or "ended"
+
+
+def _enter_layout(layouts: list[LayoutAt], at: LayoutAt) -> None:
+    """A layout from here on. Layouts beyond here were undone by a restart."""
+    while layouts and layouts[-1].iteration >= at.iteration:
+        layouts.pop()
+    if at.layout and (not layouts or layouts[-1].layout != at.layout):
+        layouts.append(at)
+
+
+def _layouts_of_journal(run: RunHistory) -> list[LayoutAt]:
+    """The layouts as the journal has them, for a record without any."""
+    layouts: list[LayoutAt] = []
+    for iteration, layout in run.decisions.layouts:
+        samples, t = run.at(iteration)
+        _enter_layout(layouts, LayoutAt(iteration, samples or 0, t, layout))
+    return layouts
+
+
+def _asked(run: Path) -> list[str]:
+    """What the files of `control/` ask of the run."""
+    words = []
+    if (run / STOP_FILE).exists():
+        words.append("to save and stop (control/stop is there)")
+    if (run / PAUSE_FILE).exists():
+        words.append("to pause the controller (control/pause is there)")
+    request = _small_json(run / _REQUEST)
+    if request:
+        words.append(f"of its supervisor: {text(request.get('kind'), 40)}")
+        if reason := text(request.get("reason"), 300):
+            words[-1] += f", because {reason}"
+    return words

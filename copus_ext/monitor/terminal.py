@@ -1,0 +1,214 @@
+"""How a run stands on a terminal of 60 columns or more, or as plain lines in a pipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from copus_ext.monitor.controller_status import ChangeStatus, ControllerStatus
+from copus_ext.monitor.liveness import State
+from copus_ext.monitor.run_status import RunStatus
+from megatron.training.common.errors import counted
+
+_STYLES: dict[State, str] = {
+    "starting": "cyan",
+    "training": "bold green",
+    "evaluating": "cyan",
+    "saving": "cyan",
+    "changing layout": "bold magenta",
+    "done": "bold blue",
+    "stopped": "yellow",
+    "failed": "bold red",
+    "lost": "bold red",
+}
+_LABEL = "dim"
+
+
+def screen(status: RunStatus) -> RenderableType:
+    """The whole status. Texts of the run are shown as they are, without markup."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style=_LABEL, no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, value in _rows(status):
+        grid.add_row(Text(label), Text(value) if isinstance(value, str) else value)
+    parts: list[RenderableType] = [grid]
+    if status.controller is not None and status.controller.changes:
+        parts.append(_changes(status.controller))
+    for alarm in status.alarms:
+        when = "" if alarm.age_s is None else f" ({duration(alarm.age_s)} ago)"
+        parts.append(Text(f"! {alarm.line}{when}", style="red"))
+    return Group(*parts)
+
+
+def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
+    state = Text(status.state, style=_STYLES.get(status.state, ""))
+    if status.why:
+        state.append(f": {status.why}", style="default")
+    yield "run", status.run
+    yield "state", state
+    if status.state not in ("empty", "training") and status.silent_s is not None:
+        label = "ended" if status.state in ("done", "stopped") else "last sign"
+        yield label, f"{duration(status.silent_s)} ago"
+    if status.launch:
+        yield "launch", _launches(status)
+    if status.iteration is not None:
+        yield "step", _step(status)
+    if status.share_done is not None:
+        yield "", ProgressBar(total=1.0, completed=min(status.share_done, 1.0), width=40)
+    if status.left_s is not None:
+        yield "time left", duration(status.left_s)
+    if status.loss is not None or status.valid_loss is not None:
+        yield "loss", _loss(status)
+    if status.step_s is not None:
+        yield "speed", _speed(status)
+    if status.global_batch_size is not None:
+        sizes = _sizes(status.global_batch_size, status.micro_batch_size)
+        yield "now", f"{sizes} on {status.layout or 'an unknown layout'}"
+    if status.noise is not None:
+        yield "noise scale", _noise(status)
+    if status.controller is not None:
+        yield from _decisions(status.controller, paused=status.paused)
+    yield "checkpoint", _saved(status)
+
+
+def _launches(status: RunStatus) -> str:
+    if status.launches_at_least and not status.launches:
+        return f"{status.launch}, restarts unknown: it began long ago"
+    least = "at least " if status.launches_at_least else ""
+    crashes = "1 crash" if status.crashes == 1 else f"{status.crashes} crashes"
+    again = counted(max(status.launches - 1, 0), "restart")
+    return f"{status.launch}, {least}{again}, {crashes}"
+
+
+def _step(status: RunStatus) -> str:
+    of = "" if status.train_iterations is None else f" of {status.train_iterations:,}"
+    share = "" if status.share_done is None else f", {100 * status.share_done:.1f} %"
+    samples = "" if status.consumed_samples is None else f", {status.consumed_samples:,} samples"
+    skipped = f", {status.skipped} of the last steps skipped" if status.skipped else ""
+    return f"{status.iteration:,}{of}{share}{samples}{skipped}"
+
+
+def _loss(status: RunStatus) -> str:
+    parts = [] if status.loss is None else [f"{status.loss:.4f}"]
+    if status.valid_loss is not None:
+        where = "" if status.valid_iteration is None else f" at step {status.valid_iteration:,}"
+        parts.append(f"validation {status.valid_loss:.4f}{where}")
+    if status.learning_rate is not None:
+        parts.append(f"learning rate {status.learning_rate:.3g}")
+    return ", ".join(parts)
+
+
+def _speed(status: RunStatus) -> str:
+    parts = []
+    if status.tokens_per_s is not None:
+        parts.append(f"{_short(status.tokens_per_s)} tokens/s")
+    if status.step_s is not None:
+        parts.append(f"{_short(status.step_s)} s a step")
+    if status.tflops_per_gpu is not None:
+        parts.append(f"{_short(status.tflops_per_gpu)} TFLOP/s a rank")
+    if status.mfu is not None:
+        parts.append(f"MFU {100 * status.mfu:.1f} %")
+    return ", ".join(parts)
+
+
+def _noise(status: RunStatus) -> str:
+    noise, controller = status.noise, status.controller
+    assert noise is not None
+    if noise.status == "none" or noise.low_samples is None:
+        return "not measured"
+    phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
+    high = "unbounded" if noise.high_samples is None else f"{noise.high_samples:.1f}"
+    critical, multiplier = "", None if controller is None else controller.noise_scale_multiplier
+    if multiplier is not None and noise.phi_samples is not None:
+        size = multiplier * noise.phi_samples
+        critical = f"; critical batch size {size:.1f} = {multiplier:g} x that"
+    return f"{phi} samples [{noise.low_samples:.1f}, {high}]{critical}"
+
+
+def _decisions(
+    controller: ControllerStatus, *, paused: bool
+) -> Iterator[tuple[str, RenderableType]]:
+    mode = "observes only, " if controller.mode == "observe" else ""
+    where = "" if controller.iteration is None else f"at step {controller.iteration:,}: "
+    held = "paused by control/pause; " if paused else ""
+    yield "decided", f"{held}{mode}{where}{controller.reason}"
+    if controller.goodput is not None:
+        yield "goodput", f"{_short(controller.goodput)} useful samples/s"
+    if (best := controller.best) is not None:
+        worth = "" if best.goodput is None else f", {_short(best.goodput)} useful samples/s"
+        needs = "" if best.needed is None else f", needs {_percent(best.needed)}"
+        gain = "" if best.gain is None else f": gains {_percent(best.gain)}{needs}"
+        told = gain.removeprefix(": ")
+        kept = "" if best.verdict == told else f"; {best.verdict}"
+        sizes = _sizes(best.global_batch_size, best.micro_batch_size)
+        yield "next", f"{sizes} on {best.layout}{gain}{worth}{kept}"
+
+
+def _saved(status: RunStatus) -> str:
+    if status.saved is None:
+        return "none"
+    ago = status.saved.steps_ago
+    steps = "" if ago is None else ", 1 step" if ago == 1 else f", {ago:,} steps"
+    return f"of step {status.saved.iteration:,}, {duration(status.saved.age_s)}{steps} ago"
+
+
+def _changes(controller: ControllerStatus) -> Table:
+    """The last ones: what was predicted, and what came."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style=_LABEL)
+    table.add_column("step", justify="right")
+    table.add_column("changed to", overflow="fold", ratio=1)
+    for name in ("goodput", "samples/s", "measured"):
+        table.add_column(name, justify="right")
+    table.add_column("pause", justify="right", no_wrap=True)
+    for change in controller.changes:
+        table.add_row(*(Text(cell) for cell in _cells(change)))
+    return table
+
+
+def _cells(change: ChangeStatus) -> list[str]:
+    measured = change.state
+    if change.state == "measured":
+        measured = "nothing" if change.samples_per_s is None else _short(change.samples_per_s)
+        if change.speed_over_predicted is not None:
+            measured += f" ({100 * (change.speed_over_predicted - 1):+.0f}%)"
+    speed = change.predicted_samples_per_s
+    return [
+        "" if change.iteration is None else f"{change.iteration:,}",
+        change.to,
+        "" if change.gain is None else f"{100 * change.gain:+.1f}%",
+        "" if speed is None else _short(speed),
+        measured,
+        "" if change.pause_s is None else f"{change.pause_s:.1f} s",
+    ]
+
+
+def _sizes(batch: int, micro_batch: int | None) -> str:
+    return f"batch {batch:,}" + ("" if micro_batch is None else f" in {micro_batch:,}")
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _short(value: float) -> str:
+    """Three digits that count, all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two units that count."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    s = max(round(seconds), 0)
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s // 60} min" + (f" {s % 60} s" if s < 600 and s % 60 else "")
+    if s < 48 * 3600:
+        return f"{s // 3600} h {s % 3600 // 60} min"
+    return f"{s // 86400} d {s % 86400 // 3600} h"
