@@ -118,7 +118,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
     check_environment()
     import torch
 
-    from megatron.training.checkpoint.settle import settle
+    from megatron.training.checkpoint.resume import merge_resume_config
     from megatron.training.common.device import use_device
     from megatron.training.common.train_state import TrainState
     from megatron.training.config.arguments import parse_args, resolve
@@ -142,7 +142,7 @@ def open_job(flags: list[str]) -> Iterator[Any]:
     ) as device:
         init_distributed(device, timeout_minutes=10)
         tokenizer = build_tokenizer(**tokenizer_flags(config))
-        config = settle(config, None, vocab_size=tokenizer.vocab_size)
+        config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
         state = TrainState()
         with hold_run(config) as run, open_run(config, run, None, state) as tracker:
             outside = RunServices(tracker=tracker)

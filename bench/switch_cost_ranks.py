@@ -29,8 +29,7 @@ from copus_ext.reshard.inprocess import InProcessResharder
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT
 from copus_ext.reshard.route import Route
 from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
-from megatron.training.checkpoint.load import load_weights
-from megatron.training.checkpoint.resume import read_stored
+from megatron.training.checkpoint.load import load_weights, read_stored
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.step_settings import Request
 from megatron.training.config.arguments import parse_args, resolve

@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         check_sampling(params, model.tokenizer.vocab_size)
         for where, prompt in prompts.items():
             model.tokens_of(prompt, where)
-        for problem in model.stored.passed_over:
+        for problem in model.stored.skipped:
             tell(_SCRIPT, f"note: {problem}; iteration {model.stored.iteration} writes instead")
         with _opened(args.output) as file:
             for number, prompt in enumerate(prompts.values()):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.training.common.program import program_name, tell
 
 if TYPE_CHECKING:
-    from megatron.training.resilience.exit_status import Outcome
+    from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         import torch
 
         from copus_ext.reshard import ending
-        from megatron.training.checkpoint.resume import read_arguments
+        from megatron.training.checkpoint.load import read_arguments
         from megatron.training.common import optional
         from megatron.training.train.pretrain import pretrain
 
@@ -96,7 +96,7 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     return [Controller(flags)]
 
 
-def leave_course(outcome: "Outcome", code: int) -> None:
+def leave_course(outcome: "RunOutcome", code: int) -> None:
     """Leaves the course of a run that is done beside its traces of steps. Not of one that goes on
     elsewhere, or was told to stop: it reads the whole record, and such a process has no time."""
     from copus_ext.reshard.ending import kind_of

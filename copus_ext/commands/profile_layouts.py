@@ -104,7 +104,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     import torch.distributed as dist
 
     from copus_ext.reshard.relaunch import without_cut
-    from megatron.training.checkpoint.settle import settle
+    from megatron.training.checkpoint.resume import merge_resume_config
     from megatron.training.common.train_state import TrainState
     from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.config.batch_schedule import BatchSchedule
@@ -122,7 +122,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     wanted = counts(c, args)
     config = config_of(wanted[0])
     tokenizer = build_tokenizer(**tokenizer_flags(config))
-    config = settle(config, None, vocab_size=tokenizer.vocab_size)
+    config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
     with contextlib.redirect_stdout(io.StringIO()):
         job = build_job(config, None, state, tokenizer, device, Callbacks(()), RunServices())

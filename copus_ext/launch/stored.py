@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
 
     set_process_defaults()
     import_core()
-    from megatron.training.checkpoint.resume import read_arguments
+    from megatron.training.checkpoint.load import read_arguments
 
     folder, iteration, *trust = argv
     try:

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from copus_ext.reshard.relaunch import Kind, Request, is_supervised, write_request
 from megatron.training.common.control import LAUNCH_VARIABLE
 from megatron.training.common.errors import Relaunch
-from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
 
 _MAX_REASON = 2000
 
 
-def tell(outcome: Outcome) -> None:
+def tell(outcome: RunOutcome) -> None:
     """Leaves the request of this launch, if there is a supervisor and something to say: after a
     controller's own request, or where the run should just be started again, there is not. Every
     rank may call it; rank 0 writes."""
@@ -40,13 +40,13 @@ def tell(outcome: Outcome) -> None:
         logger.error("the supervisor cannot be told %r: %s", request.line, error)
 
 
-def exit_code(outcome: Outcome) -> int:
+def exit_code(outcome: RunOutcome) -> int:
     """What every rank leaves with after a run that did not fail."""
     is_left = kind_of(outcome) == "requeue" and is_supervised()
     return Relaunch.exit_code if is_left else 0
 
 
-def kind_of(outcome: Outcome) -> Kind | None:
+def kind_of(outcome: RunOutcome) -> Kind | None:
     """What is asked for; None if nothing is, or a controller has asked."""
     failure, reason = outcome.failure, outcome.reason
     if failure is not None:
@@ -58,7 +58,7 @@ def kind_of(outcome: Outcome) -> Kind | None:
     return "requeue"
 
 
-def reason_of(outcome: Outcome) -> str:
+def reason_of(outcome: RunOutcome) -> str:
     """One line for a person."""
     reason = outcome.reason
     if reason is not None and reason.is_urgent and outcome.save is None:

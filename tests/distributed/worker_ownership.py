@@ -138,7 +138,7 @@ def main(output: Path) -> None:
     join()
     import torch.distributed as dist
 
-    from megatron.training.checkpoint.settle import settle
+    from megatron.training.checkpoint.resume import merge_resume_config
     from megatron.training.common.device import use_device
     from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.distributed.process_groups import build_groups, destroy_groups
@@ -148,7 +148,7 @@ def main(output: Path) -> None:
         for tp, pp, vpp, model, more in CASES[dist.get_world_size()]:
             flags = [*BASES[model].split(), *layout_flags(tp, pp, vpp), *more.split()]
             args = parse_args([*flags, "--train-iters", "1"])
-            config = settle(resolve(args, dist.get_world_size()), None, vocab_size=127)
+            config = merge_resume_config(resolve(args, dist.get_world_size()), None, vocab_size=127)
             wanted = (config.layout, config.parallel.use_tp_pp_dp_mapping)
             if wanted != before:
                 if before:

@@ -102,7 +102,7 @@ def tamper_with_pickles(cases: Cases) -> None:
     """Index and common state that run code."""
     import torch
 
-    from megatron.training.checkpoint.resume import read_arguments
+    from megatron.training.checkpoint.load import read_arguments
     from megatron.training.common.errors import TrainingFailure
 
     payload = pickle.dumps(Evil(cases.touched))

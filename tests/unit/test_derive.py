@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.training.checkpoint.settle import settle, vocabulary_line
+from megatron.training.checkpoint.resume import merge_resume_config, vocabulary_line
 from megatron.training.common.errors import UsageError
 from megatron.training.config import GROUPS, Config
 from megatron.training.config.arguments import parse_args, resolve
@@ -370,7 +370,9 @@ def test_padded_vocabulary(rows: int, divisible_by: int, sizes: list[int]) -> No
 
 
 def settled(flags: str, vocab_size: int, sizes: tuple[int, ...] = (), world: int = 1) -> Config:
-    return settle(config_of(flags, world), None, vocab_size=vocab_size, tensor_parallel_sizes=sizes)
+    return merge_resume_config(
+        config_of(flags, world), None, vocab_size=vocab_size, tensor_parallel_sizes=sizes
+    )
 
 
 @given(st.integers(1, 10**6))

@@ -12,7 +12,7 @@ from megatron.training.common.errors import Relaunch, TrainingFailure
 from megatron.training.common.signals import StopReason
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
-from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.exit_status import RunOutcome
 
 LAUNCH = "job.0.3"
 SIGNAL = StopReason(kind="signal", signal="SIGUSR1")
@@ -34,9 +34,9 @@ ENDS = [
 
 
 @pytest.fixture(params=ENDS, ids=lambda end: f"{end[0] or end[1] or 'done'}-{end[2]}")
-def end(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Outcome, str | None, int, str]:
+def end(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[RunOutcome, str | None, int, str]:
     reason, failure, save, kind, code, words = request.param
-    outcome = Outcome(
+    outcome = RunOutcome(
         state=TrainState(iteration=7, consumed_samples=56),
         run_dir=tmp_path,
         layout=Layout(tp=2, pp=1, vpp=1, dp=1),
@@ -53,7 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_supervisor_is_told_why(
-    end: tuple[Outcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
+    end: tuple[RunOutcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, kind, code, words = end
     monkeypatch.setenv("COPUS_LAUNCH", LAUNCH)
@@ -68,7 +68,7 @@ def test_a_supervisor_is_told_why(
 
 
 def test_without_one_nothing_changes(
-    end: tuple[Outcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
+    end: tuple[RunOutcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COPUS_LAUNCH", raising=False)
     ending.tell(end[0])
@@ -91,7 +91,7 @@ def test_a_controllers_own_request_stays(tmp_path: Path, monkeypatch: pytest.Mon
     write_request(tmp_path, own)
     reason = StopReason(kind="relayout", text="faster")
     ending.tell(
-        Outcome(state=TrainState(), run_dir=tmp_path, layout=layout, save="saved", reason=reason)
+        RunOutcome(state=TrainState(), run_dir=tmp_path, layout=layout, save="saved", reason=reason)
     )
     assert read_request(tmp_path, launch=LAUNCH) == own
 
@@ -102,5 +102,5 @@ def test_that_it_cannot_be_told_fails_no_run(
     monkeypatch.setenv("COPUS_LAUNCH", LAUNCH)
     (tmp_path / "control").write_text("no directory")
     layout = Layout(tp=1, pp=1, vpp=1, dp=1)
-    ending.tell(Outcome(state=TrainState(), run_dir=tmp_path, layout=layout, save=None))
+    ending.tell(RunOutcome(state=TrainState(), run_dir=tmp_path, layout=layout, save=None))
     assert "complete" in caplog.text

@@ -21,7 +21,7 @@ from copus_ext.commands import convert_checkpoint
 from copus_ext.commands import generate as command
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert.writing import Piece
-from megatron.training.checkpoint.resume import Stored
+from megatron.training.checkpoint.load import Stored
 from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.train_state import TrainState
 from megatron.training.train.generate import (
@@ -389,7 +389,7 @@ def test_a_moved_tokenizer_can_be_named_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_flags_is_refused() -> None:
-    about: dict[str, Any] = {"iteration": 5, "state": TrainState(), "horizon": None}
+    about: dict[str, Any] = {"iteration": 5, "state": TrainState(), "lengths": None}
     stored = Stored(folder=Path("c/iter_0000005"), arguments={}, metadata={}, **about)
     with pytest.raises(TrainingFailure, match="c/iter_0000005 does not hold the flags"):
         _config_of(stored, [])

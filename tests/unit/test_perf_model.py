@@ -29,7 +29,7 @@ from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows, concatenate
 from copus_ext.cost_model.step import PARTS, least_step_s, step_time
 from copus_ext.monitor import summary
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows
-from megatron.training.checkpoint.settle import settle
+from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.data.tokenizer import build_tokenizer
@@ -101,7 +101,7 @@ def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: 
     words = [*flags.split(), "--train-iters", "1"]
     config = resolve(parse_args(words), 1)
     tokens = build_tokenizer(**tokenizer_flags(config)).vocab_size
-    config = settle(config, None, vocab_size=tokens)
+    config = merge_resume_config(config, None, vocab_size=tokens)
     model = build_model(config, groups_of(config), device)
     built = sum(p.numel() for chunk in model.chunks for p in chunk.parameters())
     recorded = json.loads(json.dumps(config.flat()))
@@ -121,7 +121,7 @@ def test_the_planner_pads_the_vocabulary_as_the_trainer_does(vocab_size: int, tp
     flags = f"{TINY.partition('--pad-vocab')[0]} --train-iters 1 --kv-channels 8"
     flags += f" --tensor-model-parallel-size {tp} --num-attention-heads {tp}"
     config = resolve(parse_args([*flags.split(), "--ffn-hidden-size", str(tp)]), tp)
-    rows = settle(config, None, vocab_size=vocab_size).model.padded_vocab_size
+    rows = merge_resume_config(config, None, vocab_size=vocab_size).model.padded_vocab_size
     assert int(spec.padded_vocab_size(tp)) == rows
 
 

@@ -35,7 +35,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.distributed import distributed_c10d
 
-from megatron.training.checkpoint import agreed_save
+from megatron.training.checkpoint import save_errors
 from megatron.training.common.device import use_device
 from megatron.training.common.optional import have_transformer_engine
 from megatron.training.distributed.process_groups import (
@@ -178,11 +178,11 @@ def test_a_writer_asks_one_function_for_its_queue_and_calls_two_methods_of_it() 
 def test_the_common_state_is_saved_by_the_strategy_that_is_registered() -> None:
     kept = base.get_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1)
     try:
-        agreed_save.register()
+        save_errors.use_agreed_saves()
         found = serialization.get_default_save_common_strategy()
-        assert isinstance(found, agreed_save.AgreedCommonSave)
+        assert isinstance(found, save_errors.AgreedCommonSave)
         names = parameters_of(common.TorchCommonSaveStrategy.save_common)
-        assert names == parameters_of(agreed_save.AgreedCommonSave.save_common)
+        assert names == parameters_of(save_errors.AgreedCommonSave.save_common)
     finally:
         base.register_default_strategy(base.StrategyAction.SAVE_COMMON, "torch", 1, kept)
 

@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from copus_ext.launch import stored
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.resume import (
+from megatron.training.checkpoint.load import (
     Stored,
-    _stored,
-    check_same_run,
-    choices,
+    iterations_to_try,
     read_arguments,
     read_stored,
+    stored_of,
 )
-from megatron.training.checkpoint.settle import settle
+from megatron.training.checkpoint.resume import check_same_run, merge_resume_config
 from megatron.training.common.errors import TrainingFailure, UsageError
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
@@ -52,23 +51,23 @@ def save(tmp_path: Path) -> Path:
 
 
 def test_the_latest_comes_first_and_older_ones_stand_in_for_it(save: Path) -> None:
-    assert choices(save, step=None, fallback=True) == ([6, 4, 2], [])
-    assert choices(save, step=None, fallback=False) == ([6], [])
-    assert choices(save, step=4, fallback=True) == ([4], [])
+    assert iterations_to_try(save, step=None, fallback=True) == ([6, 4, 2], [])
+    assert iterations_to_try(save, step=None, fallback=False) == ([6], [])
+    assert iterations_to_try(save, step=4, fallback=True) == ([4], [])
     files.write_atomically(save / files.TRACKER, "4\n")
-    assert choices(save, step=None, fallback=True) == ([4, 2], []), "6 is no history of 4"
+    assert iterations_to_try(save, step=None, fallback=True) == ([4, 2], []), "6 is no history of 4"
 
 
 def test_what_is_half_written_or_missing_is_passed_over_or_refused(save: Path) -> None:
     (files.folder_of(save, 6) / files.CORE_MARK).unlink()
-    tries, problems = choices(save, step=None, fallback=True)
+    tries, problems = iterations_to_try(save, step=None, fallback=True)
     assert tries == [4, 2] and "half-written" in problems[0]
     with pytest.raises(TrainingFailure, match=r"half-written.*--ckpt-step 4"):
-        choices(save, step=None, fallback=False)
+        iterations_to_try(save, step=None, fallback=False)
     with pytest.raises(TrainingFailure, match=r"half-written.*--ckpt-step 4"):
-        choices(save, step=6, fallback=True)
+        iterations_to_try(save, step=6, fallback=True)
     with pytest.raises(TrainingFailure, match=r"missing.*--ckpt-step 4"):
-        choices(save, step=5, fallback=True)
+        iterations_to_try(save, step=5, fallback=True)
 
 
 def test_an_older_format_is_named_with_what_converts_it(tmp_path: Path) -> None:
@@ -78,7 +77,7 @@ def test_an_older_format_is_named_with_what_converts_it(tmp_path: Path) -> None:
     (tmp_path / files.TRACKER).write_text("8")
     for fallback in (True, False):
         with pytest.raises(TrainingFailure, match=r"format torch;.*--ckpt-convert-format") as error:
-            choices(tmp_path, step=None, fallback=fallback)
+            iterations_to_try(tmp_path, step=None, fallback=fallback)
         assert "\n" not in str(error.value)
 
 
@@ -89,31 +88,33 @@ def test_without_a_tracker_the_newest_complete_one_is_the_latest(
     (save / files.TRACKER).unlink()
     if tracker is not None:
         (save / files.TRACKER).write_text(tracker)
-    tries, problems = choices(save, step=None, fallback=True)
+    tries, problems = iterations_to_try(save, step=None, fallback=True)
     assert tries == [6, 4, 2] and files.TRACKER in problems[0]
     with pytest.raises(TrainingFailure, match="--ckpt-step 6"):
-        choices(save, step=None, fallback=False)
+        iterations_to_try(save, step=None, fallback=False)
 
 
 def test_a_run_starts_from_scratch_only_where_nothing_was_ever_saved(tmp_path: Path) -> None:
-    assert choices(tmp_path / "nowhere", step=None, fallback=True) == ([], [])
+    assert iterations_to_try(tmp_path / "nowhere", step=None, fallback=True) == ([], [])
     folder = files.begin(tmp_path, 2)
     (folder / files.CORE_MARK).write_text("{}")
     files.write_manifest(folder, 2, {})
-    assert choices(tmp_path, step=None, fallback=True) == ([], []), "a first save, cut short"
+    assert iterations_to_try(tmp_path, step=None, fallback=True) == ([], []), (
+        "a first save, cut short"
+    )
     files.finish(tmp_path, 2, {})
     (folder / files.CORE_MARK).unlink()
     for tracker in (True, False):
         if not tracker:
             (tmp_path / files.TRACKER).unlink()
         with pytest.raises(TrainingFailure, match="no complete checkpoint"):
-            choices(tmp_path, step=None, fallback=True)
+            iterations_to_try(tmp_path, step=None, fallback=True)
 
 
 def test_saving_again_what_was_passed_over_replaces_it(save: Path) -> None:
     (files.folder_of(save, 6) / files.CORE_MARK).unlink()
     make(save, 6)
-    assert choices(save, step=None, fallback=True) == ([6, 4, 2], [])
+    assert iterations_to_try(save, step=None, fallback=True) == ([6, 4, 2], [])
 
 
 def data_set(prefix: Path, *, documents: int, text: bytes = b"text") -> str:
@@ -213,7 +214,7 @@ def test_no_damage_of_the_latest_is_trained_on(
             (folder / name).unlink()
         found = latest(root)
         assert found.folder == files.folder_of(root, OLDER), (name, place)
-        assert len(found.passed_over) == 1 and str(folder) in found.passed_over[0]
+        assert len(found.skipped) == 1 and str(folder) in found.skipped[0]
 
 
 @pytest.mark.parametrize("emptied", [False, True])
@@ -221,13 +222,13 @@ def test_one_of_ours_without_a_manifest_is_damaged_for_every_reader(
     alone: None, ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], emptied: bool
 ) -> None:
     found = latest(ours)
-    assert found.iteration == ITERATION and not found.passed_over
+    assert found.iteration == ITERATION and not found.skipped
     folder = lose_manifest(ours)
     if emptied:
         files.write_manifest(folder, ITERATION, {})
     found = latest(ours)
     assert found.folder == files.folder_of(ours, OLDER)
-    assert files.MANIFEST in found.passed_over[0] and TRUST in found.passed_over[0]
+    assert files.MANIFEST in found.skipped[0] and TRUST in found.skipped[0]
     with pytest.raises(TrainingFailure, match=rf"{files.MANIFEST}.*{TRUST}.*--ckpt-step {OLDER}"):
         latest(ours, fallback=False)
     assert latest(ours, trust_unverified=True).folder == folder
@@ -265,7 +266,7 @@ def test_a_changed_name_does_not_make_one_of_ours_another_trainers(alone: None, 
     common = lose_manifest(ours) / files.COMMON
     flip(common, common.read_bytes().index(files.OUR_KEY.encode()), 1)
     assert latest(ours).folder == files.folder_of(ours, OLDER)
-    assert "common.pt has changed" in latest(ours).passed_over[0]
+    assert "common.pt has changed" in latest(ours).skipped[0]
 
 
 def test_one_of_megatron_lm_is_loaded_and_called_unverified(
@@ -275,7 +276,7 @@ def test_one_of_megatron_lm_is_loaded_and_called_unverified(
     caplog.set_level(logging.WARNING)
     assert latest(root).iteration == ITERATION and not caplog.messages
     folder = lose_manifest(root)
-    assert latest(root).folder == folder and latest(root).horizon is None
+    assert latest(root).folder == folder and latest(root).lengths is None
     assert read_arguments(root, step=None)["hidden_size"] == 16
     line = caplog.messages[0]
     assert all(word in line for word in ("unverified", str(folder), "Megatron-LM"))
@@ -345,12 +346,12 @@ def resumed(flags: str, stored: dict[str, Any]) -> Config:
         folder=Path("iter_0000002"),
         iteration=2,
         state=TrainState(iteration=2),
-        horizon=None,
+        lengths=None,
         arguments={**OF_MEGATRON_LM, **stored},
         metadata={},
     )
     config = resolve(parse_args([*SHAPE.split(), *flags.split()]), 1)
-    return settle(config, found, vocab_size=128)
+    return merge_resume_config(config, found, vocab_size=128)
 
 
 @pytest.mark.parametrize(
@@ -422,7 +423,7 @@ def run_of(flags: str) -> Config:
 def stored_by(flags: str, *forgotten: str) -> Stored:
     """What a checkpoint of a run with these flags says, but for some fields."""
     told = {name: value for name, value in run_of(flags).flat().items() if name not in forgotten}
-    stored = _stored({"args": Namespace(**told)}, Path("ckpt"), 10, ())
+    stored = stored_of({"args": Namespace(**told)}, Path("ckpt"), 10, ())
     check_same_run(run_of(flags), stored)
     return stored
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron.training.checkpoint import agreed_save
+from megatron.training.checkpoint import save_errors
 from megatron.training.checkpoint.async_writer import WriteResults
 
 FORKED = multiprocessing.get_context("fork")
@@ -66,7 +66,7 @@ def test_where_memory_has_no_files_a_temporary_file_does(monkeypatch: pytest.Mon
 
 
 def test_each_save_of_megatron_core_gets_results_of_its_own() -> None:
-    agreed_save.register()
+    save_errors.use_agreed_saves()
     get: Any = filesystem_async._get_write_results_queue
     first, second = get(), get()
     assert isinstance(first, WriteResults)
@@ -98,7 +98,7 @@ def test_any_error_of_a_finalization_is_met_and_raised() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(OSError, match="gone"):
-            agreed_save._in_step(fail, lambda: met.append("met"))()
+            save_errors._agreed(fail, lambda: met.append("met"))()
     finally:
         dist.destroy_process_group()
     assert met == ["met"]

@@ -23,7 +23,7 @@ from megatron.training.common.signals import Kind, StopReason
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
 from megatron.training.logging.tail_reader import Tail
-from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.exit_status import RunOutcome
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -390,7 +390,7 @@ def test_who_stops_a_run_by_hand_gets_no_other(tmp_path: Path) -> None:
         ("signalled", True),
     ]
     for kind, again in cases:
-        outcome = Outcome(
+        outcome = RunOutcome(
             state=TrainState(),
             run_dir=tmp_path,
             layout=Layout(),

@@ -27,7 +27,7 @@ from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.stragglers import StepClock
 from megatron.training.logging.profiler import open_trace
-from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import TINY
 from tests.helpers.written_runs import WrittenRun, usual_run
 
@@ -314,7 +314,7 @@ def test_the_course_is_left_by_a_run_that_is_done(
     usual_run(tmp_path, steps=20)
     state = TrainState(iteration=20, consumed_samples=160)
     about = {"layout": Layout(dp=4), "save": None, "reason": reason}
-    outcome = Outcome(state=state, run_dir=tmp_path, **about)
+    outcome = RunOutcome(state=state, run_dir=tmp_path, **about)
     with monkeypatch.context() as broken:
         broken.setitem(sys.modules, "copus_ext.monitor.trace", None)
         broken.delattr("copus_ext.monitor.trace", raising=False)

@@ -17,16 +17,16 @@ from megatron.training.common.control import HEARTBEATS, STACKS
 from megatron.training.common.errors import UsageError
 from megatron.training.resilience import watchdog
 from megatron.training.resilience.lock import process_start
-from megatron.training.resilience.watchdog import EXIT_CODE, Limits, Watchdog
+from megatron.training.resilience.watchdog import EXIT_CODE, Watchdog, WatchdogLimits
 
 HANG = """
 import subprocess, sys, time
 from pathlib import Path
-from megatron.training.resilience.watchdog import Limits, Watchdog
+from megatron.training.resilience.watchdog import WatchdogLimits, Watchdog
 def stuck():
     time.sleep(1000)
 notes = lambda kind, **fields: print(kind, fields[kind], flush=True)
-limits = Limits(stall_s=0.2, exit_s=0.4)
+limits = WatchdogLimits(stall_s=0.2, exit_s=0.4)
 with Watchdog(Path(sys.argv[1]), launch="job.0.0", rank=3, limits=limits, note=notes) as dog:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     print(child.pid, flush=True)
@@ -57,7 +57,7 @@ def watch(tmp_path: Path, told: list[str], **limits: float) -> Watchdog:
     def note(kind: str, **fields: Any) -> None:
         told.append(kind)
 
-    return Watchdog(tmp_path, launch="l", limits=Limits(**limits), note=note)
+    return Watchdog(tmp_path, launch="l", limits=WatchdogLimits(**limits), note=note)
 
 
 def test_a_rank_that_works_has_a_heartbeat(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_file_system_that_hangs_does_not_keep_it_from_leaving(
     def note(kind: str, **fields: Any) -> None:
         blocked.wait(20)
 
-    dog = Watchdog(tmp_path, limits=Limits(stall_s=0.05, exit_s=0.1), note=note)
+    dog = Watchdog(tmp_path, limits=WatchdogLimits(stall_s=0.05, exit_s=0.1), note=note)
     with dog:
         dog.step(1, 0.001)
         assert left.wait(20)
@@ -179,11 +179,11 @@ def test_a_file_system_that_hangs_does_not_keep_it_from_leaving(
 )
 def test_the_environment_sets_the_limits(text: str | None, limits: tuple[float, float]) -> None:
     env = {} if text is None else {"COPUS_WATCHDOG_S": text}
-    found = Limits.of(env, timeout_minutes=10)
+    found = WatchdogLimits.of(env, timeout_minutes=10)
     assert (found.stall_s, found.exit_s) == limits
 
 
 @pytest.mark.parametrize("text", ["soon", "1:2:3", "-1", "nan", "5:inf"])
 def test_limits_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="COPUS_WATCHDOG_S"):
-        Limits.of({"COPUS_WATCHDOG_S": text}, timeout_minutes=10)
+        WatchdogLimits.of({"COPUS_WATCHDOG_S": text}, timeout_minutes=10)

@@ -1,12 +1,22 @@
-"""Loading weights and optimizer of a checkpoint, under whatever layout this job has."""
+"""Finds the checkpoint to resume from, reads what it says about its run, and loads it under the
+layout of this job.
+
+Where the latest checkpoint is damaged, half-written or missing, the newest complete one before it
+takes its place, unless that is forbidden or one was asked for by number. Nothing that a checkpoint
+holds is run: see docs/security.md.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -17,15 +27,308 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.training.checkpoint.resume import Stored
+from megatron.training.checkpoint import files
+from megatron.training.checkpoint.safe_index import (
+    METADATA,
+    file_names,
+    read_common,
+    read_index,
+    stray_file,
+    unreadable,
+)
 from megatron.training.checkpoint.save import TORCH_ERRORS, model_state, sharding_metadata
-from megatron.training.common.collectives import first_problem
+from megatron.training.checkpoint.save_errors import root_cause
+from megatron.training.common.collectives import (
+    all_gather_object,
+    broadcast_from_rank0,
+    first_problem,
+)
 from megatron.training.common.errors import TrainingFailure
-from megatron.training.config import Config
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import GROUPS, Config
+from megatron.training.config.lengths import TrainingLengths
 from megatron.training.model.gpt import Model
 from megatron.training.optim.optimizer import mark_decoupled
 
 logger = logging.getLogger(__name__)
+
+NEW_IN_WEIGHTS = (
+    "layernorm_zero_centered_gamma",
+    "quick_geglu",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "mtp_num_layers",
+)
+"""Fields that older checkpoints lack, which then had their default. They change the weights."""
+NEW_IN_USE = (
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "no_rope_freq",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+    "qk_l2_norm",
+    "softmax_type",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "mtp_loss_scaling_factor",
+)
+"""The same, for fields that change what is computed with the weights."""
+NEW_RATES = ("decoupled_lr", "decoupled_min_lr")
+"""The same, for learning rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What a checkpoint says about its run, read before anything is built."""
+
+    folder: Path
+    """Folder of the iteration."""
+    iteration: int
+    """Iteration of the checkpoint."""
+    state: TrainState
+    """Counters of the run."""
+    lengths: TrainingLengths | None
+    """Lengths of the run in samples; None in a checkpoint of another trainer."""
+    arguments: dict[str, Any]
+    """The resolved flags it was saved with."""
+    metadata: dict[str, Any]
+    """Format of the sharded tensors."""
+    data: list[dict[str, Any]] | None = None
+    """The data sets it was trained on, as `data_identity` describes them, or None."""
+    skipped: tuple[str, ...] = ()
+    """What is wrong with each newer checkpoint that it stands in for."""
+
+
+def iterations_to_try(
+    load: Path, *, step: int | None, fallback: bool
+) -> tuple[list[int], list[str]]:
+    """The iterations to try to load from `--load`, best first; none if there never was one.
+
+    Args:
+        load: `--load`.
+        step: `--ckpt-step`, which nothing stands in for.
+        fallback: whether an older one may stand in for the latest.
+
+    Returns:
+        The iterations, and what is wrong with the latest one if it cannot even be tried.
+
+    Raises:
+        TrainingFailure: no complete checkpoint may be taken; the message offers one.
+    """
+    complete, problem, older = files.complete_iterations(load), None, []
+    try:
+        wanted = step if step is not None else files.read_latest(load)
+    except (ValueError, OSError) as error:
+        wanted, problem, older = None, str(error), complete
+    if problem is None and wanted is None:
+        if not complete and not files.was_ever_complete(load):
+            return [], []
+        problem, older = f"--load {load} has checkpoints but no {files.TRACKER}", complete
+    elif wanted is not None:
+        older = [i for i in complete if i < wanted]
+        if wanted not in complete:
+            folder = files.folder_of(load, wanted)
+            state = "half-written (no metadata.json)" if folder.exists() else "missing"
+            if files.is_legacy(folder):
+                state = (
+                    "of Megatron-LM's older format torch; save it there again with "
+                    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+                )
+            problem = f"checkpoint {folder} is {state}"
+            complete = [i for i in complete if i != wanted]
+    may_fall_back = fallback and step is None
+    if problem is not None and not (older and may_fall_back):
+        raise TrainingFailure(f"{problem}; {_offer(load, complete)}")
+    first = [wanted] if problem is None and wanted is not None else []
+    return first + (older[::-1] if may_fall_back else []), [problem] if problem else []
+
+
+def _offer(load: Path, complete: list[int]) -> str:
+    if not complete:
+        return f"--load {load} holds no complete checkpoint"
+    return f"load iteration {complete[-1]} instead with --ckpt-step {complete[-1]}"
+
+
+def read_stored(
+    load: Path,
+    *,
+    step: int | None,
+    verify: bool,
+    fallback: bool = False,
+    trust_unverified: bool = False,
+) -> Stored | None:
+    """Finds a checkpoint, checks its bytes (each rank its share) and reads what it says. Collective
+    over the world.
+
+    Args:
+        load: `--load`.
+        step: `--ckpt-step`.
+        verify: compare checksums, not only sizes.
+        fallback: take the newest intact one before the latest where that is damaged.
+        trust_unverified: take one of COPUS whose manifest is gone or lists only a part.
+
+    Returns:
+        What is stored, or None when the directory never held a checkpoint.
+
+    Raises:
+        TrainingFailure: on every rank, when none may be taken, naming file and cause.
+    """
+    failure, tries, skipped = None, [], []
+    if dist.get_rank() == 0:
+        try:
+            tries, skipped = iterations_to_try(load, step=step, fallback=fallback)
+        except (TrainingFailure, OSError) as error:
+            failure = str(error)
+    failure, tries, skipped = broadcast_from_rank0((failure, tries, skipped))
+    if failure:
+        raise TrainingFailure(failure)
+    for iteration in tries:
+        folder = files.folder_of(load, iteration)
+        problem = _problem_with(folder, verify=verify, trust_unverified=trust_unverified)
+        if problem is None:
+            stored, problem = _read_stored(folder, iteration, tuple(skipped))
+            if stored is not None:
+                return stored
+        assert problem is not None
+        skipped.append(problem)
+    if not tries:
+        return None
+    rest = f", and so are all {len(skipped)} that are there" if len(skipped) > 1 else ""
+    older = broadcast_from_rank0([i for i in files.complete_iterations(load) if i < min(tries)])
+    offer = _offer(load, older) if older else f"--load {load} holds no other that is complete"
+    raise TrainingFailure(f"checkpoint is damaged: {skipped[0]}{rest}; {offer}")
+
+
+def _problem_with(folder: Path, *, verify: bool, trust_unverified: bool) -> str | None:
+    """What is wrong with the files of a checkpoint, on every rank. Collective over the world."""
+    try:
+        found = files.damage(
+            folder, rank=dist.get_rank(), world_size=dist.get_world_size(), contents=verify
+        )
+        if dist.get_rank() == 0 and not found:
+            found = _doubt(folder, trust_unverified=trust_unverified)
+    except (OSError, ValueError) as error:
+        found = [f"{folder}: {error}" if isinstance(error, OSError) else str(error)]
+    damage = [line for lines in all_gather_object(found) for line in lines]
+    return damage[0] if damage else None
+
+
+def _doubt(folder: Path, *, trust_unverified: bool) -> list[str]:
+    """Why a checkpoint without known damage may still be damaged; logs it where it is trusted.
+
+    Raises:
+        Refused: index or common state cannot be read.
+    """
+    index = read_index(folder / METADATA)
+    stray = stray_file(folder, index)
+    if stray is not None:
+        return [f"{stray} lies outside the checkpoint"]
+    doubt = files.unverified(folder, read_common(folder), file_names(index))
+    if doubt is not None and not trust_unverified:
+        return [doubt]
+    if doubt is not None:
+        logger.warning("checkpoint is loaded unverified: %s", doubt)
+    elif files.read_manifest(folder) is None:
+        logger.warning(
+            "checkpoint is loaded unverified: %s is of Megatron-LM, which writes no %s",
+            folder,
+            files.MANIFEST,
+        )
+    return []
+
+
+def read_arguments(
+    load: Path, *, step: int | None, fallback: bool = True, trust_unverified: bool = False
+) -> dict[str, Any]:
+    """The resolved flags a checkpoint was saved with, for `--use-checkpoint-args`. Needs no process
+    group. Compares the sizes of all files, and the checksum of the one that holds the flags.
+
+    Args:
+        load: `--load`.
+        step: `--ckpt-step`.
+        fallback: `--ckpt-fallback`.
+        trust_unverified: `--ckpt-trust-unverified`.
+
+    Raises:
+        TrainingFailure: there is no checkpoint, or it cannot be read.
+    """
+    tries, _ = iterations_to_try(load, step=step, fallback=fallback)
+    problems = []
+    for iteration in tries:
+        folder = files.folder_of(load, iteration)
+        try:
+            found = files.damage(folder, contents=False)
+            if not found:
+                common = read_common(folder)
+                doubt = None if trust_unverified else files.unverified(folder, common)
+                if doubt is None:
+                    return vars(common["args"])
+                found = [doubt]
+            problems += found
+        except Exception as error:  # whatever lies in place of the flags
+            problems.append(str(unreadable(folder / files.COMMON, error)))
+    if not problems:
+        raise TrainingFailure(
+            f"--use-checkpoint-args needs a checkpoint, and --load {load} has none"
+        )
+    raise TrainingFailure(problems[0])
+
+
+def _read_stored(
+    folder: Path, iteration: int, skipped: tuple[str, ...]
+) -> tuple[Stored | None, str | None]:
+    """What a checkpoint says, or why it cannot be read. Collective over the world."""
+    stored, problem = None, None
+    try:
+        stored = stored_of(read_common(folder), folder, iteration, skipped)
+    except Exception as error:  # whatever lies in place of a counter
+        problem = str(unreadable(folder / files.COMMON, error))
+    problem = first_problem(problem)
+    return (stored if problem is None else None), problem
+
+
+def stored_of(
+    common: dict[str, Any], folder: Path, iteration: int, skipped: tuple[str, ...] = ()
+) -> Stored:
+    """What the common state of a checkpoint says.
+
+    Raises:
+        Exception: of any kind, where it holds something else than it should.
+    """
+    new = {*NEW_IN_WEIGHTS, *NEW_IN_USE, *NEW_RATES}
+    options = [f for group in GROUPS.values() for f in fields(group)]
+    defaults = {f.name: f.default for f in options if f.name in new}
+    arguments = {**defaults, **vars(common.get("args", argparse.Namespace()))}
+    ours = common.get(files.OUR_KEY)
+    if ours:
+        state = TrainState.from_json(ours["train_state"])
+    else:
+        consumed = int(arguments.get("consumed_train_samples") or 0)
+        state = TrainState(
+            iteration=int(common.get("iteration", iteration)),
+            consumed_samples=consumed,
+            lr_samples=consumed,
+            skipped_samples=int(arguments.get("skipped_train_samples") or 0),
+        )
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+    data = ours.get("data") if ours else None
+    if data is not None and not all(isinstance(entry, dict) for entry in data):
+        raise ValueError("it does not describe its data sets")
+    return Stored(
+        folder=folder,
+        iteration=iteration,
+        state=state,
+        lengths=TrainingLengths.from_json(ours["horizon"]) if ours else None,
+        arguments=arguments,
+        metadata=metadata,
+        data=data,
+        skipped=skipped,
+    )
 
 
 def load_weights(
@@ -70,7 +373,7 @@ def load_weights(
         problem = _mismatch(set(missing), set(unexpected), with_optimizer)
     except TORCH_ERRORS as error:
         logger.debug("loading failed", exc_info=True)
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        problem = root_cause(error)
     if problem := first_problem(problem):
         raise TrainingFailure(f"checkpoint {stored.folder} does not load: {problem}")
     left: list[str] = []

@@ -161,7 +161,9 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def unreadable(path: Path, error: Exception) -> Refused:
-    """The error to raise for a file whose contents made another part fail, in one line."""
+    """The error for a file whose contents led to another one; a `Refused` stays as it is."""
+    if isinstance(error, Refused):
+        return error
     text = " ".join(str(error).split())[:300]
     return Refused(f"{path} cannot be read: {type(error).__name__}: {text}")
 

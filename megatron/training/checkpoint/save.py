@@ -29,9 +29,16 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.training.checkpoint import agreed_save, files
+from megatron.training.checkpoint import files
 from megatron.training.checkpoint.async_writer import SaveProcess
-from megatron.training.checkpoint.save_errors import FailedSaves, root_cause, way_out, what_is_left
+from megatron.training.checkpoint.save_errors import (
+    FailedSaves,
+    agree_on_finalization,
+    root_cause,
+    use_agreed_saves,
+    way_out,
+    what_is_left,
+)
 from megatron.training.common.collectives import (
     all_gather_object,
     broadcast_from_rank0,
@@ -154,7 +161,7 @@ class Checkpointer:
         self.failed = FailedSaves() if failed is None else failed
         self.data = [] if data is None else data
         self.timeout_s = 60.0 * config.parallel.distributed_timeout_minutes
-        agreed_save.register()
+        use_agreed_saves()
         self.pending: _Pending | None = None
 
     def save(
@@ -180,7 +187,7 @@ class Checkpointer:
             Whether it is there, or being written.
         """
         # What became of the one before does not matter if this one must succeed.
-        self._settle(blocking=True, must=None if must else False)
+        self._complete(blocking=True, must=None if must else False)
         started = time.monotonic()
         iteration = state.iteration
         self.on_event("begin", iteration, {"consumed_samples": state.consumed_samples})
@@ -198,7 +205,7 @@ class Checkpointer:
         )
         if self.config.checkpoint.async_save and not must:
             return True
-        return self._settle(blocking=True, must=must)
+        return self._complete(blocking=True, must=must)
 
     def _begin(
         self, model: Model, optimizer: MegatronOptimizer, scheduler: Any, state: TrainState
@@ -224,7 +231,7 @@ class Checkpointer:
                 content_metadata=metadata,
             )
             assert request is not None
-            agreed_save.finish_in_step(request)
+            agree_on_finalization(request)
             process = SaveProcess(request, timeout_s=self.timeout_s)
             process.start()
         except TORCH_ERRORS as error:  # any failure must end in one line on every rank
@@ -237,7 +244,7 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Commits an asynchronous save that has finished; costs nothing when none is under way."""
-        self._settle(blocking=False, must=False)
+        self._complete(blocking=False, must=False)
 
     def finish(self, *, must: bool = False) -> bool:
         """Waits for the save under way and commits it.
@@ -248,13 +255,13 @@ class Checkpointer:
         Returns:
             Whether all is well: it is there, or none was under way.
         """
-        return self._settle(blocking=True, must=must)
+        return self._complete(blocking=True, must=must)
 
     def close(self) -> None:
         """Finishes saves and lets go of the process groups."""
         self.finish()
 
-    def _settle(self, *, blocking: bool, must: bool | None) -> bool:
+    def _complete(self, *, blocking: bool, must: bool | None) -> bool:
         """Commits what has been written, or notes that it has failed.
 
         Args:

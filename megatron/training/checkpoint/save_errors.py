@@ -1,11 +1,30 @@
-"""What a run does about a checkpoint that could not be written: how often that was, what to say."""
+"""Errors of a save: raised on every rank together, counted, and put into words.
+
+megatron-core writes `common.pt`, `.metadata` and `metadata.json` on rank 0 while the others go on
+into a collective. They would wait there until the timeout if rank 0 alone left with an error.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import (
+    StrategyAction,
+    register_default_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.training.checkpoint import files
+from megatron.training.checkpoint.async_writer import WriteResults
+from megatron.training.common.collectives import first_problem
 
 MAX_IN_A_ROW = 3
 """Failed saves one after another that end a run, unless `--on-save-failure continue`."""
@@ -62,3 +81,66 @@ def root_cause(error: BaseException) -> str:
             "a file could not be written to its end; is the disk full, or a quota or limit reached?"
         )
     return f"{type(error).__name__}: {text[:300]}"
+
+
+class AgreedCommonSave(TorchCommonSaveStrategy):
+    """Writes `common.pt` as megatron-core does; an error is raised on every rank."""
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Collective over the world.
+
+        Raises:
+            OSError: on every rank, when rank 0 could not write.
+        """
+        problem = None
+        try:
+            super().save_common(common_state_dict, checkpoint_dir)
+        except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError
+            problem = str(error)
+        if problem := first_problem(problem):
+            raise OSError(problem)
+
+
+def use_agreed_saves() -> None:
+    """Makes megatron-core use `AgreedCommonSave` and `WriteResults` in this process. Its own queue
+    of results needs a process beside each rank, which outlives a rank that is killed."""
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, AgreedCommonSave("torch", 1))
+    filesystem_async._get_write_results_queue = WriteResults
+
+
+def agree_on_finalization(request: AsyncRequest) -> None:
+    """Makes every rank raise an error that a finalization meets on rank 0 alone.
+
+    Two can: the first, which writes the index and broadcasts, and the last, which marks the
+    checkpoint and ends with a barrier.
+    """
+    request.finalize_fns[0] = _agreed(request.finalize_fns[0], _join_broadcast)
+    request.finalize_fns[-1] = _agreed(request.finalize_fns[-1], dist.barrier)
+
+
+def _join_broadcast() -> None:
+    """The broadcast that the others wait in."""
+    dist.broadcast(torch.ones(1, dtype=torch.int, device=torch.cuda.current_device()), src=0)
+
+
+def _agreed(finalize: Callable[[], None], meet: Callable[[], object]) -> Callable[[], None]:
+    """A finalization that fails on every rank when it fails on rank 0.
+
+    Args:
+        finalize: may fail on rank 0 alone.
+        meet: takes part in what the others then wait in.
+    """
+
+    def run() -> None:
+        problem = None
+        try:
+            finalize()
+        except CheckpointException as error:  # raised on every rank already
+            problem = root_cause(error)
+        except Exception as error:
+            problem = root_cause(error)
+            meet()
+        if problem := first_problem(problem):
+            raise OSError(problem)
+
+    return run

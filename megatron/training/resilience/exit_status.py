@@ -12,7 +12,7 @@ from megatron.training.config.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The end of a run; the same on every rank, but for a failure of one rank alone."""
 
     state: TrainState

@@ -46,7 +46,7 @@ _HEARTBEAT_BYTES = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WatchdogLimits:
     """How long a rank may make no progress."""
 
     stall_s: float
@@ -55,7 +55,7 @@ class Limits:
     """The same before the process leaves."""
 
     @classmethod
-    def of(cls, env: Mapping[str, str], *, timeout_minutes: float) -> Limits:
+    def of(cls, env: Mapping[str, str], *, timeout_minutes: float) -> WatchdogLimits:
         """As the environment says, else a minute, and just less than a collective waits.
 
         Raises:
@@ -72,7 +72,7 @@ class Limits:
         return cls(stall_s=numbers[0], exit_s=numbers[1] if len(numbers) == 2 else exit_s)
 
 
-NEVER = Limits(stall_s=0.0, exit_s=0.0)
+NEVER = WatchdogLimits(stall_s=0.0, exit_s=0.0)
 
 
 class Watchdog:
@@ -99,7 +99,7 @@ class Watchdog:
         launch: str = "",
         rank: int = 0,
         world_size: int = 1,
-        limits: Limits = NEVER,
+        limits: WatchdogLimits = NEVER,
         note: Callable[..., None] = lambda kind, **fields: None,
     ) -> None:
         self._run_dir, self._launch, self._rank = run_dir, launch, rank

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.checkpoint.files import little_room
-from megatron.training.checkpoint.load import load_weights
-from megatron.training.checkpoint.resume import Stored
+from megatron.training.checkpoint.load import Stored, load_weights
 from megatron.training.checkpoint.save import Checkpointer
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.device import Device

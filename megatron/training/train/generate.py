@@ -35,9 +35,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.checkpoint.convert import huggingface
-from megatron.training.checkpoint.load import load_weights
-from megatron.training.checkpoint.resume import Stored, read_stored
-from megatron.training.checkpoint.settle import settle
+from megatron.training.checkpoint.load import Stored, load_weights, read_stored
+from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common import optional
 from megatron.training.common.device import use_device
 from megatron.training.common.errors import TrainingFailure, UsageError
@@ -277,7 +276,7 @@ def open_generator(
                 raise UsageError(f"--load {load} holds no checkpoint; {fix}")
             config = _config_of(stored, [*flags, "--device", device])
             tokenizer = build_tokenizer(**tokenizer_flags(config))
-            config = settle(config, stored, vocab_size=tokenizer.vocab_size)
+            config = merge_resume_config(config, stored, vocab_size=tokenizer.vocab_size)
             groups = groups_of(config)
             model = build_for_inference(config, groups, opened)
             load_weights(stored, config, model, None, groups)

@@ -16,8 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training.checkpoint.resume import Stored, read_stored
-from megatron.training.checkpoint.settle import settle, settle_settings, vocabulary_line
+from megatron.training.checkpoint.load import Stored, read_stored
+from megatron.training.checkpoint.resume import (
+    merge_resume_config,
+    resume_step_settings,
+    vocabulary_line,
+)
 from megatron.training.common.control import Control
 from megatron.training.common.device import Device, use_device
 from megatron.training.common.errors import TrainingFailure
@@ -37,8 +41,8 @@ from megatron.training.distributed.process_groups import destroy_groups, init_di
 from megatron.training.logging.profiler import open_trace
 from megatron.training.logging.tracker import NullTracker
 from megatron.training.resilience.env_checks import check_environment
-from megatron.training.resilience.exit_status import Outcome
-from megatron.training.resilience.watchdog import Limits, Watchdog
+from megatron.training.resilience.exit_status import RunOutcome
+from megatron.training.resilience.watchdog import Watchdog, WatchdogLimits
 from megatron.training.train.build import build_job, log_rank_zero, tear_down
 from megatron.training.train.callbacks import Callback, Callbacks
 from megatron.training.train.job import Job, RunServices
@@ -51,8 +55,8 @@ logger = logging.getLogger(__name__)
 def pretrain(
     config: Config,
     callbacks: Iterable[Callback] = (),
-    tell: Callable[[Outcome], None] = lambda outcome: None,
-) -> Outcome:
+    tell: Callable[[RunOutcome], None] = lambda outcome: None,
+) -> RunOutcome:
     """Trains a GPT as configured. Every rank of the world calls it.
 
     Joins the process group that torchrun describes in the environment, unless the caller has;
@@ -101,19 +105,21 @@ def _run(
     device: Device,
     signals: StopSignals,
     started: float,
-    tell: Callable[[Outcome], None],
-) -> Outcome:
-    limits = Limits.of(os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes)
+    tell: Callable[[RunOutcome], None],
+) -> RunOutcome:
+    limits = WatchdogLimits.of(
+        os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes
+    )
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     with hold_run(config) as run:
         control = Control(run.path, sees_save=dist.get_rank() == 0)
         local_stop = functools.partial(_local_stop, config, started, signals, control)
-        outcome = Outcome(
+        outcome = RunOutcome(
             state=TrainState(), run_dir=run.path, layout=config.layout, save=config.checkpoint.save
         )
         try:
             stored = _find_checkpoint(config)
-            config = settle(
+            config = merge_resume_config(
                 config,
                 stored,
                 vocab_size=tokenizer.vocab_size,
@@ -206,13 +212,17 @@ def _state_at_start(config: Config, stored: Stored | None, callbacks: Callbacks)
     if stored is None or config.checkpoint.finetune:
         return TrainState()
     state = stored.state
-    state.settings, notes = settle_settings(state.settings, config, keep=callbacks.keep_settings)
+    state.settings, notes = resume_step_settings(
+        state.settings, config, keep=callbacks.keep_settings
+    )
     for note in notes:
         log_rank_zero(f"note: {note}")
     return state
 
 
-def _watch(run: RunDirectory, limits: Limits, state: TrainState, tracker: NullTracker) -> Watchdog:
+def _watch(
+    run: RunDirectory, limits: WatchdogLimits, state: TrainState, tracker: NullTracker
+) -> Watchdog:
     def note(kind: str, **fields: Any) -> None:
         where = {"iteration": state.iteration, "consumed_samples": state.consumed_samples}
         tracker.event(kind, **where, **fields)
@@ -291,9 +301,9 @@ def _find_checkpoint(config: Config) -> Stored | None:
         if config.checkpoint.exit_on_missing_checkpoint:
             raise TrainingFailure(message)
         log_rank_zero(f"{message}: starting from scratch")
-    elif stored.passed_over:
+    elif stored.skipped:
         log_rank_zero(
-            f"ALERT: {stored.passed_over[0]}; going on from iteration {stored.iteration} instead "
+            f"ALERT: {stored.skipped[0]}; going on from iteration {stored.iteration} instead "
             "(--no-ckpt-fallback refuses)"
         )
     return stored

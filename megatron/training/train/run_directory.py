@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.training.checkpoint.files import write_atomically
-from megatron.training.checkpoint.resume import Stored
+from megatron.training.checkpoint.load import Stored
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.control import remove_stale, supervised_launch
 from megatron.training.common.errors import UsageError
@@ -163,7 +163,7 @@ def open_run(
         host=platform.node(),
         pid=os.getpid(),
     )
-    for problem in stored.passed_over if stored is not None else ():
+    for problem in stored.skipped if stored is not None else ():
         where = state.iteration, state.consumed_samples
         tracker.event("fault", *where, fault="checkpoint passed over", line=problem, durable=True)
     return tracker
