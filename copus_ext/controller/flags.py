@@ -39,22 +39,22 @@ class CopusConfig:
     """act: change batch, micro-batch and, with --copus-layouts all, layout. observe: change
     nothing, and record what act would have done. off: as without --copus."""
     copus_config: str | None = option(None)
-    """YAML file with further settings of the controller (docs/copus.yaml lists all). A flag that is
-    given wins over the file."""
+    """YAML file with the controller's other settings. docs/copus.yaml lists all. A flag on the
+    command line wins over the file."""
     copus_policy: str = option("adaptive", choices=POLICIES)
-    """How the batch is chosen. adaptive weighs every configuration by `objective`; the
-    others are ways that people use or publish (docs/controller.md)."""
+    """How the batch is chosen. adaptive maximises `objective` over all configurations.
+    docs/controller.md describes the others."""
     copus_objective: str = _setting("goodput", choices=OBJECTIVES)
-    """What adaptive maximises: goodput is T/(B + Phi), copus T sqrt(B)/(B + Phi), lr_model takes
-    the learning rate into account."""
+    """What adaptive maximises. B is the batch, T the throughput, C the critical batch size.
+    goodput: T/(B + C). copus: T sqrt(B)/(B + C). lr_model: goodput that knows the learning rate."""
     copus_switch_rule: str = _setting("forward", choices=("forward", "paper"))
-    """forward: a gain must be sure, and pay for its pause over the rest of the run. paper: it must
-    be a tenth."""
+    """forward: a change needs a confident gain that pays for its pause over the rest of the run.
+    paper: a change needs a gain of 10 %."""
     copus_noise_scale_multiplier: float | None = option(None, old_strings=("--copus-calibration",))
-    """c: the critical batch size, Phi, is this times the measured noise scale. Default: 4; 2 with
-    the objective copus, and with the policies that are published so."""
+    """The critical batch size is this times the measured noise scale. Default: 4; 2 with the
+    objective copus and the published policies."""
     copus_interval: float | None = option(None)
-    """Tokens between two decisions. Default: those of 20 steps."""
+    """Tokens between two decisions. Default: the tokens of 20 steps."""
     copus_min_global_batch_size: int | None = option(None)
     """Smallest batch to choose. Default: the first, or an eighth of it with
     allow_shrink."""
@@ -64,58 +64,58 @@ class CopusConfig:
     """Further batches to choose from, such as 24,48. Default: the first batch times powers of
     two."""
     copus_layouts: str = option("current", choices=("current", "all"))
-    """Layouts to choose from: the one of the flags, or all that these ranks can have."""
+    """Layouts to choose from: the current one, or all that these ranks can have."""
     copus_relayout: str = option("inprocess", choices=("inprocess", "relaunch"))
     """How to change the layout. inprocess: in the running processes, from memory to memory.
-    relaunch: save, leave, and be started again by the launcher."""
+    relaunch: save, exit, and let the launcher start the run again."""
     copus_prebuild: int = _setting(0)
-    """Other layouts whose process groups are kept, or built while training: leaves them out of the
-    pause. Each costs its sockets and threads, with NCCL also memory."""
+    """Number of other layouts whose process groups stay built. This shortens the pause of a change.
+    Each costs sockets and threads, and memory with NCCL."""
     copus_verify_switch: str = _setting("full", choices=("full", "sample"))
-    """After a change of layout compare all tensors with those before, or a sixteenth of them."""
+    """After a change of layout compare all elements with those before (full), or a sixteenth
+    (sample)."""
     copus_switch_cost_s: float | None = _setting(None)
-    """Seconds that a change of layout is taken to cost before one was measured. Default: from the
-    size of the state and the network; 60 for a relaunch."""
+    """Assumed seconds of a change of layout before the first was measured. Default: from the size
+    of the state and the network; 60 for a relaunch."""
     copus_switch_checkpoint_tokens: float | None = _setting(None)
-    """Before a change of layout save first if the last checkpoint is more tokens old. Default:
+    """Save before a change of layout if the last checkpoint is more tokens old than this. Default:
     never."""
     copus_allow_shrink: bool = _setting(False)
-    """Let the batch become smaller when it has surely been too large for long."""
+    """Let the batch shrink after it has been too large for long."""
     copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))
-    """How the learning rate goes with the batch, from the reference batch on."""
+    """How the learning rate scales with the batch, relative to the reference batch."""
     copus_lr_ramp_steps: int | None = _setting(None)
     """Steps over which the learning rate follows a larger batch. Default: 1/(1 - beta2), at most
     100."""
     copus_weight_decay_rule: str = _setting("tokens", choices=("tokens", "const"))
-    """tokens: weight decay keeps what it takes per token. const: it stays."""
+    """tokens: the decay per token stays the same. const: the decay per step does."""
     copus_beta2_rule: str = _setting("const", choices=("const", "tokens"))
-    """const: beta2 stays. tokens: it keeps its half-life in tokens."""
+    """const: beta2 stays the same. tokens: its half-life in tokens does."""
     copus_reference_batch_size: int | None = _setting(None)
     """Batch for which --lr and --weight-decay were chosen. Default: the first batch."""
     copus_max_micro_batch_size: int = _setting(64)
     """Largest micro-batch to choose."""
     copus_cluster: str | None = option(None)
-    """What the planner takes the machine for: KIND:GPUS such as h100-80g:64, or a JSON file.
-    Default: what this process sees."""
+    """The machine, for the planner: KIND:GPUS such as h100-80g:64, or a JSON file. Default: what
+    this process sees."""
     copus_profile: str | None = option(None)
-    """Times that tools/profile_layouts.py measured on this machine."""
+    """Step times of this machine, measured by the command profile-layouts."""
     copus_norm_test_eta: float = _setting(0.5)
-    """With --copus-policy norm_test: grow while the gradient's variance exceeds eta^2 |g|^2."""
+    """For the policy norm_test: grow while the gradient's variance exceeds eta^2 |g|^2."""
     copus_doubling_first_tokens: float | None = _setting(None)
-    """With --copus-policy doubling: tokens before the first doubling. Default: an eighth of the
-    run."""
+    """For the policy doubling: tokens before the first doubling. Default: an eighth of the run."""
     copus_doubling_ratio: float = _setting(3.0)
-    """With --copus-policy doubling: each further one after this times as many tokens."""
+    """For the policy doubling: each doubling comes after this times the tokens of the one
+    before."""
     copus_gns_estimator: str = _setting("auto", choices=("auto", "micro", "rank", "half"))
     """Small gradients to compare with the whole batch's: of each micro-batch, of each data-parallel
-   rank, or of the first half of the micro-batches; auto takes the first of these that the layout
-   allows."""
+    rank, or of half of the micro-batches. auto takes the first of these that the layout allows."""
     copus_gns_interval: int | None = _setting(None)
-    """Steps between measurements of the noise scale. Default: 1 in the beginning, up to 16 as the
-    average spans more steps, so that 64 measurements are in a half-life."""
+    """Steps between measurements of the noise scale. Default: 1 at first, later up to 16, so that a
+    half-life holds 64 measurements."""
     copus_gns_half_life_tokens: float | None = _setting(None)
-    """Tokens after which a measurement counts half. Default: 0.44 million or a twentieth of the
-    tokens trained, whichever is more, at most a quarter of them, at least 16 measurements."""
+    """Half-life of a measurement in tokens. Default: 0.44 million or a twentieth of the tokens
+    trained, whichever is more. It is at most a quarter of them and at least 16 measurements."""
 
 
 def controller_flags(args: Any) -> CopusConfig:

@@ -14,7 +14,7 @@ class CheckpointConfig:
     save: str | None = option(None)
     """Folder to save checkpoints in."""
     load: str | None = option(None)
-    """Folder to load the latest checkpoint from; an empty or missing one starts from scratch."""
+    """Folder to load the latest checkpoint from. An empty or missing one starts from scratch."""
     save_interval: int | None = option(None, "--save-interval", "--persistent-save-interval")
     """Iterations between two checkpoints. Default: only when the run ends."""
     save_retain_interval: int | None = option(None)
@@ -24,25 +24,25 @@ class CheckpointConfig:
     ckpt_format: str = option(
         "torch_dist", choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")
     )
-    """Accepted, but for fsdp_dtensor; checkpoints are always saved and loaded as torch_dist."""
+    """Accepted, except for fsdp_dtensor. Checkpoints are always saved and loaded as torch_dist."""
     ckpt_fully_parallel_save: bool = option(
         True, "--no-ckpt-fully-parallel-save", "--disable-ckpt-fully-parallel-save"
     )
     """Share out writing over the data-parallel ranks."""
     dist_ckpt_optim_fully_reshardable: bool = option(False)
-    """Accepted; the optimizer is always saved in the format that loads under any layout."""
+    """Accepted. The optimizer is always saved in the format that loads under any layout."""
     distrib_optim_fully_reshardable_mem_efficient: bool = option(False)
     """Gather the optimizer state on one data-parallel rank to save host memory."""
     use_checkpoint_args: bool = option(False)
-    """Take the model shape from the checkpoint for flags that are not given."""
+    """Take the model shape from the checkpoint where no flag gives it."""
     no_load_optim: bool = option(False)
     """Do not load the optimizer."""
     no_save_optim: bool = option(False)
     """Do not save the optimizer."""
     no_load_rng: bool = option(False)
-    """Accepted; random numbers follow from seed and consumed samples, none are stored."""
+    """Accepted. Random numbers follow from seed and consumed samples, so none are stored."""
     no_save_rng: bool = option(False)
-    """Accepted; random numbers follow from seed and consumed samples, none are stored."""
+    """Accepted. Random numbers follow from seed and consumed samples, so none are stored."""
     finetune: bool = option(False)
     """Load weights only and start counting at iteration 0."""
     ckpt_step: int | None = option(None)
@@ -52,14 +52,14 @@ class CheckpointConfig:
     verify_checkpoint: bool = option(True, "--no-verify-checkpoint")
     """Compare the checksums of a checkpoint when loading it."""
     ckpt_fallback: bool = option(True, "--no-ckpt-fallback")
-    """Where the latest checkpoint is damaged, half-written or missing, load the newest one before
-    it that is complete."""
+    """If the latest checkpoint is damaged, half-written or missing, load the newest complete one
+    before it."""
     ckpt_trust_unverified: bool = option(False)
-    """Load a checkpoint of COPUS although its manifest.json is gone or lists only a part, which
-    counts as damage otherwise. Bytes that have changed are then trained on without a word."""
+    """Load a checkpoint of COPUS without a complete manifest.json. Such a checkpoint counts as
+    damaged otherwise, because changed bytes would go unnoticed."""
     allow_changed_data: bool = option(False)
-    """Go on from a checkpoint although the data sets are not those it was trained on."""
+    """Resume although the data sets differ from those that the checkpoint was trained on."""
     on_save_failure: str = option(
         "stop", choices=("stop", "continue"), old_strings=("--copus-on-save-failure",)
     )
-    """What follows after three checkpoints in a row that could not be written."""
+    """What to do after three failed saves in a row."""

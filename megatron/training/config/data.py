@@ -12,8 +12,7 @@ class DataConfig:
     """Data sets, their split, and the tokenizer."""
 
     data_path: tuple[str, ...] | None = option(None, nargs="*")
-    """Prefix of an indexed data set, or weight and prefix in turn for a blend, to be split by
-   --split."""
+    """Prefix of an indexed data set. For a blend: weight and prefix in turn. --split divides it."""
     train_data_path: tuple[str, ...] | None = option(None, nargs="*")
     """Like --data-path, for training only."""
     valid_data_path: tuple[str, ...] | None = option(None, nargs="*")
@@ -30,7 +29,7 @@ class DataConfig:
     num_workers: int = option(2)
     """Loader processes of each rank. Default on CPU: 0."""
     dataloader_type: str = option(None, choices=("single", "cyclic", "external"))
-    """Order of samples; only single (in order) is supported, and it is the default."""
+    """Order of samples. Only single (in order) is supported. It is the default."""
     data_sharding: bool = option(True, "--no-data-sharding")
     """Shard the data of a cyclic loader; accepted, the single loader has no shards."""
     mmap_bin_files: bool = option(True, "--no-mmap-bin-files")

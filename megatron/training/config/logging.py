@@ -25,7 +25,7 @@ class LoggingConfig:
     tensorboard_log_interval: int = option(1)
     """Iterations between two TensorBoard points."""
     tensorboard_queue_size: int = option(1000)
-    """TensorBoard events kept before they are written."""
+    """TensorBoard events to keep before they are written."""
     log_timers_to_tensorboard: bool = option(False)
     """Send iteration time and throughput to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = option(False)
@@ -35,7 +35,7 @@ class LoggingConfig:
     log_world_size_to_tensorboard: bool = option(False)
     """Send the number of ranks to TensorBoard."""
     wandb_project: str | None = option(None)
-    """Weights & Biases project; records there when given."""
+    """Weights & Biases project. Turns that record on."""
     wandb_exp_name: str | None = option(None)
     """Weights & Biases run name."""
     wandb_entity: str | None = option(None)
@@ -43,10 +43,10 @@ class LoggingConfig:
     wandb_save_dir: str | None = option(None)
     """Folder for Weights & Biases files."""
     prometheus_textfile: str | None = option(None)
-    """Text file for Prometheus's node_exporter, rewritten at the log interval."""
+    """Text file for Prometheus's node_exporter. Each log interval rewrites it."""
     profile: bool = option(False)
-    """Write Chrome traces of some steps, by torch's profiler, and of the controller's decisions
-    into traces/ of the run directory."""
+    """Write Chrome traces of some steps and of the controller's decisions into traces/ of the run
+    directory."""
     profile_step_start: int = option(10)
     """Steps done before the first one that --profile traces."""
     profile_step_end: int = option(12)
@@ -54,7 +54,7 @@ class LoggingConfig:
     profile_ranks: tuple[int, ...] = option((0,), nargs="+")
     """Ranks that --profile traces."""
     use_pytorch_profiler: bool = option(False)
-    """Taken for granted: --profile has no other profiler."""
+    """Accepted. --profile always uses torch's profiler."""
     logging_level: int | None = option(None)
     """Python logging level, such as 10 for debug and 30 for warnings. Default: 20."""
 

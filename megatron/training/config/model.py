@@ -23,13 +23,12 @@ class ModelConfig:
     kv_channels: int = option(None)
     """Width of one attention head. Default: hidden size / attention heads."""
     group_query_attention: bool = option(False)
-    """Share key and value heads between groups of query heads; their number is
-    --num-query-groups."""
+    """Share key and value heads between groups of query heads. --num-query-groups says how many."""
     num_query_groups: int = option(1)
-    """Number of key-value heads with --group-query-attention; without that flag it equals the
-    query heads."""
+    """Number of key-value heads with --group-query-attention. Default: the number of query
+    heads."""
     max_position_embeddings: int = option(None, required=True)
-    """Number of positions the model can represent, in tokens; at least --seq-length."""
+    """Longest sequence that the model can represent, in tokens. At least --seq-length."""
     position_embedding_type: str = option(
         "learned_absolute", choices=("learned_absolute", "rope", "mrope", "relative", "none")
     )
@@ -48,22 +47,21 @@ class ModelConfig:
     rope_scaling_factor: float = option(8.0)
     """Factor of --use-rope-scaling."""
     rotary_interleaved: bool = option(False)
-    """Rotate pairs of neighbouring dimensions instead of pairs across the two halves of a head."""
+    """Rotate pairs of neighbouring dimensions. Default: pairs across the two halves of a head."""
     rotary_seq_len_interpolation_factor: int | None = option(None)
     """Divide positions by this before the rotation. Megatron-LM 0.16.1 ignores it in GPT models."""
     rope_type: str = option(None, choices=("rope", "yarn"))
-    """Kind of rotation. Default: yarn with --multi-latent-attention, else rope, the only one
-    there."""
+    """Kind of rotation. Default: yarn with --multi-latent-attention, else rope."""
     no_rope_freq: int | None = option(None)
-    """Every so-manieth layer goes without the rotation. A pattern as text is refused."""
+    """Every N-th layer goes without the rotation. A pattern as text is refused."""
     make_vocab_size_divisible_by: int = option(128)
-    """The vocabulary is padded to a multiple of this and of every tensor parallel size that the run
-    may take, so that its size does not depend on the layout."""
+    """Pad the vocabulary to a multiple of this and of every tensor parallel size that the run may
+    take. Its size then does not depend on the layout."""
     pad_vocab_for_tensor_parallel_size: int | None = option(None)
-    """Pad the vocabulary as Megatron-LM does at this tensor parallel size: to a multiple of it
+    """Pad the vocabulary as Megatron-LM does at this tensor parallel size. The unit is this size
     times --make-vocab-size-divisible-by."""
     padded_vocab_size: int = option(None)
-    """Rows of the embedding table. Default: the vocabulary, padded; a checkpoint keeps its own."""
+    """Rows of the embedding table. Default: the padded vocabulary. A checkpoint keeps its own."""
     vocab_size: int | None = option(None)
     """Rows of the vocabulary before padding. Default: what the tokenizer says."""
     normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
@@ -73,7 +71,7 @@ class ModelConfig:
     layernorm_zero_centered_gamma: bool = option(False, "--apply-layernorm-1p")
     """Store the scale of the norm layers minus 1, so that weight decay pulls it to 1."""
     qk_layernorm: bool = option(False)
-    """Normalise queries and keys of each head; with --multi-latent-attention their compressed
+    """Normalise queries and keys of each head. With --multi-latent-attention: their compressed
     forms."""
     qk_l2_norm: bool = option(False)
     """Divide queries and keys of each head by their root mean square, without weights."""
@@ -125,10 +123,10 @@ class ModelConfig:
     init_method_std: float = option(0.02)
     """Standard deviation of the initial weights."""
     embedding_init_method_std: float | None = option(None)
-    """Standard deviation of the initial word and position embeddings. Default: as of the other
-    weights."""
+    """Standard deviation of the initial word and position embeddings. Default:
+    --init-method-std."""
     init_method_xavier_uniform: bool = option(False)
-    """Draw initial matrices from Xavier's uniform distribution, which follows from their shape."""
+    """Draw initial matrices from Xavier's uniform distribution."""
 
     @property
     def gated_linear_unit(self) -> bool:
@@ -151,7 +149,7 @@ class KernelConfig:
     attention_softmax_in_fp32: bool = option(False)
     """Compute the attention softmax in fp32."""
     apply_query_key_layer_scaling: bool = option(False)
-    """Scale attention scores by 1 / layer number (fp16 stability); implies
+    """Scale attention scores by 1 / layer number, for stability in fp16. Implies
     --attention-softmax-in-fp32."""
     masked_softmax_fusion: bool = option(True, "--no-masked-softmax-fusion")
     """Fuse scale, mask and softmax."""

@@ -22,42 +22,41 @@ class ParallelConfig:
     microbatch_group_size_per_vp_stage: int | None = option(
         None, "--microbatch-group-size-per-virtual-pipeline-stage"
     )
-    """Micro-batches that a chunk of an interleaved pipeline takes in a row, where that fits their
-    number. Default: the pipeline size. Changes the schedule alone."""
+    """Micro-batches in a row for one chunk of an interleaved pipeline, where their number allows
+    it. Default: the pipeline size. Changes the schedule alone."""
     pipeline_model_parallel_layout: str | None = option(None)
-    """Layers of every pipeline stage or chunk, such as `Ett|(ttt|)*2tL`: E embedding, t layer, m
-    layer of --mtp-num-layers, L head. Default: as many for each."""
+    """Layers of every pipeline stage or chunk, such as `Ett|(ttt|)*2tL`. E is the embedding, t a
+    layer, m a layer of --mtp-num-layers, L the head. Default: equal shares."""
     decoder_first_pipeline_num_layers: int | None = option(None)
-    """Layers of the first pipeline stage; the others share the rest evenly."""
+    """Layers of the first pipeline stage. The others share the rest evenly."""
     decoder_last_pipeline_num_layers: int | None = option(None)
-    """Layers of the last pipeline stage; the others share the rest evenly."""
+    """Layers of the last pipeline stage. The others share the rest evenly."""
     account_for_embedding_in_pipeline_split: bool = option(False)
-    """Count the embedding as a layer when layers are shared out over stages."""
+    """Count the embedding as a layer when the stages share out the layers."""
     account_for_loss_in_pipeline_split: bool = option(False)
-    """Count the loss as a layer when layers are shared out over stages."""
+    """Count the loss as a layer when the stages share out the layers."""
     sequence_parallel: bool = option(False)
-    """Split activations over the sequence between tensor-parallel regions; off at tensor
-    parallel size 1."""
+    """Split activations over the sequence between tensor-parallel regions. Off at tensor parallel
+    size 1."""
     use_distributed_optimizer: bool = option(False)
-    """Share master weights and moments out over the data-parallel ranks."""
+    """Shard master weights and moments over the data-parallel ranks."""
     overlap_grad_reduce: bool = option(False)
     """Reduce gradients while the backward pass goes on."""
     overlap_param_gather: bool = option(False)
-    """Gather weights while the forward pass goes on; needs the two flags above."""
+    """Gather weights while the forward pass goes on. Needs the two flags above."""
     ddp_bucket_size: int | None = option(None)
     """Elements of one gradient bucket. Default: chosen by megatron-core."""
     num_distributed_optimizer_instances: int = option(1)
-    """Accepted; one distributed optimizer spans all data-parallel ranks. Several give the same
+    """Accepted. One distributed optimizer spans all data-parallel ranks and gives the same
     numbers."""
     ddp_average_in_collective: bool = option(False)
     """Average gradients inside the collective instead of scaling them before it."""
     overlap_p2p_comm: bool = option(True, "--no-overlap-p2p-communication")
-    """Overlap messages between pipeline stages with computation; happens only in an interleaved
-    pipeline."""
+    """Overlap messages between pipeline stages with computation, in an interleaved pipeline."""
     distributed_backend: str = option(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA, gloo on CPU."""
     distributed_timeout_minutes: int = option(10)
-    """Minutes after which a collective is given up."""
+    """Minutes after which a collective fails."""
     use_tp_pp_dp_mapping: bool = option(False)
     """Number ranks with pipeline before data parallelism."""
     enable_gloo_process_groups: bool = option(True, "--disable-gloo-process-groups")

@@ -12,10 +12,10 @@ class RuntimeConfig:
     """What does not change the model and is not about saving or logging."""
 
     device: str = option("auto", choices=("auto", "cuda", "cpu"))
-    """Where to compute; auto takes CUDA if there is a GPU. Resolved to cuda or cpu."""
+    """Where to compute. auto takes CUDA if there is a GPU."""
     run_dir: str | None = option(None)
     """Folder for the resolved configuration and the metrics. Default: --save, else
-   --tensorboard-dir, else runs/ and the time in UTC."""
+    --tensorboard-dir, else a folder of runs/ named by the time in UTC."""
     copus_take_over: bool = option(False)
     """Write into a directory whose lock another run has left behind: one that died on another node
     and has shown no sign of life for two minutes."""

@@ -16,17 +16,17 @@ class BatchConfig:
     micro_batch_size: int = option(None, required=True)
     """Samples of one forward pass on one data-parallel rank."""
     allow_uneven_micro_batches: bool = option(False)
-    """Let the last micro-batch of every replica be smaller, so that the global batch need not be a
-    multiple of micro-batch size x data parallel size; without a pipeline only."""
+    """Allow a smaller last micro-batch on every replica. The global batch then need not be a
+    multiple of micro-batch size x data parallel size. Needs pipeline size 1."""
     global_batch_size: int = option(None)
     """Samples of one optimizer step. Default: micro-batch size x data parallel size."""
     rampup_batch_size: tuple[int, ...] | None = option(None, nargs=3)
-    """Three numbers: start batch size, increment, and samples over which it grows to
+    """Three numbers: the first batch, the increment, and the samples over which the batch grows to
     --global-batch-size."""
     step_batch_size_schedule: str | None = option(None)
-    """Batch sizes by tokens trained on, such as "0:768 250B:1536"; thresholds take K, M, B or T."""
+    """Batch sizes by tokens trained, such as "0:768 250B:1536". Thresholds take K, M, B or T."""
     train_iters: int | None = option(None)
-    """Length of training in iterations; converted once to samples at --global-batch-size."""
+    """Length of training in iterations. Converted once to samples at --global-batch-size."""
     train_samples: int = option(None)
     """Length of training in samples."""
     eval_iters: int = option(100)
@@ -42,7 +42,7 @@ class BatchConfig:
     exit_duration_in_mins: int | None = option(None)
     """Save and leave after this many minutes."""
     exit_signal_handler: bool = option(False)
-    """Accepted; SIGTERM, SIGUSR1 and --exit-signal on any rank always save and stop the run."""
+    """Accepted. SIGTERM, SIGUSR1 and --exit-signal always save and stop the run, on any rank."""
     exit_signal: str = option("SIGTERM")
     """Name of one more signal that saves and stops the run."""
     calculate_per_token_loss: bool = option(False)
@@ -59,7 +59,7 @@ class OptimConfig:
     """Adam and the schedules of learning rate and weight decay."""
 
     optimizer: str = option("adam", choices=("adam", "sgd", "muon", "dist_muon"))
-    """Optimizer; only adam is supported."""
+    """Optimizer. Only adam is supported."""
     lr: float = option(None, required=True)
     """Highest learning rate."""
     min_lr: float = option(0.0)
@@ -73,12 +73,12 @@ class OptimConfig:
     )
     """Shape of the decay from --lr to --min-lr."""
     lr_decay_iters: int | None = option(None)
-    """Length of the decay in iterations; converted once to samples. Default: the length of
+    """Length of the decay in iterations. Converted once to samples. Default: the length of
     training."""
     lr_decay_samples: int = option(None)
     """Length of the decay in samples. Default: the length of training."""
     lr_warmup_iters: int = option(0)
-    """Length of the linear warm-up in iterations; converted once to samples."""
+    """Length of the linear warm-up in iterations. Converted once to samples."""
     lr_warmup_samples: int = option(0)
     """Length of the linear warm-up in samples."""
     lr_warmup_fraction: float | None = option(None)
@@ -90,17 +90,17 @@ class OptimConfig:
     )
     """Shape of the last part of the WSD schedule."""
     lr_wsd_decay_iters: int | None = option(None)
-    """Length of the last part of the WSD schedule in iterations; converted once to samples."""
+    """Length of the last part of the WSD schedule in iterations. Converted once to samples."""
     lr_wsd_decay_samples: int | None = option(None)
     """Length of the last part of the WSD schedule in samples."""
     override_opt_param_scheduler: bool = option(
         False, "--override-opt_param-scheduler", "--override-opt-param-scheduler"
     )
-    """On resume, take the schedule of the command line and not that of the checkpoint."""
+    """On resume, use the schedule of the command line in place of the checkpoint's."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
     )
-    """On resume, take the schedule of the checkpoint without comparing it to the command line."""
+    """On resume, use the checkpoint's schedule without comparing it to the command line."""
     adam_beta1: float = option(0.9)
     """Decay of the running mean of gradients."""
     adam_beta2: float = option(0.999)
@@ -116,9 +116,9 @@ class OptimConfig:
     weight_decay_incr_style: str = option("constant", choices=("constant", "linear", "cosine"))
     """Shape of the way from start to end weight decay."""
     apply_wd_to_qk_layernorm: bool = option(False)
-    """Let weight decay also take the weights of --qk-layernorm."""
+    """Apply weight decay to the weights of --qk-layernorm, too."""
     clip_grad: float = option(1.0)
-    """Largest global norm of the gradient; 0 means no clipping."""
+    """Largest global norm of the gradient. 0 turns clipping off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,24 +144,24 @@ class PrecisionConfig:
     grad_reduce_in_bf16: bool = option(False)
     """Add up and reduce gradients in bfloat16."""
     check_for_nan_in_loss_and_grad: bool = option(True, "--no-check-for-nan-in-loss-and-grad")
-    """Accepted; a gradient that is not finite always skips its step."""
+    """Accepted. A gradient that is not finite always skips its step."""
     fp8: str | None = option(None, "--fp8-format", choices=("e4m3", "hybrid"))
     """Compute matrix products in 8 bits: e4m3 everywhere, or hybrid with e5m2 for gradients. Needs
     Transformer Engine and a GPU."""
     fp8_recipe: str = option(
         "delayed", choices=("tensorwise", "delayed", "mxfp8", "blockwise", "custom")
     )
-    """How --fp8-format scales what it rounds; custom is refused."""
+    """How --fp8-format scales its values. custom is refused."""
     fp8_margin: int = option(0)
     """Powers of two between the largest value and the largest number of the format."""
     fp8_amax_history_len: int = option(1)
     """Steps that --fp8-recipe delayed remembers."""
     fp8_amax_compute_algo: str = option("most_recent", choices=("most_recent", "max"))
-    """Which of these steps sets the scale: the last, or the one with the largest value."""
+    """Which of these steps sets the scale: the last one, or the one with the largest value."""
     fp8_wgrad: bool = option(True, "--no-fp8-wgrad", "--disable-fp8-wgrad")
     """Compute the gradients of weights in 8 bits, too."""
     fp8_param_gather: bool = option(False)
-    """Accepted with --fp8-format; weights are stored and gathered in the format of the model."""
+    """Accepted with --fp8-format. Weights are stored and gathered in the format of the model."""
     first_last_layers_bf16: bool = option(False)
     """Leave the first and last layers out of --fp8-format."""
     num_layers_at_start_in_bf16: int = option(1)
