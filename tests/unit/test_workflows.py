@@ -36,6 +36,7 @@ def test_a_workflow_only_reads_and_ends(path: Any) -> None:
 def test_every_part_runs_on_every_python() -> None:
     matrix = load("ci.yml")["jobs"]["test"]["strategy"]["matrix"]
     assert matrix == {"python": ["3.10", "3.11", "3.12"], "part": PARTS}
+    assert f"\nall={','.join(PARTS)}\n" in (ROOT / "scripts" / "test.sh").read_text()
 
 
 def test_the_range_of_megatron_core_is_the_same_everywhere() -> None:
