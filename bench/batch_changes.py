@@ -14,9 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.support import TRAINER, arguments, launch, origin, write
-from copus_ext.controller.decision_log import NAME, read_journal
-from megatron.training.logging.metrics import read_metrics
+from bench.support import TRAINER, arguments, launch, origin, read_run, write
 
 FLAGS = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
 --seq-length 128 --max-position-embeddings 128 --swiglu --normalization RMSNorm
@@ -44,11 +42,9 @@ def run(data: str, variant: str, seed: int, samples: int) -> dict[str, Any]:
         flags += ["--train-samples", str(samples), "--data-path", data, "--run-dir", str(folder)]
         # The first doubling comes after a quarter of the samples.
         launch(1, TRAINER, *flags, "--copus-doubling-first-tokens", str(128 * samples // 4))
-        records = list(read_metrics(folder))
-        outcomes = [r for r in read_journal(folder / NAME) if r["kind"] == "outcome"]
-    grown = [o for o in outcomes if o["to_batch"] != o["from_batch"]]
-    steps = [r for r in records if r["kind"] == "step"]
-    evaluations = [r for r in records if r["kind"] == "eval" and r["split"] == "valid"]
+        record = read_run(folder)
+    grown = [o for o in record.of("outcome") if o["to_batch"] != o["from_batch"]]
+    steps = record.steps
     rises, norms = [], []
     for outcome in grown:
         at = outcome["iteration"]
@@ -63,7 +59,7 @@ def run(data: str, variant: str, seed: int, samples: int) -> dict[str, Any]:
         "rise_of_the_mean_over_20_steps": rises,
         "largest_rise_over_50_steps": [o["loss_rise"] for o in grown],
         "largest_gradient_norm": norms,
-        "validation": [[r["consumed_samples"], r["losses"]["lm loss"]] for r in evaluations],
+        "validation": [[r["consumed_samples"], r["losses"]["lm loss"]] for r in record.evaluations],
     }
 
 

@@ -14,21 +14,28 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, launch, origin, write
+from bench.support import (
+    QUICKSTART_MODEL,
+    TRAINER,
+    RunRecord,
+    arguments,
+    figure,
+    launch,
+    origin,
+    read_run,
+    write,
+)
 from copus_ext.commands.replay import replayed
-from copus_ext.controller.decision_log import NAME, read_journal
-from megatron.training.logging.metrics import read_metrics
+from copus_ext.controller.decision_log import NAME
 
 FLAGS = f"""{QUICKSTART_MODEL} --micro-batch-size 4 --global-batch-size 8 --lr 1e-3
 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95
 --split 95,4,1 --eval-interval 100 --eval-iters 32 --log-interval 50 --copus"""
 
 
-def curves(folder: Path) -> dict[str, Any]:
+def curves(run: RunRecord) -> dict[str, Any]:
     """Batch, noise scale and losses over the samples."""
-    records = list(read_metrics(folder))
-    steps = [r for r in records if r["kind"] == "step"]
-    evaluations = [r for r in records if r["kind"] == "eval" and r["split"] == "valid"]
+    steps = run.steps
     return {
         "samples": [r["consumed_samples"] for r in steps],
         "batch": [r["global_batch_size"] for r in steps],
@@ -36,8 +43,8 @@ def curves(folder: Path) -> dict[str, Any]:
         "learning_rate": [r["learning_rate"] for r in steps],
         "phi": [r["noise"]["phi_samples"] for r in steps],
         "loss": [r["losses"]["lm loss"] for r in steps],
-        "seconds": sum(r["elapsed_per_iteration_ms"] for r in steps) / 1000,
-        "validation": [[r["consumed_samples"], r["losses"]["lm loss"]] for r in evaluations],
+        "seconds": sum(r["seconds"] for r in steps),
+        "validation": [[r["consumed_samples"], r["losses"]["lm loss"]] for r in run.evaluations],
     }
 
 
@@ -68,10 +75,9 @@ def main() -> None:
         folder = Path(temporary) / "run"
         flags = [*FLAGS.split(), "--train-samples", str(args.samples), "--run-dir", folder]
         text = launch(2, TRAINER, *flags, "--data-path", args.data_path)
-        rows = curves(folder)
-        journal = list(read_journal(folder / NAME))
+        run = read_run(folder)
         shutil.copy(folder / NAME, args.output.with_suffix(".journal.jsonl"))
-    decisions = [r for r in journal if r["kind"] == "decision"]
+    rows, decisions = curves(run), run.of("decision")
     result = {
         "what": "the quickstart's model on two ranks, batch following the noise scale",
         "samples": args.samples,
@@ -80,7 +86,7 @@ def main() -> None:
         "decided_again_the_same": sum(replayed(r, {})[0] for r in decisions),
         "median_decision_ms": 1000 * sorted(r["seconds"] for r in decisions)[len(decisions) // 2],
         "slowest_decision_ms": 1000 * max(r["seconds"] for r in decisions),
-        "outcomes": [r for r in journal if r["kind"] == "outcome"],
+        "outcomes": run.of("outcome"),
         "summary": text[text.index("copus: ", text.rindex("iteration")) :].splitlines(),
         **origin(),
         "curves": rows,

@@ -29,7 +29,7 @@ from typing import Any
 
 from bench import nodes
 from bench.nodes import Nodes
-from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin
+from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin, read_run
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.answers import Ranked
@@ -37,7 +37,6 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.planner.uneven import Site
-from megatron.training.logging.metrics import read_metrics
 from tests.helpers.star import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
@@ -202,8 +201,7 @@ def measure(site: Nodes, one: dict[str, Any], data: str, work: Path) -> None:
     flags += ["--train-iters", str(WARM_UP + STEPS), "--run-dir", str(at)]
     flags += ["--data-cache-path", str(work / "cache")]
     site.run([TRAINER, *flags], at, order=one["order"], most_s=900.0)
-    steps = [r for r in read_metrics(at) if r["kind"] == "step"][WARM_UP:]
-    seconds = [r["elapsed_per_iteration_ms"] / 1000 for r in steps]
+    seconds = [r["seconds"] for r in read_run(at).steps[WARM_UP:]]
     one |= {"measured_s": statistics.median(seconds), "seconds": seconds}
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import arguments, launch, make_dataset, origin, write
+from bench.support import arguments, launch, make_dataset, origin, read_run, write
 
 SEQ_LENGTH = 32
 MODEL = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length {SEQ_LENGTH}
@@ -112,15 +112,13 @@ class Bench:
 
     def run(self, kind: str, ranks: int, flags: str) -> tuple[list[dict[str, Any]], Path]:
         """Step records of one run, and the file its worker may have written."""
-        from megatron.training.logging.metrics import read_metrics
-
         self.number += 1
         run_dir, output = self.scratch / f"run{self.number}", self.scratch / f"{self.number}.json"
         print(f"-- {kind} on {ranks} ranks: {flags}", flush=True)
         places = ["--data-path", self.data, "--data-cache-path", self.scratch / "cache"]
         own = [*MODEL.split(), *flags.split(), *places, "--run-dir", run_dir]
         launch(ranks, "-m", "bench.noise_accuracy", "--worker", kind, output, *own)
-        return [r for r in read_metrics(run_dir) if r["kind"] == "step"], output
+        return read_run(run_dir).steps, output
 
     def train(self, steps: int) -> None:
         """Trains a while, so that the noise is no longer small."""

@@ -14,8 +14,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, launch, origin, write
-from megatron.training.logging.metrics import read_metrics
+from bench.support import (
+    QUICKSTART_MODEL,
+    TRAINER,
+    arguments,
+    figure,
+    launch,
+    origin,
+    read_run,
+    write,
+)
 
 _BATCH = 16
 MODEL = f"""{QUICKSTART_MODEL} --micro-batch-size 4 --global-batch-size {_BATCH} --lr 2e-3
@@ -32,7 +40,7 @@ def train(layout: list[str], steps: int, data: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as run_dir:
         places = ["--data-path", data, "--data-cache-path", run_dir, "--run-dir", run_dir]
         launch(2, TRAINER, *MODEL.split(), *places, "--train-iters", str(steps), *layout)
-        return [r for r in read_metrics(Path(run_dir)) if r["kind"] == "step"]
+        return read_run(Path(run_dir)).steps
 
 
 def curve(records: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import nodes
-from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, origin
+from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, origin, read_run
 from copus_ext.commands.replay import replayed
-from copus_ext.controller.decision_log import NAME, read_journal
+from copus_ext.controller.decision_log import NAME
 from copus_ext.cost_model.cluster_spec import of_gpu
-from megatron.training.logging.metrics import read_metrics
 
 TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
@@ -42,41 +41,31 @@ KINDS = {
 
 def account(folder: Path, kind: str) -> dict[str, Any]:
     """What a run did, from its own records."""
-    records = list(read_metrics(folder))
-    journal = list(read_journal(folder / NAME))
-    steps = [r for r in records if r["kind"] == "step"]
-    moves = [r for r in journal if r["kind"] == "switch"]
-    layout = next(r["layout"] for r in records if r["kind"] == "run.start")
-    came = {r["iteration"]: r["to"] for r in moves if r["outcome"]["kind"] == "moved"}
-    layouts = []
-    for r in steps:
-        layouts.append(layout)
-        layout = came.get(r["iteration"], layout)
-    seconds = [r["elapsed_per_iteration_ms"] / 1000 for r in steps]
-    groups: dict[str, list[float]] = {}
-    for r, where, s in zip(steps, layouts, seconds):
-        groups.setdefault(f"{where} batch {r['global_batch_size']}", []).append(s)
-    decisions = [r for r in journal if r["kind"] == "decision"]
+    run = read_run(folder)
+    moves, decisions, groups = run.of("switch"), run.of("decision"), {}
+    for r in run.steps:
+        name = f"{r['layout']} batch {r['global_batch_size']}"
+        groups.setdefault(name, []).append(r["seconds"])
     paused = sum(r["outcome"]["pause_s"] for r in moves)
     return {
         "kind": kind,
-        "total_s": sum(seconds) + paused,
+        "total_s": sum(r["seconds"] for r in run.steps) + paused,
         "paused_s": paused,
-        "steps": len(steps),
+        "steps": len(run.steps),
         "moves": [{k: r[k] for k in ("iteration", "start", "to", "outcome")} for r in moves],
         "median_step_s": {
             name: {"steps": len(some), "median_s": statistics.median(some)}
             for name, some in groups.items()
         },
-        "last_losses": statistics.fmean(r["losses"]["lm loss"] for r in steps[-20:]),
+        "last_losses": statistics.fmean(r["losses"]["lm loss"] for r in run.steps[-20:]),
         "decisions": [_brief(r) for r in decisions],
         "decided_again_the_same": sum(replayed(r, {})[0] for r in decisions),
         "curves": {
-            "samples": [r["consumed_samples"] for r in steps],
-            "seconds": seconds,
-            "layout": layouts,
-            "batch": [r["global_batch_size"] for r in steps],
-            "loss": [r["losses"]["lm loss"] for r in steps],
+            "samples": [r["consumed_samples"] for r in run.steps],
+            "seconds": [r["seconds"] for r in run.steps],
+            "layout": [r["layout"] for r in run.steps],
+            "batch": [r["global_batch_size"] for r in run.steps],
+            "loss": [r["losses"]["lm loss"] for r in run.steps],
         },
     }
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -107,6 +108,43 @@ def make_dataset(prefix: Path) -> str:
     words = [*tool, "--output-prefix", str(prefix), "--append-eod"]
     subprocess.run(words, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     return f"{prefix}_text_document"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a finished run wrote."""
+
+    records: list[dict[str, Any]]
+    """All of its metrics."""
+    steps: list[dict[str, Any]]
+    """With the `layout` and the `seconds` of each."""
+    evaluations: list[dict[str, Any]]
+    """Those on held-out data."""
+    journal: list[dict[str, Any]]
+    """Empty without a controller."""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The journal's records of a kind."""
+        return [record for record in self.journal if record["kind"] == kind]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """The record of a finished run from its directory."""
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from megatron.training.logging.metrics import read_metrics
+
+    journal = list(read_journal(folder / NAME)) if (folder / NAME).exists() else []
+    switches = [r for r in journal if r["kind"] == "switch" and r["outcome"]["kind"] == "moved"]
+    came = {r["iteration"]: r["to"] for r in switches}
+    records = list(read_metrics(folder))
+    steps, layout = [], next(r["layout"] for r in records if r["kind"] == "run.start")
+    for r in records:
+        if r["kind"] == "step":
+            r |= {"layout": layout, "seconds": r["elapsed_per_iteration_ms"] / 1000}
+            steps.append(r)
+            layout = came.get(r["iteration"], layout)
+    evaluations = [r for r in records if r["kind"] == "eval" and r["split"] == "valid"]
+    return RunRecord(records=records, steps=steps, evaluations=evaluations, journal=journal)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,6 @@ def plan_once() -> None:
     from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.reshard.ownership import all_of_layout, shape_of_spec
     from copus_ext.reshard.plan import make_plan
-    from copus_ext.reshard.route import Route
     from megatron.training.config.layout import Layout
 
     spec = PRESETS["llama-3-70b"]
@@ -205,24 +204,10 @@ def plan_once() -> None:
         reset_peak()
         resident, begin = psutil.Process().memory_info().rss, time.perf_counter()
         source, target = all_of_layout(shape, start), all_of_layout(shape, to)
-        owned = time.perf_counter()
         plan = make_plan(source, target, ranks_per_node=8)
-        planned = time.perf_counter()
-        grown = peak_rss() - resident
-        Route(source=source, target=target, plan=plan).digest()
-        rows.append(
-            {
-                "from": str(start),
-                "to": str(to),
-                "seconds": planned - begin,
-                "ownership_s": owned - begin,
-                "digest_s": time.perf_counter() - planned,
-                "memory_bytes": grown,
-                "pieces": len(plan.pieces),
-                "wire_bytes": plan.wire_bytes,
-                "minimum_bytes": plan.minimum_bytes,
-            }
-        )
+        row = {"from": str(start), "to": str(to), "seconds": time.perf_counter() - begin}
+        row |= {"memory_bytes": peak_rss() - resident, "pieces": len(plan.pieces)}
+        rows.append({**row, "wire_bytes": plan.wire_bytes, "minimum_bytes": plan.minimum_bytes})
         del source, target, plan
     print(json.dumps(rows))
 

@@ -153,11 +153,8 @@ class Bench:
         """Keeps a row, and says so."""
         self.rows.append({"kind": kind, "from": str(start), "to": str(to), **fields})
         if dist.get_rank() == 0:
-            print(
-                f"{kind} {start} -> {to}: {fields['pause_s']:.3f} s",
-                file=sys.__stdout__,
-                flush=True,
-            )
+            text = f"{kind} {start} -> {to}: {fields['pause_s']:.3f} s"
+            print(text, file=sys.__stdout__, flush=True)
 
     def change(self, to: Layout, *, compare: bool = False, **fields: Any) -> None:
         """Changes in the same processes, then takes two steps.
@@ -168,11 +165,9 @@ class Bench:
             fields: kept in the row.
         """
         job, start = self.job, self.job.config.layout
-        begin = time.perf_counter()
         route = self.mover.route(job.config, to)
-        planning_s = time.perf_counter() - begin
         reset_peak()
-        first = self.step()
+        self.step()
         step_peak = peak_rss()
         reset_peak()
         dist.barrier()
@@ -181,28 +176,16 @@ class Bench:
             raise RuntimeError(f"{start} -> {to}: {outcome.reason}")
         peaks = all_gather_object((peak_rss(), step_peak))
         if compare:
-            fields["gloo_s"] = max(
-                all_gather_object(exchange(self.mover._group, bytes_between(route)))
-            )
-        first, normal = self.step(), self.step()
-        self.note(
-            "change",
-            start,
-            to,
-            pause_s=outcome.pause_s,
-            phases=outcome.phases,
-            planning_s=planning_s,
-            wire_bytes=outcome.wire_bytes,
-            minimum_bytes=outcome.minimum_bytes,
-            busiest_bytes=outcome.busiest_bytes,
-            state_bytes=BYTES_PER_ELEMENT * sum(r.numel for own in route.target for r in own),
-            num_messages=outcome.num_messages,
-            peak_rss=max(p for p, _ in peaks),
-            step_peak_rss=max(p for _, p in peaks),
-            first_step_s=first,
-            step_s=normal,
-            **fields,
+            seconds = exchange(self.mover._group, bytes_between(route))
+            fields["gloo_s"] = max(all_gather_object(seconds))
+        self.step()
+        fields |= {name: getattr(outcome, name) for name in ("wire_bytes", "minimum_bytes")}
+        fields["state_bytes"] = BYTES_PER_ELEMENT * sum(
+            r.numel for own in route.target for r in own
         )
+        fields["peak_rss"], fields["step_peak_rss"] = map(max, zip(*peaks))
+        fields |= {"step_s": self.step(), "phases": outcome.phases}
+        self.note("change", start, to, pause_s=outcome.pause_s, **fields)
 
     def save(self) -> float:
         """Saves a checkpoint; seconds."""
@@ -219,7 +202,7 @@ class Bench:
         dist.barrier()
         begin = time.monotonic()
         save_s = self.save()
-        found, cpu_s = None, time.process_time()
+        found = None
         if dist.get_rank() == 0:
             loaded, started, stepped = self._launch(to)
             found = {
@@ -229,8 +212,6 @@ class Bench:
                 "data and first step": stepped - loaded,
             }
         parts = broadcast_from_rank0(found)
-        # What the waiting processes take away from the new ones; should be nothing.
-        fields["waiting_cpu_s"] = sum(all_gather_object(time.process_time() - cpu_s))
         self.step()
         self.note("restart", start, to, pause_s=sum(parts.values()), phases=parts, **fields)
 
@@ -252,14 +233,8 @@ class Bench:
         env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
         loaded = 0.0
         with (run_dir / "errors").open("w") as errors:
-            child = subprocess.Popen(
-                torchrun(world, *program),
-                cwd=ROOT,
-                env=env,
-                text=True,
-                stderr=errors,
-                stdout=subprocess.PIPE,
-            )
+            how = {"cwd": ROOT, "env": env, "text": True, "stderr": errors}
+            child = subprocess.Popen(torchrun(world, *program), stdout=subprocess.PIPE, **how)
             for line in child.stdout or ():
                 if line.startswith("loaded "):
                     loaded = time.monotonic()
@@ -298,17 +273,9 @@ class Bench:
         stored = timed("check", lambda: read_stored(root, step=None, verify=True))
         timed("load", lambda: load_weights(stored, config, model, optimizer, groups))
         timed("resume", lambda: install_layout(job, config, groups, model, optimizer))
-        first, normal = self.step(), self.step()
-        self.note(
-            "reload",
-            start,
-            to,
-            pause_s=sum(parts.values()),
-            phases=parts,
-            first_step_s=first,
-            step_s=normal,
-            **fields,
-        )
+        self.step()
+        fields |= {"step_s": self.step(), "phases": parts}
+        self.note("reload", start, to, pause_s=sum(parts.values()), **fields)
 
     def go_to(self, layout: Layout) -> None:
         """Changes without measuring."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import nodes
-from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, make_dataset, origin
+from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, make_dataset, origin, read_run
 from bench.time_to_loss.clock import clock_of, needed
 from bench.time_to_loss.policies import (
     ABLATIONS,
@@ -38,8 +38,6 @@ from bench.time_to_loss.policies import (
     is_blind_to_speed,
 )
 from bench.time_to_loss.report import report
-from copus_ext.controller.decision_log import NAME, read_journal
-from megatron.training.logging.metrics import read_metrics
 
 LINKS = ("5000", "2000", "0")
 """Mbit/s, nominal; 0 is a link without limit. Chosen before any time to loss was seen."""
@@ -208,26 +206,20 @@ def account(folder: Path) -> dict[str, Any]:
     the building of the model, the controller's setting up with it, over steps and decisions to
     changes of the layout.
     """
-    records = list(read_metrics(folder))
-    journal = list(read_journal(folder / NAME)) if (folder / NAME).exists() else []
-    begin = next(r for r in records if r["kind"] == "run.start")
-    steps, evaluations = clocked(records)
-    moves = [r for r in journal if r["kind"] == "switch"]
-    came = {r["iteration"]: r["to"] for r in moves if r["outcome"]["kind"] == "moved"}
-    ways, speeds = [], {}
-    layout, samples, seconds = begin["layout"], 0, 0.0
+    run = read_run(folder)
+    evaluations = clocked(run.records)
+    steps, moves, decisions = run.steps, run.of("switch"), run.of("decision")
+    ways, speeds, samples, seconds = [], {}, 0, 0.0
     for r in steps:
-        way = dict(zip(("micro_batch", "batch"), (r["micro_batch_size"], r["global_batch_size"])))
-        way = {"layout": layout, **way}
-        if not ways or any(ways[-1][name] != way[name] for name in way):
+        names = ("layout", "micro_batch_size", "global_batch_size")
+        way = dict(zip(("layout", "micro_batch", "batch"), (r[name] for name in names)))
+        if not ways or not way.items() <= ways[-1].items():
             ways.append({"samples": samples, "seconds": round(seconds, 3), **way})
-        speeds.setdefault(tuple(way.items()), []).append(r["elapsed_per_iteration_ms"] / 1000)
+        speeds.setdefault(tuple(way.items()), []).append(r["seconds"])
         samples, seconds = r["consumed_samples"], r["clock"]
-        layout = came.get(r["iteration"], layout)
-    decisions = [r for r in journal if r["kind"] == "decision"]
     return {
         "seconds": round(steps[-1]["clock"], 4),
-        "set_up_s": round(steps[0]["clock"] - steps[0]["elapsed_per_iteration_ms"] / 1000, 4),
+        "set_up_s": round(steps[0]["clock"] - steps[0]["seconds"], 4),
         "paused_s": round(sum(r["outcome"]["pause_s"] for r in moves), 4),
         "deciding_s": round(sum(r["seconds"] for r in decisions), 4),
         "steps": len(steps),
@@ -258,21 +250,22 @@ def account(folder: Path) -> dict[str, Any]:
     }
 
 
-def clocked(records: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Steps with their `clock`, and evaluations as (samples, clock, loss).
+def clocked(records: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Gives steps their `clock`; returns the evaluations as (samples, clock, loss).
 
     An evaluation lasts from the record of the step before it to its own; that is taken off.
     """
     began = next(r["m"] for r in records if r["kind"] == "run.start")
-    steps, evaluations, off = [], [], 0.0
+    evaluations, off, step = [], 0.0, {}
     for r in records:
         if r["kind"] == "step":
-            steps.append({**r, "clock": r["m"] - began - off})
+            step = r
+            r["clock"] = r["m"] - began - off
         elif r["kind"] == "eval":
-            off += r["m"] - steps[-1]["m"]
+            off += r["m"] - step["m"]
             loss = round(r["losses"]["lm loss"], 6)
-            evaluations.append((r["consumed_samples"], round(steps[-1]["clock"], 4), loss))
-    return steps, evaluations
+            evaluations.append((r["consumed_samples"], round(step["clock"], 4), loss))
+    return evaluations
 
 
 def _thinned(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:

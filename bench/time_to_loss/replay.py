@@ -315,27 +315,6 @@ def by_policy(found: list[dict[str, Any]]) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: item[1]))
 
 
-def said(one: dict[str, Any]) -> str:
-    """What was found for one seed, in words."""
-    lines = [
-        f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), a "
-        f"sample goes with the {one['exponent']}th power of the learning rate, losses "
-        f"{one['rms']:.3f} off one curve; times {percent(one['off'])} off on average, of the "
-        f"static batches that made the curve {percent(one['off_static'])}; not simulated: "
-        f"{', '.join(one['not_simulated'])}"
-    ]
-    for name, policy in one["policies"].items():
-        columns = [
-            "-" if a is None or b is None else f"{a:.0f}/{b:.0f}"
-            for a, b in zip(policy["measured_s"], policy["simulated_s"])
-        ]
-        off = percent(policy["off"])
-        if c := policy.get("c"):
-            off += f"; c by this run alone {c['c']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
-        lines.append(f"   {name:20s} {off:>7}  measured/simulated s: {', '.join(columns)}")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Replays every seed, prints and writes."""
     parser = arguments(__doc__)
@@ -345,7 +324,12 @@ def main() -> None:
     result = json.loads(args.input.read_text())
     seeds = sorted({r["seed"] for r in result["runs"]})
     found = [replayed(result, seed, args.targets) for seed in seeds]
-    print("\n".join(map(said, found)))
+    for one in found:
+        print(
+            f"seed {one['seed']}: c {one['c']:.2f} ({one['low']:.2f} to {one['high']:.2f}), "
+            f"power {one['exponent']} of the learning rate, losses {one['rms']:.3f} off one curve, "
+            f"times {percent(one['off'])} off, of static batches {percent(one['off_static'])}"
+        )
     means = by_policy(found)
     print("mean of the seeds: " + ", ".join(f"{n} {percent(x)}" for n, x in means.items()))
     record = {"what": "real clock and simulator", "goal": GOAL, "policies": means, "seeds": found}

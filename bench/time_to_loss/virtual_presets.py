@@ -39,136 +39,37 @@ USUAL_EXPONENT, DOUBT = 1.0, 0.5
 """Of the noise scale over progress, and how far from it a fit may easily go."""
 _BUDGET = 1.3
 """Samples of a run over those of the fastest static batch to the last loss."""
-PAIRS = (
-    "NVLink 4 joins two H100 (300 GB/s a direction, our reading), PCIe or the network the pairs; "
-    "the planner knows two kinds of links: nodes of two, "
-)
-_H100 = {"gpu": "H100-80GB", "constants": "h100-80g"}
+PAPER = ROOT / "bench" / "data" / "paper_times_to_loss.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paper:
-    """One model of the paper."""
+class Model:
+    """One model of the paper on its cluster."""
 
     name: str
     model: str
     cluster: dict[str, Any]
     links: str
+    """What is taken to be between the GPUs."""
     largest: int
+    """Batch."""
     pause_s: float
-    losses: tuple[float, ...]
-    minutes: dict[int, tuple[float | None, ...]]
-    adaptive: dict[str, tuple[float, ...]]
-    switched: dict[str, Any] | None = None
+    """Seconds of a change of layout."""
+    losses: list[float]
+    minutes: dict[str, list[float | None]]
+    """To each loss, by static batch."""
+    adaptive: dict[str, list[float]]
+    """To each loss, by policy."""
+    switched: dict[str, Any] | None
+    """The cluster with NVSwitch instead."""
 
 
-def pairs(gpus: int, nic: str) -> dict[str, Any]:
-    """H100 of which two each share NVLink."""
-    sizes = {"num_nodes": gpus // 2, "gpus_per_node": 2}
-    return {**_H100, **sizes, "intra_bytes_per_s": "300GB/s", "nic_bytes_per_s": nic}
-
-
-def switched(gpus: int) -> dict[str, Any]:
-    """Nodes of eight H100 under one NVSwitch, a 400 Gb/s card each."""
-    sizes = {"num_nodes": gpus // 8, "gpus_per_node": 8}
-    return {**_H100, **sizes, "intra_bytes_per_s": "450GB/s", "nic_bytes_per_s": "400GB/s"}
-
-
-HALVES = {
-    "gpu": "MI210-64GB",
-    "constants": "mi210-64g",
-    "num_nodes": 8,
-    "gpus_per_node": 4,
-    "intra_bytes_per_s": "200GB/s",
-    "nic_bytes_per_s": "25GB/s",
-}
-PAPERS = (
-    Paper(
-        name="8xh100-3b",
-        model="llama-3.2-3b",
-        cluster=pairs(8, "100GB/s"),
-        links=PAIRS + "100 GB/s between them (PCIe 5, 50 GB/s a GPU)",
-        switched=switched(8),
-        largest=1024,
-        pause_s=43.0,
-        losses=(4.0, 3.5, 3.2, 3.0, 2.75),
-        minutes={
-            16: (12.4, 26.9, 46.2, 69.4, 102.7),
-            32: (11.1, 20.8, 32.6, 47.0, 73.1),
-            64: (13.1, 21.7, 33.3, 45.0, 67.3),
-            128: (20.8, 30.7, 42.5, 55.7, None),
-        },
-        adaptive={
-            "cbs_small": (11.5, 22.8, 37.9, 55.1, 83.7),
-            "cbs_large": (13.6, 21.6, 31.4, 41.4, 59.0),
-            "paper": (10.6, 18.7, 28.7, 37.5, 54.9),
-        },
-    ),
-    Paper(
-        name="16xh100-13b",
-        model="llama-2-13b",
-        cluster=pairs(16, "350Gb/s"),
-        links=PAIRS + "350 Gb/s between them (one pair at a time at the border of a node)",
-        switched=switched(16),
-        largest=1024,
-        pause_s=42.0,
-        losses=(4.0, 3.5, 3.0, 2.75, 2.5),
-        minutes={
-            32: (11.7, 19.3, 38.3, 58.8, 91.0),
-            64: (18.9, 26.6, 43.2, 60.5, 86.7),
-            128: (32.2, 42.8, 61.9, 79.6, 105.2),
-        },
-        adaptive={
-            "cbs_small": (10.7, 19.4, 39.5, 59.9, 88.9),
-            "cbs_large": (14.2, 23.8, 43.5, 62.3, 89.0),
-            "paper": (10.4, 18.4, 38.0, 55.8, 81.4),
-        },
-    ),
-    Paper(
-        name="32xh100-32b",
-        model="qwen2.5-32b",
-        cluster=pairs(32, "350Gb/s"),
-        links=PAIRS + "350 Gb/s between them (one pair at a time at the border of a node)",
-        switched=switched(32),
-        largest=512,
-        pause_s=52.0,
-        losses=(4.5, 4.0, 3.8, 3.5, 3.2),
-        minutes={64: (39.2, 51.5, 59.1, 74.2, None), 128: (61.2, None, None, None, None)},
-        adaptive={
-            "cbs_small": (21.3, 35.4, 43.5, 60.5, 85.7),
-            "cbs_large": (24.8, 38.4, 46.8, 62.9, 87.4),
-            "paper": (20.5, 33.0, 38.7, 55.8, 76.5),
-        },
-    ),
-    Paper(
-        name="32xmi210-7b",
-        model="llama-2-7b",
-        cluster=HALVES,
-        links="200 GB/s within a NUMA half, 25 GB/s Ethernet between nodes of two halves; the "
-        "planner knows two kinds of links: nodes are halves (64 GB/s between halves is left out)",
-        largest=1024,
-        pause_s=49.0,
-        losses=(4.0, 3.5, 3.2, 3.0, 2.8),
-        minutes={
-            32: (13.8, 24.1, 36.7, 51.9, 77.2),
-            64: (19.2, 30.1, 42.4, 57.9, None),
-            128: (34.9, 65.6, None, None, None),
-        },
-        adaptive={
-            "cbs_small": (11.1, 21.1, 32.5, 46.2, 71.6),
-            "cbs_large": (17.6, 31.9, 44.9, 57.1, 80.8),
-            "paper": (11.1, 20.7, 31.4, 42.1, 63.7),
-        },
-    ),
-)
-
-
-def batches_of(paper: Paper) -> list[int]:
+def batches_of(paper: Model) -> list[int]:
     """The grid."""
     return [FIRST * 2**k for k in range(int(np.log2(paper.largest // FIRST)) + 1)]
 
 
-def speeds_of(paper: Paper) -> Any:
+def speeds_of(paper: Model) -> Any:
     """Throughputs on the paper's cluster."""
     limits = Limits(
         fixed={"vpp": 1},
@@ -181,7 +82,7 @@ def speeds_of(paper: Paper) -> Any:
     return planned(planner, batches_of(paper))
 
 
-def minutes(paper: Paper, speeds: Any, values: Any) -> tuple[dict[int, Any], Any, Any]:
+def minutes(paper: Model, speeds: Any, values: Any) -> tuple[dict[int, Any], Any, Any]:
     """Minutes of every static batch to every loss; the course; and the progress at the losses.
 
     Args:
@@ -197,20 +98,20 @@ def minutes(paper: Paper, speeds: Any, values: Any) -> tuple[dict[int, Any], Any
         end=BEYOND * end,
     )
     found = {}
-    for batch in paper.minutes:
+    for batch in map(int, paper.minutes):
         speed = speeds.fastest(batch).samples_per_s
         found[batch] = [float(course.samples(batch, p)) / speed / 60 for p in progress]
     return found, course, progress
 
 
-def fitted(paper: Paper, speeds: Any) -> tuple[Any, float]:
+def fitted(paper: Model, speeds: Any) -> tuple[Any, float]:
     """The values of `minutes`, and the root mean square of the logarithms that are left."""
     falls = np.log(paper.losses)
 
     def residuals(values: Any) -> Any:
         found, _, progress = minutes(paper, speeds, values)
         left = [
-            np.log(found[batch][k] / seen)
+            np.log(found[int(batch)][k] / seen)
             for batch, row in paper.minutes.items()
             for k, seen in enumerate(row)
             if seen is not None
@@ -227,7 +128,7 @@ def fitted(paper: Paper, speeds: Any) -> tuple[Any, float]:
     return found.x, float(np.sqrt(np.mean(seen**2)))
 
 
-def scenario(paper: Paper, cluster: dict[str, Any], links: str, fit: dict[str, Any]) -> Any:
+def scenario(paper: Model, cluster: dict[str, Any], links: str, fit: dict[str, Any]) -> Any:
     """What `tools/simulate.py` reads."""
     return {
         "model": paper.model,
@@ -247,12 +148,16 @@ def scenario(paper: Paper, cluster: dict[str, Any], links: str, fit: dict[str, A
     }
 
 
-def fit_of(paper: Paper) -> dict[str, Any]:
+def fit_of(paper: Model) -> dict[str, Any]:
     """The fit of one model, rounded as it ships."""
     speeds = speeds_of(paper)
     values, rms = fitted(paper, speeds)
     found, course, progress = minutes(paper, speeds, values)
-    needed = {b: course.samples(b, progress[-1]) for b in speeds.batches if b <= max(paper.minutes)}
+    needed = {
+        b: course.samples(b, progress[-1])
+        for b in speeds.batches
+        if b <= max(map(int, paper.minutes))
+    }
     fastest = min(needed, key=lambda b: needed[b] / speeds.fastest(b).samples_per_s)
     return {
         "targets": {str(loss): round(float(p), 1) for loss, p in zip(paper.losses, progress)},
@@ -268,7 +173,7 @@ def fit_of(paper: Paper) -> dict[str, Any]:
     }
 
 
-def predicted(paper: Paper, calibration: float) -> dict[str, Any]:
+def predicted(paper: Model, calibration: float) -> dict[str, Any]:
     """The paper's adaptive runs, by the shipped decisions with c = 2 as it used, if the noise scale
     that is measured is Phi over `calibration`; samples without limit."""
     scenario = preset(paper.name).recalibrated(calibration).change(total_samples=10**9)
@@ -284,8 +189,9 @@ def predicted(paper: Paper, calibration: float) -> dict[str, Any]:
 def main() -> None:
     """Fits, prints and writes."""
     args = arguments(__doc__, "virtual_presets.json").parse_args()
+    papers = [Model(**row) for row in json.loads(PAPER.read_text())["models"]]
     fits = {}
-    for paper in PAPERS:
+    for paper in papers:
         fit = fits[paper.name] = fit_of(paper)
         kinds = {paper.name: (paper.cluster, paper.links)}
         if paper.switched is not None:
@@ -300,10 +206,10 @@ def main() -> None:
             flush=True,
         )
         for batch, row in fit["minutes"].items():
-            print(f"   static {batch}: {row}, paper {list(paper.minutes[batch])}")
+            print(f"   static {batch}: {row}, paper {paper.minutes[str(batch)]}")
     held_out = {}
     for c in TRIED:
-        one = held_out[c] = {paper.name: predicted(paper, c) for paper in PAPERS}
+        one = held_out[c] = {paper.name: predicted(paper, c) for paper in papers}
         each = ", ".join(f"{name} {100 * found['rms']:.1f} %" for name, found in one.items())
         mean = float(np.sqrt(np.mean([found["rms"] ** 2 for found in one.values()])))
         print(f"adaptive runs with c = {c:g}: {100 * mean:.1f} % ({each})", flush=True)
