@@ -10,15 +10,14 @@ parallelism needs them, fewer where the global batch has too few micro-batches. 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.support import ROOT
+from bench.support import ROOT, arguments
 from copus_ext.controller.flags import CopusConfig
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
@@ -119,75 +118,59 @@ def page(judgements: Mapping[str, Judgement]) -> str:
     """The page of the documentation, in Markdown."""
     command = "python -m bench.megatron_flag_compatibility"
     parts = [_HEAD.format(total=len(judgements), ranks=_RANKS, command=command)]
-    groups = sorted({name.split("/")[0] for name in judgements})
-    for group in groups:
-        parts.append(_count_row(group, {n: j for n, j in judgements.items() if _in(n, group)}))
-    parts.append(_count_row("all", judgements))
-    parts.append(_WHY)
-    parts += _reason_rows(j for j in judgements.values() if j.outcome != "accepted")
-    parts.append(_NOTES)
-    parts += _note_rows(j for j in judgements.values() if j.outcome == "accepted")
-    parts.append(_EACH)
-    parts += [_row(name, judgement) for name, judgement in judgements.items()]
-    return "\n".join(parts) + "\n"
+    groups: dict[str, list[Judgement]] = {}
+    for name, judgement in judgements.items():
+        groups.setdefault(name.split("/")[0], []).append(judgement)
+    for title, some in [*sorted(groups.items()), ("all", list(judgements.values()))]:
+        accepted = sum(j.outcome == "accepted" for j in some)
+        parts.append(f"| {title} | {len(some)} | {accepted} | {len(some) - accepted} |")
+    accepted = [j for j in judgements.values() if j.outcome == "accepted"]
+    others = [j for j in judgements.values() if j.outcome != "accepted"]
+    reasons = [f"{row} {alone} |" for row, alone in _rows(others, _refusal)]
+    notes = [row for row, _ in _rows(accepted, _note)]
+    each = [_row(name, judgement) for name, judgement in judgements.items()]
+    return "\n".join([*parts, _WHY, *reasons, _NOTES, *notes, _EACH, *each]) + "\n"
 
 
-def _in(name: str, group: str) -> bool:
-    return name.startswith(f"{group}/")
-
-
-def _count_row(title: str, judgements: Mapping[str, Judgement]) -> str:
-    count = counts(judgements)
-    refused = count["refused"] + count["crashed"]
-    return f"| {title} | {len(judgements)} | {count['accepted']} | {refused} |"
-
-
-def _split(line: str) -> tuple[str, str]:
+def _refusal(line: str) -> tuple[list[str], str]:
     """The flag that a refusal begins with, and the rest of it."""
     found = _REFUSED.fullmatch(line)
     if found is not None:
-        return found[1], found[2]
-    flag = re.search(r"--[\w-]+", line)
-    return (flag[0] if flag else ""), line
+        return [found[1]], found[2]
+    return re.findall(r"--[\w-]+", line)[:1], line
 
 
-def _reason_rows(refused: Iterable[Judgement]) -> Iterator[str]:
+def _note(line: str) -> tuple[list[str], str]:
+    """The flags that a note is about, and what happens instead."""
+    first, second = line.split(": ", 1)
+    names, text = (second, first) if first == "accepted without effect" else (first, second)
+    return re.findall(r"--[\w-]+", names), text
+
+
+def _rows(
+    judgements: Iterable[Judgement], split: Callable[[str], tuple[list[str], str]]
+) -> Iterator[tuple[str, int]]:
+    """What lines say, most frequent first, with the number of commands that have no other."""
     count: Counter[str] = Counter()
     alone: Counter[str] = Counter()
     flags: dict[str, set[str]] = {}
-    for judgement in refused:
-        pairs = [_split(line) for line in judgement.lines]
-        reasons = {reason for _, reason in pairs}
-        count.update(reasons)
-        alone.update(reasons if len(reasons) == 1 else ())
-        for flag, reason in pairs:
-            flags.setdefault(reason, set()).add(flag)
-    for reason, number in sorted(count.items(), key=lambda entry: (-entry[1], entry[0])):
-        named = _code(sorted(flags[reason]))
-        yield f"| {_text(reason)} | {named} | {number} | {alone[reason]} |"
-
-
-def _note_rows(accepted: Iterable[Judgement]) -> Iterator[str]:
-    count: Counter[str] = Counter()
-    flags: dict[str, set[str]] = {}
-    for judgement in accepted:
-        for note in judgement.lines:
-            if note.startswith("accepted without effect: "):
-                names, text = note.split(": ", 1)[1], "accepted without effect"
-            else:
-                names, text = note.split(": ", 1)
-            flags.setdefault(text, set()).update(re.findall(r"--[\w-]+", names))
-            count[text] += 1
+    for judgement in judgements:
+        pairs = [split(line) for line in judgement.lines]
+        texts = {text for _, text in pairs}
+        count.update(texts)
+        alone.update(texts if len(texts) == 1 else ())
+        for names, text in pairs:
+            flags.setdefault(text, set()).update(names)
     for text, number in sorted(count.items(), key=lambda entry: (-entry[1], entry[0])):
-        yield f"| {_text(text)} | {_code(sorted(flags[text]))} | {number} |"
+        yield f"| {_text(text)} | {_code(sorted(flags[text]))} | {number} |", alone[text]
 
 
 def _row(name: str, judgement: Judgement) -> str:
     if judgement.outcome == "accepted":
         return f"| `{name}` | accepted | |"
     ways: dict[str, list[str]] = {}
-    for flag, reason in map(_split, judgement.lines):
-        ways.setdefault(reason.rsplit("; ", 1)[-1], []).append(flag)
+    for flags, reason in map(_refusal, judgement.lines):
+        ways.setdefault(reason.rsplit("; ", 1)[-1], []).extend(flags)
     told = "; ".join(f"{_code(flags)}: {_text(way)}" for way, flags in ways.items())
     return f"| `{name}` | {judgement.outcome} | {told} |"
 
@@ -202,22 +185,16 @@ def _text(text: str) -> str:
     return re.sub(r"--[a-z](?:[\w-]|\\_)*(?:\\\*)?", lambda m: f"`{m[0]}`".replace("\\", ""), plain)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Prints the counts and writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = arguments(__doc__)
     parser.add_argument("--print", action="store_true", help="write nothing")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     judgements = {name: judge(flags) for name, flags in read_sets().items()}
-    count = counts(judgements)
-    print(
-        f"{count['accepted']} of {len(judgements)} accepted, {count['refused']} refused, "
-        f"{count['crashed']} crashed"
-    )
+    print(dict(counts(judgements)))
     if not args.print:
         PAGE.write_text(page(judgements), encoding="utf-8")
-        print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

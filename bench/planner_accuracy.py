@@ -38,7 +38,7 @@ DATA = Path(__file__).parent / "data"
 SINGLE_WEIGHT = 0.15
 """Of a row of one node in a fit for many."""
 SEEDS = 20
-SHIPPED = ROOT / "copus_ext" / "perf" / "data"
+SHIPPED = ROOT / "copus_ext" / "cost_model" / "data"
 
 
 _A100 = {

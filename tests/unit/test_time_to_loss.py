@@ -158,7 +158,10 @@ def run_of(batch: int, c: float, exponent: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("c, exponent", [(2.0, 0.5), (4.0, 0.0)])
-def test_c_and_the_power_of_the_rate_are_found(c: float, exponent: float) -> None:
+def test_c_and_the_power_of_the_rate_are_found(
+    c: float, exponent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "CALIBRATIONS", np.geomspace(0.5, 16, 11))
     runs = [run_of(batch, c, exponent) for batch in (4, 8, 16, 32)]
     found = replay.fitted(runs, runs, RECIPE, [0.0, 0.5])
     assert (found["exponent"], found["c"]) == (exponent, pytest.approx(c))
