@@ -9,6 +9,7 @@ any change. Writes docs/results/batch_changes.json.
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -22,26 +23,29 @@ FLAGS = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attentio
 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 2e-3
 --lr-decay-style constant --lr-warmup-fraction 0.03 --adam-beta2 0.95
 --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --split 95,4,1 --eval-interval 300
---eval-iters 64 --log-interval 500 --copus --copus-policy doubling
---copus-doubling-ratio 1.5 --copus-max-micro-batch-size 8"""
-VARIANTS = {
-    "no change": "--copus-max-global-batch-size 8",
-    "jump, beta2 constant": "--copus-lr-ramp-steps 0",
-    "ramp, beta2 constant": "",
-    "jump, beta2 per token": "--copus-lr-ramp-steps 0 --copus-beta2-rule tokens",
-    "ramp, beta2 per token": "--copus-beta2-rule tokens",
-    "learning rate constant": "--copus-lr-rule none",
+--eval-iters 64 --log-interval 500 --copus"""
+SETTINGS = {"policy": "doubling", "doubling_ratio": 1.5, "max_micro_batch_size": 8}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no change": {"max_global_batch_size": 8},
+    "jump, beta2 constant": {"lr_ramp_steps": 0},
+    "ramp, beta2 constant": {},
+    "jump, beta2 per token": {"lr_ramp_steps": 0, "beta2_rule": "tokens"},
+    "ramp, beta2 per token": {"beta2_rule": "tokens"},
+    "learning rate constant": {"lr_rule": "none"},
 }
+"""What each adds to the settings of the controller."""
 
 
 def run(data: str, variant: str, seed: int, samples: int) -> dict[str, Any]:
     """One training: the rise of the loss at each change, and the losses on held-out text."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "run"
-        flags = [*FLAGS.split(), *VARIANTS[variant].split(), "--seed", str(seed)]
-        flags += ["--train-samples", str(samples), "--data-path", data, "--run-dir", str(folder)]
+        folder, settings = Path(temporary) / "run", Path(temporary) / "copus.yaml"
         # The first doubling comes after a quarter of the samples.
-        launch(1, TRAINER, *flags, "--copus-doubling-first-tokens", str(128 * samples // 4))
+        first = {"doubling_first_tokens": 128 * samples // 4}
+        settings.write_text(json.dumps({**SETTINGS, **first, **VARIANTS[variant]}))
+        flags = [*FLAGS.split(), "--copus-config", settings, "--seed", str(seed)]
+        flags += ["--train-samples", str(samples), "--data-path", data, "--run-dir", folder]
+        launch(1, TRAINER, *flags)
         record = read_run(folder)
     grown = [o for o in record.of("outcome") if o["to_batch"] != o["from_batch"]]
     steps = record.steps

@@ -245,7 +245,6 @@ def flags_of(name: str, recipe: Recipe, profile: Profile, store: str) -> list[st
     if is_static(name):
         return own
     own += ["--copus", "--copus-max-global-batch-size", str(recipe.batches[-1])]
-    own += ["--copus-batch-grid", ",".join(map(str, recipe.rising))]
     if name != "adaptive_unprofiled":
         own += ["--copus-profile", store]
     if name in BASELINES:
