@@ -37,7 +37,7 @@ class TrainingLengths:
 
     @classmethod
     def of(cls, config: Config) -> TrainingLengths:
-        """Reads the horizon of a resolved configuration."""
+        """Reads the lengths of a resolved configuration."""
         return cls(
             initial_global_batch_size=config.batch.initial_global_batch_size,
             train_samples=config.batch.train_samples,
@@ -60,7 +60,7 @@ class TrainingLengths:
         """
         names = {field.name for field in fields(cls)}
         if set(data) != names:
-            raise ValueError(f"a horizon has the keys {sorted(names)}, got {sorted(data)}")
+            raise ValueError(f"lengths have the keys {sorted(names)}, got {sorted(data)}")
         return cls(**data)
 
 
@@ -200,7 +200,7 @@ def derive_weight_decay(draft: Draft) -> None:
 
 
 def adopt(config: Config, stored: TrainingLengths, *, override: bool) -> Config:
-    """Puts the horizon of a checkpoint into the configuration of a resumed run.
+    """Puts the lengths of a checkpoint into the configuration of a resumed run.
 
     The stored lengths win where the flags are absent or mean the same when iterations are counted
     in the stored initial batch size. `--use-checkpoint-opt-param-scheduler` takes the stored
@@ -208,7 +208,7 @@ def adopt(config: Config, stored: TrainingLengths, *, override: bool) -> Config:
 
     Args:
         config: resolved from the flags of this launch.
-        stored: horizon of the checkpoint.
+        stored: lengths of the checkpoint.
         override: whether the flags win (`--override-opt_param-scheduler`): all of the learning
             rate schedule, and `train_samples` if it grew.
 

@@ -156,7 +156,7 @@ def build_scheduler(
     win.
 
     Args:
-        config: all horizons in samples.
+        config: all lengths in samples.
         optimizer: whose groups it drives; their rates are overwritten.
         lr_samples: samples of the successful steps so far.
     """
