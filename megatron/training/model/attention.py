@@ -3,6 +3,7 @@ where Transformer Engine is absent."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -92,32 +93,19 @@ class SdpaAttention(MegatronModule):
         is_causal = attn_mask_type != AttnMaskType.no_mask
         # [seq, batch, heads, size] -> [batch, heads, seq, size]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        if dropout > 0.0:
-            tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-            with tracker.fork():
-                context = self._attend(q, k, v, dropout, is_causal)
-        else:
-            context = self._attend(q, k, v, 0.0, is_causal)
+        tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+        with tracker.fork() if dropout > 0.0 else contextlib.nullcontext():
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                enable_gqa=self.grouped,
+            )
         seq, batch = query.shape[:2]
         return context.permute(2, 0, 1, 3).reshape(seq, batch, self.output_size)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dropout: float,
-        is_causal: bool,
-    ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=self.softmax_scale,
-            enable_gqa=self.grouped,
-        )
 
 
 class SharedLinear(MegatronModule):

@@ -4,7 +4,7 @@ parallelism."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -102,44 +102,43 @@ def parameter_dtype(config: Config) -> torch.dtype:
 
 
 def core_config(config: Config) -> TransformerConfig:
-    """Translates our configuration into megatron-core's."""
-    values = {**_shape(config), **_kernels(config), **_parallelism(config)}
-    if config.model.multi_latent_attention:
-        return MLATransformerConfig(**values, **_latent(config))
-    return TransformerConfig(**values)
+    """megatron-core's configuration: its fields that have one of the same name here, and the rest.
+
+    Megatron-LM's `core_transformer_config_from_args` does the same.
+    """
+    kind = MLATransformerConfig if config.model.multi_latent_attention else TransformerConfig
+    groups = [config.model, config.kernels, config.recompute]
+    groups += [config.precision] if config.precision.fp8 is not None else []
+    values = {**same_fields(kind, *groups), **_other_fields(config), **_parallelism(config)}
+    return kind(**values)
 
 
-def _shape(config: Config) -> dict[str, Any]:
-    m = config.model
+def same_fields(kind: type, *groups: Any) -> dict[str, Any]:
+    """The values of groups of our configuration that megatron-core's class has a field for."""
+    names = {field.name for field in fields(kind)}
     return {
-        "num_layers": m.num_layers,
-        "hidden_size": m.hidden_size,
-        "ffn_hidden_size": m.ffn_hidden_size,
-        "num_attention_heads": m.num_attention_heads,
-        "num_query_groups": m.num_query_groups,
-        "kv_channels": m.kv_channels,
-        "hidden_dropout": m.hidden_dropout,
-        "attention_dropout": m.attention_dropout,
-        "layernorm_epsilon": m.layernorm_epsilon,
-        "normalization": m.normalization,
-        "layernorm_zero_centered_gamma": m.layernorm_zero_centered_gamma,
-        "qk_layernorm": m.qk_layernorm,
-        "qk_l2_norm": m.qk_l2_norm,
-        "rotary_interleaved": m.rotary_interleaved,
-        "no_rope_freq": m.no_rope_freq,
-        "softmax_type": m.softmax_type,
-        "mtp_num_layers": m.mtp_num_layers,
-        "mtp_loss_scaling_factor": m.mtp_loss_scaling_factor,
-        "add_bias_linear": m.add_bias_linear,
-        "add_qkv_bias": m.add_qkv_bias,
+        field.name: getattr(group, field.name)
+        for group in groups
+        for field in fields(group)
+        if field.name in names
+    }
+
+
+def _other_fields(config: Config) -> dict[str, Any]:
+    m, modules = config.model, config.recompute.recompute_modules
+    return {
         "gated_linear_unit": m.gated_linear_unit,
         "activation_func": _activation(config),
-        "glu_linear_offset": m.glu_linear_offset,
-        "activation_func_clamp_value": m.activation_func_clamp_value,
         "init_method": leave_uninitialised,
         "output_layer_init_method": leave_uninitialised,
         "embedding_init_method": leave_uninitialised,
-        "init_method_std": m.init_method_std,
+        "attention_backend": AttnBackend[config.kernels.attention_backend],
+        "persist_layer_norm": not config.kernels.no_persist_layer_norm,
+        "recompute_modules": list(modules) if modules else None,
+        "deterministic_mode": config.runtime.deterministic_mode,
+        # Initial weights, checkpoints and changes of layout write into the parameters in place,
+        # which numbers of 8 bits with a scale beside them do not allow.
+        "fp8_param": False,
     }
 
 
@@ -150,69 +149,6 @@ def _activation(config: Config) -> Any:
     if m.quick_geglu:
         return quick_gelu
     return squared_relu if m.squared_relu else F.gelu
-
-
-def _latent(config: Config) -> dict[str, Any]:
-    """Multi-latent attention, whose rotation is part of it."""
-    m = config.model
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": m.q_lora_rank,
-        "kv_lora_rank": m.kv_lora_rank,
-        "qk_head_dim": m.qk_head_dim,
-        "qk_pos_emb_head_dim": m.qk_pos_emb_head_dim,
-        "v_head_dim": m.v_head_dim,
-        "rope_type": m.rope_type,
-        "rotary_base": m.rotary_base,
-        "rotary_percent": m.rotary_percent,
-        "rotary_scaling_factor": m.rotary_scaling_factor,
-        "mscale": m.mscale,
-        "mscale_all_dim": m.mscale_all_dim,
-    }
-
-
-def _kernels(config: Config) -> dict[str, Any]:
-    k, r = config.kernels, config.recompute
-    return {
-        "apply_query_key_layer_scaling": k.apply_query_key_layer_scaling,
-        "attention_softmax_in_fp32": k.attention_softmax_in_fp32,
-        "attention_backend": AttnBackend[k.attention_backend],
-        "bias_activation_fusion": k.bias_activation_fusion,
-        "masked_softmax_fusion": k.masked_softmax_fusion,
-        "persist_layer_norm": not k.no_persist_layer_norm,
-        "bias_dropout_fusion": k.bias_dropout_fusion,
-        "apply_rope_fusion": k.apply_rope_fusion,
-        "gradient_accumulation_fusion": k.gradient_accumulation_fusion,
-        "cross_entropy_loss_fusion": k.cross_entropy_loss_fusion,
-        "cross_entropy_fusion_impl": k.cross_entropy_fusion_impl,
-        "recompute_granularity": r.recompute_granularity,
-        "recompute_method": r.recompute_method,
-        "recompute_num_layers": r.recompute_num_layers,
-        "recompute_modules": list(r.recompute_modules) if r.recompute_modules else None,
-        "deterministic_mode": config.runtime.deterministic_mode,
-        **_eight_bits(config),
-    }
-
-
-def _eight_bits(config: Config) -> dict[str, Any]:
-    """Settings of 8-bit matrix products; none without them."""
-    p = config.precision
-    if p.fp8 is None:
-        return {}
-    return {
-        "fp8": p.fp8,
-        "fp8_recipe": p.fp8_recipe,
-        "fp8_margin": p.fp8_margin,
-        "fp8_amax_history_len": p.fp8_amax_history_len,
-        "fp8_amax_compute_algo": p.fp8_amax_compute_algo,
-        "fp8_wgrad": p.fp8_wgrad,
-        "first_last_layers_bf16": p.first_last_layers_bf16,
-        "num_layers_at_start_in_bf16": p.num_layers_at_start_in_bf16,
-        "num_layers_at_end_in_bf16": p.num_layers_at_end_in_bf16,
-        # Initial weights, checkpoints and changes of layout write into the parameters in place,
-        # which numbers of 8 bits with a scale beside them do not allow.
-        "fp8_param": False,
-    }
 
 
 def _parallelism(config: Config) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.common.optional import have_nvidia_apex, have_transformer_engine
 from megatron.training.config import Config
-from megatron.training.model.gpt import Model, parameter_dtype
+from megatron.training.model.gpt import Model, parameter_dtype, same_fields
+from megatron.training.model.shards import parts_of
 from megatron.training.optim.fused_adam import FusedAdam
 
 
@@ -52,6 +53,17 @@ def use_fused_adam() -> None:
     distributed.USING_APEX_OPTIMIZER = True
 
 
+def optimizer_config(config: Config) -> OptimizerConfig:
+    """megatron-core's configuration of the optimizer."""
+    groups = config.optim, config.precision, config.parallel, config.logging
+    own = {
+        "optimizer": "adam",
+        "params_dtype": parameter_dtype(config),
+        "fp8_recipe": config.precision.fp8_recipe if config.precision.fp8 else None,
+    }
+    return OptimizerConfig(**{**same_fields(OptimizerConfig, *groups), **own})
+
+
 def build_optimizer(
     config: Config, model: Model, groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
@@ -62,32 +74,7 @@ def build_optimizer(
         step.
     """
     use_fused_adam()
-    o, p = config.optim, config.precision
-    core = OptimizerConfig(
-        optimizer="adam",
-        lr=o.lr,
-        min_lr=o.min_lr,
-        decoupled_lr=o.decoupled_lr,
-        decoupled_min_lr=o.decoupled_min_lr,
-        weight_decay=o.weight_decay,
-        apply_wd_to_qk_layernorm=o.apply_wd_to_qk_layernorm,
-        adam_beta1=o.adam_beta1,
-        adam_beta2=o.adam_beta2,
-        adam_eps=o.adam_eps,
-        clip_grad=o.clip_grad,
-        fp16=p.fp16,
-        bf16=p.bf16,
-        params_dtype=parameter_dtype(config),
-        fp8_recipe=p.fp8_recipe if p.fp8 else None,
-        loss_scale=p.loss_scale,
-        initial_loss_scale=p.initial_loss_scale,
-        min_loss_scale=p.min_loss_scale,
-        loss_scale_window=p.loss_scale_window,
-        hysteresis=p.hysteresis,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-        overlap_param_gather=config.parallel.overlap_param_gather,
-        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
-    )
+    core = optimizer_config(config)
     optimizer = get_megatron_optimizer(
         core,
         model.chunks,  # pyright: ignore[reportArgumentType]
@@ -95,7 +82,7 @@ def build_optimizer(
         pg_collection=None if config.parallel.enable_gloo_process_groups else groups,
     )
     mark_decoupled(optimizer.param_groups)
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if part.optimizer is not None:
             part.init_state_fn(part.optimizer, core)
     model.core_config.grad_scale_func = optimizer.scale_loss
@@ -113,10 +100,6 @@ def mark_decoupled(groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
         if "default_config" in group:
             group["is_decoupled_lr"] = not group["default_config"]
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _refuse_bad_gradients(optimizer: Any) -> None:
