@@ -32,7 +32,7 @@ from megatron.training.common.step_settings import StepSettings
 from megatron.training.config import Config
 from megatron.training.config.layout import Layout
 from megatron.training.config.relayout import with_layout
-from megatron.training.resilience.watchdog import leave_at_once
+from megatron.training.resilience.watchdog import exit_immediately
 from megatron.training.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class InProcessResharder:
             deadline_s=2 * timeout_s,
             patience_s=self._patience_s,
             silence_s=_SILENCE_PER_PATIENCE * self._patience_s,
-            on_expire=self._leave_at_once,
+            on_expire=self._exit_immediately,
         )
         with dog:
             change = Change(self._means, job, layout, settings, ballot, dog)
@@ -166,7 +166,7 @@ class InProcessResharder:
             finally:
                 change.forget()
 
-    def _leave_at_once(self, reason: str) -> None:
+    def _exit_immediately(self, reason: str) -> None:
         """Ends a process that waits for what nothing can cancel."""
         try:
             self._dump_stacks()
@@ -176,7 +176,7 @@ class InProcessResharder:
             if rank == 0:
                 self._note("switch.abandoned", reason=reason)
         finally:
-            leave_at_once(Relaunch.exit_code)
+            exit_immediately(Relaunch.exit_code)
 
     def _dump_stacks(self) -> None:
         if self._run_dir is None:

@@ -153,7 +153,7 @@ def test_a_second_run_on_a_directory_is_refused(tmp_path: Path) -> None:
     save = tmp_path / "save"
     with Lock(save, flag="--save", launch="other.0.0"):
         flags = ["--train-iters", "2", "--save", str(save)]
-        result = train([*flags, "--copus-take-over"], 1, tmp_path / "run")
+        result = train([*flags, "--force-unlock"], 1, tmp_path / "run")
     assert result.returncode == 2, result.tail()
     (line,) = [line for line in result.stderr.splitlines() if "error:" in line]
     assert f"--save {save}" in line and f"process {os.getpid()}" in line

@@ -74,7 +74,7 @@ def leave_lock(folder: Path, *, age_s: float, **changes: Any) -> Path:
 def test_the_second_is_told_of_the_first_and_may_come_after_it(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         assert said(first) == "held"
-        with pytest.raises(UsageError) as refused, lock(tmp_path, take_over=True):
+        with pytest.raises(UsageError) as refused, lock(tmp_path, force_unlock=True):
             pass
         line = str(refused.value)
         assert "\n" not in line
@@ -109,7 +109,7 @@ def test_a_process_that_has_got_the_number_since_is_not_the_holder(tmp_path: Pat
         pass
     leave_lock(tmp_path, age_s=10_000, **own, started=process_start(os.getpid()))
     # However old its last sign of life looks: the process is there.
-    with pytest.raises(UsageError, match="end that run"), lock(tmp_path, take_over=True):
+    with pytest.raises(UsageError, match="end that run"), lock(tmp_path, force_unlock=True):
         pass
 
 
@@ -118,15 +118,15 @@ def test_a_stale_lock_of_another_machine_is_taken_only_when_told_to(
     tmp_path: Path, age_s: float
 ) -> None:
     path = leave_lock(tmp_path, age_s=age_s)
-    with pytest.raises(UsageError, match=r"on node7.*--copus-take-over"), lock(tmp_path):
+    with pytest.raises(UsageError, match=r"on node7.*--force-unlock"), lock(tmp_path):
         pass
-    with lock(tmp_path, take_over=True):
+    with lock(tmp_path, force_unlock=True):
         assert json.loads(path.read_text())["launch"] == "second.0.0"
 
 
 def test_a_fresh_lock_of_another_machine_stays(tmp_path: Path) -> None:
     path = leave_lock(tmp_path, age_s=100)
-    for changes in ({}, {"take_over": True}, {"is_supervised": True}):
+    for changes in ({}, {"force_unlock": True}, {"is_supervised": True}):
         with pytest.raises(UsageError, match=r"node7.*100 s ago"), lock(tmp_path, **changes):
             pass
     assert json.loads(path.read_text())["host"] == "node7"
@@ -146,7 +146,7 @@ def test_a_lock_that_only_looks_stale_is_seen_to_be_touched(tmp_path: Path) -> N
     path = leave_lock(tmp_path, age_s=3600)
     toucher = threading.Timer(0.1, os.utime, (path,))
     toucher.start()
-    with pytest.raises(UsageError, match="just now"), lock(tmp_path, take_over=True):
+    with pytest.raises(UsageError, match="just now"), lock(tmp_path, force_unlock=True):
         pass
     toucher.join()
 
@@ -155,10 +155,10 @@ def test_a_lock_that_only_looks_stale_is_seen_to_be_touched(tmp_path: Path) -> N
 def test_a_damaged_lock_counts_until_it_is_stale(tmp_path: Path, text: str) -> None:
     path = leave_lock(tmp_path, age_s=0)
     path.write_text(text)
-    with pytest.raises(UsageError, match="unknown host"), lock(tmp_path, take_over=True):
+    with pytest.raises(UsageError, match="unknown host"), lock(tmp_path, force_unlock=True):
         pass
     os.utime(path, (1, 1))
-    with lock(tmp_path, take_over=True):
+    with lock(tmp_path, force_unlock=True):
         pass
 
 

@@ -32,7 +32,7 @@ def test_state_counts_and_survives_json() -> None:
     state = TrainState()
     state.advance(samples=8, updated=True, finite_loss=True, flops=3.0)
     state.advance(samples=8, updated=False, finite_loss=False, flops=3.0)
-    state.pass_over(16)
+    state.skip_samples(16)
     assert (state.iteration, state.consumed_samples, state.lr_samples) == (3, 32, 8)
     assert state.skipped_samples == 16
     assert (state.skipped_iterations, state.nan_iterations) == (1, 1)

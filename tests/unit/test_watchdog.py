@@ -138,7 +138,7 @@ def test_long_phases_and_the_time_before_the_first_step_end_nothing(tmp_path: Pa
     for _ in range(10):
         dog.step(3, 100.0)
     assert dog.limits_now() == (1000, 1000), "a slow step is no hang"
-    dog.forget_pace()
+    dog.reset_step_times()
     assert dog.limits_now() == (600, None)
 
 
@@ -154,7 +154,7 @@ def test_a_file_system_that_hangs_does_not_keep_it_from_leaving(
         dog._ended.set()
 
     monkeypatch.setattr(watchdog, "_LAST_WORDS_S", 0.1)
-    monkeypatch.setattr(watchdog, "leave_at_once", leave)
+    monkeypatch.setattr(watchdog, "exit_immediately", leave)
     blocked = threading.Event()
 
     def note(kind: str, **fields: Any) -> None:

@@ -43,7 +43,7 @@ class TrainState:
         self.nan_iterations += not finite_loss
         self.floating_point_operations += flops
 
-    def pass_over(self, samples: int) -> None:
+    def skip_samples(self, samples: int) -> None:
         """Counts a step that `--iterations-to-skip` leaves out: its samples are consumed, nothing
         is trained."""
         self.iteration += 1

@@ -105,7 +105,7 @@ class Lock:
         launch: of this process.
         is_supervised: whether a supervisor vouches that the launch before this one of the same job
             is over.
-        take_over: `--copus-take-over`.
+        force_unlock: `--force-unlock`.
         touch_s: seconds between two touches.
         stale_s: see `STALE_S`.
         on_lost: called with a line, from a thread, when another run has taken the lock.
@@ -118,14 +118,14 @@ class Lock:
         flag: str,
         launch: str,
         is_supervised: bool = False,
-        take_over: bool = False,
+        force_unlock: bool = False,
         touch_s: float = TOUCH_S,
         stale_s: float = STALE_S,
         on_lost: Callable[[str], None] = logger.error,
     ) -> None:
         self._directory, self._flag = directory, flag
         self._path = directory / LOCK_FILE
-        self._is_supervised, self._take_over = is_supervised, take_over
+        self._is_supervised, self._force_unlock = is_supervised, force_unlock
         self._touch_s, self._stale_s, self._on_lost = touch_s, stale_s, on_lost
         self._own = Holder(
             host=platform.node(),
@@ -240,11 +240,11 @@ class Lock:
             if holder.is_alive is None:
                 fix += (
                     f"; if it is dead, wait until that is {self._stale_s:.0f} s ago and give "
-                    "--copus-take-over"
+                    "--force-unlock"
                 )
             raise UsageError(f"{who}; {fix}")
-        if not self._take_over:
-            raise UsageError(f"{who}; if that run is dead give --copus-take-over")
+        if not self._force_unlock:
+            raise UsageError(f"{who}; if that run is dead give --force-unlock")
         if self._is_touched(holder):
             raise UsageError(f"{who}, and another one just now; end that run first")
 

@@ -130,7 +130,7 @@ class Watchdog:
         self._doing = "training"
         self._beats += 1
 
-    def forget_pace(self) -> None:
+    def reset_step_times(self) -> None:
         """What steps took so far says nothing about the next."""
         self._steps_s.clear()
 
@@ -180,40 +180,40 @@ class Watchdog:
         return max(self._limits.stall_s, slow_s), max(self._limits.exit_s, slow_s)
 
     def _watch(self) -> None:
-        beats, waited_s, is_told = -1, 0.0, False
+        beats, waited_s, is_reported = -1, 0.0, False
         before = time.monotonic()
         while not self._ended.wait(self._period_s):
             now = time.monotonic()
             waited_s += min(now - before, 2 * self._period_s)
             before = now
             if beats != self._beats:
-                if is_told:
-                    self._say(f"goes on after {waited_s:.0f} s")
-                beats, waited_s, is_told = self._beats, 0.0, False
+                if is_reported:
+                    self._report(f"goes on after {waited_s:.0f} s")
+                beats, waited_s, is_reported = self._beats, 0.0, False
             stall_s, exit_s = self.limits_now()
-            if waited_s > stall_s and not is_told:
-                is_told = True
-                self._tell(waited_s)
+            if waited_s > stall_s and not is_reported:
+                is_reported = True
+                self._report_stall(waited_s)
             if exit_s is not None and waited_s > exit_s:
-                self._leave(waited_s)
+                self._exit_process(waited_s)
 
-    def _tell(self, waited_s: float) -> None:
+    def _report_stall(self, waited_s: float) -> None:
         what = f"has made no progress for {waited_s:.0f} s"
         self._to_write.put(lambda: self._dump_stacks(what))
-        line = self._say(f"{what}; its stacks are in {self._stacks_path()}")
+        line = self._report(f"{what}; its stacks are in {self._stacks_path()}")
         self._to_write.put(lambda: self._note("alert", alert="no progress", line=line))
 
-    def _leave(self, waited_s: float) -> None:
+    def _exit_process(self, waited_s: float) -> None:
         what = f"has made no progress for {waited_s:.0f} s and leaves with {EXIT_CODE}"
         written = threading.Event()
         self._to_write.put(lambda: self._dump_stacks(what))
-        line = self._say(what)
+        line = self._report(what)
         self._to_write.put(lambda: self._note("fault", fault="no progress", line=line))
         self._to_write.put(written.set)
         written.wait(_LAST_WORDS_S)
-        leave_at_once(EXIT_CODE)
+        exit_immediately(EXIT_CODE)
 
-    def _say(self, what: str) -> str:
+    def _report(self, what: str) -> str:
         line = f"rank {self._rank}, after step {self.iteration} ({self._doing}), {what}"
         # Not through sys.stderr, whose lock the thread that hangs may hold.
         self._to_write.put(lambda: os.write(2, f"copus: {line}\n".encode()))
@@ -265,7 +265,7 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
 
 
-def leave_at_once(code: int) -> None:
+def exit_immediately(code: int) -> None:
     """Ends this process where nothing can be cancelled, and its children: what ends them at a
     proper exit does not run here."""
     try:

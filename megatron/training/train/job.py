@@ -182,7 +182,7 @@ class Job:
         """
         with self.phase("changing the layout", patient=True):
             why = move(self)
-        self.watchdog.forget_pace()
+        self.watchdog.reset_step_times()
         return None if why is None else StopReason(kind="relayout", text=why)
 
     @property

@@ -23,7 +23,7 @@ def train(job: Job) -> StopReason | None:
     while why is None and job.next_batch_fits:
         batch = job.global_batch_size
         if state.iteration + 1 in config.batch.iterations_to_skip:
-            state.pass_over(batch)
+            state.skip_samples(batch)
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
         job.trace.step(state.iteration)

@@ -27,7 +27,7 @@ from megatron.training.logging import metrics
 from megatron.training.logging.sinks import open_sinks
 from megatron.training.logging.tracker import NullTracker, Tracker
 from megatron.training.resilience.lock import Lock
-from megatron.training.resilience.watchdog import EXIT_CODE, leave_at_once
+from megatron.training.resilience.watchdog import EXIT_CODE, exit_immediately
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def _lock(folder: Path, flag: str, launch: str, config: Config) -> Lock:
         flag=flag,
         launch=launch,
         is_supervised=supervised_launch(os.environ) is not None,
-        take_over=config.runtime.copus_take_over,
+        force_unlock=config.runtime.force_unlock,
         on_lost=_leave,
     )
 
@@ -107,7 +107,7 @@ def _lock(folder: Path, flag: str, launch: str, config: Config) -> Lock:
 def _leave(line: str) -> None:
     """Two runs that write one checkpoint directory would spoil it."""
     print(f"copus: {line}: this run leaves with {EXIT_CODE}", file=sys.stderr, flush=True)
-    leave_at_once(EXIT_CODE)
+    exit_immediately(EXIT_CODE)
 
 
 def open_run(
