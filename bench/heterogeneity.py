@@ -37,6 +37,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.planner.uneven import Site
+from megatron.training.config.layout import Layout
 from tests.helpers.star import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
@@ -167,13 +168,13 @@ def configurations(cluster: Path, layouts: Any) -> list[dict[str, Any]]:
             if (order, layers) in seen:
                 continue
             seen.add((order, layers))
-            uneven = None if len(set(layers)) == 1 else layers
+            layout = dataclasses.replace(c.layout, layer_partition=layers)
             found.append(
                 {
                     "name": f"pp{pp}{f'.vpp{vpp}' if vpp > 1 else ''}.dp{dp}, {way}",
                     "order": list(order),
                     "cut": list(layers),
-                    "flags": dataclasses.replace(c, cut=uneven).to_flags(),
+                    "flags": dataclasses.replace(c, layout=layout).to_flags(),
                     "predicted_s": priced.step_s(order, layers),
                 }
             )
@@ -186,7 +187,9 @@ def _model() -> ModelSpec:
 
 def _configuration(pp: int, vpp: int, dp: int, b: int, batch: int = BATCH) -> Any:
 
-    return Configuration(tp=1, pp=pp, vpp=vpp, dp=dp, micro_batch_size=b, global_batch_size=batch)
+    return Configuration(
+        layout=Layout(tp=1, pp=pp, vpp=vpp, dp=dp), micro_batch_size=b, global_batch_size=batch
+    )
 
 
 def _best_order(priced: Any) -> tuple[int, ...]:

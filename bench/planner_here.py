@@ -12,7 +12,6 @@ docs/results/planner_here.json and .svg. One rank per core, nothing else running
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -26,11 +25,10 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.fit import fit_constants
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.profile import Timing, read_profile
 from copus_ext.planner.answers import Ranked
-from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import Limits, measured_points, to_rows
+from copus_ext.planner.space import Limits, points_of, to_rows
 
 MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
 --global-batch-size 2"""
@@ -63,7 +61,7 @@ def measure(args: argparse.Namespace) -> tuple[Any, list[Any], list[Any]]:
 def measured_before(path: Path) -> tuple[Any, list[Any], list[Any]]:
     """The same from an earlier result."""
     record = json.loads(path.read_text())
-    timings, truth = ([Timing(**t) for t in record[name]] for name in ("timings", "truth"))
+    timings, truth = ([Timing.from_json(t) for t in record[name]] for name in ("timings", "truth"))
     return ModelSpec.from_json(record["model"]), timings, truth
 
 
@@ -79,7 +77,7 @@ def fit_here(timings: list[Any], model: Any) -> Any:
         dp_bytes_per_s=1e9,
         nic_bytes_per_s=1e9,
     )
-    rows = to_rows(model, preset("cpu:2"), measured_points(timings)).full()
+    rows = to_rows(model, preset("cpu:2"), points_of([t.configuration for t in timings])).full()
     seconds = np.array([t.step_s for t in timings])
     return fit_constants(rows, seconds, prior=prior)
 
@@ -87,10 +85,10 @@ def fit_here(timings: list[Any], model: Any) -> Any:
 def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, Any]]:
     """Every measured configuration beside its prediction."""
     base, profiled = planner_of(model, []), planner_of(model, timings)
-    points = {(t.line, t.num_microbatches) for t in timings}
+    points = {t.key for t in timings}
     rows = []
     for t in truth:
-        c = Configuration.of_timing(t)
+        c = t.configuration
         found, plain = profiled.explain(c), base.explain(c)
         assert isinstance(found, Ranked) and isinstance(plain, Ranked), c
         rows.append(
@@ -100,7 +98,7 @@ def compare(model: Any, timings: list[Any], truth: list[Any]) -> list[dict[str, 
                 "measured_s": t.step_s,
                 "predicted_s": found.prediction.step_s,
                 "source": found.prediction.source,
-                "was_profiled": (t.line, t.num_microbatches) in points,
+                "was_profiled": t.key in points,
                 "constants_alone_s": plain.prediction.step_s,
             }
         )
@@ -175,8 +173,8 @@ def main() -> None:
         "constants_residual": residual,
         **before,
         "model": model.to_json(),
-        "timings": [dataclasses.asdict(t) for t in timings],
-        "truth": [dataclasses.asdict(t) for t in truth],
+        "timings": [t.to_json() for t in timings],
+        "truth": [t.to_json() for t in truth],
         "rows": rows,
     }
     draw(rows, args.output.with_suffix(".svg"))

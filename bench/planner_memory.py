@@ -90,16 +90,14 @@ def worker(number: int, output: Path) -> None:
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
     from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.config.layout import Layout
     from megatron.training.train.pretrain import pretrain
 
     world, base, how = CASES[number]
     recompute, _, layers = how.get("recompute", "none").partition(":")
     pp, vpp = how.get("pp", 1), how.get("vpp", 1)
     c = Configuration(
-        tp=1,
-        pp=pp,
-        vpp=vpp,
-        dp=world // pp,
+        layout=Layout(tp=1, pp=pp, vpp=vpp, dp=world // pp),
         micro_batch_size=how["micro_batch"],
         global_batch_size=16,
         recompute=recompute,

@@ -20,6 +20,7 @@ from copus_ext.cost_model import schedule
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.step import step_time
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import to_rows
 
@@ -65,7 +66,8 @@ def replan() -> dict[str, Any]:
     timings = []
     for plan in planner.rank(batches, top=12):
         for r in plan.ranked:
-            timings.append(r.configuration.timed(1.1 * r.prediction.step_s))
+            step_s = 1.1 * r.prediction.step_s
+            timings.append(Timing(configuration=r.configuration, step_s=step_s))
     planner.retime(timings[:-1])
     planner.rank(batches)
 

@@ -38,7 +38,6 @@ from bench.time_to_loss.policies import (
     is_blind_to_speed,
     is_plain,
     is_static,
-    layout_of,
     start_of,
 )
 from copus_ext.planner.configuration import Configuration
@@ -63,8 +62,8 @@ class _Timed:
         self.seconds: dict[Way, list[float]] = {}
 
     def add(self, timing: Any) -> None:
-        c = Configuration.of_timing(timing)
-        way = layout_of(c), c.micro_batch_size, c.global_batch_size
+        c = timing.configuration
+        way = str(c.layout), c.micro_batch_size, c.global_batch_size
         self.seconds.setdefault(way, []).append(round(timing.step_s, 5))
 
 
@@ -79,10 +78,7 @@ def _take_rounds(ways: list[Way], flags: list[str], device: Any) -> dict[Way, li
         for (layout, micro), batches in list(lines.items())[:: 1 if number % 2 == 0 else -1]:
             at = Layout.from_text(layout)
             c = Configuration(
-                tp=at.tp,
-                pp=at.pp,
-                vpp=at.vpp,
-                dp=at.dp,
+                layout=at,
                 micro_batch_size=micro,
                 global_batch_size=micro * at.dp,
                 sequence_parallel=at.tp > 1,
@@ -158,8 +154,8 @@ def way_of(policy: str, batch: int, recipe: Recipe, profile: Profile) -> Way:
     """The configuration that a policy which is blind to speed has at a batch on a link."""
     c = start = start_of(policy, recipe, profile)
     if not (is_static(policy) or is_plain(policy)):
-        c = profile.best(batch, layout_of(start), sees_noise=batch == start.global_batch_size)
-    return layout_of(c), c.micro_batch_size, batch
+        c = profile.best(batch, str(start.layout), sees_noise=batch == start.global_batch_size)
+    return str(c.layout), c.micro_batch_size, batch
 
 
 def needed(result: dict[str, Any], recipe: Recipe, link: str) -> list[Way]:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.profile import Timing, read_profile
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import Timing, read_profile
 from megatron.training.config.layout import Layout
 
 STATIC = "static"
@@ -37,18 +37,13 @@ _CONTENDERS = 3
 """Lines of the profile that are timed again at each batch."""
 
 
-def layout_of(c: Any) -> str:
-    """Text of the trainer's layout."""
-    return str(Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp))
-
-
 class Profile:
     """Measured times of one link, of `tools/profile_layouts.py`."""
 
     def __init__(self, timings: Sequence[Timing]) -> None:
         self._lines: dict[Any, list[Timing]] = {}
         for timing in timings:
-            self._lines.setdefault(timing.line, []).append(timing)
+            self._lines.setdefault(timing.configuration.line, []).append(timing)
 
     @classmethod
     def of_records(cls, records: list[dict[str, Any]]) -> Profile:
@@ -62,9 +57,9 @@ class Profile:
         """Of a step of so many micro-batches: as measured, else on a straight line."""
         known = self._lines[line]
         for timing in known:
-            if timing.num_microbatches == count:
+            if timing.configuration.num_microbatches == count:
                 return timing.step_s
-        counts = [float(t.num_microbatches) for t in known]
+        counts = [float(t.configuration.num_microbatches) for t in known]
         steps = np.array([t.step_s for t in known])
         if len(known) == 1:
             return known[0].step_s * count / counts[0]
@@ -83,15 +78,15 @@ class Profile:
         """
         found, direct = [], []
         for line, known in self._lines.items():
-            c = Configuration.of_timing(known[0])
-            unit = c.dp * c.micro_batch_size
-            if batch % unit or (c.vpp > 1 and batch // unit % c.pp):
+            c = known[0].configuration
+            own, unit = c.layout, c.layout.dp * c.micro_batch_size
+            if batch % unit or (own.vpp > 1 and batch // unit % own.pp):
                 continue
-            if layout and layout_of(c) != layout:
+            if layout and str(c.layout) != layout:
                 continue
             speed = batch / self.seconds(line, batch // unit)
             found.append((speed, dataclasses.replace(c, global_batch_size=batch)))
-            if any(t.num_microbatches == batch // unit for t in known):
+            if any(t.configuration.num_microbatches == batch // unit for t in known):
                 direct.append(found[-1])
         chosen = direct if only_measured and direct else found
         return sorted(chosen, key=lambda e: (-e[0], str(e[1])))
@@ -115,12 +110,12 @@ class Profile:
         wanted: dict[Any, tuple[Configuration, list[int]]] = {}
         for batch in batches:
             for _, c in self.ranked(batch)[:_CONTENDERS]:
-                wanted.setdefault(c.timed(1.0).line, (c, []))[1].append(batch)
+                wanted.setdefault(c.line, (c, []))[1].append(batch)
         return list(wanted.values())
 
     def all_round(self, batches: Sequence[int]) -> str:
         """The layout that is fastest over all batches, by the geometric mean."""
-        layouts = {layout_of(c) for batch in batches for _, c in self.ranked(batch)}
+        layouts = {str(c.layout) for batch in batches for _, c in self.ranked(batch)}
         speeds = {}
         for x in layouts:
             best = [self.ranked(b, layout=x, only_measured=True) for b in batches]
@@ -228,12 +223,14 @@ def start_of(name: str, recipe: Recipe, profile: Profile) -> Configuration:
     small = profile.best(first, sees_noise=True)
     if is_plain(name) or name == "adaptive_unprofiled":
         # Where somebody starts who has measured nothing: data parallel.
-        ranks = small.world_size
+        ranks = small.layout.world_size
         whole = first // ranks if name == PLAIN_WHOLE else 1
-        data_parallel = {"tp": 1, "pp": 1, "vpp": 1, "dp": ranks, "sequence_parallel": False}
-        return dataclasses.replace(small, **data_parallel, micro_batch_size=whole)
+        layout = Layout(dp=ranks)
+        return dataclasses.replace(
+            small, layout=layout, sequence_parallel=False, micro_batch_size=whole
+        )
     if name == "cbs_large":
-        return profile.best(first, layout_of(profile.best(last)), sees_noise=True)
+        return profile.best(first, str(profile.best(last).layout), sees_noise=True)
     if name in ("norm_test", "doubling", "seesaw"):
         return profile.best(first, profile.all_round(recipe.rising), sees_noise=True)
     return small

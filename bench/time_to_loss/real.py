@@ -127,7 +127,7 @@ class Measurement:
         seconds = pair.run([*tool, *self.timing_flags], log)
         records = [json.loads(line) for line in store.read_text().splitlines()]
         for c, batches in Profile.of_records(records).contenders(recipe.batches):
-            fixed = f"tp={c.tp},pp={c.pp},vpp={c.vpp},micro_batch={c.micro_batch_size}"
+            fixed = f"{c.layout},micro_batch={c.micro_batch_size}"
             own = ["--fix", fixed, "--batches", ",".join(map(str, batches))]
             seconds += pair.run([*tool, *own, *self.timing_flags], log)
         records = [json.loads(line) for line in store.read_text().splitlines()]

@@ -33,7 +33,6 @@ from bench.time_to_loss.policies import (
     Recipe,
     batch_of,
     is_static,
-    layout_of,
     start_of,
 )
 from copus_ext.controller.flags import CopusConfig
@@ -197,12 +196,17 @@ def rows_of(run: dict[str, Any], recipe: Recipe, profile: Profile, clock: Clock)
     rows: dict[Any, Any] = {}
     for batch in recipe.batches:
         for _, c in profile.ranked(batch):
-            way = layout_of(c), c.micro_batch_size, batch
+            way = str(c.layout), c.micro_batch_size, batch
             is_start = (way[0], batch) == (start["layout"], start["batch"])
             if way not in clock or (is_start and c.micro_batch_size != start["micro_batch"]):
                 continue
             if is_start or batch not in recipe.rising or not c.is_blind:
-                row = ConfigThroughput.of(c, batch / (factor * clock[way]), PROFILED_SD, "profiled")
+                row = ConfigThroughput(
+                    configuration=c,
+                    samples_per_s=batch / (factor * clock[way]),
+                    relative_sd=PROFILED_SD,
+                    source="profiled",
+                )
                 best = rows.setdefault((row.layout, batch), row)
                 if row.samples_per_s > best.samples_per_s:
                     rows[row.layout, batch] = row
@@ -253,7 +257,7 @@ def contender_of(policy: str, recipe: Recipe, profile: Profile) -> Contender | N
     if policy in BASELINES and policy != "cbs_small":
         values["copus_noise_scale_multiplier"] = recipe.calibration
         own, small = (start_of(name, recipe, profile) for name in (policy, "cbs_small"))
-        start = "small" if layout_of(own) == layout_of(small) else "large"
+        start = "small" if str(own.layout) == str(small.layout) else "large"
     most = recipe.batches[-1]
     flags = CopusConfig(copus=True, copus_max_global_batch_size=most, **values)
     return Contender(name=policy, start=start, flags=flags)

@@ -168,7 +168,7 @@ def fit_of(paper: Model) -> dict[str, Any]:
         "minutes": {b: [round(m, 1) for m in row] for b, row in found.items()},
         "paper_minutes": paper.minutes,
         "paper_adaptive_minutes": paper.adaptive,
-        "layouts": {b: str(speeds.fastest(b).as_layout) for b in speeds.batches},
+        "layouts": {b: str(speeds.fastest(b).layout) for b in speeds.batches},
         "samples_per_s": {b: round(speeds.fastest(b).samples_per_s, 2) for b in speeds.batches},
     }
 

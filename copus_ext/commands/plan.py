@@ -101,6 +101,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
     """What the configuration asked for gives, or why it is none; and the exit code."""
     from copus_ext.planner.answers import Ranked
     from copus_ext.planner.configuration import RECOMPUTE, Configuration
+    from megatron.training.config.layout import Layout
 
     given = sizes("--explain", args.explain, ("recompute", "sp", "zero"))
     tp, pp, world = given.get("tp", 1), given.get("pp", 1), planner.cluster.world_size
@@ -115,11 +116,12 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
         raise UsageProblem(
             f"--explain {args.explain}: sp goes with tp, which is {tp}; leave it out"
         )
+    try:
+        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp)
+    except ValueError as error:
+        raise UsageProblem(f"--explain {args.explain}: {error}") from error
     configuration = Configuration(
-        tp=tp,
-        pp=pp,
-        vpp=given.get("vpp", 1),
-        dp=dp,
+        layout=layout,
         micro_batch_size=given.get("micro_batch", 1),
         global_batch_size=batch,
         recompute=recompute,

@@ -60,7 +60,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     for i in range(len(points)):
         if points.code[i] == LEGAL and points.use_distributed_optimizer[i]:
             c = points.configuration(i)
-            found[c.timed(1.0).line] = c
+            found[c.line] = c
     return list(found.values())
 
 
@@ -74,14 +74,14 @@ def _cluster(world: int) -> Any:
 def counts(c: Any, args: argparse.Namespace) -> list[int]:
     """Two numbers of micro-batches: the least of the steady schedule, and twice that; or those of
     the batches asked for."""
-    unit = c.dp * c.micro_batch_size
+    layout, unit = c.layout, c.layout.dp * c.micro_batch_size
     if args.batches:
         asked = [int(b) for b in args.batches.split(",")]
         fit = [b // unit for b in asked if b % unit == 0]
-        return [n for n in fit if c.vpp == 1 or n % c.pp == 0]
-    first = max(c.pp, 2)
-    if c.vpp > 1:
-        first = -(-first // c.pp) * c.pp
+        return [n for n in fit if layout.vpp == 1 or n % layout.pp == 0]
+    first = max(layout.pp, 2)
+    if layout.vpp > 1:
+        first = -(-first // layout.pp) * layout.pp
     most = args.global_batch_size // unit
     return [n for n in (first, 2 * first) if n <= most] or ([most] if most else [])
 
@@ -103,6 +103,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
 
+    from copus_ext.planner.profile import Timing
     from copus_ext.reshard.relaunch import without_cut
     from megatron.training.checkpoint.resume import merge_resume_config
     from megatron.training.common.train_state import TrainState
@@ -115,8 +116,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     from megatron.training.train.pretrain import tokenizer_flags
 
     def config_of(count: int) -> Any:
-        batch = str(count * c.dp * c.micro_batch_size)
-        own = [*without_cut(flags), *c.to_flags(), "--global-batch-size", batch]
+        own = [*without_cut(flags), *c.with_num_microbatches(count).to_flags()]
         return resolve(parse_args(own), dist.get_world_size(), **_environment())
 
     wanted = counts(c, args)
@@ -131,15 +131,15 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
         state.consumed_samples = 0
         seconds = time_steps(job, args)
         middle = statistics.median(seconds)
-        timing = c.timed(
-            middle,
-            num_microbatches=count,
+        timing = Timing(
+            configuration=c.with_num_microbatches(count),
+            step_s=middle,
             spread_s=statistics.median(abs(s - middle) for s in seconds),
             num_steps=len(seconds),
         )
         if dist.get_rank() == 0:
             store.add(timing)
-            rate = count * c.dp * c.micro_batch_size / middle
+            rate = timing.configuration.global_batch_size / middle
             print(f"{c}, {count} micro-batches: {middle:.4f} s, {rate:.2f} samples/s", flush=True)
     tear_down(job)
 
@@ -208,8 +208,8 @@ def model_of(flags: list[str], world: int) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
     from copus_ext.cost_model.model_spec import SpecError
-    from copus_ext.cost_model.profile import ForeignProfile, ProfileStore
     from copus_ext.launch.environment import adopt_srun
+    from copus_ext.planner.profile import ForeignProfile, ProfileStore
     from megatron.training.common.errors import UsageError
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
@@ -235,9 +235,9 @@ def main(argv: list[str] | None = None) -> int:
             store = ProfileStore(args.store, machine(model, world))
             known: list[Any] = [store.read() if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(known, src=0)
-            done = {(t.line, t.num_microbatches) for t in known[0]}
+            done = {t.key for t in known[0]}
             for c in lines(model, args, world):
-                if any((c.timed(1.0).line, n) not in done for n in counts(c, args)):
+                if any((*c.line, n) not in done for n in counts(c, args)):
                     measure(c, flags, args, device, store)
             dist.destroy_process_group()
     except (UsageError, SpecError, ForeignProfile) as error:

@@ -253,7 +253,7 @@ class Controller(Callback):
 
         return LayoutChange(
             number=self.ledger.history.record["num_decisions"],
-            to=to.as_layout,
+            to=to.layout,
             settings=settings,
             reason=decision.reason,
             done=done,
@@ -362,7 +362,7 @@ class Controller(Callback):
             decision,
             context.step,
             before=before,
-            layout=str(decision.to.as_layout),
+            layout=str(decision.to.layout),
             ramp=ramp,
             critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
             length=self._length(context, before, decision.to),
@@ -376,7 +376,7 @@ class Controller(Callback):
         assert step is not None
         sizes = (
             (before.batch, Layout.from_text(before.layout)),
-            (to.global_batch_size, to.as_layout),
+            (to.global_batch_size, to.layout),
         )
         ends = [
             step.iteration

@@ -112,5 +112,4 @@ class Outlook:
 
 
 def _key(c: Configuration) -> str:
-    layout = Layout(tp=c.tp, pp=c.pp, vpp=c.vpp, dp=c.dp, cut=c.cut)
-    return key_of(str(layout), c.micro_batch_size, c.global_batch_size)
+    return key_of(str(c.layout), c.micro_batch_size, c.global_batch_size)

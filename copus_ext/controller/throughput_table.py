@@ -14,9 +14,9 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
 from copus_ext.cost_model.model_spec import ModelSpec, SpecError
-from copus_ext.cost_model.profile import ForeignProfile, Timing, read_profile
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.common.errors import UsageError
@@ -128,8 +128,8 @@ class Table:
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited)
-        is_known = any(row.layout == self.config.layout.sizes for row in rows)
-        if not rows or (now.cut and not is_known):
+        is_known = any(row.layout.sizes == self.config.layout.sizes for row in rows)
+        if not rows or (now.layout.layer_partition and not is_known):
             # The planner ranks even stages only; it has none where the layers do not divide.
             rows = [*rows, *self._assumed(batches, now, measured)]
         at = next((i for i, row in enumerate(rows) if _is(row, now)), None)
@@ -140,7 +140,7 @@ class Table:
             speed = global_batch_size / known[0] if known else None
             speed = speed or (same[0].samples_per_s if same else 1.0)
             sd = _MEASURED_SD if known else _ASSUMED_SD
-            rows.append(ConfigThroughput.of(now, speed, sd, "measured" if known else "assumed"))
+            rows.append(_row(now, speed, sd, "measured" if known else "assumed"))
             at = len(rows) - 1
         return rows, at
 
@@ -163,27 +163,27 @@ class Table:
             known = measured(c)
             if known is not None and c.is_even:
                 median, deviation, number = known
-                live.append(c.timed(median, spread_s=deviation, num_steps=number))
-        seen = {(t.line, t.num_microbatches) for t in live}
+                live.append(
+                    Timing(configuration=c, step_s=median, spread_s=deviation, num_steps=number)
+                )
+        seen = {t.key for t in live}
         self.planner.retime(live, earlier=self.profiled)
-        unit, against = now.dp * now.micro_batch_size, now
+        against = now
         if not now.is_even:
             # The cost model knows equal micro-batches only.
-            batch = max(now.global_batch_size // unit, 1) * unit
-            against = replace(now, global_batch_size=batch)
+            unit = now.layout.dp * now.micro_batch_size
+            against = now.with_num_microbatches(max(now.global_batch_size // unit, 1))
         rows = []
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
-                layout = self._with_cut((c.tp, c.pp, c.vpp, c.dp))
+                layout = self._with_cut(c.layout.sizes)
                 if not self._can_be(layout):
                     continue
-                c = replace(c, cut=layout.cut)
-                is_live = (c.timed(1.0).line, c.num_microbatches) in seen
+                is_live = (*c.line, c.num_microbatches) in seen
                 source = "measured" if is_live else p.source
-                rows.append(
-                    ConfigThroughput.of(c, p.samples_per_s, r.against_rel_sd or 0.0, source)
-                )
+                c = replace(c, layout=layout)
+                rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
 
     def _with_cut(self, sizes: tuple[int, int, int, int]) -> Layout:
@@ -222,13 +222,19 @@ class Table:
             own = measured(c)
             speed = batch / own[0] if own else now.global_batch_size / known[0]
             sd = _MEASURED_SD if own else _ASSUMED_SD
-            rows.append(ConfigThroughput.of(c, speed, sd, "measured" if own else "assumed"))
+            rows.append(_row(c, speed, sd, "measured" if own else "assumed"))
         return rows
+
+
+def _row(c: Configuration, samples_per_s: float, sd: float, source: str) -> ConfigThroughput:
+    return ConfigThroughput(
+        configuration=c, samples_per_s=samples_per_s, relative_sd=sd, source=source
+    )
 
 
 def _is(row: ConfigThroughput, c: Configuration) -> bool:
     sizes = row.micro_batch_size, row.global_batch_size
-    return row.layout == (c.tp, c.pp, c.vpp, c.dp) and sizes == (
+    return row.layout.sizes == c.layout.sizes and sizes == (
         c.micro_batch_size,
         c.global_batch_size,
     )
@@ -251,11 +257,7 @@ def _configuration(
     layout = layout or config.layout
     mode, layers = _recompute(config)
     return Configuration(
-        tp=layout.tp,
-        pp=layout.pp,
-        vpp=layout.vpp,
-        dp=layout.dp,
-        cut=layout.cut,
+        layout=layout,
         micro_batch_size=micro_batch_size,
         global_batch_size=batch,
         recompute=mode,  # pyright: ignore[reportArgumentType]

@@ -65,8 +65,11 @@ class Costs:
 
     def of(self, layout: Layout) -> dict[str, Any]:
         """The fields of a `DecisionInputs` under a layout."""
-        here = _sizes(layout)
-        barred = tuple(tuple(to) for start, to, _ in self.record["barred"] if start in (here, None))
+        barred = tuple(
+            Layout.from_record(to)
+            for start, to, _ in self.record["barred"]
+            if start is None or Layout.from_record(start) == layout
+        )
         return {
             "switch_cost_s": self.seconds,
             "paused_s": self.record["paused_s"],
@@ -83,22 +86,18 @@ class Costs:
 
     def failed(self, start: Layout, to: Layout, reason: str, *, seconds: float) -> None:
         """Takes in one that did not: it is not tried again."""
-        self.record["barred"].append([_sizes(start), _sizes(to), reason])
+        self.record["barred"].append([str(start), str(to), reason])
         self.record["num_failed"] += 1
         self.record["paused_s"] += seconds
 
     def bar(self, to: Layout, reason: str) -> None:
         """Takes in that a layout is not to be chosen, from wherever."""
-        self.record["barred"].append([None, _sizes(to), reason])
+        self.record["barred"].append([None, str(to), reason])
 
     def lift_bars(self) -> None:
         """A new launch may try again."""
         self.record["barred"].clear()
         self.record["num_failed"] = 0
-
-
-def _sizes(layout: Layout) -> list[int]:
-    return [layout.tp, layout.pp, layout.vpp, layout.dp]
 
 
 def prior_s(

@@ -292,7 +292,7 @@ def _remaining_s(s: DecisionInputs) -> float:
 def _order(s: DecisionInputs, row: ConfigThroughput) -> tuple:
     """Of equals the present layout, then the faster, the smaller tp, the smaller batch."""
     is_other = row.layout != s.now.layout
-    return is_other, -row.samples_per_s, row.tp, row.global_batch_size, row.micro_batch_size
+    return is_other, -row.samples_per_s, row.layout.tp, row.global_batch_size, row.micro_batch_size
 
 
 def _why(s: DecisionInputs, chosen: Candidate, goal: _Goal) -> str:
@@ -311,7 +311,7 @@ def _change(now: ConfigThroughput, to: ConfigThroughput) -> str:
     sizes = {
         "batch": (now.global_batch_size, to.global_batch_size),
         "micro-batch": (now.micro_batch_size, to.micro_batch_size),
-        "layout": (now.as_layout, to.as_layout),
+        "layout": (now.layout, to.layout),
     }
     return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)
 

@@ -3,7 +3,7 @@ decided again."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from copus_ext.gns.types import NoiseScale
@@ -15,70 +15,79 @@ from megatron.training.config.layout import Layout
 class ConfigThroughput:
     """One configuration and what is known of its speed."""
 
-    tp: int
-    """Tensor parallel size."""
-    pp: int
-    """Pipeline parallel size."""
-    vpp: int
-    """Chunks of a stage."""
-    dp: int
-    """Replicas."""
-    micro_batch_size: int
-    """Samples of a micro-batch."""
-    global_batch_size: int
-    """Samples of a step."""
+    configuration: Configuration
+    """Layout, batch sizes and memory options."""
     samples_per_s: float
     """Throughput of all ranks."""
     relative_sd: float
     """Relative uncertainty of that over the throughput of the present configuration; 0 for that
-    one. (In journals of before: of `samples_per_s` alone.)"""
+    one. (In older journals: of `samples_per_s` alone.)"""
     source: str
     """`measured` here, `profiled`, `corrected`, `predicted`, or `assumed`."""
-    cut: tuple[int, ...] | None = None
-    """Layers of every chunk; None: even. One cut at most belongs to the sizes of a layout."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cut", tuple(self.cut) if self.cut else None)
-
-    @classmethod
-    def of(
-        cls, c: Configuration, samples_per_s: float, relative_sd: float, source: str, /
-    ) -> ConfigThroughput:
-        """What is known of the speed of a configuration."""
-        return cls(
-            tp=c.tp,
-            pp=c.pp,
-            vpp=c.vpp,
-            dp=c.dp,
-            micro_batch_size=c.micro_batch_size,
-            global_batch_size=c.global_batch_size,
-            samples_per_s=samples_per_s,
-            relative_sd=relative_sd,
-            source=source,
-            cut=c.cut,
-        )
 
     @property
-    def layout(self) -> tuple[int, int, int, int]:
-        """tp, pp, vpp, dp."""
-        return self.tp, self.pp, self.vpp, self.dp
+    def layout(self) -> Layout:
+        """How the ranks share the model."""
+        return self.configuration.layout
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch."""
+        return self.configuration.micro_batch_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.configuration.global_batch_size
 
     @property
     def is_blind(self) -> bool:
         """Whether the noise scale cannot be measured there: one micro-batch on one replica."""
-        return self.dp == 1 and self.global_batch_size <= self.micro_batch_size
-
-    @property
-    def as_layout(self) -> Layout:
-        """The same as the trainer has it."""
-        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, dp=self.dp, cut=self.cut)
+        return self.configuration.is_blind
 
     def __str__(self) -> str:
-        chunks = f" vpp={self.vpp}" if self.vpp > 1 else ""
         return (
             f"batch {self.global_batch_size} in micro-batches of {self.micro_batch_size} on "
-            f"tp={self.tp} pp={self.pp}{chunks} dp={self.dp}"
+            f"{self.layout}"
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, flat; options of memory only where they are not the defaults."""
+        c = self.configuration
+        options = {name: getattr(c, name) for name in _OPTIONS}
+        return {
+            **self.layout.to_json(),
+            "micro_batch_size": c.micro_batch_size,
+            "global_batch_size": c.global_batch_size,
+            "samples_per_s": self.samples_per_s,
+            "relative_sd": self.relative_sd,
+            "source": self.source,
+            **{name: value for name, value in options.items() if value != _OPTIONS[name]},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ConfigThroughput:
+        """Inverse of `to_json`.
+
+        Raises:
+            TypeError, KeyError, ValueError: a record of another form.
+        """
+        values = dict(data)
+        sizes = ("tp", "pp", "vpp", "dp", "cut")
+        layout = Layout.from_json({n: values.pop(n) for n in sizes if values.get(n) is not None})
+        known = ("micro_batch_size", "global_batch_size", *_OPTIONS)
+        options = {name: values.pop(name) for name in known if name in values}
+        values.pop("cut", None)
+        return cls(configuration=Configuration(layout=layout, **options), **values)
+
+
+_OPTIONS = {
+    "recompute": "none",
+    "recompute_num_layers": 0,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": True,
+}
+"""Memory options of a configuration, with what a row of the journal that lacks them had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +166,8 @@ class DecisionInputs:
     """Samples at which the batch last changed."""
     last_relayout_iteration: int | None = None
     """Step after which the layout last changed."""
-    barred_layouts: tuple[tuple[int, ...], ...] = ()
-    """Layouts (tp, pp, vpp, dp) to which a change from the present one has failed."""
+    barred_layouts: tuple[Layout, ...] = ()
+    """Layouts to which a change from the present one has failed."""
     relayouts_ended: bool = False
     """Whether too many changes of layout have failed."""
     hold_growth_until_samples: int = 0
@@ -185,7 +194,13 @@ class DecisionInputs:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
-        return asdict(self, dict_factory=_without_even_cuts)
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+            "rules": asdict(self.rules),
+            "noise": self.noise.to_json(),
+            "rows": [row.to_json() for row in self.rows],
+            "barred_layouts": [str(layout) for layout in self.barred_layouts],
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DecisionInputs:
@@ -204,8 +219,8 @@ class DecisionInputs:
                 **data,
                 "rules": Rules(**rules),
                 "noise": NoiseScale.from_json(data["noise"]),
-                "rows": tuple(ConfigThroughput(**row) for row in data["rows"]),
-                "barred_layouts": tuple(map(tuple, data.get("barred_layouts", ()))),
+                "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
+                "barred_layouts": tuple(map(Layout.from_record, data.get("barred_layouts", ()))),
             }
         )
 
@@ -222,6 +237,10 @@ class Candidate:
     """Gain that it would take to move there."""
     verdict: str
     """Chosen, or why not."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**{f.name: getattr(self, f.name) for f in fields(self)}, "row": self.row.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,21 +265,23 @@ class Decision:
     @property
     def other_layouts(self) -> list[Layout]:
         """Layouts of the candidates but that of `to`, best first."""
-        layouts = dict.fromkeys(c.row.as_layout for c in self.candidates)
-        return [layout for layout in layouts if layout != self.to.as_layout]
+        layouts = dict.fromkeys(c.row.layout for c in self.candidates)
+        return [layout for layout in layouts if layout != self.to.layout]
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
-        return asdict(self, dict_factory=_without_even_cuts)
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+            "to": self.to.to_json(),
+            "candidates": [c.to_json() for c in self.candidates],
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Decision:
         """Inverse of `to_json`."""
         candidates = tuple(
-            Candidate(**{**c, "row": ConfigThroughput(**c["row"])}) for c in data["candidates"]
+            Candidate(**{**c, "row": ConfigThroughput.from_json(c["row"])})
+            for c in data["candidates"]
         )
-        return cls(**{**data, "to": ConfigThroughput(**data["to"]), "candidates": candidates})
-
-
-def _without_even_cuts(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in pairs if name != "cut" or value is not None}
+        to = ConfigThroughput.from_json(data["to"])
+        return cls(**{**data, "to": to, "candidates": candidates})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,8 @@ def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
 
     for tp, pp in sorted(pairs, key=order):
         dp, is_same = ranks // (tp * pp), pp == prefer.pp
-        if is_same and prefer.cut:
-            yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp, cut=prefer.cut)
+        if is_same and prefer.layer_partition:
+            yield replace(prefer, tp=tp, dp=dp)
         if is_same and prefer.vpp > 1:
             yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp)
         yield Layout(tp=tp, pp=pp, dp=dp)
@@ -222,7 +223,7 @@ def _divisors(number: int) -> list[int]:
 def _layout_of(stored: Mapping[str, Any]) -> Layout:
     tp, pp, dp = (stored[name] for name in _SIZES)
     vpp = stored.get("virtual_pipeline_model_parallel_size")
-    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp, cut=stored.get("layers_of_chunks"))
+    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp, layer_partition=stored.get("layers_of_chunks"))
 
 
 def _number(flags: Sequence[str], name: str) -> int | None:

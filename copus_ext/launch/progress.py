@@ -70,7 +70,7 @@ def saved_with(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | No
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
                 "data_parallel_size": layout.dp,
-                "layers_of_chunks": layout.cut,
+                "layers_of_chunks": layout.layer_partition,
             }
         elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
             found = now

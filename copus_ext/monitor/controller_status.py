@@ -142,7 +142,7 @@ def _last_decision(
 
 
 def _names(row: ConfigThroughput) -> tuple[str, int, int]:
-    return str(row.as_layout), row.micro_batch_size, row.global_batch_size
+    return str(row.layout), row.micro_batch_size, row.global_batch_size
 
 
 def _change(d: DecisionRecord) -> ChangeStatus:

@@ -265,7 +265,8 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
     """The names of a configuration of the journal."""
     tp, pp, vpp, dp = (whole(row.get(size)) for size in ("tp", "pp", "vpp", "dp"))
     try:
-        layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, cut=row.get("cut")))
+        cut = row.get("cut")
+        layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, layer_partition=cut))
     except ValueError:
         layout = ""
     batch, micro = whole(row.get("global_batch_size")), whole(row.get("micro_batch_size"))

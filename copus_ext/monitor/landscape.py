@@ -104,7 +104,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
         worths = [row.samples_per_s for row in s.rows]
     best: dict[tuple[str, int], int] = {}
     for i, row in enumerate(s.rows):
-        key = (str(row.as_layout), int(row.global_batch_size))
+        key = (str(row.layout), int(row.global_batch_size))
         if key not in best or worths[i] > worths[best[key]]:
             best[key] = i
     layouts = _layouts(s, {key: worths[i] for key, i in best.items()})
@@ -122,7 +122,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
         "speeds": each(lambda _, row: number(row.samples_per_s)),
         "micros": each(lambda _, row: whole(row.micro_batch_size)),
         "sources": each(lambda _, row: text(row.source, 20)),
-        "left_out": len({str(row.as_layout) for row in s.rows}) - len(layouts),
+        "left_out": len({str(row.layout) for row in s.rows}) - len(layouts),
     }
 
 
@@ -146,6 +146,6 @@ def _layouts(s: DecisionInputs, worths: dict[tuple[str, int], float]) -> list[st
     best: dict[str, float] = {}
     for (name, _), value in worths.items():
         best[name] = max(best.get(name, -math.inf), value)
-    now = str(s.now.as_layout)
+    now = str(s.now.layout)
     order = sorted(best, key=lambda name: (name != now, -best[name]))[:_MOST_LAYOUTS]
     return sorted(order, key=lambda name: best[name])

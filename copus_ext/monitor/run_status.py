@@ -222,7 +222,8 @@ def _layout_of_flags(config: Mapping[str, Any]) -> str:
     tp, pp, vpp, dp = *sizes, whole(config.get("data_parallel_size"))
     try:
         cut = config.get("layers_of_chunks")
-        return str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, cut=cut))
+        layout = Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, layer_partition=cut)
+        return str(layout)
     except ValueError:
         return ""
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from copus_ext.cost_model.profile import Timing
 from megatron.training.config import layer_partition
+from megatron.training.config.layout import Layout
 
 Recompute = Literal["none", "selective", "full", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")
@@ -27,22 +27,12 @@ REJECTION_CODES = (
 """Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
 
 
-_TIMED = ("tp", "pp", "vpp", "dp", "micro_batch_size", "recompute", "recompute_num_layers")
-_TIMED += ("use_distributed_optimizer",)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """Layout, batch and memory options of a step."""
+    """Layout, batch sizes and memory options of a step."""
 
-    tp: int
-    """Tensor parallel size."""
-    pp: int
-    """Pipeline parallel size."""
-    vpp: int = 1
-    """Chunks of a pipeline stage."""
-    dp: int
-    """Replicas."""
+    layout: Layout
+    """How the ranks share the model."""
     micro_batch_size: int
     """Samples of a micro-batch."""
     global_batch_size: int
@@ -56,44 +46,38 @@ class Configuration:
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
     """Optimizer state split over the replicas."""
-    cut: tuple[int, ...] | None = None
-    """Layers of every chunk, as of `megatron.training.config.layout.Layout`; None: even."""
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of a replica and step; the last may be smaller."""
-        return -(-self.global_batch_size // (self.dp * self.micro_batch_size))
+        return -(-self.global_batch_size // (self.layout.dp * self.micro_batch_size))
 
     @property
     def is_even(self) -> bool:
         """Whether all micro-batches are of the same size."""
-        return self.global_batch_size % (self.dp * self.micro_batch_size) == 0
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-        return self.tp * self.pp * self.dp
+        return self.global_batch_size % (self.layout.dp * self.micro_batch_size) == 0
 
     @property
     def is_blind(self) -> bool:
         """Whether the noise scale cannot be measured: one micro-batch on one replica."""
-        return self.dp == 1 and self.num_microbatches == 1
+        return self.layout.dp == 1 and self.num_microbatches == 1
 
     def to_flags(self) -> list[str]:
         """Megatron's flags."""
-        flags = ["--tensor-model-parallel-size", str(self.tp)]
-        flags += ["--pipeline-model-parallel-size", str(self.pp)]
-        if self.cut:
-            flags += [layer_partition.FLAG, layer_partition.text_of_cut(self.cut)]
-        elif self.vpp > 1:
-            flags += ["--num-virtual-stages-per-pipeline-rank", str(self.vpp)]
+        layout = self.layout
+        flags = ["--tensor-model-parallel-size", str(layout.tp)]
+        flags += ["--pipeline-model-parallel-size", str(layout.pp)]
+        if layout.layer_partition:
+            flags += [layer_partition.FLAG, layer_partition.text_of_cut(layout.layer_partition)]
+        elif layout.vpp > 1:
+            flags += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
         flags += ["--micro-batch-size", str(self.micro_batch_size)]
         flags += ["--global-batch-size", str(self.global_batch_size)]
         if self.sequence_parallel:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
             flags += ["--use-distributed-optimizer"]
-        if self.dp > 1:
+        if layout.dp > 1:
             flags += ["--overlap-grad-reduce"]
             flags += ["--overlap-param-gather"] if self.use_distributed_optimizer else []
         if self.recompute == "full":
@@ -106,21 +90,20 @@ class Configuration:
             flags += ["--recompute-granularity", "selective"]
         return flags
 
-    def timed(self, step_s: float, **how: Any) -> Timing:
-        """What was measured of it; `how` sets further fields of the timing."""
-        own = {name: getattr(self, name) for name in _TIMED}
-        values = {"num_microbatches": self.num_microbatches, **how}
-        return Timing(**own, **values, step_s=step_s)
-
-    @classmethod
-    def of_timing(cls, timing: Timing) -> Configuration:
-        """What was measured."""
-        t = timing
-        return cls(
-            **{name: getattr(t, name) for name in _TIMED},
-            global_batch_size=t.num_microbatches * t.dp * t.micro_batch_size,
-            sequence_parallel=t.tp > 1,
+    @property
+    def line(self) -> tuple[Any, ...]:
+        """Everything that a measured time depends on, except the number of micro-batches."""
+        return (
+            *self.layout.sizes,
+            self.micro_batch_size,
+            self.recompute,
+            self.recompute_num_layers,
+            self.use_distributed_optimizer,
         )
+
+    def with_num_microbatches(self, number: int) -> Configuration:
+        """The same layout and micro-batch size with another global batch size."""
+        return replace(self, global_batch_size=number * self.layout.dp * self.micro_batch_size)
 
     @property
     def recomputation(self) -> str:
@@ -129,29 +112,26 @@ class Configuration:
         return self.recompute + count
 
     def __str__(self) -> str:
-        """Short text that `--explain` reads back."""
-        parts = [f"tp={self.tp}", f"pp={self.pp}"]
-        parts += [f"vpp={self.vpp}"] if self.vpp > 1 else []
-        parts += [f"micro_batch={self.micro_batch_size}", f"recompute={self.recomputation}"]
-        parts += [
-            f"sp={int(self.sequence_parallel)}",
-            f"zero={int(self.use_distributed_optimizer)}",
-        ]
-        return ",".join(parts)
+        """One text that `--explain` reads back, such as `tp2.pp4.dp2,micro_batch=1,sp=1,zero=1`."""
+        parts = [str(self.layout), f"micro_batch={self.micro_batch_size}"]
+        parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
+        return ",".join([*parts, f"zero={int(self.use_distributed_optimizer)}"])
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, as `docs/plan.schema.json` names them."""
-        data = asdict(self)
-        how = {"mode": data.pop("recompute")}
-        layers = data.pop("recompute_num_layers")
+        how: dict[str, Any] = {"mode": self.recompute}
         if self.recompute == "block":
-            how["num_layers"] = layers
+            how["num_layers"] = self.recompute_num_layers
         return {
-            **data,
+            "cut": None,
+            **self.layout.to_json(),
             "cp": 1,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size,
             "num_microbatches": self.num_microbatches,
             "recompute": how,
-            "cut": list(self.cut) if self.cut else None,
+            "sequence_parallel": self.sequence_parallel,
+            "use_distributed_optimizer": self.use_distributed_optimizer,
             "rank_order": "tp-cp-ep-dp-pp",
             "node_order": None,
         }
@@ -219,10 +199,8 @@ class Rejected:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        data = asdict(self)
-        data["example"] = self.example.to_json()
-        if self.members is None:
-            del data["members"]
-        else:
+        data: dict[str, Any] = {"code": self.code, "count": self.count, "detail": self.detail}
+        data |= {"fix": self.fix, "example": self.example.to_json()}
+        if self.members is not None:
             data["members"] = [c.to_json() for c in self.members]
         return data

@@ -20,7 +20,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.cut_problem import CutProblem
 from copus_ext.planner.cut_search import MOST_CUTS, search
-from copus_ext.planner.space import point_of, to_rows
+from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layer_partition import text_of_cut
 
 GIB = 2.0**30
@@ -207,11 +207,11 @@ def problem_of(
     Raises:
         ValueError: recompute `block`, or a size that makes no sense.
     """
-    rows = to_rows(model, cluster, point_of(configuration))
+    rows = to_rows(model, cluster, points_of([configuration]))
     costs = costs_by_block(rows, constants or cluster.load_constants())
     return CutProblem(
-        pp=configuration.pp,
-        vpp=configuration.vpp,
+        pp=configuration.layout.pp,
+        vpp=configuration.layout.vpp,
         num_microbatches=configuration.num_microbatches,
         blocks=costs.blocks,
         hop_s=costs.hop_s,

@@ -23,44 +23,45 @@ def reason(
     Returns:
         The numbers, and the fix.
     """
-    heads, layers = model.num_attention_heads, model.num_layers
+    at, heads, layers = c.layout, model.num_attention_heads, model.num_layers
     legal_tp = [t for t in divisors(heads) if model.ffn % t == 0]
     legal_pp = divisors(layers)
-    replicas = f"data-parallel size {c.dp} times micro-batch {c.micro_batch_size}"
+    replicas = f"data-parallel size {at.dp} times micro-batch {c.micro_batch_size}"
     texts = {
         "heads": (
-            f"{heads} attention heads are not divisible by {c.tp}",
+            f"{heads} attention heads are not divisible by {at.tp}",
             f"legal: {_list(legal_tp)}",
         ),
         "query_groups": (
-            f"{model.groups} query groups and tp={c.tp} do not divide each other",
+            f"{model.groups} query groups and tp={at.tp} do not divide each other",
             f"legal: {_list([t for t in legal_tp if _divide(model.groups, t)])}",
         ),
         "ffn": (
-            f"the MLP's {model.ffn} columns are not divisible by {c.tp}",
+            f"the MLP's {model.ffn} columns are not divisible by {at.tp}",
             f"legal: {_list(legal_tp)}",
         ),
         "sequence": (
-            f"{model.seq_length} tokens are not divisible by {c.tp}",
-            f"use a multiple of {c.tp} tokens or another tp",
+            f"{model.seq_length} tokens are not divisible by {at.tp}",
+            f"use a multiple of {at.tp} tokens or another tp",
         ),
         "cross_node_tp": (
-            f"tp={c.tp} spans nodes",
+            f"tp={at.tp} spans nodes",
             "use a smaller tp or --allow-cross-node-tp",
         ),
-        "layers": (f"{layers} layers are not divisible by {c.pp}", f"legal: {_list(legal_pp)}"),
-        "virtual": ("vpp needs a pipeline", "use pp of at least 2 or vpp=1")
-        if c.pp == 1
-        else (
-            f"{layers // c.pp} layers of a stage are not divisible by vpp={c.vpp}",
-            f"legal: {_list(divisors(max(layers // c.pp, 1)))}",
+        "layers": (
+            f"{layers} layers are not divisible by {at.pp}",
+            f"legal: {_list(legal_pp)}",
+        ),
+        "virtual": (
+            f"{layers // at.pp} layers of a stage are not divisible by vpp={at.vpp}",
+            f"legal: {_list(divisors(max(layers // at.pp, 1)))}",
         ),
         "batch": (
             f"{replicas} does not divide global batch {c.global_batch_size}",
             f"nearest legal: {_nearest(c)}",
         ),
         "interleave_microbatches": (
-            f"vpp={c.vpp},pp={c.pp} needs a multiple of {c.pp} micro-batches, global batch "
+            f"vpp={at.vpp},pp={at.pp} needs a multiple of {at.pp} micro-batches, global batch "
             f"{c.global_batch_size} gives {c.num_microbatches}",
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
@@ -81,7 +82,7 @@ def check_block(model: ModelSpec, c: Configuration) -> None:
     """Raises:
     SpecError: a chunk does not have so many layers to recompute.
     """
-    layers = model.num_layers // (c.pp * c.vpp)
+    layers = model.num_layers // (c.layout.pp * c.layout.vpp)
     if not 1 <= c.recompute_num_layers < layers:
         raise SpecError(
             f"recompute={c.recomputation}: a chunk has {layers} layers; use 1 to {layers - 1}, or "
@@ -98,11 +99,11 @@ def _list(values: list[int]) -> str:
 
 
 def _nearest(c: Configuration) -> str:
-    unit = c.dp * c.micro_batch_size
+    unit = c.layout.dp * c.micro_batch_size
     below = c.global_batch_size // unit * unit
     return ", ".join(str(x) for x in (below, below + unit) if x > 0)
 
 
 def _interleaved_batch(c: Configuration) -> int:
-    unit = c.dp * c.micro_batch_size * c.pp
+    unit = c.layout.dp * c.micro_batch_size * c.layout.pp
     return -(-c.global_batch_size // unit) * unit

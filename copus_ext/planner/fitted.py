@@ -56,8 +56,8 @@ class Fitted:
     @property
     def recut(self) -> Configuration:
         """The configuration with its cut."""
-        cut = None if self.cut.is_even else self.cut.layers
-        return dataclasses.replace(self.configuration, cut=cut)
+        layout = dataclasses.replace(self.configuration.layout, layer_partition=self.cut.layers)
+        return dataclasses.replace(self.configuration, layout=layout)
 
     @property
     def flags(self) -> list[str]:
@@ -78,7 +78,7 @@ class Fitted:
             f"{100 * self.gain:.1f} % less",
             f"  nodes: {','.join(self.names)}",
         ]
-        pp, vpp = self.configuration.pp, self.configuration.vpp
+        pp, vpp = self.configuration.layout.pp, self.configuration.layout.vpp
         for stage in range(pp):
             now, even = (sum(cut[stage::pp]) for cut in (self.cut.layers, self.even))
             nodes = sorted({self.order[place] for place in self.places[stage]})

@@ -17,11 +17,11 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.links import Links
 from copus_ext.cost_model.model_spec import ModelSpec, SpecError
 from copus_ext.cost_model.step import stage_work
-from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.node_order import Limit, NodeOrder
 from copus_ext.planner.orders import Array, Orders, anneal, every_order, greedy_orders
 from copus_ext.planner.placement import Job, Network, Placement
-from copus_ext.planner.space import LEGAL, Points, to_rows
+from copus_ext.planner.space import points_of, to_rows
 
 EXACT_NODES = 8
 """Up to so many nodes every order is priced."""
@@ -65,7 +65,7 @@ def find_order(
         at = int(np.argmin(costs))
         best, after, priced = orders[at], float(costs[at]), len(orders)
     else:
-        evaluations //= max(job.pp * job.vpp // _SHORT, 1)
+        evaluations //= max(job.layout.pp * job.layout.vpp // _SHORT, 1)
         found = _anneal(placement, given, evaluations, seed)
         best, after, priced = found.order, found.cost, found.num_priced
     if not after < before * (1 - _NO_GAIN):
@@ -129,11 +129,11 @@ def limits(placement: Placement, order: Any) -> tuple[Limit, ...]:
     job, orders = placement.job, np.asarray(order)[None]
     stage = int(np.argmax(placement.stages_s(orders)[:, 0]))
     found = []
-    if job.pp > 1:
+    if job.layout.pp > 1:
         path = int(np.argmax(placement.clocks_s(orders)[stage, 0]))
         hops = placement.hops_s(orders)[0, path]
         r = int(np.argmax(hops))
-        places = placement.paths[path, [r, (r + 1) % job.pp]]
+        places = placement.paths[path, [r, (r + 1) % job.layout.pp]]
         found.append(("pipeline", r, *places, float(hops[r])))
     if placement.ring is not None:
         size = job.end.gradient_bytes
@@ -143,7 +143,7 @@ def limits(placement: Placement, order: Any) -> tuple[Limit, ...]:
             edges, seconds = placement.across, placement.across_links_s(orders, size)[:, 0]
         mine = np.flatnonzero(edges.stage == stage)
         at = int(mine[np.argmax(seconds[mine])])
-        passes = float(np.broadcast_to(job.end.passes, (job.pp, 1))[stage, 0])
+        passes = float(np.broadcast_to(job.end.passes, (job.layout.pp, 1))[stage, 0])
         ends = edges.source[at], edges.target[at]
         found.append(("replicas", stage, *ends, passes * float(ring)))
     links = placement.network.links
@@ -188,20 +188,10 @@ def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = (
 
 def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Constants) -> Job:
     """What a configuration computes and sends, as the cost model has it."""
-    sizes = ("tp", "pp", "vpp", "dp", "micro_batch_size", "global_batch_size")
-    sizes += ("recompute_num_layers", "use_distributed_optimizer")
-    own = {name: np.array([getattr(what, name)]) for name in sizes}
-    recompute, code = np.array([RECOMPUTE.index(what.recompute)]), np.array([LEGAL])
-    points = Points(
-        **own, asked_batch_size=own["global_batch_size"], recompute=recompute, code=code
-    )
-    rows = to_rows(model, cluster, points).full()
-    forward, backward, end = stage_work(rows, c, what.pp, what.vpp)
+    rows = to_rows(model, cluster, points_of([what])).full()
+    forward, backward, end = stage_work(rows, c, what.layout.pp, what.layout.vpp)
     return Job(
-        tp=what.tp,
-        pp=what.pp,
-        vpp=what.vpp,
-        dp=what.dp,
+        layout=what.layout,
         num_microbatches=what.num_microbatches,
         forward_s=forward[..., 0],
         backward_s=backward[..., 0],

@@ -11,10 +11,10 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import Correction, correct
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.profile import Timing
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.space import Points, joined, measured_points, to_rows
+from copus_ext.planner.profile import Timing
+from copus_ext.planner.space import Points, joined, points_of, to_rows
 
 
 class Measured:
@@ -38,7 +38,7 @@ class Measured:
     ) -> None:
         self.timings = [*timings, *earlier]
         self._earlier = [False] * len(timings) + [True] * len(earlier)
-        self.points = measured_points(self.timings)
+        self.points = points_of([x.configuration for x in self.timings])
         """What was timed."""
         self._log_ratios = np.zeros(0)
         if self.timings:
@@ -64,7 +64,7 @@ class Measured:
     def against(self, points: Points, one: Configuration) -> Any:
         """[n] relative uncertainty of the seconds of each point over those of one configuration: 0
         for itself."""
-        both = joined([points, measured_points([one.timed(1.0)])])
+        both = joined([points, points_of([one])])
         sd = self._correction(both, against=len(points)).against_sd[:-1]
         keys = _keys(both)
         same = (keys[:-1] == keys[-1]).all(axis=1)

@@ -16,7 +16,7 @@ from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.answers import Plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import point_of, to_rows
+from copus_ext.planner.space import points_of, to_rows
 
 _NO_GAIN = 1e-9
 
@@ -106,9 +106,9 @@ def seconds_by_size(planner: Planner, configuration: Configuration, most: int) -
         one = dataclasses.replace(
             configuration,
             micro_batch_size=size,
-            global_batch_size=size * configuration.dp,
+            global_batch_size=size * configuration.layout.dp,
         )
-        rows = to_rows(planner.model, planner.cluster, point_of(one)).full()
+        rows = to_rows(planner.model, planner.cluster, points_of([one])).full()
         if float(peak_bytes(rows, context_bytes=planner.context_bytes)[0]) > planner.safe_bytes:
             break
         forward, backward, _ = stage_work(rows, planner.constants, 1, 1)
@@ -170,11 +170,11 @@ def resplits(planner: Planner, plan: Plan, *, largest: int = 64) -> list[Resplit
     found, seen = [], set()
     for i, ranked in enumerate(plan.ranked):
         c = ranked.configuration
-        key = (c.tp, c.dp, c.recomputation, c.use_distributed_optimizer)
-        if c.pp > 1 or key in seen or c.global_batch_size % c.dp:
+        key = (c.layout.tp, c.layout.dp, c.recomputation, c.use_distributed_optimizer)
+        if c.layout.pp > 1 or key in seen or c.global_batch_size % c.layout.dp:
             continue
         seen.add(key)
-        own = c.global_batch_size // c.dp
+        own = c.global_batch_size // c.layout.dp
         seconds = seconds_by_size(planner, c, min(own, largest))
         if c.micro_batch_size not in seconds:
             continue

@@ -16,6 +16,7 @@ from copus_ext.cost_model.links import Links
 from copus_ext.cost_model.model_spec import SpecError
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.step import EndOfStep
+from megatron.training.config.layout import Layout
 
 Array = NDArray[np.float64]
 Orders = NDArray[np.int64]
@@ -28,14 +29,8 @@ _COLUMNS = 8192
 class Job:
     """What a layout computes and sends in a step, whatever the network is."""
 
-    tp: int
-    """Tensor parallel size; it divides the ranks of a node."""
-    pp: int
-    """Pipeline parallel size."""
-    vpp: int = 1
-    """Chunks of a stage."""
-    dp: int
-    """Replicas."""
+    layout: Layout
+    """How the ranks share the model; tp divides the ranks of a node."""
     num_microbatches: int
     """Micro-batches of a replica and step."""
     forward_s: Any
@@ -108,7 +103,8 @@ class Placement:
         self.job, self.network = job, network
         self.num_nodes = network.links.num_nodes
         _check(job, network)
-        first_rank = job.tp * np.arange(job.pp * job.dp).reshape(job.pp, job.dp)
+        at = job.layout
+        first_rank = at.tp * np.arange(at.pp * at.dp).reshape(at.pp, at.dp)
         self.places = first_rank // network.gpus_per_node
         """[pp, dp] where every stage of every replica is."""
         self.paths, self._replica = np.unique(self.places.T, axis=0, return_index=True)
@@ -119,10 +115,10 @@ class Placement:
     def _lay(self) -> None:
         """Who shares which wires does not depend on the order: counted once."""
         job, links, inside = self.job, self.network.links, self.network.inside_bytes_per_s
-        boundaries = job.pp if job.vpp > 1 else job.pp - 1
-        self._following = (np.arange(boundaries) + 1) % job.pp
+        boundaries = job.layout.pp if job.layout.vpp > 1 else job.layout.pp - 1
+        self._following = (np.arange(boundaries) + 1) % job.layout.pp
         hops = [
-            _lanes(self.places[r], self.places[s], job.tp)[self._replica]
+            _lanes(self.places[r], self.places[s], job.layout.tp)[self._replica]
             for r, s in enumerate(self._following)
         ]
         ring, across = self._ring_edges(), self._across_edges()
@@ -149,14 +145,14 @@ class Placement:
 
     def _ring_edges(self) -> dict[str, Any] | None:
         job = self.job
-        if job.dp == 1:
+        if job.layout.dp == 1:
             return None
         source, target = self.places, np.roll(self.places, -1, axis=1)
-        lanes = _lanes(source.ravel(), target.ravel(), job.tp)
-        stage = np.repeat(np.arange(job.pp), job.dp)
+        lanes = _lanes(source.ravel(), target.ravel(), job.layout.tp)
+        stage = np.repeat(np.arange(job.layout.pp), job.layout.dp)
         rows = np.stack([stage, source.ravel(), target.ravel()], axis=1)
         rows, at = np.unique(rows, axis=0, return_index=True)
-        return _edges(rows, lanes[at], job.pp)
+        return _edges(rows, lanes[at], job.layout.pp)
 
     def _across_edges(self) -> dict[str, Any] | None:
         """None where the ranks of a stage do not lie in several nodes, equally many in each."""
@@ -172,31 +168,31 @@ class Placement:
                 for r, (nodes, _) in enumerate(seen)
             ]
         )
-        lanes = _lanes(rows[:, 1], rows[:, 2], job.tp * self._inside)
-        return _edges(rows, lanes, job.pp)
+        lanes = _lanes(rows[:, 1], rows[:, 2], job.layout.tp * self._inside)
+        return _edges(rows, lanes, job.layout.pp)
 
     @property
     def num_columns(self) -> int:
         """Pipelines that are simulated to price one order."""
-        return len(self.paths) if self.job.pp > 1 or self._slowness is not None else 1
+        return len(self.paths) if self.job.layout.pp > 1 or self._slowness is not None else 1
 
     @property
     def turning(self) -> int:
         """q, where the places k q to k q + q - 1 are those of one stage: to turn all these rings
         together, or to run them backwards, changes nothing. 1 where there is nothing to turn."""
-        ranks, per_node = self.job.tp * self.job.dp, self.network.gpus_per_node
+        ranks, per_node = self.job.layout.tp * self.job.layout.dp, self.network.gpus_per_node
         return ranks // per_node if ranks % per_node == 0 else 1
 
     @property
     def traffic(self) -> Array:
         """[places, places] bytes of a step from place to place."""
         job, total = self.job, np.zeros((self.num_nodes, self.num_nodes))
-        size = 2 * job.num_microbatches * job.vpp * job.tp * job.hop_bytes
+        size = 2 * job.num_microbatches * job.layout.vpp * job.layout.tp * job.hop_bytes
         for r, s in enumerate(self._following):
             np.add.at(total, (self.places[r], self.places[s]), size)
         if self.ring is not None:
             sent = job.end.passes * job.end.gradient_bytes + job.end.gather_bytes
-            per_lane = np.broadcast_to(sent, (job.pp, 1))[self.ring.stage, 0]
+            per_lane = np.broadcast_to(sent, (job.layout.pp, 1))[self.ring.stage, 0]
             lanes = self.ring.lanes[:, 0]
             np.add.at(total, (self.ring.source, self.ring.target), per_lane * lanes)
         np.fill_diagonal(total, 0.0)
@@ -225,27 +221,28 @@ class Placement:
     def slowness_of_stages(self, orders: Orders) -> Array:
         """[pp, m] that of the slowest node of every stage."""
         if self._slowness is None:
-            return np.ones((self.job.pp, len(orders)))
+            return np.ones((self.job.layout.pp, len(orders)))
         return np.moveaxis(self._slowness[orders[:, self.places]], 0, 2).max(axis=1)
 
     def clocks_s(self, orders: Orders) -> Array:
         """[pp, m, paths] when the last pass of a stage is done."""
         job, num, columns = self.job, len(orders), self.num_columns
+        pp, vpp = job.layout.pp, job.layout.vpp
         forward, backward = (
-            np.reshape(part, (job.pp, job.vpp, 1, 1)) for part in (job.forward_s, job.backward_s)
+            np.reshape(part, (pp, vpp, 1, 1)) for part in (job.forward_s, job.backward_s)
         )
         if self._slowness is not None:
             factor = np.moveaxis(self._slowness[orders[:, self.paths]], 2, 0)[:, None]
             forward, backward = forward * factor, backward * factor
-        shape, flat = (job.pp, job.vpp, num, columns), (job.pp, job.vpp, num * columns)
+        shape, flat = (pp, vpp, num, columns), (pp, vpp, num * columns)
         forward = np.broadcast_to(forward, shape).reshape(flat)
         backward = np.broadcast_to(backward, shape).reshape(flat)
         hop = np.zeros((1, flat[2]))
-        if job.pp > 1:
+        if pp > 1:
             hop = np.moveaxis(self.hops_s(orders), 2, 0).reshape(-1, flat[2])
         count = np.full(flat[2], job.num_microbatches, dtype=np.int64)
-        clocks = pipeline_time(forward, backward, hop, count, vpp=job.vpp)
-        return clocks.reshape(job.pp, num, columns)
+        clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
+        return clocks.reshape(pp, num, columns)
 
     def hops_s(self, orders: Orders) -> Array:
         """[m, paths, boundaries] seconds of a pipeline message; the boundary from the last stage to
@@ -257,12 +254,12 @@ class Placement:
     def ring_s(self, orders: Orders, num_bytes: Any) -> Array:
         """[pp, m] seconds to reduce-scatter or all-gather [pp, 1 or m] bytes over the replicas."""
         if self.ring is None:
-            return np.zeros((self.job.pp, len(orders)))
+            return np.zeros((self.job.layout.pp, len(orders)))
         links = self.ring_links_s(orders, num_bytes)
-        seconds = np.maximum.reduceat(links, self.ring.starts, axis=0) * (self.job.dp - 1)
+        seconds = np.maximum.reduceat(links, self.ring.starts, axis=0) * (self.job.layout.dp - 1)
         if self.across is not None:
             links = self.across_links_s(orders, num_bytes)
-            number = self.job.dp // self._inside
+            number = self.job.layout.dp // self._inside
             staged = np.maximum.reduceat(links, self.across.starts, axis=0) * (number - 1)
             share = (self._inside - 1) / self._inside / self.network.inside_bytes_per_s
             seconds = np.minimum(seconds, staged + share * num_bytes)
@@ -271,30 +268,32 @@ class Placement:
     def ring_links_s(self, orders: Orders, num_bytes: Any) -> Array:
         """[edges, m] seconds of a ring's step over every link, through all ranks."""
         assert self.ring is not None
-        return self._links_s(self.ring, orders, num_bytes / self.job.dp, self._ring_inverse)
+        return self._links_s(self.ring, orders, num_bytes / self.job.layout.dp, self._ring_inverse)
 
     def across_links_s(self, orders: Orders, num_bytes: Any) -> Array:
         """The same for the rings across nodes, after those inside them."""
         assert self.across is not None
         # All ranks of a stage in a node take their part: of the bytes, and of the links.
-        return self._links_s(self.across, orders, num_bytes / self.job.dp, self._across_inverse)
+        return self._links_s(
+            self.across, orders, num_bytes / self.job.layout.dp, self._across_inverse
+        )
 
     def _links_s(self, edges: Edges, orders: Orders, num_bytes: Any, inverse: Array) -> Array:
         a, b = orders[:, edges.source].T, orders[:, edges.target].T
         columns = np.shape(num_bytes)[1] if np.ndim(num_bytes) == 2 else 1
-        size = np.broadcast_to(num_bytes, (self.job.pp, columns))[edges.stage]
+        size = np.broadcast_to(num_bytes, (self.job.layout.pp, columns))[edges.stage]
         return self._latency[a, b] + size * inverse[edges.kind[:, None], a, b]
 
 
 def _check(job: Job, network: Network) -> None:
-    num, per_node, nodes = job.tp * job.pp * job.dp, network.gpus_per_node, network.links.num_nodes
-    layout = f"tp={job.tp} pp={job.pp} dp={job.dp}"
+    layout, per_node, nodes = job.layout, network.gpus_per_node, network.links.num_nodes
+    num = layout.world_size
     if num != per_node * nodes:
         raise SpecError(
             f"{layout} are {num} ranks and {nodes} nodes of {per_node} have {per_node * nodes}; "
             "use another layout"
         )
-    if per_node % job.tp:
+    if per_node % layout.tp:
         raise SpecError(
             f"{layout}: no order of nodes is modelled where tp does not divide the {per_node} GPUs "
             "of a node; use another tp"

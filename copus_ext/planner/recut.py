@@ -74,7 +74,7 @@ def recuts(planner: Planner, plan: Plan) -> list[Recut]:
     found = []
     for i, ranked in enumerate(plan.ranked):
         c = ranked.configuration
-        if c.pp == 1 or c.recompute == "block":
+        if c.layout.pp == 1 or c.recompute == "block":
             continue
         problem = problem_of(
             planner.model,
@@ -83,7 +83,8 @@ def recuts(planner: Planner, plan: Plan) -> list[Recut]:
             limit_bytes=planner.safe_bytes,
             constants=planner.constants,
         )
-        even = price_cut(problem, [planner.model.num_layers // problem.num_chunks] * (c.pp * c.vpp))
+        each = planner.model.num_layers // problem.num_chunks
+        even = price_cut(problem, [each] * problem.num_chunks)
         cut = best_cut(problem)
         # None fits where a measured peak, not the predicted one, let the even cut in.
         if isinstance(cut, Cut):

@@ -16,7 +16,6 @@ from copus_ext import __version__
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.answers import Plan, Ranked
-from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.fitted import Fitted
 from copus_ext.planner.micro_split import Resplit
@@ -97,11 +96,11 @@ def cells(rank: int, answer: Ranked) -> list[str]:
     return [
         str(rank),
         str(c.global_batch_size),
-        *(str(x) for x in (c.tp, c.pp, c.vpp, c.dp, c.micro_batch_size, c.num_microbatches)),
+        *(str(x) for x in (*c.layout.sizes, c.micro_batch_size, c.num_microbatches)),
         c.recomputation,
         "yes" if c.use_distributed_optimizer else "no",
         f"{p.step_s:.4g}",
-        f"{p.tokens_per_s / c.world_size:.0f}",
+        f"{p.tokens_per_s / c.layout.world_size:.0f}",
         f"{100 * p.mfu:.1f}",
         f"{100 * p.time_s['bubble'] / p.step_s:.1f}",
         f"{p.peak_bytes / GIB:.1f}",
@@ -166,10 +165,7 @@ def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
         sizes = (
             i + 1,
             c.global_batch_size,
-            c.tp,
-            c.pp,
-            c.vpp,
-            c.dp,
+            *c.layout.sizes,
             c.micro_batch_size,
             c.recomputation,
         )
@@ -209,7 +205,7 @@ def breakdown(answer: Ranked) -> str:
     """One configuration, part by part."""
     c, p = answer.configuration, answer.prediction
     lines = [
-        f"{c}, global batch {c.global_batch_size}, dp={c.dp}, {c.num_microbatches} micro-batches",
+        f"{c}, global batch {c.global_batch_size}, {c.num_microbatches} micro-batches",
         f"step {p.step_s:.4g} s +- {100 * p.step_rel_sd:.0f} % ({p.source}), "
         f"{p.tokens_per_s:.0f} tokens/s, {p.tflops_per_gpu:.1f} TFLOP/s/GPU, "
         f"MFU {100 * p.mfu:.1f} %",
@@ -236,10 +232,6 @@ def _order_lines(answer: Ranked) -> list[str]:
     return answer.order.lines() if answer.order is not None else []
 
 
-def _layout_name(c: Configuration) -> str:
-    return f"tp{c.tp} pp{c.pp}" + (f" vpp{c.vpp}" if c.vpp > 1 else "") + f" dp{c.dp}"
-
-
 def plot(plans: Sequence[Plan], path: Path) -> None:
     """Throughput against global batch, one curve per layout, as a page that needs no network.
 
@@ -251,20 +243,20 @@ def plot(plans: Sequence[Plan], path: Path) -> None:
     curves: dict[str, dict[int, float]] = {}
     for plan in plans:
         for r in plan.ranked:
-            name = _layout_name(r.configuration)
+            name = str(r.configuration.layout)
             best = curves.setdefault(name, {})
             batch = plan.global_batch_size
             best[batch] = max(best.get(batch, 0.0), r.prediction.samples_per_s)
     figure = go.Figure()
     best_first = sorted(curves.items(), key=lambda item: -max(item[1].values()))
-    winning = {_layout_name(p.ranked[0].configuration) for p in plans if p.ranked}
+    winning = {str(p.ranked[0].configuration.layout) for p in plans if p.ranked}
     for number, (name, curve) in enumerate(best_first):
         x = sorted(curve)
         shown = True if number < _SHOWN or name in winning else "legendonly"
         line = {"mode": "lines+markers", "name": name, "visible": shown}
         figure.add_scatter(x=x, y=[curve[b] for b in x], **line)
     winners = [
-        (p.global_batch_size, _layout_name(p.ranked[0].configuration)) for p in plans if p.ranked
+        (p.global_batch_size, str(p.ranked[0].configuration.layout)) for p in plans if p.ranked
     ]
     for (_, before), (batch, name) in itertools.pairwise(winners):
         if name != before:

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.gpus import quantity
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
-from copus_ext.cost_model.profile import read_profile
+from copus_ext.planner.profile import read_profile
 from megatron.training.common.program import program_name
+from megatron.training.config.layout import Layout
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
@@ -121,7 +122,7 @@ def is_number(text: str) -> bool:
 
 
 def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Reads `tp=4,pp=2`."""
+    """Reads `tp=4,pp=2`; a layout's own text such as `tp4.pp2.dp8` may stand for its sizes."""
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
@@ -130,10 +131,18 @@ def sizes(flag: str, text: str, extra: tuple[str, ...] = ()) -> dict[str, Any]:
         elif name in SIZES and is_number(value) and int(value):
             found[name] = int(value)
         else:
-            raise UsageProblem(
-                f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}"
-            )
+            found |= _sizes_of_layout(flag, part, extra)
     return found
+
+
+def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        layout = Layout.from_text(part)
+    except ValueError:
+        layout = None
+    if layout is None or layout.layer_partition or layout.world_size > LARGEST:
+        raise UsageProblem(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
+    return layout.to_json()
 
 
 def model_of(args: argparse.Namespace) -> Any:

@@ -26,7 +26,6 @@ from copus_ext.cost_model.memory import (
     static_bytes,
 )
 from copus_ext.cost_model.model_spec import ModelSpec, SpecError
-from copus_ext.cost_model.profile import Timing
 from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
 from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.configuration import (
@@ -38,6 +37,7 @@ from copus_ext.planner.configuration import (
 from copus_ext.planner.dominate import dominated
 from copus_ext.planner.explain import check_block, reason
 from copus_ext.planner.measured import Measured
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.space import (
     LEGAL,
     Limits,
@@ -159,7 +159,7 @@ class Planner:
 
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
-        key = (tuple(batch_sizes), frozenset(x.line for x in self._measured.timings))
+        key = (tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings))
         if key not in self._space:
             while len(self._space) >= _SPACES_KEPT:
                 del self._space[next(iter(self._space))]
@@ -270,7 +270,7 @@ class Planner:
             c = points.configuration(i)
             step_s = float(seconds[i])
             factor = step_s / float(times.step_s[i])
-            per_gpu = flops * c.global_batch_size / step_s / c.world_size
+            per_gpu = flops * c.global_batch_size / step_s / c.layout.world_size
             answers.append(
                 Ranked(
                     configuration=c,
@@ -289,7 +289,8 @@ class Planner:
                         limit_bytes=self.limit_bytes,
                         fit_probability=float(likely[i]),
                         stage_bytes=[
-                            {k: float(bytes_.stages[k][r, i]) for k in KINDS} for r in range(c.pp)
+                            {k: float(bytes_.stages[k][r, i]) for k in KINDS}
+                            for r in range(c.layout.pp)
                         ],
                     ),
                     against_rel_sd=None if against_sd is None else float(against_sd[i]),
@@ -363,7 +364,8 @@ class Planner:
             if isinstance(found, Rejected) and found.code != "memory":
                 return found
             check_block(self.model, c)
-        fixed = {"tp": c.tp, "pp": c.pp, "vpp": c.vpp, "micro_batch": c.micro_batch_size}
+        fixed = {name: getattr(c.layout, name) for name in ("tp", "pp", "vpp")}
+        fixed["micro_batch"] = c.micro_batch_size
         fixed["recompute_num_layers"] = c.recompute_num_layers
         limits = replace(self.limits, fixed=fixed, largest={}, recompute=(c.recompute,))
         planner = self.on(self.cluster, limits)

@@ -14,13 +14,14 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec, SpecError, divisors
-from copus_ext.cost_model.profile import Timing
 from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
 from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
+from megatron.training.config.layout import Layout
 
 LEGAL = -1
 """Code of a point that no rule speaks against."""
-SIZES = ("tp", "pp", "vpp", "dp", "micro_batch_size")
+LAYOUT = ("tp", "pp", "vpp", "dp")
+SIZES = (*LAYOUT, "micro_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,10 @@ class Points:
 
     def configuration(self, i: int) -> Configuration:
         """One point as a value."""
-        names = (*SIZES, "global_batch_size")
-        sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in names}
         return Configuration(
-            **sizes,
+            layout=Layout.from_record([int(getattr(self, name)[i]) for name in LAYOUT]),
+            micro_batch_size=int(self.micro_batch_size[i]),
+            global_batch_size=int(self.global_batch_size[i]),
             recompute=RECOMPUTE[int(self.recompute[i])],
             recompute_num_layers=int(self.recompute_num_layers[i]),
             sequence_parallel=bool(self.tp[i] > 1),
@@ -103,17 +104,23 @@ class Points:
         )
 
 
-def point_of(configuration: Configuration) -> Points:
-    """One configuration as a point, judged by nobody."""
-    c = configuration
-    values = {name: getattr(c, name) for name in (*SIZES, "global_batch_size")}
+def points_of(configurations: Sequence[Configuration]) -> Points:
+    """Configurations as points that no rule has judged."""
+
+    def column(values: list[int], kind: Any = np.int64) -> Any:
+        return np.array(values, dtype=kind)
+
+    some = configurations
+    batches = column([c.global_batch_size for c in some])
     return Points(
-        **{name: np.array([value]) for name, value in values.items()},
-        asked_batch_size=np.array([c.global_batch_size]),
-        recompute=np.array([RECOMPUTE.index(c.recompute)]),
-        recompute_num_layers=np.array([c.recompute_num_layers]),
-        use_distributed_optimizer=np.array([c.use_distributed_optimizer]),
-        code=np.array([LEGAL]),
+        **{name: column([getattr(c.layout, name) for c in some]) for name in LAYOUT},
+        micro_batch_size=column([c.micro_batch_size for c in some]),
+        global_batch_size=batches,
+        asked_batch_size=batches,
+        recompute=column([RECOMPUTE.index(c.recompute) for c in some]),
+        recompute_num_layers=column([c.recompute_num_layers for c in some]),
+        use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
+        code=np.full(len(some), LEGAL),
     )
 
 
@@ -222,7 +229,8 @@ def _shapes(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> list[tupl
             per_stage = model.num_layers // pp
             chunks = divisors(per_stage) if pp > 1 else [1]
             if "vpp" in limits.fixed:
-                chunks = [limits.fixed["vpp"]]
+                # Without a pipeline there are no chunks to interleave.
+                chunks = [v for v in [limits.fixed["vpp"]] if pp > 1 or v == 1]
             shapes += [(tp, pp, v) for v in chunks if limits.allows(vpp=v)]
     return shapes
 
@@ -242,26 +250,10 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     if not limits.cross_node_tp:
         reject("cross_node_tp", p.tp > cluster.gpus_per_node)
     reject("layers", model.num_layers % p.pp != 0)
-    reject("virtual", (model.num_layers // p.pp % p.vpp != 0) | ((p.vpp > 1) & (p.pp == 1)))
+    reject("virtual", model.num_layers // p.pp % p.vpp != 0)
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
-
-
-def measured_points(timings: Sequence[Timing]) -> Points:
-    """What was measured, as points."""
-    sizes = {n: np.array([getattr(x, n) for x in timings], dtype=np.int64) for n in SIZES}
-    counts = np.array([x.num_microbatches for x in timings], dtype=np.int64)
-    sharded = [x.use_distributed_optimizer for x in timings]
-    return Points(
-        **sizes,
-        global_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
-        asked_batch_size=counts * sizes["dp"] * sizes["micro_batch_size"],
-        recompute=np.array([RECOMPUTE.index(x.recompute) for x in timings], dtype=np.int64),
-        recompute_num_layers=np.array([x.recompute_num_layers for x in timings], dtype=np.int64),
-        use_distributed_optimizer=np.array(sharded, dtype=bool),
-        code=np.full(len(timings), LEGAL),
-    )
 
 
 def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:

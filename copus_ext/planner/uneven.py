@@ -38,7 +38,7 @@ from copus_ext.planner.mapping import (
 from copus_ext.planner.orders import every_order
 from copus_ext.planner.placement import Job, Placement
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import point_of, to_rows
+from copus_ext.planner.space import points_of, to_rows
 
 EVERY_ORDER_NODES = 5
 """Up to so many nodes the best cut of every order is searched."""
@@ -68,14 +68,14 @@ class Site:
         self.planner, self.configuration = planner, configuration
         model, cluster, self.constants = planner.model, planner.cluster, planner.constants
         self._base = dataclasses.replace(cluster, nodes=())
-        self.rows = to_rows(model, self._base, point_of(configuration)).full()
+        self.rows = to_rows(model, self._base, points_of([configuration])).full()
         self.slowness = slowness_of(model, cluster, configuration, self.constants)
         linked = dataclasses.replace(self._base, links=cluster.links or uniform_links(cluster))
         self.network = network_of(linked, self.constants, self.slowness)
         share = planner.safe_bytes / planner.limit_bytes * (1 - planner.memory_margin)
         memory = [node.gpu.memory_bytes for node in cluster.nodes]
         self._limit_bytes = share * np.array(memory or [cluster.gpu.memory_bytes] * self.num_nodes)
-        self.layers = spread(model.num_layers, configuration.pp * configuration.vpp)
+        self.layers = spread(model.num_layers, configuration.layout.pp * configuration.layout.vpp)
         self._places = Placement(self._job(self.layers), self.network)
 
     @property
@@ -96,8 +96,8 @@ class Site:
         """
         c, costs, places = self.configuration, self._costs, self._places
         orders = np.asarray(order, dtype=np.int64)[None]
-        hops = np.zeros(c.pp)
-        if c.pp > 1:
+        hops = np.zeros(c.layout.pp)
+        if c.layout.pp > 1:
             found = places.hops_s(orders)[0].max(axis=0)
             hops[: len(found)] = found
         slow = places.slowness_of_stages(orders)
@@ -109,8 +109,8 @@ class Site:
             return reduce + gather + optimizer * slow
 
         return CutProblem(
-            pp=c.pp,
-            vpp=c.vpp,
+            pp=c.layout.pp,
+            vpp=c.layout.vpp,
             num_microbatches=c.num_microbatches,
             blocks=costs.blocks,
             hop_s=hops,
@@ -125,8 +125,8 @@ class Site:
     def _job(self, layers: Sequence[int]) -> Job:
         c, costs = self.configuration, self._costs
         plain = CutProblem(
-            pp=c.pp,
-            vpp=c.vpp,
+            pp=c.layout.pp,
+            vpp=c.layout.vpp,
             num_microbatches=c.num_microbatches,
             blocks=costs.blocks,
             hop_s=0.0,
@@ -135,10 +135,7 @@ class Site:
         priced = plain.price([list(layers)])
         backward = priced.backward_s.sum(axis=1)
         return Job(
-            tp=c.tp,
-            pp=c.pp,
-            vpp=c.vpp,
-            dp=c.dp,
+            layout=c.layout,
             num_microbatches=c.num_microbatches,
             forward_s=priced.forward_s[..., 0],
             backward_s=priced.backward_s[..., 0],
@@ -162,7 +159,7 @@ class Site:
 
     def best_layers(self, order: Any) -> tuple[int, ...] | None:
         """The fastest cut for an order of the nodes; None where none fits."""
-        if self.configuration.pp == 1:
+        if self.configuration.layout.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
         found = best_cut(self.problem(order))
         return found.layers if isinstance(found, Cut) else None
@@ -262,7 +259,9 @@ def slowness_of(
     base = dataclasses.replace(cluster, links=None, nodes=())
 
     def layer_s(kind: ClusterSpec, fitted: Constants) -> float:
-        blocks = costs_by_block(to_rows(model, kind, point_of(configuration)).full(), fitted).blocks
+        blocks = costs_by_block(
+            to_rows(model, kind, points_of([configuration])).full(), fitted
+        ).blocks
         return float(blocks.forward_s[1] + blocks.backward_s[1])
 
     usual = layer_s(base, constants)
@@ -319,8 +318,8 @@ def _proposed(planner: Planner, batch: int) -> list[Configuration]:
     ranked = planner.on(even).rank([batch], top=_ENOUGH)[0].ranked
     kept: dict[Any, list[Configuration]] = {}
     for c in (one.configuration for one in ranked):
-        if cluster.gpus_per_node % c.tp == 0 and c.recompute != "block":
-            mine = kept.setdefault((c.tp, c.pp, c.vpp, c.dp), [])
+        if cluster.gpus_per_node % c.layout.tp == 0 and c.recompute != "block":
+            mine = kept.setdefault(c.layout, [])
             same = [(x.micro_batch_size, x.recompute) for x in mine]
             is_new = (c.micro_batch_size, c.recompute) not in same
             if is_new and len(mine) < _OF_A_LAYOUT:

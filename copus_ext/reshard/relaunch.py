@@ -204,9 +204,10 @@ def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
-    if layout.cut:
+    if layout.layer_partition:
         # Its text says how many chunks a stage has.
-        flags += [layer_partition.FLAG, layer_partition.text_of_cut(layout.cut, mtp_num_layers)]
+        text = layer_partition.text_of_cut(layout.layer_partition, mtp_num_layers)
+        flags += [layer_partition.FLAG, text]
     elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]
     if request.micro_batch_size is not None:

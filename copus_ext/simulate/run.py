@@ -97,7 +97,7 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
         consumed_samples=0,
         progress=0.0,
         batch=contender.batch,
-        layout=str(row.as_layout),
+        layout=str(row.layout),
     )
     needed = scenario.schedule.samples(course.samples(contender.batch, scenario.last))
     samples = min(needed, scenario.total_samples)
@@ -141,7 +141,7 @@ class _Runner:
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
         self.measures = policies.needs_noise(self.flags.copus_policy)
         self.measures |= self.flags.copus_policy == "seesaw"
-        self.used: set[tuple[tuple[int, int, int, int], int]] = set()
+        self.used: set[tuple[Layout, int]] = set()
         self.clock_s = self.progress = 0.0
         self.consumed = 0
         self.out = Run(name=contender.name, times_s=dict.fromkeys(scenario.targets))
@@ -233,7 +233,7 @@ class _Runner:
             self.rules,
             rows=rows,
             current=where[self.row.layout, self.row.global_batch_size],
-            layout=self.row.as_layout,
+            layout=self.row.layout,
             history=self.history,
             observer=self.observer,
             costs=self.costs,
@@ -308,7 +308,7 @@ class _Runner:
                 initial_global_batch_size=s.batches[0],
                 step_batch_size_schedule=None,
             ),
-            layout=Layout(tp=row.tp, pp=row.pp, vpp=row.vpp, dp=row.dp),
+            layout=row.layout,
             optim=SimpleNamespace(adam_beta2=s.beta2),
         )
         self.rules = rules.rules_of(self.flags, self.config)
@@ -316,7 +316,7 @@ class _Runner:
 
     def _note(self) -> None:
         self._key = key_of(
-            str(self.row.as_layout), self.row.micro_batch_size, self.row.global_batch_size
+            str(self.row.layout), self.row.micro_batch_size, self.row.global_batch_size
         )
         self.out.changes.append(
             Change(
@@ -324,6 +324,6 @@ class _Runner:
                 consumed_samples=self.consumed,
                 progress=self.progress,
                 batch=self.row.global_batch_size,
-                layout=str(self.row.as_layout),
+                layout=str(self.row.layout),
             )
         )

@@ -10,9 +10,9 @@ import numpy as np
 
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.search import Planner
+from megatron.training.config.layout import Layout
 
-Layout4 = tuple[int, int, int, int]
-Key = tuple[Layout4, int]
+Key = tuple[Layout, int]
 PROFILED_SD = 0.03
 """Relative uncertainty of a row that was timed before the run over one of another layout."""
 _MEASURED_SD = 0.01
@@ -41,17 +41,17 @@ class Speeds:
         self._true = {(row.layout, row.global_batch_size): row for row in rows}
         self._known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
         self.batches = sorted({row.global_batch_size for row in rows})
-        self.layouts = sorted({row.layout for row in rows})
+        self.layouts = sorted({row.layout for row in rows}, key=lambda x: x.sizes)
 
     def true(self, row: ConfigThroughput) -> ConfigThroughput:
         """A configuration as it is."""
         return self._true[row.layout, row.global_batch_size]
 
-    def at(self, layout: Layout4, batch: int) -> ConfigThroughput | None:
+    def at(self, layout: Layout, batch: int) -> ConfigThroughput | None:
         """A configuration as it is, None where there is none."""
         return self._true.get((layout, batch))
 
-    def fastest(self, batch: int, layout: Layout4 | None = None) -> ConfigThroughput:
+    def fastest(self, batch: int, layout: Layout | None = None) -> ConfigThroughput:
         """The fastest of a batch, of a layout if given.
 
         Raises:
@@ -61,15 +61,15 @@ class Speeds:
         rows = [r for r in rows if layout in (None, r.layout)]
         if not rows:
             raise NoSpeed(f"no layout can run a batch of {batch}")
-        return max(rows, key=lambda r: (r.samples_per_s, [-n for n in r.layout]))
+        return max(rows, key=lambda r: (r.samples_per_s, [-n for n in r.layout.sizes]))
 
     def table(
         self,
         batches: Sequence[int],
-        used: Collection[tuple[Layout4, int]],
+        used: Collection[tuple[Layout, int]],
         layouts: Sequence,
         now: ConfigThroughput,
-    ) -> tuple[list[ConfigThroughput], dict[tuple[Layout4, int], int]]:
+    ) -> tuple[list[ConfigThroughput], dict[tuple[Layout, int], int]]:
         """Rows of some batches and layouts as a run knows them, and where each is.
 
         Args:
@@ -95,7 +95,7 @@ class Speeds:
         self,
         batches: Sequence[int],
         used: Collection[Key],
-        layouts: Sequence[Layout4],
+        layouts: Sequence[Layout],
         present: Key,
     ) -> list[ConfigThroughput]:
         keys = [(layout, batch) for batch in batches for layout in layouts]
@@ -130,12 +130,15 @@ def planned(
     Raises:
         NoSpeed: nothing fits.
     """
-    best: dict[tuple[Layout4, int], ConfigThroughput] = {}
+    best: dict[tuple[Layout, int], ConfigThroughput] = {}
     for plan in planner.rank(list(batches), top=_ASKED):
         for r in plan.ranked:
             sd = r.prediction.step_rel_sd if known_sd is None else known_sd
-            row = ConfigThroughput.of(
-                r.configuration, r.prediction.samples_per_s, sd, r.prediction.source
+            row = ConfigThroughput(
+                configuration=r.configuration,
+                samples_per_s=r.prediction.samples_per_s,
+                relative_sd=sd,
+                source=r.prediction.source,
             )
             best.setdefault((row.layout, row.global_batch_size), row)
     if not best:
@@ -147,7 +150,7 @@ def planned(
         )
         for layout, _ in best
     }
-    kept = sorted(near, key=lambda layout: (-near[layout], layout))[:_LAYOUTS]
+    kept = sorted(near, key=lambda layout: (-near[layout], layout.sizes))[:_LAYOUTS]
     known = [row for (layout, _), row in best.items() if layout in kept]
     if not error_sd:
         return Speeds(known)

@@ -33,9 +33,9 @@ COMMANDS = {
     f"{_OVERLAPPED}_param_gather_overlap_optimizer": Layout(pp=4, vpp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_decoupled_lr": Layout(pp=4, vpp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap": Layout(pp=4, vpp=2),
-    "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": Layout(pp=4, cut=(2, 1, 1, 2)),
+    "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": Layout(pp=4, layer_partition=(2, 1, 1, 2)),
     "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": Layout(
-        pp=4, vpp=2, cut=(0, 1, 1, 1, 1, 1, 1, 0)
+        pp=4, vpp=2, layer_partition=(0, 1, 1, 1, 1, 1, 1, 0)
     ),
     "gpt/gpt3_mcore_te_tp2_pp1_multi_dist_optimizer_instances": Layout(tp=2, dp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": Layout(tp=2, pp=2),

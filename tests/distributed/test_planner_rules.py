@@ -132,7 +132,7 @@ def test_megatron_core_refuses_a_batch_that_does_not_divide(
 
 def test_layouts_are_timed_once_and_the_planner_reads_the_times(tmp_path: Path) -> None:
     from copus_ext.cost_model.model_spec import ModelSpec
-    from copus_ext.cost_model.profile import read_profile
+    from copus_ext.planner.profile import read_profile
 
     store = tmp_path / "profile.jsonl"
     own = ["--store", store, "--fix", "tp=2,micro_batch=2", "--steps", "1", "--warm-up", "1"]
@@ -140,7 +140,8 @@ def test_layouts_are_timed_once_and_the_planner_reads_the_times(tmp_path: Path) 
     command = [ROOT / "tools/profile_layouts.py", *own, "--", *flags]
     first = run_ranks(command, 2, timeout_s=120, launcher="direct").check()
     machine, timings = read_profile(store)
-    assert [(t.tp, t.micro_batch_size, t.num_microbatches) for t in timings] == [
+    timed = [t.configuration for t in timings]
+    assert [(c.layout.tp, c.micro_batch_size, c.num_microbatches) for c in timed] == [
         (2, 2, 2),
         (2, 2, 4),
     ]

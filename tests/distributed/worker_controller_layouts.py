@@ -22,8 +22,10 @@ def write_profile(path: Path, world_size: int) -> None:
     """Times in which pipeline parallelism is ten times as fast; so the decision is known."""
     from copus_ext.cost_model.cluster_spec import of_gpu
     from copus_ext.cost_model.model_spec import ModelSpec
-    from copus_ext.cost_model.profile import ProfileStore, Timing
+    from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.profile import ProfileStore, Timing
     from megatron.training.config.arguments import parse_args, resolve
+    from megatron.training.config.layout import Layout
 
     config = resolve(parse_args([*TINY.split(), *BASE]), world_size)
     values = {**config.flat(), "padded_vocab_size": 512}
@@ -41,11 +43,11 @@ def write_profile(path: Path, world_size: int) -> None:
                 seconds = 0.01 * count * micro * dp * (0.1 if pp == 2 else 1.0)
                 store.add(
                     Timing(
-                        tp=tp,
-                        pp=pp,
-                        dp=dp,
-                        micro_batch_size=micro,
-                        num_microbatches=count,
+                        configuration=Configuration(
+                            layout=Layout(tp=tp, pp=pp, dp=dp),
+                            micro_batch_size=micro,
+                            global_batch_size=count * dp * micro,
+                        ),
                         step_s=seconds,
                         spread_s=0.01 * seconds,
                         num_steps=10,

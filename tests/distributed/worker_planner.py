@@ -47,7 +47,7 @@ def legal_configurations(world_size: int) -> list[Any]:
     layouts: dict[Any, dict[Any, int]] = {}
     for i in at:
         c = points.configuration(int(i))
-        ways = layouts.setdefault((c.tp, c.pp, c.vpp, c.micro_batch_size), {})
+        ways = layouts.setdefault((c.layout, c.micro_batch_size), {})
         ways[c.recompute, int(c.use_distributed_optimizer)] = int(i)
     options = [("none", 1), ("full", 0), ("block", 1), ("selective", 1), ("none", 0), ("full", 1)]
     options += [("block", 0), ("selective", 0)]

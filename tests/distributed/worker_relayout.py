@@ -140,7 +140,7 @@ def main(output: Path, names: list[str]) -> None:
             visited = {job.config.layout: local}
             for tp, pp, vpp, *uneven in self.path:
                 dp, cut = dist.get_world_size() // (tp * pp), uneven[0] if uneven else None
-                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, cut=cut)
+                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=cut)
                 start = str(job.config.layout)
                 built = self.mover.build_ahead(job.config, [to])
                 outcome = self.mover.move(job, to, job.state.settings)

@@ -421,14 +421,13 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
 
 def profile(rng: random.Random, folder: Path) -> str | None:
     """Measured times."""
-    from copus_ext.cost_model.profile import ForeignProfile, ProfileStore, Timing, read_profile
+    from copus_ext.planner.profile import ForeignProfile, ProfileStore, Timing, read_profile
 
     path = folder / "profile.jsonl"
     store = ProfileStore(path, {"model": "m", "ranks": 2})
     for count in (1, 2, 4):
-        store.add(
-            Timing(tp=1, pp=1, dp=2, micro_batch_size=1, num_microbatches=count, step_s=0.1 * count)
-        )
+        sizes = {"tp": 1, "pp": 1, "dp": 2, "micro_batch_size": 1, "num_microbatches": count}
+        store.add(Timing.from_json({**sizes, "step_s": 0.1 * count}))
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_bytes(_spoiled_lines(rng, records))
     return problem_of(store.read, ForeignProfile, OSError) or problem_of(

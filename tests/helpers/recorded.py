@@ -16,6 +16,7 @@ from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.state import WINDOW_STEPS, History, new_record
+from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import NullTracker, Sink, Tracker
@@ -74,12 +75,9 @@ def noise(phi: float = 64.0) -> NoiseScale:
 def row(batch: int, samples_per_s: float = 10.0) -> ConfigThroughput:
     """A configuration of the layout."""
     return ConfigThroughput(
-        tp=1,
-        pp=1,
-        vpp=1,
-        dp=2,
-        micro_batch_size=4,
-        global_batch_size=batch,
+        configuration=Configuration(
+            layout=Layout(dp=2), micro_batch_size=4, global_batch_size=batch
+        ),
         samples_per_s=samples_per_s,
         relative_sd=0.0,
         source="measured",

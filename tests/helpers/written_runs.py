@@ -12,6 +12,7 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import Tracker
@@ -118,12 +119,9 @@ class WrittenRun:
         """What a decision would depend on now."""
         rows = [
             ConfigThroughput(
-                tp=layout.tp,
-                pp=layout.pp,
-                vpp=1,
-                dp=layout.dp,
-                micro_batch_size=micro,
-                global_batch_size=batch,
+                configuration=Configuration(
+                    layout=layout, micro_batch_size=micro, global_batch_size=batch
+                ),
                 samples_per_s=80.0 * (1 + 0.1 * i) * batch / (batch + 4) * (1 - 0.05 / micro),
                 relative_sd=0.01,
                 source="predicted",
@@ -132,11 +130,10 @@ class WrittenRun:
             for batch in GRID
             for micro in (1, 2)
         ]
-        here = (self.layout.tp, self.layout.pp, 1, self.layout.dp)
         current = next(
             i
             for i, row in enumerate(rows)
-            if row.layout == here
+            if row.layout == self.layout
             and (row.global_batch_size, row.micro_batch_size) == (self.batch, self.micro)
         )
         return DecisionInputs(
@@ -177,10 +174,10 @@ class WrittenRun:
             return decision
         before = (self.batch, self.micro, str(self.layout))
         if decision.kind == "relayout":
-            self._switch(str(decision.to.as_layout), where)
+            self._switch(str(decision.to.layout), where)
         to = decision.to
         self.batch, self.micro = to.global_batch_size, to.micro_batch_size
-        self.layout = to.as_layout
+        self.layout = to.layout
         self._outcome(decision, before, where)
         return decision
 

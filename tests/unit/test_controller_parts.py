@@ -26,7 +26,6 @@ from copus_ext.controller.rules import (
 from copus_ext.controller.throughput_table import Table
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.gpus import GPUS
-from copus_ext.cost_model.profile import Timing
 from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
@@ -42,6 +41,7 @@ from copus_ext.goodput.state import (
     new_record,
 )
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import Timing
 from megatron.training.common.errors import UsageError, counted
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -223,7 +223,7 @@ def test_the_table_of_a_run() -> None:
     assert now.samples_per_s == pytest.approx(16.0, rel=0.02)
     found = {(r.global_batch_size, r.micro_batch_size) for r in rows}
     assert found == {(8, b) for b in (1, 2, 4)} | {(16, b) for b in (1, 2, 4, 8)}
-    assert all(r.layout == (1, 1, 1, 2) for r in rows)
+    assert all(r.layout == Layout(dp=2) for r in rows)
     # Of one throughput over the present one: what all have in common is no doubt.
     assert now.relative_sd == 0.0 and all(0 < r.relative_sd < 0.13 for r in rows if r != now)
     # A measured time moves its kin: the untried batch is about as slow as the tried one.
@@ -242,7 +242,7 @@ def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
     rows, at = table.rows(
         [8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: (0.5, 0.001, 20)
     )
-    assert {row.layout for row in rows} == {run.layout.sizes}
+    assert {row.layout for row in rows} == {run.layout}
     assert {row.global_batch_size for row in rows} == {8, 16} and rows[at].global_batch_size == 8
 
 
@@ -261,12 +261,12 @@ def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_prese
     zero = table.config.parallel.use_distributed_optimizer
     table.profiled = [
         Timing(
-            tp=1,
-            pp=1,
-            dp=2,
-            micro_batch_size=b,
-            use_distributed_optimizer=zero,
-            num_microbatches=n,
+            configuration=Configuration(
+                layout=Layout(dp=2),
+                micro_batch_size=b,
+                global_batch_size=2 * b * n,
+                use_distributed_optimizer=zero,
+            ),
             step_s=step_s,
             num_steps=5,
         )
@@ -297,24 +297,29 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
     for here in (run, with_layout(run, Layout(dp=2))):
         table = Table(here, free, gpu=None, home=run.layout)
         rows, at = table.rows([8, 16], measured=lambda c: None, **sizes)
-        assert rows[at].as_layout == here.layout
-        assert {r.cut for r in rows if r.layout == run.layout.sizes} == {(3, 1)}
-        assert {r.cut for r in rows if r.layout != run.layout.sizes} == {None}
-        assert {r.layout for r in rows} >= {(1, 2, 1, 1), (1, 1, 1, 2)}
+        assert rows[at].layout == here.layout
+        assert {r.layout for r in rows} == {
+            run.layout,
+            Layout(pp=2, vpp=2),
+            Layout(tp=2),
+            Layout(dp=2),
+        }
     odd = config(f"{pipeline} Ettt|ttL --num-layers 5")
     times = {8: (0.5, 0.001, 20)}
     rows, at = Table(odd, free, gpu=None).rows(
         [8, 16],
         measured=lambda c: (
-            times.get(c.global_batch_size) if c.cut and c.micro_batch_size == 1 else None
+            times.get(c.global_batch_size)
+            if c.layout == odd.layout and c.micro_batch_size == 1
+            else None
         ),
         **sizes,
     )
-    own = [r for r in rows if r.as_layout == odd.layout]
+    own = [r for r in rows if r.layout == odd.layout]
     assert [(r.global_batch_size, r.source) for r in own] == [(8, "measured"), (16, "assumed")]
-    assert rows[at] == own[0] and own[0].cut == (3, 2)
-    plain = json.loads(json.dumps(asdict(own[0])))
-    assert ConfigThroughput(**plain) == own[0]
+    assert rows[at] == own[0] and own[0].layout.layer_partition == (3, 2)
+    plain = json.loads(json.dumps(own[0].to_json()))
+    assert ConfigThroughput.from_json(plain) == own[0]
 
 
 @pytest.mark.parametrize(("micro", "batch"), [(8, 6), (4, 10)])
@@ -352,16 +357,16 @@ def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
 def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fastest(rate: float | None) -> dict[tuple[int, ...], float]:
+    def fastest(rate: float | None) -> dict[Layout, float]:
         link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
         table = Table(config(), flags(copus_layouts="all"), gpu=None, link=link)
         rows, _ = table.rows([8], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
-        speeds: dict[tuple[int, ...], float] = {}
+        speeds: dict[Layout, float] = {}
         for r in rows:
             speeds[r.layout] = max(r.samples_per_s, speeds.get(r.layout, 0.0))
         return speeds
 
-    dp, pp, tp = (1, 1, 1, 2), (1, 2, 1, 1), (2, 1, 1, 1)
+    dp, pp, tp = Layout(dp=2), Layout(pp=2), Layout(tp=2)
     one = fastest(None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     slow, fast = fastest(1e6), fastest(1e12)

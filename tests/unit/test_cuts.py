@@ -23,7 +23,8 @@ from copus_ext.planner.cut_search import branch_and_bound, search
 from copus_ext.planner.cuts import Cut, NoCut, best_cut, price_cut, problem_of
 from copus_ext.planner.recut import lines, recuts
 from copus_ext.planner.search import Planner
-from copus_ext.planner.space import point_of, to_rows
+from copus_ext.planner.space import points_of, to_rows
+from megatron.training.config.layout import Layout
 
 SOME = settings(max_examples=40, deadline=None)
 
@@ -221,12 +222,10 @@ def test_chunks_in_flight_are_those_of_the_schedule(pp: int, vpp: int, groups: i
 
 
 CONFIGURATIONS = [
-    Configuration(tp=2, pp=4, dp=2, micro_batch_size=1, global_batch_size=32),
-    Configuration(tp=1, pp=4, vpp=2, dp=4, micro_batch_size=2, global_batch_size=64),
+    Configuration(layout=Layout(tp=2, pp=4, dp=2), micro_batch_size=1, global_batch_size=32),
+    Configuration(layout=Layout(tp=1, pp=4, vpp=2, dp=4), micro_batch_size=2, global_batch_size=64),
     Configuration(
-        tp=1,
-        pp=2,
-        dp=8,
+        layout=Layout(tp=1, pp=2, dp=8),
         micro_batch_size=1,
         global_batch_size=64,
         recompute="full",
@@ -242,10 +241,10 @@ def test_an_even_cut_costs_what_the_cost_model_says(
     c: Configuration, model: str, kind: str
 ) -> None:
     cluster, spec = preset(kind), PRESETS[model]
-    c = dataclasses.replace(c, sequence_parallel=c.tp > 1)
+    c = dataclasses.replace(c, sequence_parallel=c.layout.tp > 1)
     problem = problem_of(spec, cluster, c, limit_bytes=1e15)
     even = price_cut(problem, [spec.num_layers // problem.num_chunks] * problem.num_chunks)
-    rows = to_rows(spec, cluster, point_of(c)).full()
+    rows = to_rows(spec, cluster, points_of([c])).full()
     assert even.step_s == pytest.approx(
         step_time(rows, cluster.load_constants()).step_s[0], rel=1e-9
     )
@@ -371,10 +370,7 @@ def test_a_large_search_is_never_worse_than_even_stages(
     vpp: int, micro_batches: int, speed: list[float] | None
 ) -> None:
     c = Configuration(
-        tp=8,
-        pp=4,
-        vpp=vpp,
-        dp=2,
+        layout=Layout(tp=8, pp=4, vpp=vpp, dp=2),
         micro_batch_size=1,
         global_batch_size=2 * micro_batches,
         sequence_parallel=True,
@@ -394,9 +390,7 @@ def test_a_large_search_is_never_worse_than_even_stages(
 def test_ninety_six_layers_over_sixteen_stages() -> None:
     model = PRESETS["gpt3-175b"]
     c = Configuration(
-        tp=8,
-        pp=16,
-        dp=8,
+        layout=Layout(tp=8, pp=16, dp=8),
         micro_batch_size=1,
         global_batch_size=512,
         sequence_parallel=True,
@@ -410,7 +404,7 @@ def test_ninety_six_layers_over_sixteen_stages() -> None:
 
 def test_layers_that_do_not_divide_are_cut() -> None:
     model = ModelSpec(num_layers=13, hidden_size=512, num_attention_heads=8, seq_length=256)
-    c = Configuration(tp=1, pp=4, dp=2, micro_batch_size=1, global_batch_size=16)
+    c = Configuration(layout=Layout(tp=1, pp=4, dp=2), micro_batch_size=1, global_batch_size=16)
     cut = best_cut(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
     assert isinstance(cut, Cut) and sum(cut.layers) == 13 and cut.proved
 
@@ -419,7 +413,7 @@ def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
     planner = Planner(PRESETS["llama-3-70b"], preset("a100-80g:64"))
     plan = planner.rank([64], top=8)[0]
     found = recuts(planner, plan)
-    assert found and all(x.gain >= 0 and x.configuration.pp > 1 for x in found)
+    assert found and all(x.gain >= 0 and x.configuration.layout.pp > 1 for x in found)
     for x in found:
         ranked = plan.ranked[x.rank - 1]
         assert ranked.configuration == x.configuration

@@ -15,6 +15,8 @@ from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap
+from copus_ext.planner.configuration import Configuration
+from megatron.training.config.layout import Layout
 from tests.helpers.recorded import shipped_rules
 
 GRID = (8, 16, 32, 64, 128, 256, 512)
@@ -23,11 +25,12 @@ GRID = (8, 16, 32, 64, 128, 256, 512)
 def row(
     batch: int, speed: float, *, micro: int = 4, sd: float = 0.0, dp: int = 2, **more: Any
 ) -> ConfigThroughput:
-    sizes = {"tp": 1, "pp": 2 // dp, "vpp": 1, "dp": dp, **more}
     return ConfigThroughput(
-        **sizes,
-        micro_batch_size=micro,
-        global_batch_size=batch,
+        configuration=Configuration(
+            layout=Layout(**{"pp": 2 // dp, "dp": dp, **more}),
+            micro_batch_size=micro,
+            global_batch_size=batch,
+        ),
         samples_per_s=speed,
         relative_sd=sd,
         source="measured",
@@ -269,7 +272,7 @@ def test_another_layout_is_weighed_and_not_taken() -> None:
     s = situation(16, 16.0, rows=rows)
     decision = decide(s)
     assert decision.kind == "stay"
-    assert any("keeps its own" in c.verdict and c.row.dp == 1 for c in decision.candidates)
+    assert any("keeps its own" in c.verdict and c.row.layout.dp == 1 for c in decision.candidates)
     able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=30.0)
     assert decide(able).kind == "relayout"
     late = dataclasses.replace(able, consumed_samples=999_800)

@@ -147,25 +147,28 @@ EIGHT = "--num-layers 8 --pipeline-model-parallel-size"
 @pytest.mark.parametrize(
     ("flags", "layout"),
     [
-        ("2 --pipeline-model-parallel-layout Et*5|tttL", Layout(pp=2, cut=(5, 3))),
+        ("2 --pipeline-model-parallel-layout Et*5|tttL", Layout(pp=2, layer_partition=(5, 3))),
         ("2 --pipeline-model-parallel-layout Etttt|ttttL", Layout(pp=2)),
-        ("2 --pipeline-model-parallel-layout E|(t*4|)*2L", Layout(pp=2, vpp=2, cut=(0, 4, 4, 0))),
-        ("2 --decoder-first-pipeline-num-layers 5", Layout(pp=2, cut=(5, 3))),
+        (
+            "2 --pipeline-model-parallel-layout E|(t*4|)*2L",
+            Layout(pp=2, vpp=2, layer_partition=(0, 4, 4, 0)),
+        ),
+        ("2 --decoder-first-pipeline-num-layers 5", Layout(pp=2, layer_partition=(5, 3))),
         ("4 --decoder-last-pipeline-num-layers 2", Layout(pp=4)),
-        ("4 --decoder-last-pipeline-num-layers 5", Layout(pp=4, cut=(1, 1, 1, 5))),
+        ("4 --decoder-last-pipeline-num-layers 5", Layout(pp=4, layer_partition=(1, 1, 1, 5))),
         (
             "2 --decoder-first-pipeline-num-layers 6 --decoder-last-pipeline-num-layers 2 "
             "--num-virtual-stages-per-pipeline-rank 2",
-            Layout(pp=2, vpp=2, cut=(3, 1, 3, 1)),
+            Layout(pp=2, vpp=2, layer_partition=(3, 1, 3, 1)),
         ),
         (
             "3 --account-for-loss-in-pipeline-split --global-batch-size 6",
-            Layout(pp=3, cut=(3, 3, 2)),
+            Layout(pp=3, layer_partition=(3, 3, 2)),
         ),
         (
             "5 --account-for-loss-in-pipeline-split --account-for-embedding-in-pipeline-split "
             "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 10",
-            Layout(pp=5, vpp=2, cut=(0, 1, 1, 1, 1, 1, 1, 1, 1, 0)),
+            Layout(pp=5, vpp=2, layer_partition=(0, 1, 1, 1, 1, 1, 1, 1, 1, 0)),
         ),
     ],
 )

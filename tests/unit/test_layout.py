@@ -35,7 +35,7 @@ def cut_layouts(draw: st.DrawFn) -> Layout:
     counts = draw(st.lists(st.integers(1, 12), min_size=pp * vpp, max_size=pp * vpp))
     if draw(st.booleans()):
         counts[0] = 0
-    return Layout(tp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES), cut=tuple(counts))
+    return Layout(tp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES), layer_partition=tuple(counts))
 
 
 MODEL = {
@@ -52,8 +52,13 @@ MODEL = {
 @given(layouts() | cut_layouts())
 def test_json_and_text_round_trip(layout: Layout) -> None:
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
-    assert Layout.from_text(str(layout)) == layout
-    assert set(layout.to_json()) == {"tp", "pp", "vpp", "dp"} | ({"cut"} if layout.cut else set())
+    assert Layout.from_text(str(layout)) == Layout.from_record(str(layout)) == layout
+    if not layout.layer_partition:
+        old = "tp={} pp={} vpp={} dp={}".format(*layout.sizes)
+        assert Layout.from_text(old) == Layout.from_record(list(layout.sizes)) == layout
+        assert Layout.from_text(old.replace(" vpp=1", "")) == layout
+    further = {"cut"} if layout.layer_partition else set()
+    assert set(layout.to_json()) == {"tp", "pp", "vpp", "dp"} | further
 
 
 @given(layouts())
@@ -64,7 +69,7 @@ def test_sizes(layout: Layout) -> None:
 
 @given(cut_layouts())
 def test_every_layer_is_on_one_stage_in_order(layout: Layout) -> None:
-    counts = layout.layers_of_chunks(0) if layout.cut else None
+    counts = layout.layers_of_chunks(0) if layout.layer_partition else None
     num_layers = sum(counts) if counts else 3 * layout.pp * layout.vpp
     stages = [layout.layers_of_stage(num_layers, stage) for stage in range(layout.pp)]
     assert all(len(chunks) == layout.vpp for chunks in stages)
@@ -75,31 +80,31 @@ def test_every_layer_is_on_one_stage_in_order(layout: Layout) -> None:
 
 
 def test_an_even_cut_is_no_cut() -> None:
-    assert Layout(pp=2, cut=(4, 4)) == Layout(pp=2)
-    assert Layout(pp=2, cut=(5, 3)) != Layout(pp=2)
-    assert str(Layout(pp=4, dp=2, cut=(5, 4, 4, 3))) == "tp1.pp4.dp2.cut5-4x2-3"
+    assert Layout(pp=2, layer_partition=(4, 4)) == Layout(pp=2)
+    assert Layout(pp=2, layer_partition=(5, 3)) != Layout(pp=2)
+    assert str(Layout(pp=4, dp=2, layer_partition=(5, 4, 4, 3))) == "tp1.pp4.dp2.cut5-4x2-3"
 
 
 @pytest.mark.parametrize(
     "cut", [(4,), (4, 4, 4), (-1, 9), (0, 0), (1.5, 3), (True, 2), ("4", 4), 5, 1.5, "44"]
 )
 def test_a_cut_is_one_number_for_every_chunk(cut: Any) -> None:
-    with pytest.raises(ValueError, match=r"cut|chunk"):
-        Layout(pp=2, cut=cut)
+    with pytest.raises(ValueError, match=r"partition|chunk"):
+        Layout(pp=2, layer_partition=cut)
 
 
 @pytest.mark.parametrize("text", ["cut", "cut5", "cut5-x", "cut5x9999999999", "cut5-3-1", "cut-"])
 def test_a_cut_that_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cut|layout|number"):
+    with pytest.raises(ValueError, match=r"partition|layout|chunk"):
         Layout.from_text(f"tp1.pp2.dp1.{text}")
     with pytest.raises(ValueError, match="chunks"):
         Layout.from_text("tp1.pp1000000000.dp1.cut1x1000000000")
 
 
 def test_no_chunk_in_the_middle_is_empty() -> None:
-    assert Layout(pp=3, cut=(0, 5, 0)).layers_of_chunks(5) == (0, 5, 0)
+    assert Layout(pp=3, layer_partition=(0, 5, 0)).layers_of_chunks(5) == (0, 5, 0)
     with pytest.raises(ValueError, match="needs a layer"):
-        Layout(pp=3, cut=(4, 0, 1))
+        Layout(pp=3, layer_partition=(4, 0, 1))
 
 
 @given(layouts() | cut_layouts(), layouts() | cut_layouts())
@@ -166,8 +171,8 @@ def test_each_rule_alone(layout: Layout, change: dict, flag: str) -> None:
 
 
 def test_relaxed_rules() -> None:
-    assert layout_problems(Layout(pp=3, cut=(3, 3, 2)), **MODEL) == []
-    (problem,) = layout_problems(Layout(pp=3, cut=(4, 3, 2)), **MODEL)
+    assert layout_problems(Layout(pp=3, layer_partition=(3, 3, 2)), **MODEL) == []
+    (problem,) = layout_problems(Layout(pp=3, layer_partition=(4, 3, 2)), **MODEL)
     assert "9 layers and --num-layers is 8" in problem
     assert layout_problems(Layout(tp=8), **MODEL) == []
     plain = {**MODEL, "seq_length": 63, "sequence_parallel": False, "padded_vocab_size": None}
@@ -235,7 +240,7 @@ def test_uneven_micro_batches_need_whole_replicas_only(
 )
 def test_recomputation(cut: Any, method: str, number: int, part: str | None) -> None:
     problems = recompute_problems(
-        Layout(pp=2, cut=cut), num_layers=8, method=method, recompute_num_layers=number
+        Layout(pp=2, layer_partition=cut), num_layers=8, method=method, recompute_num_layers=number
     )
     assert bool(problems) == (part is not None)
     assert part is None or part in problems[0]

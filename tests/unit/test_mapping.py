@@ -24,6 +24,7 @@ from copus_ext.planner.orders import every_order
 from copus_ext.planner.placement import Job, Network, Placement
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from megatron.training.config.layout import Layout
 
 SLOW = settings(max_examples=25, deadline=None)
 
@@ -53,10 +54,7 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
     rng = np.random.default_rng(seed)
     size = rng.uniform(1e8, 4e8, (pp, 1))
     return Job(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        dp=dp,
+        layout=Layout(tp=tp, pp=pp, vpp=vpp, dp=dp),
         num_microbatches=count,
         forward_s=rng.uniform(0.005, 0.01, (pp, vpp)),
         backward_s=rng.uniform(0.01, 0.02, (pp, vpp)),
@@ -75,7 +73,8 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
 
 def by_hand(work: Job, net: Network, order: Any) -> float:
     """The step time rank by rank, from the words that describe it."""
-    t, p, d, per_node = work.tp, work.pp, work.dp, net.gpus_per_node
+    t, p, v, d = work.layout.sizes
+    per_node = net.gpus_per_node
     speed, latency = net.links.bytes_per_s, net.links.latency_s
     pace = net.slowness or (1.0,) * len(order)
 
@@ -150,7 +149,7 @@ def by_hand(work: Job, net: Network, order: Any) -> float:
             (np.array(x) * factor)[..., None] for x in (work.forward_s, work.backward_s)
         )
         count = np.array([work.num_microbatches])
-        clocks.append(pipeline_time(forward, backward, hops, count, vpp=work.vpp)[:, 0])
+        clocks.append(pipeline_time(forward, backward, hops, count, vpp=v)[:, 0])
     reduce, gather, optimizer = work.end.seconds(ring)
     slowest = [max(pace[node(r, k)] for k in range(d)) for r in range(p)]
     optimizer = optimizer * np.array(slowest)[:, None]
@@ -263,12 +262,12 @@ def test_a_uniform_matrix_predicts_what_the_planner_does() -> None:
     checked = set()
     for answer in plan.ranked:
         c = answer.configuration
-        if c.tp * c.dp < 8:
+        if c.layout.tp * c.layout.dp < 8:
             continue  # The planner takes all GPUs of a node to send at once, and here fewer do.
         found = order_for(model, linked, c)
         assert found.before_s == pytest.approx(answer.prediction.step_s, rel=1e-9), str(c)
         assert found.is_given
-        checked.add((c.tp, c.pp, c.vpp))
+        checked.add(c.layout)
     assert len(checked) > 8
 
 
@@ -277,7 +276,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     bound = min(cluster.nic_bytes_per_s, cluster.load_constants().nic_bytes_per_s)
     links = Links(bytes_per_s=matrix(np.full((4, 4), bound)), latency_s=matrix(np.zeros((4, 4))))
     linked = replace(cluster, links=links)
-    what = Configuration(tp=1, pp=8, dp=4, micro_batch_size=1, global_batch_size=64)
+    what = Configuration(layout=Layout(tp=1, pp=8, dp=4), micro_batch_size=1, global_batch_size=64)
     c = linked.load_constants()
     work = job_of(model, linked, what, c)
     hops = Placement(work, network_of(linked, c)).hops_s(np.arange(4)[None])[0, 0]
@@ -417,13 +416,13 @@ def test_hosts_come_in_the_order_found() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     net = network(np.full((3, 3), 1e10))
-    with pytest.raises(SpecError, match="tp=2 pp=2 dp=2 are 8 ranks and 3 nodes of 4 have 12"):
+    with pytest.raises(SpecError, match="tp2.pp2.dp2 are 8 ranks and 3 nodes of 4 have 12"):
         Placement(job(2, 2, 2), net)
     with pytest.raises(SpecError, match="tp does not divide the 4 GPUs"):
         Placement(job(12, 1, 1), net)
     with pytest.raises(SpecError, match="slowness has 2 values for 3 nodes"):
         Placement(job(4, 3, 1), replace(net, slowness=(1.0, 2.0)))
     model, cluster = PRESETS["llama-2-7b"], preset("h100-80g:16")
-    what = Configuration(tp=8, pp=2, dp=1, micro_batch_size=1, global_batch_size=8)
+    what = Configuration(layout=Layout(tp=8, pp=2, dp=1), micro_batch_size=1, global_batch_size=8)
     with pytest.raises(SpecError, match='has no "links"'):
         order_for(model, cluster, what)

@@ -17,8 +17,8 @@ import pytest
 from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.cost_model.profile import ProfileStore
 from copus_ext.planner import report
+from copus_ext.planner.profile import ProfileStore, Timing
 from copus_ext.planner.request import cluster_of
 from copus_ext.planner.search import Planner
 from tests.helpers.launch import ROOT
@@ -172,7 +172,7 @@ def test_a_profile_of_another_model_is_refused(
     best = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8")).rank([64], top=1)[0].ranked[0]
     machine = {"model": PRESETS["llama-2-7b"].to_json(), "world_size": 8, "gpu": "H100-80GB"}
     store = ProfileStore(path, machine)
-    store.add(best.configuration.timed(0.9 * best.prediction.step_s))
+    store.add(Timing(configuration=best.configuration, step_s=0.9 * best.prediction.step_s))
     flags = f"--cluster h100-80g:8 --global-batch-size 64 --json --profile {path}"
     code, out, _ = run(capsys, f"--model llama-2-7b {flags}")
     first = json.loads(out)["plans"][0]["ranked"][0]["prediction"]
@@ -217,7 +217,7 @@ def test_the_figure_is_one_page_without_a_network(
     page = tmp_path / "plan.html"
     code, _, _ = run(capsys, f"{SEVEN} --global-batch-size 16:256:x2 --plot {page}")
     text = page.read_text()
-    assert code == 0 and "tp1 pp1 dp8" in text and "global batch, samples" in text
+    assert code == 0 and "tp1.pp1.dp8" in text and "global batch, samples" in text
     assert not re.search(r"<(script|link)[^>]*(src|href)=", text)
 
 

@@ -16,8 +16,10 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, to_rows
+from megatron.training.config.layout import Layout
 
 MODEL = PRESETS["llama-2-13b"]
 
@@ -63,7 +65,7 @@ def test_measured_times_leave_no_kin_out() -> None:
     limits = Limits(fixed={"tp": 1, "pp": 1, "micro_batch": 1})
     planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=limits)
     best = planner.rank([64], top=1)[0].ranked[0]
-    planner.retime([best.configuration.timed(1.3 * best.prediction.step_s)])
+    planner.retime([Timing(configuration=best.configuration, step_s=1.3 * best.prediction.step_s)])
     again = planner.rank([64], top=1)[0].ranked[0]
     kin = dataclasses.replace(best.configuration, recompute="block", recompute_num_layers=1)
     found = planner.explain(kin)
@@ -76,7 +78,7 @@ def test_a_measured_configuration_is_kept_though_dominated() -> None:
     planner = Planner(MODEL, cluster)
     points = planner._judged([64]).points
     c = points.configuration(int(np.flatnonzero(points.code == DOMINATED)[0]))
-    planner.retime([c.timed(1e-3)])
+    planner.retime([Timing(configuration=c, step_s=1e-3)])
     ranked = planner.rank([64], top=1000)[0].ranked
     assert c in [r.configuration for r in ranked]
 
@@ -84,7 +86,10 @@ def test_a_measured_configuration_is_kept_though_dominated() -> None:
 def test_recomputing_more_layers_takes_longer_and_less_memory() -> None:
     planner = Planner(MODEL, preset("h100-80g:32"))
     c = Configuration(
-        tp=2, pp=4, dp=4, micro_batch_size=1, global_batch_size=64, sequence_parallel=True
+        layout=Layout(tp=2, pp=4, dp=4),
+        micro_batch_size=1,
+        global_batch_size=64,
+        sequence_parallel=True,
     )
     ways = [{"recompute": "none"}]
     ways += [{"recompute": "block", "recompute_num_layers": k} for k in range(1, 10)]
@@ -133,7 +138,7 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
     best, second = Planner(MODEL, cluster).rank([64], top=2)[0].ranked
     c = best.configuration
     slow = 1.5 * best.prediction.step_s
-    planner = Planner(MODEL, cluster, timings=[c.timed(slow)])
+    planner = Planner(MODEL, cluster, timings=[Timing(configuration=c, step_s=slow)])
     again = planner.explain(c)
     assert isinstance(again, Ranked)
     assert again.prediction.source == "profiled"
@@ -152,7 +157,7 @@ def test_two_counts_give_every_batch() -> None:
     cluster = preset("h100-80g:16")
     plain = Planner(MODEL, cluster)
     c = plain.rank([64], top=1)[0].ranked[0].configuration
-    unit = c.dp * c.micro_batch_size
+    unit = c.layout.dp * c.micro_batch_size
 
     def predicted(planner: Planner, count: int) -> float:
         found = planner.explain(dataclasses.replace(c, global_batch_size=count * unit))
@@ -162,7 +167,7 @@ def test_two_counts_give_every_batch() -> None:
     def truth(count: int) -> float:
         return 1.02 * predicted(plain, count) + 0.1 * predicted(plain, 4)
 
-    measured = [c.timed(truth(n), num_microbatches=n) for n in (4, 16)]
+    measured = [Timing(configuration=c.with_num_microbatches(n), step_s=truth(n)) for n in (4, 16)]
     planner = Planner(MODEL, cluster, timings=measured)
     for count in (4, 6, 8, 12, 16, 32):
         assert predicted(planner, count) == pytest.approx(truth(count), rel=0.02), count
@@ -172,10 +177,7 @@ def test_a_configuration_becomes_the_flags_of_the_trainer() -> None:
     from megatron.training.config.arguments import parse_args
 
     c = Configuration(
-        tp=2,
-        pp=4,
-        vpp=2,
-        dp=2,
+        layout=Layout(tp=2, pp=4, vpp=2, dp=2),
         micro_batch_size=1,
         global_batch_size=16,
         recompute="full",
@@ -233,4 +235,4 @@ def test_limits_limit() -> None:
     limits = Limits(fixed={"tp": 2}, largest={"pp": 2, "micro_batch": 1})
     for r in Planner(MODEL, preset("h100-80g:8"), limits=limits).rank([32], top=50)[0].ranked:
         c = r.configuration
-        assert c.tp == 2 and c.pp <= 2 and c.micro_batch_size == 1
+        assert c.layout.tp == 2 and c.layout.pp <= 2 and c.micro_batch_size == 1

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.cost_model.profile import ForeignProfile, ProfileStore, Timing, read_profile
+from copus_ext.planner.profile import ForeignProfile, ProfileStore, Timing, read_profile
 
 MACHINE = {"model": {"num_layers": 4}, "gpu": "cpu", "torch": "2.13"}
 
 
 def timing(count: int, step_s: float, pp: int = 2) -> Timing:
-    return Timing(
-        tp=1, pp=pp, dp=2, micro_batch_size=2, num_microbatches=count, step_s=step_s, spread_s=0.01
-    )
+    sizes = {"tp": 1, "pp": pp, "dp": 2, "micro_batch_size": 2, "num_microbatches": count}
+    return Timing.from_json({**sizes, "step_s": step_s, "spread_s": 0.01})
 
 
 def test_what_is_added_is_read_back_and_the_last_wins(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ LAYOUTS = [
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, vpp=2),
     Layout(pp=4),
-    Layout(pp=2, dp=2, cut=(3, 1)),
-    Layout(pp=2, vpp=2, dp=2, cut=(0, 2, 1, 1)),
+    Layout(pp=2, dp=2, layer_partition=(3, 1)),
+    Layout(pp=2, vpp=2, dp=2, layer_partition=(0, 2, 1, 1)),
 ]
 
 

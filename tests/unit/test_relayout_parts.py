@@ -13,6 +13,7 @@ from copus_ext.goodput.costs import BUILD_S, MOST_FAILURES, Costs, new_costs, pr
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.goodput.state import History, new_record
+from copus_ext.planner.configuration import Configuration
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config import Config
@@ -102,7 +103,7 @@ def test_failures_bar_the_pair_and_then_all() -> None:
     a, b = layout(1, 1, 1), layout(1, 2, 1)
     costs = Costs(new_costs(), prior_s=1.0)
     costs.failed(a, b, "no room", seconds=2.0)
-    assert costs.of(a)["barred_layouts"] == ((1, 2, 1, 2),)
+    assert costs.of(a)["barred_layouts"] == (Layout(pp=2, dp=2),)
     assert costs.of(b)["barred_layouts"] == () and costs.is_open
     for _ in range(MOST_FAILURES - 1):
         costs.failed(a, b, "no room", seconds=2.0)
@@ -110,7 +111,7 @@ def test_failures_bar_the_pair_and_then_all() -> None:
     costs.lift_bars()
     assert costs.is_open and costs.of(a)["barred_layouts"] == ()
     costs.bar(b, "the run crashed in it")
-    assert costs.of(a)["barred_layouts"] == costs.of(b)["barred_layouts"] == ((1, 2, 1, 2),)
+    assert costs.of(a)["barred_layouts"] == costs.of(b)["barred_layouts"] == (Layout(pp=2, dp=2),)
     assert costs.record["paused_s"] == 2.0 * MOST_FAILURES
 
 
@@ -130,12 +131,9 @@ def test_an_old_record_gets_an_account() -> None:
 
 def row(tp: int, pp: int, speed: float) -> ConfigThroughput:
     return ConfigThroughput(
-        tp=tp,
-        pp=pp,
-        vpp=1,
-        dp=4 // (tp * pp),
-        micro_batch_size=1,
-        global_batch_size=8,
+        configuration=Configuration(
+            layout=Layout(tp=tp, pp=pp, dp=4 // (tp * pp)), micro_batch_size=1, global_batch_size=8
+        ),
         samples_per_s=speed,
         relative_sd=0.01,
         source="profiled",
@@ -170,9 +168,9 @@ def situation(**values: Any) -> DecisionInputs:
 
 
 def test_the_best_layout_within_reach_is_taken() -> None:
-    assert decide(situation()).to.layout == (1, 2, 1, 2)
-    barred = situation(barred_layouts=((1, 2, 1, 2),))
-    assert decide(barred).kind == "relayout" and decide(barred).to.layout == (2, 1, 1, 2)
+    assert decide(situation()).to.layout == Layout(pp=2, dp=2)
+    barred = situation(barred_layouts=(Layout(pp=2, dp=2),))
+    assert decide(barred).kind == "relayout" and decide(barred).to.layout == Layout(tp=2, dp=2)
     ended = decide(situation(relayouts_ended=True))
     assert ended.kind == "stay" and "too many changes" in ended.reason
 
@@ -186,7 +184,9 @@ def test_a_pause_that_does_not_pay_off_is_not_made() -> None:
 def test_bars_survive_the_journal() -> None:
     import json
 
-    before = situation(barred_layouts=((1, 2, 1, 2),))
+    before = situation(barred_layouts=(Layout(pp=2, dp=2),))
+    old = {**before.to_json(), "barred_layouts": [[1, 2, 1, 2]]}
+    assert DecisionInputs.from_json(old) == before
     again = DecisionInputs.from_json(json.loads(json.dumps(before.to_json())))
     assert again == before
 

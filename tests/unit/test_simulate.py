@@ -16,6 +16,7 @@ from copus_ext.commands import simulate as tool
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.gns.estimators import predicted_spread
 from copus_ext.goodput.inputs import ConfigThroughput
+from copus_ext.planner.configuration import Configuration
 from copus_ext.simulate.compare import compare
 from copus_ext.simulate.contenders import contenders
 from copus_ext.simulate.course import GroundTruth, TrainingDynamics
@@ -26,6 +27,7 @@ from copus_ext.simulate.scenario import Scenario, preset, presets
 from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import Speeds
 from copus_ext.simulate.trajectory import NoiseTrajectory, TrajectoryError, from_journal, power_law
+from megatron.training.config.layout import Layout
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +51,10 @@ def small(**values: Any) -> Scenario:
 
 
 def row(layout: tuple[int, int, int, int], batch: int, speed: float) -> ConfigThroughput:
-    sizes = dict(zip(("tp", "pp", "vpp", "dp"), layout))
     return ConfigThroughput(
-        **sizes,
-        micro_batch_size=1,
-        global_batch_size=batch,
+        configuration=Configuration(
+            layout=Layout.from_record(layout), micro_batch_size=1, global_batch_size=batch
+        ),
         samples_per_s=speed,
         relative_sd=0.0,
         source="profiled",

@@ -23,6 +23,7 @@ from copus_ext.planner.mapping import job_of
 from copus_ext.planner.recut import recuts
 from copus_ext.planner.search import Planner
 from copus_ext.planner.uneven import Site, refit, slowness_of, spread
+from megatron.training.config.layout import Layout
 from tests.helpers.launch import ROOT
 from tests.unit.test_plan_command import run
 
@@ -54,10 +55,7 @@ def links_of(values: Any) -> Links:
 
 def what(tp: int, pp: int, dp: int, *, vpp: int = 1, batch: int = 16, **how: Any) -> Configuration:
     return Configuration(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        dp=dp,
+        layout=Layout(tp=tp, pp=pp, vpp=vpp, dp=dp),
         micro_batch_size=1,
         global_batch_size=batch,
         sequence_parallel=tp > 1,
@@ -96,7 +94,7 @@ def test_the_cut_over_even_nodes_is_that_of_the_search_for_cuts() -> None:
         c = other.configuration
         mine = ours.get(str(c))
         # With several stages in a node the table takes all of its GPUs to send at once.
-        if mine is not None and c.tp * c.dp % alike.gpus_per_node == 0:
+        if mine is not None and c.layout.tp * c.layout.dp % alike.gpus_per_node == 0:
             seen += 1
             assert mine.step_s == pytest.approx(other.cut.step_s, rel=1e-9)
     assert seen
@@ -196,7 +194,7 @@ def test_tensor_parallelism_never_spans_nodes() -> None:
     planner = Planner(MODEL, cluster(2, speeds=[1.0, 0.5]))
     with pytest.raises(SpecError, match="tp does not divide"):
         Site(planner, what(4, 1, 1))
-    assert {x.configuration.tp for x in refit(planner, 16)} <= {1, 2}
+    assert {x.configuration.layout.tp for x in refit(planner, 16)} <= {1, 2}
 
 
 @given(st.integers(1, 40), st.integers(1, 8))

@@ -357,8 +357,8 @@ PREFERRED = [
     Layout(),
     Layout(tp=4, pp=2),
     Layout(pp=2, vpp=2),
-    Layout(pp=2, cut=(3, 1)),
-    Layout(tp=2, pp=2, vpp=2, cut=(0, 2, 1, 1)),
+    Layout(pp=2, layer_partition=(3, 1)),
+    Layout(tp=2, pp=2, vpp=2, layer_partition=(0, 2, 1, 1)),
 ]
 
 
@@ -370,5 +370,5 @@ def test_all_layouts_come_once_and_the_preferred_first(ranks: int, prefer: Layou
     every = {(t, p) for t in range(1, 65) for p in range(1, 65) if ranks % (t * p) == 0}
     assert pairs == every
     if ranks % prefer.model_parallel_size == 0:
-        assert found[0].cut == prefer.cut
+        assert found[0].layer_partition == prefer.layer_partition
         assert (found[0].tp, found[0].pp, found[0].vpp) == (prefer.tp, prefer.pp, prefer.vpp)

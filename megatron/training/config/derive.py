@@ -262,11 +262,11 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
 def _derive_layout(draft: Draft, environment: Environment) -> None:
     tp, pp = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
     layout = Layout.from_world(environment.world_size, tp, pp, virtual_size(draft, pp))
-    layout = dataclasses.replace(layout, cut=cut_of_flags(draft, layout))
+    layout = dataclasses.replace(layout, layer_partition=cut_of_flags(draft, layout))
     draft["world_size"] = layout.world_size
     draft["data_parallel_size"] = layout.dp
     draft["virtual_pipeline_model_parallel_size"] = layout.vpp
-    draft["layers_of_chunks"] = layout.cut
+    draft["layers_of_chunks"] = layout.layer_partition
     if draft["multi_latent_attention"] and tp > 1 and not draft["sequence_parallel"]:
         # Without it megatron-core adds up gradients of the compressed parts that are whole, or
         # leaves apart what belongs together.
@@ -345,7 +345,7 @@ def _layout_of(draft: Draft) -> Layout:
         pp=draft["pipeline_model_parallel_size"],
         vpp=draft["virtual_pipeline_model_parallel_size"],
         dp=draft["data_parallel_size"],
-        cut=draft["layers_of_chunks"],
+        layer_partition=draft["layers_of_chunks"],
     )
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from megatron.training.common.errors import UsageError
 
 _SIZES = ("tp", "pp", "vpp", "dp")
+_TEXT = re.compile(
+    r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
+)
+_OLD_TEXT = re.compile(r"tp=(?P<tp>\d+) pp=(?P<pp>\d+)(?: vpp=(?P<vpp>\d+))? dp=(?P<dp>\d+)")
 _MOST_CHUNKS = 1 << 16
 
 
@@ -19,9 +23,13 @@ _MOST_CHUNKS = 1 << 16
 class Layout:
     """How the ranks of a job share one model.
 
+    The fields carry the short names of Megatron's `tensor_model_parallel_size`,
+    `pipeline_model_parallel_size`, `virtual_pipeline_model_parallel_size` and
+    `data_parallel_size`. Its one text is `str(layout)`, such as `tp2.pp4.vpp2.dp8`.
+
     Raises:
         ValueError: a size is not an integer of at least 1, `vpp` is used without a pipeline, or
-            `cut` is not one number for every chunk.
+            `layer_partition` is not one number for every chunk.
     """
 
     tp: int = 1
@@ -32,9 +40,9 @@ class Layout:
     """Virtual pipeline size: model chunks held by each pipeline rank; 1 means no interleaving."""
     dp: int = 1
     """Data parallel size: copies of the model, each reading other samples."""
-    cut: tuple[int, ...] | None = None
-    """[pp * vpp] layers of every model chunk in the order of the model (chunk k is held by stage k
-    mod pp); None, also where equal numbers were given: the same for all."""
+    layer_partition: tuple[int, ...] | None = None
+    """[pp * vpp] layers of every model chunk in the order of the model (stage k mod pp holds chunk
+    k). None means equal chunks; equal numbers become None."""
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -43,9 +51,9 @@ class Layout:
                 raise ValueError(f"layout size {name} must be an integer >= 1, got {value!r}")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} needs a pipeline (pp > 1)")
-        if self.cut is not None:
-            cut = _checked_cut(self.cut, self.pp * self.vpp)
-            object.__setattr__(self, "cut", cut if len(set(cut)) > 1 else None)
+        if self.layer_partition is not None:
+            counts = _checked_partition(self.layer_partition, self.pp * self.vpp)
+            object.__setattr__(self, "layer_partition", counts if len(set(counts)) > 1 else None)
 
     @property
     def world_size(self) -> int:
@@ -59,7 +67,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """tp, pp, vpp, dp: all but the cut."""
+        """tp, pp, vpp, dp: everything but the layer partition."""
         return self.tp, self.pp, self.vpp, self.dp
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
@@ -69,7 +77,7 @@ class Layout:
             num_layers: of the whole model; a legal layout of it (`layout_problems`).
         """
         chunks = self.pp * self.vpp
-        return self.cut or (num_layers // chunks,) * chunks
+        return self.layer_partition or (num_layers // chunks,) * chunks
 
     def layers_of_stage(self, num_layers: int, stage: int) -> list[range]:
         """Numbers of the layers of each chunk of a stage.
@@ -91,29 +99,40 @@ class Layout:
 
     def __str__(self) -> str:
         virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
-        cut = f".cut{_runs(self.cut)}" if self.cut else ""
-        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}{cut}"
+        counts = f".cut{_runs(self.layer_partition)}" if self.layer_partition else ""
+        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}{counts}"
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
-        """Inverse of `str`.
+        """Inverse of `str`; also reads the older text `tp=2 pp=4 vpp=2 dp=8`.
 
         Raises:
             ValueError: another form.
         """
-        found = re.fullmatch(r"tp(\d+)\.pp(\d+)(?:\.vpp(\d+))?\.dp(\d+)(?:\.cut([\dx-]+))?", text)
+        found = _TEXT.fullmatch(text) or _OLD_TEXT.fullmatch(text)
         if not found:
             raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
-        *sizes, runs = found.groups()
-        tp, pp, vpp, dp = (int(size or 1) for size in sizes)
-        cut = None if runs is None else _from_runs(runs, pp * vpp)
-        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, cut=cut)
+        tp, pp, vpp, dp = (int(found[name] or 1) for name in _SIZES)
+        runs = found.groupdict().get("cut")
+        counts = None if runs is None else _from_runs(runs, pp * vpp)
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=counts)
+
+    @classmethod
+    def from_record(cls, value: str | Sequence[int]) -> Layout:
+        """Reads a text, or the list of `sizes` that older journals and checkpoints hold.
+
+        Raises:
+            ValueError: another form.
+        """
+        if isinstance(value, str):
+            return cls.from_text(value)
+        return cls(**dict(zip(_SIZES, value, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the four sizes, and the cut if there is one, as a JSON-safe dictionary."""
-        data = asdict(self)
-        cut = data.pop("cut")
-        return data if cut is None else {**data, "cut": list(cut)}
+        """Returns the four sizes as plain JSON types, and the layer partition as `cut` if there is
+        one."""
+        data: dict[str, Any] = dict(zip(_SIZES, self.sizes))
+        return {**data, "cut": list(self.layer_partition)} if self.layer_partition else data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Layout:
@@ -125,7 +144,8 @@ class Layout:
         unknown = sorted(set(data) - {*_SIZES, "cut"})
         if unknown:
             raise ValueError(f"unknown layout keys: {', '.join(unknown)}")
-        return cls(**data)
+        sizes = {name: data[name] for name in _SIZES if name in data}
+        return cls(**sizes, layer_partition=data.get("cut"))
 
     @classmethod
     def from_world(cls, world_size: int, tp: int = 1, pp: int = 1, vpp: int = 1) -> Layout:
@@ -192,12 +212,12 @@ def layout_problems(
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
     problems = []
     stages = layout.pp * layout.vpp
-    if layout.cut and sum(layout.cut) != num_layers:
+    if layout.layer_partition and sum(layout.layer_partition) != num_layers:
         problems.append(
-            f"the chunks of {layout} have {sum(layout.cut)} layers and --num-layers is "
+            f"the chunks of {layout} have {sum(layout.layer_partition)} layers and --num-layers is "
             f"{num_layers}; give --pipeline-model-parallel-layout as many"
         )
-    if num_layers % stages != 0 and not layout.cut:
+    if num_layers % stages != 0 and not layout.layer_partition:
         problems.append(
             f"--num-layers {num_layers} cannot be cut into {layout.pp} pipeline ranks x "
             f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
@@ -354,14 +374,14 @@ def batch_problems(
     return []
 
 
-def _checked_cut(cut: Sequence[int], chunks: int) -> tuple[int, ...]:
-    if not isinstance(cut, (list, tuple)):
-        raise ValueError(f"a cut is a list of whole numbers, got {cut!r}")
-    numbers = tuple(cut)
+def _checked_partition(counts: Sequence[int], chunks: int) -> tuple[int, ...]:
+    if not isinstance(counts, (list, tuple)):
+        raise ValueError(f"a layer partition is a list of whole numbers, got {counts!r}")
+    numbers = tuple(counts)
     if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
-        raise ValueError(f"a cut is whole numbers, got {list(numbers)}")
+        raise ValueError(f"a layer partition is whole numbers, got {list(numbers)}")
     if len(numbers) != chunks:
-        raise ValueError(f"a cut over {chunks} chunks needs as many numbers, got {len(numbers)}")
+        raise ValueError(f"{chunks} chunks need as many layer counts, got {len(numbers)}")
     # The embedding and the head may stand alone.
     if min(numbers) < 0 or 0 in numbers[1:-1] or not any(numbers):
         raise ValueError(
@@ -370,20 +390,20 @@ def _checked_cut(cut: Sequence[int], chunks: int) -> tuple[int, ...]:
     return numbers
 
 
-def _runs(cut: Sequence[int]) -> str:
-    runs = [(n, len(list(same))) for n, same in itertools.groupby(cut)]
+def _runs(counts: Sequence[int]) -> str:
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
     return "-".join(f"{n}x{times}" if times > 1 else str(n) for n, times in runs)
 
 
 def _from_runs(text: str, chunks: int) -> tuple[int, ...]:
     if chunks > _MOST_CHUNKS:
-        raise ValueError(f"a cut over {chunks} chunks is none of any model")
+        raise ValueError(f"no model has {chunks} chunks")
     numbers: list[int] = []
     for run in text.split("-"):
         found = re.fullmatch(r"(\d+)(?:x(\d+))?", run)
         times = int(found[2] or 1) if found else 0
         if not found or times > chunks:
-            raise ValueError(f"{text!r} is no cut such as 5-4x2-3 over {chunks} chunks")
+            raise ValueError(f"{text!r} is no layer partition such as 5-4x2-3 of {chunks} chunks")
         numbers += [int(found[1])] * times
     return tuple(numbers)
 

@@ -90,12 +90,12 @@ def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": (
-            text_of_cut(layout.cut, mtp_num_layers) if layout.cut else None
+            text_of_cut(layout.layer_partition, mtp_num_layers) if layout.layer_partition else None
         ),
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
-        "layers_of_chunks": layout.cut,
+        "layers_of_chunks": layout.layer_partition,
         "data_parallel_size": layout.dp,
     }

@@ -76,7 +76,7 @@ class Config:
             pp=self.parallel.pipeline_model_parallel_size,
             vpp=self.parallel.virtual_pipeline_model_parallel_size,
             dp=self.parallel.data_parallel_size,
-            cut=self.parallel.layers_of_chunks,
+            layer_partition=self.parallel.layers_of_chunks,
         )
 
     @property

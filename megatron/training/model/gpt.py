@@ -179,7 +179,7 @@ def _parallelism(config: Config) -> dict[str, Any]:
 
 def _entries_of_chunks(config: Config) -> list[list[str]] | None:
     """What every chunk runs, as megatron-core wants to be told; None where it is even."""
-    cut = config.layout.cut
+    cut = config.layout.layer_partition
     if cut is None:
         return None
     chunks = [["decoder"] * n for n in cut]

@@ -77,7 +77,7 @@ def stored_layout(arguments: Mapping[str, Any]) -> Layout:
         pp=arguments.get("pipeline_model_parallel_size") or 1,
         vpp=arguments.get("virtual_pipeline_model_parallel_size") or 1,
         dp=arguments.get("data_parallel_size") or 1,
-        cut=arguments.get("layers_of_chunks"),
+        layer_partition=arguments.get("layers_of_chunks"),
     )
 
 

@@ -11,11 +11,23 @@ import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from megatron.training.config.layout import Layout
+
+_SIZES = ("tp", "pp", "vpp", "dp")
+_OPTIONS = (
+    "micro_batch_size",
+    "recompute",
+    "recompute_num_layers",
+    "use_distributed_optimizer",
+)
+_REQUIRED = (*_SIZES, "micro_batch_size", "num_microbatches", "num_steps")
 
 
 class ForeignProfile(ValueError):
@@ -24,26 +36,10 @@ class ForeignProfile(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One measured configuration."""
+    """The measured time of one configuration."""
 
-    tp: int
-    """Tensor size."""
-    pp: int
-    """Pipeline size."""
-    vpp: int = 1
-    """Chunks of a stage."""
-    dp: int
-    """Replicas."""
-    micro_batch_size: int
-    """Samples of a micro-batch."""
-    recompute: str = "none"
-    """Recomputation."""
-    recompute_num_layers: int = 0
-    """Layers of a chunk that are recomputed, with `block`."""
-    use_distributed_optimizer: bool = True
-    """Whether optimizer state is split."""
-    num_microbatches: int
-    """Micro-batches of a replica and step."""
+    configuration: Configuration
+    """What ran."""
     step_s: float
     """Median seconds of a step."""
     spread_s: float = 0.0
@@ -51,41 +47,72 @@ class Timing:
     num_steps: int = 1
     """Steps measured."""
 
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "dp", "micro_batch_size", "num_microbatches", "num_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} {value!r} must be a whole number from 1 on")
-        kinds = {"recompute": str, "recompute_num_layers": int, "use_distributed_optimizer": bool}
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise ValueError(f"{name} {getattr(self, name)!r} must be of type {kind.__name__}")
-        for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not least <= value < np.inf:
-                raise ValueError(f"{name} {value!r} must be positive")
-
     @property
-    def line(self) -> tuple[Any, ...]:
-        """Everything but the number of micro-batches."""
-        return (
-            self.tp,
-            self.pp,
-            self.vpp,
-            self.dp,
-            self.micro_batch_size,
-            self.recompute,
-            self.recompute_num_layers,
-            self.use_distributed_optimizer,
-        )
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two timings of the same configuration."""
+        return *self.configuration.line, self.configuration.num_microbatches
 
     @property
     def relative_sd(self) -> float:
-        """Relative standard deviation of `step_s`: that of a step, 1.4826 median absolute
-        deviations, times that of a median of independent ones, 1.2533/sqrt(n). Steps next to each
-        other are alike: half of them count."""
+        """Relative standard deviation of `step_s`.
+
+        That is the deviation of one step, 1.4826 median absolute deviations, times that of a median
+        of n independent steps, 1.2533/sqrt(n). Consecutive steps are alike, so half of them count.
+        """
         independent = max(self.num_steps / 2.0, 1.0)
         return 1.2533 * 1.4826 * self.spread_s / self.step_s / math.sqrt(independent)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, as a line of a profile has them."""
+        c = self.configuration
+        return {
+            **dict(zip(_SIZES, c.layout.sizes)),
+            **{name: getattr(c, name) for name in _OPTIONS},
+            "num_microbatches": c.num_microbatches,
+            "step_s": self.step_s,
+            "spread_s": self.spread_s,
+            "num_steps": self.num_steps,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Timing:
+        """Inverse of `to_json`; fields with a default may be missing, others are ignored.
+
+        Raises:
+            ValueError: a value that is missing or makes no sense.
+        """
+        plain = {"vpp": 1, "recompute": "none", "recompute_num_layers": 0, "num_steps": 1}
+        values = {**plain, "use_distributed_optimizer": True, "spread_s": 0.0, **data}
+        if missing := [name for name in (*_REQUIRED, "step_s") if name not in values]:
+            raise ValueError(f"{missing[0]} is missing")
+        for name in _REQUIRED:
+            if not _is_whole(values[name]) or values[name] < 1:
+                raise ValueError(f"{name} {values[name]!r} must be a whole number from 1 on")
+        if values["recompute"] not in RECOMPUTE:
+            raise ValueError(f"recompute {values['recompute']!r} is none of {', '.join(RECOMPUTE)}")
+        if not _is_whole(values["recompute_num_layers"]):
+            raise ValueError("recompute_num_layers must be a whole number")
+        if not isinstance(values["use_distributed_optimizer"], bool):
+            raise ValueError("use_distributed_optimizer must be true or false")
+        for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
+            if not isinstance(values[name], (int, float)) or not least <= values[name] < np.inf:
+                raise ValueError(f"{name} {values[name]!r} must be positive")
+        layout = Layout(**{name: values[name] for name in _SIZES})
+        return cls(
+            configuration=Configuration(
+                layout=layout,
+                **{name: values[name] for name in _OPTIONS},
+                global_batch_size=(
+                    values["num_microbatches"] * layout.dp * values["micro_batch_size"]
+                ),
+                sequence_parallel=layout.tp > 1,
+            ),
+            **{name: values[name] for name in ("step_s", "spread_s", "num_steps")},
+        )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def fingerprint(parts: dict[str, Any]) -> str:
@@ -113,7 +140,7 @@ class ProfileStore:
         header = {"machine": self.parts, "fingerprint": self.key}
         known = any("machine" in r and r.get("fingerprint") == self.key for r in _lines(self.path))
         text = "" if known else json.dumps(header) + "\n"
-        text += json.dumps({"fingerprint": self.key, **asdict(timing)}) + "\n"
+        text += json.dumps({"fingerprint": self.key, **timing.to_json()}) + "\n"
         cut = self.path.exists() and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a") as file:
             # A line that a kill cut short ends here, so that it spoils no other.
@@ -169,7 +196,6 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def _sorted_out(path: Path, key: str) -> tuple[list[Timing], int]:
-    names = {f.name for f in fields(Timing)}
     own: dict[Any, Timing] = {}
     others = 0
     for record in _lines(path):
@@ -179,8 +205,8 @@ def _sorted_out(path: Path, key: str) -> tuple[list[Timing], int]:
             others += 1
             continue
         try:
-            timing = Timing(**{k: v for k, v in record.items() if k in names})
-        except (TypeError, ValueError) as error:
+            timing = Timing.from_json(record)
+        except ValueError as error:
             raise ForeignProfile(f"{path} holds a line that is no timing: {error}") from error
-        own[(*timing.line, timing.num_microbatches)] = timing
+        own[timing.key] = timing
     return list(own.values()), others
