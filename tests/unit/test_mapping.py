@@ -416,7 +416,7 @@ def test_hosts_come_in_the_order_found() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     net = network(np.full((3, 3), 1e10))
-    with pytest.raises(SpecError, match="tp2.pp2.dp2 are 8 ranks and 3 nodes of 4 have 12"):
+    with pytest.raises(SpecError, match=r"tp2\.pp2\.dp2 are 8 ranks and 3 nodes of 4 have 12"):
         Placement(job(2, 2, 2), net)
     with pytest.raises(SpecError, match="tp does not divide the 4 GPUs"):
         Placement(job(12, 1, 1), net)
