@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from copus_ext.launch.budget import Limits
+from copus_ext.launch.rendezvous import MAX_LOCAL_RANKS, MAX_NODES
+from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.launch.slurm import Step, address_of, read_step
 from copus_ext.reshard.relaunch import value_of
 from megatron.training.common.errors import UsageError
@@ -19,40 +20,37 @@ from megatron.training.common.program import program_name
 _ROOT = Path(__file__).resolve().parents[2]
 _MODULE = "python -m copus_ext.launch.supervisor"
 _TRAINER = "pretrain_gpt.py"
-_INSTALLED_TRAINER = ("-m", "copus_ext.commands.pretrain")
-"""The same program, where there is no checkout or no program is named."""
 _RUN_DIR_FLAGS = ("--run-dir", "--save", "--tensorboard-dir")
-"""Where the trainer keeps the run, the first that is given."""
+"""The first of these that is given names the directory of the run."""
 _DEFAULT_PORT = 29500
-_MOST_NODES, _MOST_PROCESSES = 1 << 16, 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the supervisor of a node is to do."""
+    """The command line of one node's supervisor."""
 
     nnodes: int
     """Nodes of the job."""
     node_rank: int
     """Number of this one; 0 decides for all."""
-    processes: int
-    """Ranks it can start."""
+    nproc_per_node: int
+    """Ranks that it can start."""
     endpoint: str
-    """`host:port` of node 0, which its ranks and those of the others meet at."""
-    limits: Limits
-    """Crashes that are gone on from."""
+    """`host:port` of node 0, at which all ranks meet; empty with one node."""
+    limits: CrashLimits
+    """Crashes after which the run goes on."""
     stop_margin_s: float
     """Seconds that saving may take, before a second signal ends the ranks."""
     join_timeout_s: float
     """Seconds to wait for the other nodes at the start."""
     node_timeout_s: float
-    """A node that shows no life for so long is lost."""
+    """A node that is silent for so long is lost."""
     program: tuple[str, ...]
-    """What the ranks run: the words between `python` and the flags."""
+    """The words between `python` and the flags of a rank."""
     flags: tuple[str, ...]
     """Of the program."""
-    called: str
-    """How the user started this, without the flags."""
+    called_as: str
+    """The user's command without the flags."""
     has_gpu: bool
     """Whether ranks have a GPU."""
     step: Step | None = None
@@ -66,12 +64,12 @@ class Options:
 
     @property
     def command(self) -> str:
-        """What goes on with the run, fit for a shell."""
+        """A shell command that goes on with the run."""
         flags = list(self.flags)
         save = value_of(flags, "--save")
         if save is not None and value_of(flags, "--load") is None:
             flags += ["--load", save]
-        return f"{self.called} {shlex.join(flags)}"
+        return f"{self.called_as} {shlex.join(flags)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -83,23 +81,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program_name(_MODULE),
         usage="%(prog)s [flags] -- [PROGRAM] FLAGS_OF_PROGRAM",
-        description="Starts the ranks of a run on this node, and again when it asks for it or "
-        "crashes. Under srun, with one task a node, nodes and address come from SLURM. "
-        f"PROGRAM is {_TRAINER} unless another is named.",
+        description="Starts the ranks of a run on this node. Starts them again when the run asks "
+        "for it or crashes. Under srun with one task a node, nodes and address come from SLURM. "
+        f"PROGRAM is the trainer ({_TRAINER}) unless another is named.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nnodes", type=int, help="nodes of the job, each with a supervisor (1)")
-    add("--node-rank", type=int, help="number of this node (0); node 0 decides for all")
+    add("--nnodes", type=int, help="nodes of the job, with a supervisor on each (1)")
+    add("--node-rank", type=int, help="number of this node (0); node 0 leads the others")
     add("--nproc-per-node", type=int, help="ranks on this node (the GPUs it sees, else 1)")
     add("--rdzv-endpoint", help="HOST:PORT of node 0; needed with several nodes")
-    add("--max-crashes", type=int, default=10, help="crashes of the run to go on from (10)")
+    add("--max-crashes", type=int, default=10, help="give up after more crashes than this (10)")
     add("--max-crashes-per-hour", type=int, default=3, help="the same within an hour (3)")
     add("--restart-wait", type=float, help="seconds before starting again (5, then 15, then 45)")
-    add("--stop-margin-s", type=float, default=600, help="a second TERM ends ranks from then on")
+    add("--stop-margin-s", type=float, default=600, help="a second TERM ends the ranks after this")
     add("--join-timeout-s", type=float, default=600, help="wait so long for the other nodes")
     add("--node-timeout-s", type=float, default=120, help="a node silent for so long is lost")
-    add("--called", help="how this was started, for the command that it prints at the end")
+    add("--called", help="the user's command, for the hint that is printed at the end")
     return parser
 
 
@@ -108,7 +106,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
 
     Args:
         argv: words after the name of the module.
-        env: environment; None takes that of the process.
+        env: environment; None for that of the process.
 
     Raises:
         UsageError: one line with the flag and the fix.
@@ -122,32 +120,34 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         raise UsageError(f"no flags of the run given; end with: -- {_TRAINER} FLAGS; see {name} -h")
     named = () if words[0].startswith("-") else (words[0],)
     gpus = visible_gpus(env)
-    processes = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
+    nproc = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
     nnodes, node, endpoint = _place(given, step)
-    _check_between("--nnodes", nnodes, 1, _MOST_NODES)
+    _check_between("--nnodes", nnodes, 1, MAX_NODES)
     _check_between("--node-rank", node, 0, nnodes - 1)
-    _check_between("--nproc-per-node", processes, 1, _MOST_PROCESSES)
+    _check_between("--nproc-per-node", nproc, 1, MAX_LOCAL_RANKS)
     for name in ("stop_margin_s", "join_timeout_s", "node_timeout_s"):
         if not getattr(given, name) >= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 0")
     try:
         waits = {} if given.restart_wait is None else {"waits_s": (given.restart_wait,)}
-        limits = Limits(per_hour=given.max_crashes_per_hour, per_run=given.max_crashes, **waits)
+        limits = CrashLimits(
+            per_hour=given.max_crashes_per_hour, per_run=given.max_crashes, **waits
+        )
     except ValueError as error:
         raise UsageError(str(error)) from error
     return Options(
         nnodes=nnodes,
         node_rank=node,
-        processes=processes,
+        nproc_per_node=nproc,
         endpoint=endpoint,
         limits=limits,
         stop_margin_s=given.stop_margin_s,
         join_timeout_s=given.join_timeout_s,
         node_timeout_s=given.node_timeout_s,
-        program=_program(*named) if named else _INSTALLED_TRAINER,
+        program=_program(*named) if named else _trainer(),
         flags=tuple(words[len(named) :]),
-        called=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
+        called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
         has_gpu=gpus > 0,
         step=step,
     )
@@ -182,17 +182,24 @@ def _place(given: argparse.Namespace, step: Step | None) -> tuple[int, int, str]
 
 
 def _program(word: str) -> tuple[str, ...]:
-    """Seen from the current folder, else from the repository; the trainer needs neither."""
+    """A file seen from the current folder, else from the repository. The trainer needs neither."""
     for path in (Path(word), _ROOT / word):
         if path.is_file():
             return (str(path),)
     if word == _TRAINER:
-        return _INSTALLED_TRAINER
+        return _trainer()
     raise UsageError(f"there is no program {word}")
 
 
+def _trainer() -> tuple[str, ...]:
+    """The trainer as a module. Under `copus launch` its messages say `copus pretrain`."""
+    if program_name(_MODULE) == _MODULE:
+        return "-m", "copus_ext.commands.pretrain"
+    return "-m", "copus_ext.commands.main", "pretrain"
+
+
 def visible_gpus(env: Mapping[str, str]) -> int:
-    """GPUs that this process may use, without asking a library that would take hold of them."""
+    """Number of GPUs that this process may use. Asks no library, which would occupy them."""
     listed = env.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -1,7 +1,10 @@
-"""What SLURM says about the job step that this process is part of.
+"""What SLURM says about the job step of this process, and the order of its nodes.
 
-Needs no torch, and never asks `sacct`, which answers nothing on a cluster without a database.
-Whatever a command does not answer counts as unknown.
+COPUS_HOSTFILE names a file that replaces SLURM's order of nodes; `copus plan --hostfile` writes it.
+Ranks are numbered along it before any process group exists.
+
+Nothing here needs torch or `sacct`, which answers nothing on a cluster without a database. What a
+command does not answer counts as unknown.
 """
 
 from __future__ import annotations
@@ -11,19 +14,24 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from copus_ext.launch.hostfile import in_order
 from megatron.training.common.errors import UsageError
 
+HOSTFILE_VARIABLE = "COPUS_HOSTFILE"
+"""Environment variable that names a file with one host a line."""
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Numbers from here on are the shells of sbatch and salloc, not steps of srun."""
+"""From here on step numbers mean the shells of sbatch and salloc."""
 _FIRST_PORT, _NUM_PORTS = 20000, 12000
 """Below those that Linux gives to outgoing connections."""
 _PORTS_PER_JOB = 8
 _ANSWER_S = 10.0
+_NODE_NAME = "SLURMD_NODENAME"
 _UNITS_S = (1, 60, 3600, 86400)
+_MAX_NODES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class Step:
     job: str
     """Number of the job; of an array's task its own."""
     handle: str
-    """What commands know the job by; see `handle_of`."""
+    """Name of the job in SLURM's commands; see `handle_of`."""
     restarts: int
     """How often the job was put back into the queue."""
     number: int
@@ -56,7 +64,7 @@ class Step:
     @property
     def head(self) -> str:
         """Name of the first node."""
-        return first_node(self.nodes)
+        return expand_nodes(self.nodes)[0]
 
     @property
     def port(self) -> int:
@@ -66,15 +74,16 @@ class Step:
 
 
 def read_step(env: Mapping[str, str] | None = None) -> Step | None:
-    """The step of this process; None outside of one, as in the shells of sbatch and salloc.
-
-    Its nodes are numbered along the file that COPUS_HOSTFILE names, if there is one.
+    """The step of this process, with its nodes in the order of COPUS_HOSTFILE.
 
     Args:
-        env: environment; None takes that of the process.
+        env: environment; None for that of the process.
+
+    Returns:
+        None outside of a step, as in the shells of sbatch and salloc.
 
     Raises:
-        UsageError: one line, if the variables make no sense, or that file does not.
+        UsageError: one line, if the variables or the file make no sense.
     """
     env = os.environ if env is None else env
     if not {"SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"} <= set(env):
@@ -96,15 +105,15 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
         num_local_tasks=_tasks_of_node(per_node, node_rank),
         local_rank=_number(env, "SLURM_LOCALID", 0),
     )
-    step, note = in_order(step, env)
+    step, note = order_by_hostfile(step, env)
     if note and step.rank == 0:
         print(note, file=sys.stderr, flush=True)
     return step
 
 
 def handle_of(env: Mapping[str, str]) -> str:
-    """What commands know this job by, such as 77, or 70_3 for a task of an array: the number of one
-    of the tasks stands for the whole array."""
+    """The name of this job in SLURM's commands, such as 77, or 70_3 for a task of an array, whose
+    own number may stand for the whole array."""
     array, task = (env.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID", "")
 
@@ -130,10 +139,95 @@ def _tasks_of_node(text: str, node_rank: int) -> int:
     return counts[min(node_rank, len(counts) - 1)]
 
 
-def first_node(nodes: str) -> str:
-    """The first name of a list such as gpu-[07-09,12],login."""
-    first = re.split(r",(?![^\[]*\])", nodes)[0]
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+def expand_nodes(nodes: str) -> list[str]:
+    """The names in a list such as gpu-[07-09,12],login.
+
+    Raises:
+        UsageError: more names than any cluster has.
+    """
+    names: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", nodes):
+        found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+        if not found:
+            names.append(part)
+            continue
+        before, ranges, behind = found.groups()
+        for one in ranges.split(","):
+            first, dash, last = one.partition("-")
+            last = last if dash else first
+            if not (first.isdecimal() and last.isdecimal() and int(last) - int(first) < _MAX_NODES):
+                raise UsageError(f"{nodes[:60]} is no list of nodes such as n[1-4]")
+            width = len(first)
+            numbers = range(int(first), int(last) + 1)
+            firsts = [f"{before}{number:0{width}d}" for number in numbers]
+            names += [f"{one}{rest}" for one in firsts for rest in expand_nodes(behind)]
+    return names
+
+
+def read_hosts(path: Path) -> list[str]:
+    """The hosts of a file, a line each; empty lines and what follows # mean nothing.
+
+    Raises:
+        UsageError: no such file, or a host twice.
+    """
+    try:
+        lines = [line.partition("#")[0].strip() for line in path.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{HOSTFILE_VARIABLE}={path}: {error}") from error
+    hosts = [line for line in lines if line]
+    twice = next((host for host, times in Counter(hosts).items() if times > 1), None)
+    if twice is not None:
+        raise UsageError(f"{HOSTFILE_VARIABLE}={path} names {twice} twice; name every node once")
+    return hosts
+
+
+def order_by_hostfile(step: Step, env: Mapping[str, str]) -> tuple[Step, str]:
+    """The step with its nodes numbered along COPUS_HOSTFILE, if the environment names one. Nodes
+    that are not in the file come last, in SLURM's order.
+
+    Args:
+        step: as SLURM numbers it.
+        env: environment of the process.
+
+    Returns:
+        The step, and a line for the user if the file is of other nodes, else an empty text.
+
+    Raises:
+        UsageError: a file that cannot be read, or nodes with different numbers of tasks.
+    """
+    path = env.get(HOSTFILE_VARIABLE)
+    if not path or step.num_nodes == 1:
+        return step, ""
+    given = expand_nodes(step.nodes)
+    own = env.get(_NODE_NAME, "")
+    if own not in given and step.node_rank < len(given):
+        own = given[step.node_rank]
+    hosts = read_hosts(Path(path))
+    missing, gone = sorted(set(given) - set(hosts)), sorted(set(hosts) - set(given))
+    order = [*(host for host in hosts if host not in gone), *(n for n in given if n in missing)]
+    if step.num_tasks != step.num_local_tasks * step.num_nodes:
+        raise UsageError(
+            f"{HOSTFILE_VARIABLE}: nodes with different numbers of tasks keep SLURM's order; start "
+            "as many on each, or unset it"
+        )
+    if own not in order:
+        raise UsageError(
+            f"{HOSTFILE_VARIABLE}: {_NODE_NAME}={own} is none of the step's nodes {step.nodes}"
+        )
+    node_rank = order.index(own)
+    moved = replace(
+        step,
+        nodes=",".join(order),
+        node_rank=node_rank,
+        rank=node_rank * step.num_local_tasks + step.local_rank,
+    )
+    notes = [f"{', '.join(missing)} not in the file"] if missing else []
+    notes += [f"{', '.join(gone)} not in this job"] if gone else []
+    note = (
+        f"{HOSTFILE_VARIABLE}={path} was made for other nodes ({'; '.join(notes)}); measure the "
+        "links and plan again for a better order"
+    )
+    return moved, note if notes else ""
 
 
 def address_of(node: str) -> str:
@@ -158,16 +252,6 @@ def answer(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def time_left_command(handle: str) -> list[str]:
-    """Asks for the time left of a job; see `seconds_of`."""
-    return ["squeue", "-h", "-j", handle, "-o", "%L"]
-
-
-def comment_command(handle: str, text: str) -> list[str]:
-    """Publishes a text as the job's comment, which `squeue -o %k` shows."""
-    return ["scontrol", "update", f"JobId={handle}", f"Comment={text}"]
 
 
 def state_of(handle: str) -> str | None:

@@ -1,30 +1,45 @@
-"""The processes of one launch on this node: started, asked to stop, ended. No torch."""
+"""The ranks of one launch on this node, below a launcher process of their own.
+
+    supervisor -> python -m copus_ext.launch.workers -> ranks
+
+The launcher is torch's. It dies with the supervisor, takes the ranks along, and leaves in a file
+how they ended. docs/decisions/017 says why each launch has its own. Only it imports torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import logging
 import os
 import platform
 import secrets
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from copus_ext.launch.cause import Failure
-from copus_ext.launch.messages import Ended
-from copus_ext.reshard.checked import check_fields, check_number, read_value
-from copus_ext.reshard.relaunch import BARRED_VARIABLE, LAUNCH_VARIABLE
+from copus_ext.launch.failure import Failure, error_line, first_failure, split_hung, traceback_end
+from copus_ext.launch.rendezvous import LaunchResult
+from copus_ext.reshard.checked import read_value
+from copus_ext.reshard.relaunch import BLOCKED_VARIABLE, LAUNCH_VARIABLE
+from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.control import SUPERVISOR_VARIABLE
+from megatron.training.common.program import tell
+from megatron.training.resilience.env_checks import no_collection
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
-REPORT = "report.json"
-"""How the ranks ended, written by the launcher."""
-_END_WAIT_S = 10.0
+_REPORT = "report.json"
+_END_WAIT_S, _PARENT_LOOK_S = 10.0, 0.2
+_LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Schedulers send these to every process of a job; ranks and supervisor answer them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,53 +51,40 @@ class Launch:
     node: int
     """Number of this node."""
     nodes: list[int]
-    """That take part, in the order of their ranks."""
-    processes: int
+    """Nodes that take part, in the order of their ranks."""
+    num_ranks: int
     """Ranks on this node."""
     endpoint: str
     """`host:port` of the first node."""
-    command: list[str]
-    """Program and flags."""
-    barred: list[str]
-    """Layouts that the run must not choose."""
+    folder: str
+    """Empty, for the report and the errors of ranks."""
 
 
 class Workers:
-    """torch's launcher and the ranks below it.
+    """Torch's launcher and the ranks below it.
 
     Args:
         launch: what to start.
-        folder: empty, for what the launcher writes; gone with the launch.
+        command: program and flags.
+        blocked_layouts: layouts that the run must not choose.
     """
 
-    def __init__(self, launch: Launch, folder: Path) -> None:
-        self._launch, self._folder = launch, folder
-        self.told = False
-        """Whether this ended them."""
+    def __init__(self, launch: Launch, command: list[str], blocked_layouts: list[str]) -> None:
+        self._launch = launch
+        self.were_killed = False
+        """Whether `end` had to kill them."""
         env = {
             **os.environ,
             LAUNCH_VARIABLE: launch.name,
             SUPERVISOR_VARIABLE: _OWN,
-            BARRED_VARIABLE: ",".join(launch.barred),
+            BLOCKED_VARIABLE: ",".join(blocked_layouts),
         }
-        if launch.processes > 1:  # as torchrun does
+        if launch.num_ranks > 1:  # as torchrun does
             env.setdefault("OMP_NUM_THREADS", "1")
-        options: dict[str, Any] = {
-            "launch": launch.name,
-            "node": launch.node,
-            "nodes": len(launch.nodes),
-            "position": launch.nodes.index(launch.node),
-            "processes": launch.processes,
-            "endpoint": launch.endpoint,
-            "folder": folder,
-            "parent": os.getpid(),
-        }
-        command = [sys.executable, "-m", "copus_ext.launch.ranks"]
-        for name, value in options.items():
-            command += [f"--{name}", str(value)]
-        # A group of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
+        options = json.dumps({**dataclasses.asdict(launch), "parent": os.getpid()})
+        # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
         self._child = subprocess.Popen(
-            [*command, "--", *launch.command],
+            [sys.executable, "-m", "copus_ext.launch.workers", options, *command],
             env=env,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -93,9 +95,9 @@ class Workers:
         return self._child.poll() is None
 
     def ask_to_stop(self) -> None:
-        """Signals the ranks themselves, which save and leave; while there are none, all is ended.
+        """Sends SIGTERM to the ranks, which save and leave. Ends the launch if there are none yet.
 
-        The processes that read data and write checkpoints get none: they are needed to save.
+        Processes that read data and write checkpoints get no signal: ranks need them to save.
         """
         ranks = _ranks_of(self._child.pid)
         for rank in ranks:
@@ -106,38 +108,27 @@ class Workers:
 
     def end(self) -> None:
         """Kills what is left, at once."""
-        self.told |= self.is_running()
-        if self.told:
+        self.were_killed |= self.is_running()
+        if self.were_killed:
             self._child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=_END_WAIT_S)  # longer only in the hands of a broken driver
+            self._child.wait(timeout=_END_WAIT_S)  # longer only inside a broken driver
         end_launch(self._launch.name, _OWN)
 
-    def ended(self) -> Ended:
-        """How they ended; they have."""
-        name, node = self._launch.name, self._launch.node
-        code = self._child.poll()
-        code = -signal.SIGKILL if code is None else code
+    def result(self) -> LaunchResult:
+        """How they ended; to be called after `end`."""
+        name, node, code = self._launch.name, self._launch.node, self._child.poll()
         try:
-            known = read_value(self._folder / REPORT, _parse_report)
+            found = read_value(Path(self._launch.folder) / _REPORT, LaunchResult.from_json)
         except ValueError:
-            known = None
-        if known is None and code != 0:
-            said = "" if self.told else "it left no report"
-            known = 1, Failure(rank=-1, host=platform.node()[:500], code=code, error=said)
-        failure = known[1] if known is not None else None
-        if failure is None:
-            return Ended(launch=name, node=node, code=0, told=self.told)
-        return Ended(
-            launch=name, node=node, code=failure.exit_code or 1, told=self.told, failure=failure
-        )
-
-
-def _parse_report(data: Any) -> tuple[int, Failure | None]:
-    check_fields(data, ["code", "failure"], ["code", "failure"])
-    check_number("code", data["code"], 0, 255)
-    failure = data["failure"]
-    return data["code"], None if failure is None else Failure.from_json(failure)
+            found = None
+        if found is None and code == 0:
+            found = LaunchResult.of(name, node, None)
+        elif found is None:
+            error = "" if self.were_killed else "it left no report"
+            code = -signal.SIGKILL if code is None else code
+            found = LaunchResult.of(name, node, _launcher_failure(code, error))
+        return dataclasses.replace(found, was_killed=self.were_killed)
 
 
 def _ranks_of(launcher: int) -> list[psutil.Process]:
@@ -152,17 +143,17 @@ def _ranks_of(launcher: int) -> list[psutil.Process]:
 
 
 def end_launch(name: str, supervisor: str) -> None:
-    """Kills what is left of a launch on a node: the processes that bear its name and that of their
-    supervisor, which no others do; some may have left the process group of their rank."""
+    """Kills every process on this node whose environment names this launch of this supervisor; some
+    may have left the process group of their rank."""
     for _ in range(2):  # a dying parent may have started one more between two looks
-        left = [process for process in psutil.process_iter() if _bears(process, name, supervisor)]
+        left = [process for process in psutil.process_iter() if _is_of(process, name, supervisor)]
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=_END_WAIT_S)
 
 
-def _bears(process: psutil.Process, name: str, supervisor: str) -> bool:
+def _is_of(process: psutil.Process, name: str, supervisor: str) -> bool:
     if process.pid == os.getpid():
         return False
     try:
@@ -170,3 +161,105 @@ def _bears(process: psutil.Process, name: str, supervisor: str) -> bool:
     except (psutil.Error, OSError):
         return False
     return env.get(LAUNCH_VARIABLE) == name and env.get(SUPERVISOR_VARIABLE) == supervisor
+
+
+def main(argv: list[str]) -> int:
+    """The launcher: runs the ranks of this node to their end and writes the report.
+
+    Args:
+        argv: a `Launch` and the id of the parent as JSON, then program and flags.
+
+    Returns:
+        0, or the exit code of the rank that failed first.
+    """
+    options = json.loads(argv[0])
+    parent = options.pop("parent")
+    launch = Launch(**options)
+    _end_with(parent, launch.name)
+    for number in _LEFT_TO_OTHERS:
+        # A function: ranks would inherit a signal that is ignored as ignored.
+        signal.signal(number, lambda number, frame: None)
+    result = LaunchResult.of(launch.name, launch.node, first_failure(_run(launch, argv[1:])))
+    write_atomically(Path(launch.folder) / _REPORT, json.dumps(result.to_json()))
+    return result.code
+
+
+def _end_with(parent: int, launch: str) -> None:
+    """Ends the launch when the supervisor has gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_LOOK_S)
+        end_launch(launch, os.environ.get(SUPERVISOR_VARIABLE, ""))
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run(launch: Launch, command: list[str]) -> list[Failure]:
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with no_collection():
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Torch logs every end as an error, also one that is none; the supervisor says it instead.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # The static backend numbers ranks in the order of nodes. One node needs no fixed port.
+    is_alone = len(launch.nodes) == 1
+    config = LaunchConfig(
+        min_nodes=len(launch.nodes),
+        max_nodes=len(launch.nodes),
+        nproc_per_node=launch.num_ranks,
+        run_id=launch.name,
+        rdzv_backend="c10d" if is_alone else "static",
+        rdzv_endpoint="127.0.0.1:0" if is_alone else launch.endpoint,
+        rdzv_configs={} if is_alone else {"rank": launch.nodes.index(launch.node)},
+        local_addr="127.0.0.1" if is_alone else None,
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGINT",
+        logs_specs=DefaultLogsSpecs(log_dir=launch.folder),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", *command)
+    except ChildFailedError as error:
+        failures, hung = split_hung([_failure(rank, one) for rank, one in error.failures.items()])
+        for one in hung:
+            tell(
+                "supervisor",
+                f"rank {one.rank} hung: it did not answer SIGTERM after another rank had failed",
+            )
+        return failures
+    except SignalException as error:
+        return [_launcher_failure(-int(error.sigval), "")]
+    except Exception as error:  # no rendezvous, no port, no program: torch raises many kinds
+        return [_launcher_failure(1, f"{type(error).__name__}: {error}")]
+    return []
+
+
+def _failure(rank: int, failure: Any) -> Failure:
+    """Of a rank, with the error that it left in torch's form."""
+    error, text, seconds = "", "", float(failure.timestamp)
+    if isinstance(failure.message, dict):
+        more = failure.message.get("extraInfo") or {}
+        error, text = str(failure.message.get("message", "")), str(more.get("py_callstack", ""))
+        if isinstance(more.get("time"), float):
+            seconds = more["time"]
+    return Failure(
+        rank=rank,
+        host=platform.node()[:500],
+        code=failure.exitcode,
+        time_s=seconds,
+        error=error_line(error),
+        traceback=traceback_end(text),
+    )
+
+
+def _launcher_failure(code: int, error: str) -> Failure:
+    host, now = platform.node()[:500], time.time()
+    return Failure(rank=-1, host=host, code=code, time_s=now, error=error_line(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,11 @@
-"""Values that come back from files which anybody may have written: read in bounds, told in one
-line."""
+"""JSON from files that anybody may have written. It is read within bounds, and what is wrong with
+it is said in one line."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,8 +13,7 @@ from megatron.training.logging.tail_reader import open_plain
 
 MAX_NUMBER = 1 << 53
 """Largest whole number that JSON readers agree on."""
-MAX_FILE_BYTES = 1 << 16
-"""Of a file that holds one value, if nothing else is said."""
+_MAX_FILE_BYTES = 1 << 16
 
 Value = TypeVar("Value")
 
@@ -54,6 +54,26 @@ def check_fields(data: Any, names: Collection[str], needed: Collection[str]) -> 
     return data
 
 
+class JsonRecord:
+    """Base of a dataclass that is stored as a JSON object. Its `__post_init__` checks the values
+    and raises ValueError naming the field."""
+
+    @classmethod
+    def from_json(cls: Any, data: Any) -> Any:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: one line: a missing or unknown field, or a value out of bounds.
+        """
+        own = fields(cls)
+        needed = [f.name for f in own if f.default is MISSING and f.default_factory is MISSING]
+        return cls(**check_fields(data, [f.name for f in own], needed))
+
+    def to_json(self: Any) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
 def one_line(text: str, longest: int = 300) -> str:
     """The start of a text that may be anything, without control characters."""
     return "".join(c for c in " ".join(text.split()) if c.isprintable())[:longest]
@@ -67,32 +87,27 @@ def shown(value: Any) -> str:
 
 
 def read_value(
-    path: Path, parse: Callable[[Any], Value], *, most_bytes: int = MAX_FILE_BYTES
+    path: Path, parse: Callable[[Any], Value], *, most_bytes: int = _MAX_FILE_BYTES
 ) -> Value | None:
-    """What a file of JSON holds, or None if there is no file.
+    """Reads a plain file that holds one JSON value; returns None if there is no file.
 
     Args:
-        path: the file.
-        parse: makes the value, raising ValueError.
-        most_bytes: size from which it is refused.
+        path: the file; a link or a pipe is refused.
+        parse: makes the value and raises ValueError.
+        most_bytes: a larger file is refused.
 
     Raises:
         ValueError: one line naming the file.
     """
     try:
-        return parse(json.loads(_read_small(path, most_bytes)))
+        with open_plain(path) as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ValueError(f"it has more than {most_bytes} bytes")
+        return parse(json.loads(data))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {one_line(str(error))}") from error
-
-
-def _read_small(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a plain file that nobody made to hurt: no link, no pipe, not large."""
-    with open_plain(path) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    return data

@@ -1,8 +1,8 @@
-"""The change that needs new processes: what a run asks of whoever supervises it, and the command
-that follows from it.
+"""What a run asks of its supervisor as it ends, and the flags of the launch that follows.
 
     <run>/control/request.json    written by rank 0 after all ranks agreed and the checkpoint is
-                                  committed; replaced atomically; of one launch, else stale
+                                  committed; replaced atomically; a request of another launch is
+                                  stale
 
 Nothing here needs torch.
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from copus_ext.reshard.checked import (
     MAX_NUMBER,
-    check_fields,
+    JsonRecord,
     check_number,
     check_text,
     one_line,
@@ -29,16 +30,19 @@ from copus_ext.reshard.checked import (
 from megatron.training.checkpoint.files import TRACKER, write_atomically
 from megatron.training.common.control import LAUNCH_NAME, supervised_launch
 from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
+from megatron.training.common.errors import Relaunch
 from megatron.training.config import layer_partition
 from megatron.training.config.layout import Layout
+from megatron.training.resilience.exit_status import Outcome
+
+logger = logging.getLogger(__name__)
 
 REQUEST_FILE = Path("control") / "request.json"
 Kind = Literal["done", "relayout", "requeue", "abort"]
-_KINDS = ("done", "relayout", "requeue", "abort")
-BARRED_VARIABLE = "COPUS_BARRED_LAYOUTS"
-"""Environment variable: layouts such as tp2.pp1.dp4, with commas between, that the run must not
-choose."""
-_MAX_TEXT = 4096
+BLOCKED_VARIABLE = "COPUS_BLOCKED_LAYOUTS"
+"""Environment variable: layouts that the run must not choose, such as tp2.pp1.dp4, separated by
+commas."""
+_MAX_REASON, _MAX_TEXT = 2000, 4096
 _MAX_SIZE = 1 << 20
 
 _TENSOR = "--tensor-model-parallel-size"
@@ -63,8 +67,8 @@ _NO_OVERLAP = "--no-overlap-p2p-communication"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """How the processes of a launch want to be followed.
+class Request(JsonRecord):
+    """What a run wants after the end of its processes.
 
     Raises:
         ValueError: a value of the wrong type or out of bounds, naming the field.
@@ -74,7 +78,7 @@ class Request:
     """Name of the launch that asks; `control.LAUNCH_VARIABLE`."""
     kind: Kind
     """`done`: nothing follows. `relayout`: start again under `layout`. `requeue`: start again in
-    another allocation. `abort`: starting again would not help."""
+    another allocation. `abort`: to start again would not help."""
     iteration: int
     """Steps done."""
     consumed_samples: int
@@ -94,8 +98,8 @@ class Request:
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
             raise ValueError(f"launch {shown(self.launch)} is no name of a launch")
-        if not (isinstance(self.kind, str) and self.kind in _KINDS):
-            raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(_KINDS)}")
+        if not (isinstance(self.kind, str) and self.kind in get_args(Kind)):
+            raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(get_args(Kind))}")
         check_number("iteration", self.iteration, 0, MAX_NUMBER)
         check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
         for name in ("micro_batch_size", "global_batch_size"):
@@ -103,7 +107,10 @@ class Request:
                 check_number(name, getattr(self, name), 1, _MAX_SIZE)
         check_text("reason", self.reason, _MAX_TEXT)
         if self.checkpoint is not None:
-            _check_folder(self.checkpoint)
+            check_text("checkpoint", self.checkpoint, _MAX_TEXT)
+            folder = self.checkpoint
+            if not folder or folder.startswith("-") or not folder.isprintable():
+                raise ValueError(f"checkpoint {shown(folder)} cannot be the folder of a flag")
         if self.layout is not None and not isinstance(self.layout, Layout):
             raise ValueError(f"layout {shown(self.layout)} must be a layout")
         if self.layout is not None and self.layout.world_size > _MAX_SIZE:
@@ -115,26 +122,19 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        data = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**data, "layout": self.layout and self.layout.to_json()}
+        return {**vars(self), "layout": self.layout and self.layout.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> Request:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: a missing or unknown field, or a value that makes no sense.
-        """
-        needed = {"launch", "kind", "iteration", "consumed_samples", "reason"}
-        check_fields(data, {field.name for field in fields(cls)}, needed)
-        layout = data.get("layout")
+        """Reads what `to_json` wrote; see `JsonRecord.from_json`."""
+        layout = data.get("layout") if isinstance(data, dict) else None
         if layout is not None:
             if not isinstance(layout, dict):
                 raise ValueError(f"layout {shown(layout)} is no JSON object")
             if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
                 raise ValueError(f"{missing[0]} of the layout is missing")
-            layout = Layout.from_json(layout)
-        return cls(**{**data, "layout": layout})
+            data = {**data, "layout": Layout.from_json(layout)}
+        return super().from_json(data)
 
     @property
     def line(self) -> str:
@@ -142,21 +142,14 @@ class Request:
         return one_line(self.reason) or "no reason given"
 
 
-def _check_folder(folder: Any) -> None:
-    if not isinstance(folder, str) or not 0 < len(folder) <= _MAX_TEXT:
-        raise ValueError(f"checkpoint {shown(folder)} must name a folder")
-    if folder.startswith("-") or not folder.isprintable():
-        raise ValueError(f"checkpoint {shown(folder)} cannot be the folder of a flag")
-
-
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
-    """Whether somebody reads requests and starts the run again."""
+    """Whether a supervisor reads requests and starts the run again."""
     return supervised_launch(os.environ if env is None else env) is not None
 
 
-def barred_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
-    """Layouts that whoever supervises the run has seen it crash in; what is none is passed over."""
-    words = (os.environ if env is None else env).get(BARRED_VARIABLE, "").split(",")
+def blocked_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
+    """Layouts in which the supervisor has seen the run crash. Skips what is no layout."""
+    words = (os.environ if env is None else env).get(BLOCKED_VARIABLE, "").split(",")
     found = []
     for word in words:
         with contextlib.suppress(ValueError):
@@ -164,8 +157,52 @@ def barred_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
     return found
 
 
+def report_exit(outcome: Outcome) -> None:
+    """Writes the request of a run that ends. On rank 0, under a supervisor; other ranks and other
+    runs write nothing. Nothing is written either where the controller has already asked, or where
+    the run should just be started again."""
+    kind = kind_of(outcome)
+    if kind is None or not is_supervised() or int(os.environ.get("RANK", "0")) != 0:
+        return
+    reason, text = outcome.reason, outcome.line
+    if reason is not None and reason.is_urgent and outcome.save is None:
+        text += "; nothing of it is kept without --save"
+    request = Request(
+        launch=os.environ[LAUNCH_VARIABLE],
+        kind=kind,
+        iteration=outcome.state.iteration,
+        consumed_samples=outcome.state.consumed_samples,
+        reason=text[:_MAX_REASON],
+        layout=outcome.layout,
+        checkpoint=outcome.save,
+    )
+    try:
+        write_request(outcome.run_dir, request)
+    except OSError as error:
+        # Without it the supervisor goes by the exit code.
+        logger.error("the supervisor cannot be told %r: %s", request.line, error)
+
+
+def kind_of(outcome: Outcome) -> Kind | None:
+    """What a run that ends asks for; None if it asks for nothing, or the controller has asked."""
+    failure, reason = outcome.failure, outcome.reason
+    if failure is not None:
+        return None if failure.restart_helps else "abort"
+    if reason is not None and reason.kind == "relayout":
+        return None
+    if reason is None or not reason.is_urgent or outcome.save is None:
+        return "done"
+    return "requeue"
+
+
+def exit_code(outcome: Outcome) -> int:
+    """The exit code of every rank after a run that did not fail."""
+    asks = kind_of(outcome) == "requeue" and is_supervised()
+    return Relaunch.exit_code if asks else 0
+
+
 def write_request(run_dir: Path, request: Request) -> None:
-    """Leaves a request where the supervisor looks. On rank 0, after the checkpoint is committed.
+    """Writes a request for the supervisor. On rank 0, after the checkpoint is committed.
 
     Raises:
         OSError: it cannot be written.
@@ -176,11 +213,10 @@ def write_request(run_dir: Path, request: Request) -> None:
 
 
 def read_request(run_dir: Path, *, launch: str) -> Request | None:
-    """What a launch asked for, or None if it asked for nothing; a request of another launch is
-    stale and counts as none.
+    """The request of a launch, or None if it left none.
 
     Raises:
-        ValueError: one line naming the file, if it is there and no request.
+        ValueError: one line naming the file, if that holds no request.
     """
 
     def parse(data: Any) -> Request | None:
@@ -193,9 +229,9 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
 
 
 def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
-    """Flags that start the run as a `relayout` asks. Put behind other flags they win, except over
-    `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`: see
-    `merged`.
+    """Flags that start the run as a `relayout` asks. They win behind other flags, except over
+    `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`, which
+    `merged` removes.
 
     Args:
         request: of kind `relayout`.
@@ -220,15 +256,16 @@ def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
 
 
 def merged(argv: Sequence[str], request: Request) -> list[str]:
-    """The user's flags with what a `relayout` asks for in their place.
+    """The user's flags, changed to start as a `relayout` asks with `request.layout.world_size`
+    ranks.
 
-    Flags that choose another layout, another start or another batch go; the rest stays in order.
-    Sequence parallelism follows the user's flags as it does in `relayout.with_layout`: where they
-    name neither it nor a tensor size, it is on wherever it can be.
+    Flags of another layout, another start or another batch are removed; the rest stays in order.
+    Sequence parallelism follows the user's flags, as in `relayout.with_layout`: it is on wherever
+    it can be if they name neither it nor a tensor size.
 
     Args:
         argv: the flags of the first launch, so that nothing piles up over many changes.
-        request: of kind `relayout`; start `request.layout.world_size` ranks with the result.
+        request: of kind `relayout`.
 
     Raises:
         ValueError: one line, if it names another checkpoint folder than the flags.
@@ -262,8 +299,8 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
-    """The user's flags so that they go on from the latest checkpoint in `--save`, whatever they
-    were to start from; as they are if there is none."""
+    """The user's flags, changed to load the latest checkpoint in `--save`. Unchanged if there is
+    none."""
     save = value_of(argv, _SAVE)
     if save is None or not (Path(save) / TRACKER).exists():
         return list(argv)

@@ -1,4 +1,4 @@
-"""A layout for the ranks there are, where the one asked for does not fit them. No torch."""
+"""A layout for the ranks that can be started, if the one asked for does not fit. No torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class NoFit(ValueError):
     """No layout is legal for the ranks there are; one line."""
 
 
-class Fit:
-    """Finds layouts for a number of ranks, with the batch of the flags.
+class LayoutFit:
+    """Finds layouts for a number of ranks, with the batch size of the flags.
 
     Args:
         flags: of the program, as the user gave them.
@@ -38,14 +38,14 @@ class Fit:
         self.flags, self._stored, self._has_gpu = list(flags), stored, has_gpu
         self._known: dict[Path, Mapping[str, Any] | None] = {}
 
-    def start(self, ranks: int) -> tuple[list[str], str]:
-        """The flags to start with, and what to say about them if they are not the user's.
+    def first_flags(self, ranks: int) -> tuple[list[str], str]:
+        """The flags to start with, and a line about them if they are not the user's.
 
-        Flags that cannot be read, or whose fault is not the layout, are left to the program, which
+        Flags that cannot be read, or whose fault is not the layout, stay as they are: the program
         says what is wrong with them.
 
         Raises:
-            NoFit: the ranks are too many, too few or odd for any layout.
+            NoFit: no layout of so many ranks is legal.
         """
         try:
             problem = self._problem(self.flags, ranks)
@@ -53,7 +53,10 @@ class Fit:
             return self.flags, ""
         if problem is None:
             return self.flags, ""
-        prefer = self._layout_of_checkpoint() or self._layout_of_flags()
+        prefer = self._layout_of_checkpoint()
+        if prefer is None:
+            tp, pp = (_number(self.flags, f"--{name.replace('_', '-')}") for name in _SIZES[:2])
+            prefer = Layout(tp=tp or 1, pp=pp or 1)
         request, others = self._search(ranks, prefer, self._request)
         if request is not None:
             line = f"start {ranks} ranks under {request.layout}: {problem}"
@@ -62,15 +65,16 @@ class Fit:
             return self.flags, ""
         raise NoFit(f"no layout of {ranks} ranks is legal for this model and batch: {problem}")
 
-    def going_on(
+    def resume_request(
         self, ranks: int, stored: Mapping[str, Any], *, layout: Layout | None, why: str
     ) -> Request:
         """How to go on from the latest checkpoint in `--save`.
 
         Args:
-            ranks: that there are.
+            ranks: that can be started.
             stored: flags of that checkpoint.
-            layout: to go on under if it fits; None as it was saved.
+            layout: wanted; None for the one of the checkpoint. Another is chosen if it needs more
+                ranks.
             why: what happened.
 
         Raises:
@@ -133,21 +137,21 @@ class Fit:
         micro: int | None = None,
     ) -> tuple[Request | None, set[str]]:
         """The first legal layout in the order of `layouts_for`, with the largest micro-batch that
-        fits; and what was said against the others."""
+        fits, and the problems of those before it."""
         batch = batch or _number(self.flags, "--global-batch-size")
         micro = micro or _number(self.flags, "--micro-batch-size") or 1
-        said = set[str]()
+        problems = set[str]()
         for layout in layouts_for(ranks, prefer):
             for size in self._sizes(layout, micro, batch) or [micro]:
                 found = request(layout, size)
                 problem = self._problem(merged(self.flags, found), ranks)
                 if problem is None:
-                    return found, said
-                said.add(problem)
-        return None, said
+                    return found, problems
+                problems.add(problem)
+        return None, problems
 
     def _sizes(self, layout: Layout, micro: int, batch: int | None) -> list[int]:
-        """Micro-batches that cut the batch, the largest first; all where it is not known."""
+        """Micro-batch sizes that divide the batch, the largest first; all if it is not known."""
         uneven = _UNEVEN in self.flags and layout.pp == 1
 
         def fits(b: int) -> bool:
@@ -162,7 +166,7 @@ class Fit:
             return False
 
     def _problem(self, flags: Sequence[str], ranks: int) -> str | None:
-        """What the trainer would say against flags, the first line; None if nothing.
+        """The first line that the trainer would say against flags; None if they are right.
 
         Raises:
             UsageError: they are not those of the trainer.
@@ -176,18 +180,15 @@ class Fit:
             return str(error).split("\n")[0]
         return None
 
-    def _layout_of_flags(self) -> Layout:
-        sizes = [_number(self.flags, f"--{name.replace('_', '-')}") or 1 for name in _SIZES[:2]]
-        return Layout(tp=sizes[0], pp=sizes[1])
-
     def _layout_of_checkpoint(self) -> Layout | None:
         load = value_of(self.flags, "--load")
         stored = None if load is None else self._of_checkpoint(Path(load))
-        is_told = stored and all(isinstance(stored.get(name), int) for name in _SIZES)
-        return _layout_of(stored) if stored and is_told else None
+        if not stored or not all(isinstance(stored.get(name), int) for name in _SIZES):
+            return None
+        return _layout_of(stored)
 
     def _of_checkpoint(self, load: Path) -> Mapping[str, Any] | None:
-        """Its flags, or None if there is none or it cannot be read: that is for the trainer."""
+        """Its flags, or None if there is none or it cannot be read, which the trainer will say."""
         if load not in self._known:
             self._known[load] = None
             with contextlib.suppress(ValueError, OSError):
@@ -197,9 +198,9 @@ class Fit:
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
-    """All layouts of some ranks: first the tensor and pipeline sizes that are preferred; then those
-    that cut the model into no fewer parts, which are sure to fit the memory, the fewest first; then
-    the others, the most first."""
+    """All layouts of a number of ranks. First come the preferred tensor and pipeline sizes. Those
+    that cut the model into as many parts or more follow, the fewest first, since they are sure to
+    fit the memory. The others come last, the most parts first."""
     parts = prefer.model_parallel_size
     pairs = [(tp, pp) for tp in _divisors(ranks) for pp in _divisors(ranks // tp)]
 

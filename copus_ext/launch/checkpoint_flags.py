@@ -1,23 +1,29 @@
-"""The flags that a checkpoint was saved with, read by a process of its own: the supervisor needs no
-torch, and a damaged file cannot take it along.
+"""The flags that a checkpoint was saved with: from the record of the run, else from the checkpoint.
 
-python -m copus_ext.launch.stored FOLDER ITERATION [--ckpt-trust-unverified]
+A process of its own reads the latter, so that the supervisor needs no torch and a damaged file
+cannot crash it:
+
+python -m copus_ext.launch.checkpoint_flags FOLDER ITERATION [--ckpt-trust-unverified]
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from copus_ext.reshard.checked import one_line
 from megatron.training.checkpoint import files
+from megatron.training.config.layout import Layout
+from megatron.training.logging.metrics import METRICS_FILE, decode
+from megatron.training.logging.tail_reader import last_lines
 
 TRUST = "--ckpt-trust-unverified"
 _WAIT_S = 600.0
@@ -25,16 +31,63 @@ _WAIT_S = 600.0
 _POLL_S = 0.1
 _MOST_BYTES = 1 << 22
 _TRIES = 3
+_MAX_RECORD_BYTES = 1 << 28
+"""Searched for the few events that tell how a checkpoint was saved."""
+_SAVING = (b"run.start", b"layout", b"checkpoint.commit")
 
 
-def stored_arguments(
-    save: Path, tick: Callable[[], None] = lambda: None, *, trust_unverified: bool = False
-) -> dict[str, Any]:
-    """The flags of the latest checkpoint that can be read. Takes the seconds that torch needs to be
-    imported.
+def recorded_flags(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] | None:
+    """The flags that a checkpoint was saved with, if the record of the run tells; this spares
+    reading the checkpoint.
 
     Args:
-        save: where the checkpoints are.
+        run_dir: directory of the run.
+        save: folder of the checkpoint.
+        iteration: of the checkpoint.
+    """
+    now: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None
+    for record in _records_of_saving(run_dir / METRICS_FILE):
+        kind, layout = record.get("kind"), None
+        if kind == "run.start":
+            config = record.get("config")
+            folder = config.get("save") if isinstance(config, dict) else None
+            is_there = isinstance(folder, str) and Path(folder).resolve() == save.resolve()
+            now = config if is_there else None
+        if kind in ("run.start", "layout"):
+            with contextlib.suppress(ValueError):
+                layout = Layout.from_text(str(record.get("layout")))
+        if now is not None and layout is not None:
+            now = {
+                **now,
+                "tensor_model_parallel_size": layout.tp,
+                "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vpp,
+                "data_parallel_size": layout.dp,
+                "layers_of_chunks": layout.cut,
+            }
+        elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
+            found = now
+    return found
+
+
+def _records_of_saving(path: Path) -> Iterator[dict[str, Any]]:
+    """From the whole record, which may begin days before its last steps."""
+    for line in last_lines(path, _MAX_RECORD_BYTES):
+        if any(kind in line for kind in _SAVING):
+            record = decode(line.decode(errors="replace"))
+            if record is not None:
+                yield record
+
+
+def stored_flags(
+    save: Path, tick: Callable[[], None] = lambda: None, *, trust_unverified: bool = False
+) -> dict[str, Any]:
+    """The flags of the latest checkpoint that can be read. Takes some seconds, since the process
+    imports torch.
+
+    Args:
+        save: folder of the checkpoints.
         tick: called often meanwhile.
         trust_unverified: `--ckpt-trust-unverified`.
 
@@ -46,15 +99,13 @@ def stored_arguments(
     problem, deadline_s = f"{save} holds no checkpoint", time.monotonic() + _WAIT_S
     for iteration in [i for i in (latest, *older) if i is not None][:_TRIES]:
         try:
-            return _arguments_of(
-                save, iteration, deadline_s, tick, trust_unverified=trust_unverified
-            )
+            return _flags_of(save, iteration, deadline_s, tick, trust_unverified=trust_unverified)
         except ValueError as error:
             problem = str(error)
     raise ValueError(problem)
 
 
-def _arguments_of(
+def _flags_of(
     save: Path,
     iteration: int,
     deadline_s: float,
@@ -62,7 +113,7 @@ def _arguments_of(
     *,
     trust_unverified: bool,
 ) -> dict[str, Any]:
-    command = [sys.executable, "-m", "copus_ext.launch.stored", str(save), str(iteration)]
+    command = [sys.executable, "-m", "copus_ext.launch.checkpoint_flags", str(save), str(iteration)]
     command += [TRUST] * trust_unverified
     try:
         code, output, errors = _run(command, deadline_s, tick)
@@ -83,8 +134,8 @@ def _arguments_of(
 def _run(
     command: list[str], deadline_s: float, tick: Callable[[], None]
 ) -> tuple[int, bytes, bytes]:
-    """Exit code, output and errors of a process; files take them, so that nothing waits for a
-    reader.
+    """Exit code, output and errors of a process. They go to files, so that a full pipe cannot stop
+    it.
 
     Raises:
         OSError: it cannot be started, or takes too long.
