@@ -193,7 +193,8 @@ def plan_once() -> None:
 
     from bench.switch_cost_ranks import peak_rss, reset_peak
     from copus_ext.cost_model.model_spec import PRESETS
-    from copus_ext.reshard.ownership import all_of_layout, shape_of_spec
+    from copus_ext.reshard.model_shape import shape_of_spec
+    from copus_ext.reshard.ownership import all_of_layout
     from copus_ext.reshard.plan import make_plan
     from megatron.training.config.layout import Layout
 
@@ -206,7 +207,7 @@ def plan_once() -> None:
         source, target = all_of_layout(shape, start), all_of_layout(shape, to)
         plan = make_plan(source, target, ranks_per_node=8)
         row = {"from": str(start), "to": str(to), "seconds": time.perf_counter() - begin}
-        row |= {"memory_bytes": peak_rss() - resident, "pieces": len(plan.pieces)}
+        row |= {"memory_bytes": peak_rss() - resident, "pieces": len(plan.ops)}
         rows.append({**row, "wire_bytes": plan.wire_bytes, "minimum_bytes": plan.minimum_bytes})
         del source, target, plan
     print(json.dumps(rows))

@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from bench.support import ROOT, TRAINER, step_of_loop, torchrun
 from copus_ext.reshard.inprocess import InProcessResharder
-from copus_ext.reshard.plan import BYTES_PER_ELEMENT
-from copus_ext.reshard.route import Route
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, WINDOW
 from megatron.training.checkpoint.load import load_weights, read_stored
 from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
@@ -71,11 +70,11 @@ def peak_rss() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def bytes_between(route: Route) -> list[list[int]]:
+def bytes_between(plan: ReshardPlan) -> list[list[int]]:
     """By sending and receiving rank, the bytes of a change."""
-    world = len(route.source)
+    world = len(plan.source)
     table = [[0] * world for _ in range(world)]
-    for piece in route.plan.pieces:
+    for piece in plan.ops:
         if piece.source_rank != piece.target_rank:
             size = piece.numel * BYTES_PER_ELEMENT
             table[piece.source_rank][piece.target_rank] += size
@@ -165,7 +164,7 @@ class Bench:
             fields: kept in the row.
         """
         job, start = self.job, self.job.config.layout
-        route = self.mover.route(job.config, to)
+        plan = self.mover.plan(job.config, to)
         reset_peak()
         self.step()
         step_peak = peak_rss()
@@ -176,13 +175,11 @@ class Bench:
             raise RuntimeError(f"{start} -> {to}: {outcome.reason}")
         peaks = all_gather_object((peak_rss(), step_peak))
         if compare:
-            seconds = exchange(self.mover._group, bytes_between(route))
+            seconds = exchange(self.mover._group, bytes_between(plan))
             fields["gloo_s"] = max(all_gather_object(seconds))
         self.step()
         fields |= {name: getattr(outcome, name) for name in ("wire_bytes", "minimum_bytes")}
-        fields["state_bytes"] = BYTES_PER_ELEMENT * sum(
-            r.numel for own in route.target for r in own
-        )
+        fields["state_bytes"] = BYTES_PER_ELEMENT * sum(r.numel for own in plan.target for r in own)
         fields["peak_rss"], fields["step_peak_rss"] = map(max, zip(*peaks))
         fields |= {"step_s": self.step(), "phases": outcome.phases}
         self.note("change", start, to, pause_s=outcome.pause_s, **fields)

@@ -32,11 +32,10 @@ def main(argv: list[str] | None = None) -> int:
         Exit code: 0 done or stopped on request, 1 failed, 2 wrong usage, 85 to be started again.
     """
     # Heavy imports come after: a rank whose launcher has gone is to end at once.
-    from copus_ext.launch.rank_side import end_with_launcher, leave_error
+    from copus_ext.launch.rank_side import adopt_srun, end_with_launcher, leave_error
 
     end_with_launcher()
     from copus_ext.controller.flags import CopusConfig
-    from copus_ext.launch.environment import adopt_srun
     from megatron.training.common.errors import TrainingFailure, UsageError
     from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         check_environment()
         import torch
 
-        from copus_ext.reshard import ending
+        from copus_ext.reshard import relaunch
         from megatron.training.checkpoint.load import read_arguments
         from megatron.training.common import optional
         from megatron.training.train.pretrain import pretrain
@@ -71,13 +70,13 @@ def main(argv: list[str] | None = None) -> int:
             apex_available=optional.have_nvidia_apex(),
         )
         callbacks = controllers(args)
-        outcome = pretrain(config, callbacks, ending.tell)
-        code = max([ending.exit_code(outcome), *(c.exit_code for c in callbacks)])
+        outcome = pretrain(config, callbacks, relaunch.report_exit)
+        code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
         if config.logging.profile and os.environ.get("RANK", "0") == "0":
             leave_course(outcome, code)
         return code
     except (UsageError, TrainingFailure) as error:
-        leave_error(error, is_told=True)
+        leave_error(error, message_only=True)
         return _fail(error, error.exit_code)
     except Exception as error:
         leave_error(error)
@@ -99,7 +98,7 @@ def controllers(args: argparse.Namespace) -> list[Any]:
 def leave_course(outcome: "RunOutcome", code: int) -> None:
     """Leaves the course of a run that is done beside its traces of steps. Not of one that goes on
     elsewhere, or was told to stop: it reads the whole record, and such a process has no time."""
-    from copus_ext.reshard.ending import kind_of
+    from copus_ext.reshard.relaunch import kind_of
 
     is_urgent = outcome.reason is not None and outcome.reason.is_urgent
     if code != 0 or is_urgent or kind_of(outcome) != "done":

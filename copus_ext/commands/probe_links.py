@@ -210,7 +210,7 @@ def take_part(meeting: Meeting, place: Place, seconds: float) -> int:
 
 def probe(args: argparse.Namespace) -> int:
     """Finds the others and does this process's part; returns the exit code."""
-    from copus_ext.launch.environment import adopt_srun
+    from copus_ext.launch.rank_side import adopt_srun
 
     adopt_srun()
     place = place_of(os.environ, every_rank=args.every_rank)

@@ -208,7 +208,7 @@ def model_of(flags: list[str], world: int) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
     from copus_ext.cost_model.model_spec import SpecError
-    from copus_ext.launch.environment import adopt_srun
+    from copus_ext.launch.rank_side import adopt_srun
     from copus_ext.planner.profile import ForeignProfile, ProfileStore
     from megatron.training.common.errors import UsageError
     from megatron.training.resilience.env_checks import check_environment, set_process_defaults

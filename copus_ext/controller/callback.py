@@ -25,7 +25,7 @@ from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line
 from copus_ext.goodput.state import History, key_of, new_record
-from copus_ext.reshard.phases import Outcome
+from copus_ext.reshard.phases import ReshardResult as Outcome
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings

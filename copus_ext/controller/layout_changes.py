@@ -15,10 +15,10 @@ import torch.distributed as dist
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.ledger import Ledger
 from copus_ext.goodput.costs import Costs
-from copus_ext.reshard.phases import Outcome
+from copus_ext.reshard.phases import ReshardResult as Outcome
 from copus_ext.reshard.relaunch import (
     LAUNCH_VARIABLE,
-    barred_layouts,
+    blocked_layouts,
     is_supervised,
     write_request,
 )
@@ -100,7 +100,7 @@ class LayoutChangeManager:
                 "scripts/local_cpu.sh"
             )
         self._arrive(context)
-        for layout in barred_layouts():
+        for layout in blocked_layouts():
             self.costs.bar(layout, "the run crashed in it")
 
     def _arrive(self, context: CallbackContext) -> None:

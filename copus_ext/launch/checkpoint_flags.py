@@ -64,7 +64,7 @@ def recorded_flags(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] 
                 "pipeline_model_parallel_size": layout.pp,
                 "virtual_pipeline_model_parallel_size": layout.vpp,
                 "data_parallel_size": layout.dp,
-                "layers_of_chunks": layout.cut,
+                "layers_of_chunks": layout.layer_partition,
             }
         elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
             found = now

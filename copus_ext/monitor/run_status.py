@@ -12,7 +12,7 @@ from typing import Any
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import SpecError
 from copus_ext.goodput.state import WINDOW_STEPS
-from copus_ext.launch.budget import Limits
+from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.monitor.controller_status import ControllerStatus, controller_status
 from copus_ext.monitor.journal import MOVED, DecisionHistory
 from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_checkpoint, liveness
@@ -396,7 +396,7 @@ def _alarms(
         lately = sum(t - then < _HOUR_S for then in switched)
         if lately > MANY_SWITCHES:
             lines["many changes"] = f"the layout changed {lately} times within an hour"
-        limits = Limits()
+        limits = CrashLimits()
         lately = sum(t - then < _HOUR_S for then in crashes)
         if 2 * lately >= limits.per_hour or 2 * len(crashes) >= limits.per_run:
             lines["restarts"] = (

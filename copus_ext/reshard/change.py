@@ -1,8 +1,7 @@
 """One change of layout, phase by phase, and the way back.
 
-Every phase has a part that each rank does alone and may have one that all do together. All ranks
-vote between the two and at the end: a rank that fails on its own never leaves the others in a
-collective.
+In every phase each rank works alone first, and in some phases all ranks then work together. All
+ranks vote after each part, so that a rank that fails alone never leaves the others in a collective.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from copus_ext.reshard import memory, verify
+from copus_ext.reshard import verify
 from copus_ext.reshard.consensus import Consensus, Deadline
 from copus_ext.reshard.group_store import GroupStore
-from copus_ext.reshard.phases import BACK, PHASES, TOGETHER, Outcome, PhaseFailed
-from copus_ext.reshard.route import Route
+from copus_ext.reshard.phases import BACK, PHASES, TOGETHER, PhaseFailed, ReshardResult
+from copus_ext.reshard.plan import ReshardPlan
 from copus_ext.reshard.saved_state import (
     SavedState,
     adam_steps,
+    check_memory,
     copy_all,
     extract,
     masters_to_weights,
+    prefault,
     restore_counts,
     share_weights,
-    touch,
 )
 from copus_ext.reshard.transfer import Transfer
 from megatron.training.common.errors import Relaunch
@@ -50,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardContext:
-    """What the changes of one job share."""
+    """What the changes of one job have in common."""
 
     group: Callable[[], Any]
-    """The group of all ranks that the state goes through."""
+    """The group of all ranks for the messages."""
     renew_group: Callable[[], None]
-    """Puts a new one in its place. Collective."""
-    route: Callable[[Config, Layout], Route]
-    """The way to a layout."""
+    """Replaces that group. Collective."""
+    plan: Callable[[Config, Layout], ReshardPlan]
+    """The plan of a change to a layout."""
     store: GroupStore
     """Process groups of other layouts."""
     note: Callable[..., None]
@@ -65,14 +65,14 @@ class ReshardContext:
     fault: Callable[[str], None]
     """Called as each part of a phase begins."""
     is_sample: bool
-    """Sum a sixteenth of the tensors."""
+    """Verify a sixteenth of the tensors."""
     message_timeout_s: float
     """For one message."""
 
 
 @dataclass(kw_only=True)
 class _Built:
-    """A layout as far as it has been put up."""
+    """A layout as far as it has been built."""
 
     config: Config
     groups: Any = None
@@ -81,7 +81,7 @@ class _Built:
     shards: Shards | None = None
 
     def drop(self) -> None:
-        """Lets go of everything, so that the groups can be destroyed."""
+        """Releases everything, so that the groups can be destroyed."""
         model, self.model = self.model, None
         self.groups = self.optimizer = self.shards = None
         if model is not None:
@@ -89,63 +89,72 @@ class _Built:
 
 
 class Change:
-    """One change of layout."""
+    """One change of layout.
+
+    Args:
+        context: of all changes of the job.
+        job: at a step boundary.
+        layout: to change to.
+        settings: of the steps after the change.
+        consensus: votes of this change.
+        deadline: watches it.
+    """
 
     def __init__(
         self,
-        means: ReshardContext,
+        context: ReshardContext,
         job: Job,
         layout: Layout,
         settings: StepSettings,
-        ballot: Consensus,
-        dog: Deadline,
+        consensus: Consensus,
+        deadline: Deadline,
     ) -> None:
-        self.means, self.job, self.layout, self.settings = means, job, layout, settings
-        self.ballot, self.dog = ballot, dog
-        self.outcome = Outcome()
+        self.context, self.job, self.layout, self.settings = context, job, layout, settings
+        self.consensus, self.deadline = consensus, deadline
+        self.result = ReshardResult()
         self._wanted = ""
         self._own: Shards | None = None
-        self.held: SavedState | None = None
+        self.saved: SavedState | None = None
         self.new: _Built | None = None
 
     def forget(self) -> None:
-        """Drops all state; exceptions under way hold this object."""
-        self.held = self.new = self._own = None
+        """Releases all state; an exception under way may keep this object alive."""
+        self.saved = self.new = self._own = None
 
-    def run(self) -> Outcome:
+    def run(self) -> ReshardResult:
         """All phases, and the way back if one fails."""
         started = time.perf_counter()
         failed = self._forward()
         if failed is not None:
-            self.outcome.reason = failed[1]
+            self.result.reason = failed[1]
             if PHASES.index(failed[0]) >= PHASES.index("tear down"):
                 self._back()
-                self.outcome.kind = "rolled_back"
-        self.outcome.pause_s = time.perf_counter() - started
-        return self.outcome
+                self.result.kind = "rolled_back"
+        self.result.pause_s = time.perf_counter() - started
+        return self.result
 
     def _forward(self) -> tuple[str, str] | None:
-        """Takes the job to the new layout.
+        """Brings the job to the new layout.
 
         Returns:
-            None, or the phase that failed and why; nothing then holds on to what was built.
+            None, or the phase that failed and why.
         """
         try:
-            route = self._phase("prepare", self._prepare, self._agree)
+            plan = self._phase("prepare", self._prepare, self._agree)
             self._phase("drain", self._begin, lambda _: self._drain())
-            keys = verify.checked_keys(route.keys, sample=self.means.is_sample)
-            self.held = self._phase(
+            keys = verify.checked_keys(plan.keys, sample=self.context.is_sample)
+            self.saved = self._phase(
                 "extract", lambda: self._extract(keys), lambda x: self._share(x[0], x[1], keys)
             )
             self._phase("tear down", self._release, lambda _: self._leave())
             self.new = _Built(config=with_layout(self._old_config, self.layout))
             self._build(self.new)
-            self._move_state(route)
+            self._move_state(plan)
             self._fill_and_verify(self.new)
             self._phase("commit", _nothing, lambda _: self._commit())
         except PhaseFailed as error:
             return error.phase, str(error)
-        self.outcome.kind = "moved"
+        self.result.kind = "moved"
         self.job.state.settings = self.settings
         try:
             self._phase("resume", lambda: self._install(self.new))
@@ -166,8 +175,8 @@ class Change:
 
         Args:
             name: of the phase.
-            alone: what waits for no other rank.
-            together: what all ranks do at once, with the result of `alone`.
+            alone: the part that waits for no other rank.
+            together: the part of all ranks; gets the result of `alone`.
             label: before the name.
 
         Returns:
@@ -175,7 +184,7 @@ class Change:
 
         Raises:
             PhaseFailed: on every rank, if it failed on any.
-            NoAnswer: a rank has not come to a vote.
+            NoAnswer: a rank has not voted.
         """
         topic, started = label + name, time.perf_counter()
         try:
@@ -186,18 +195,18 @@ class Change:
                     result = self._part(name, topic + TOGETHER, lambda: together(own))
             return result
         finally:
-            self.outcome.phases[topic] = time.perf_counter() - started
+            self.result.phases[topic] = time.perf_counter() - started
 
     def _part(self, name: str, topic: str, act: Callable[[], Any]) -> Any:
-        self.dog.entering(topic if topic.endswith(TOGETHER) else "")
+        self.deadline.entering(topic if topic.endswith(TOGETHER) else "")
         result = problem = None
         try:
-            self.means.fault(topic)
+            self.context.fault(topic)
             result = act()
-        except Exception as error:  # out of memory, a group, a message: any of them is a no
+        except Exception as error:  # memory, a group, a message: each is a vote against
             logger.debug("changing the layout failed", exc_info=True)
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        problems = self.ballot.vote(topic, problem)
+        problems = self.consensus.vote(topic, problem)
         if problems:
             result = None
             raise PhaseFailed(name, problems)
@@ -205,10 +214,10 @@ class Change:
 
     def _note(self, kind: str, **fields: Any) -> None:
         if dist.get_rank() == 0:
-            self.means.note(kind, iteration=self.job.state.iteration, **fields)
+            self.context.note(kind, iteration=self.job.state.iteration, **fields)
 
-    def _prepare(self) -> Route:
-        """Everything that this rank can know before: legality, the plan, memory."""
+    def _prepare(self) -> ReshardPlan:
+        """All that this rank can check before: legality, the plan, memory."""
         job = self.job
         config = with_layout(job.config, self.layout)
         micro = self.settings.micro_batch_size or config.batch.micro_batch_size
@@ -217,25 +226,25 @@ class Change:
         problems = batch_problems(self.layout, micro, batch, uneven=uneven)
         if problems:
             raise ValueError("; ".join(problems))
-        route = self.means.route(job.config, self.layout)
+        plan = self.context.plan(job.config, self.layout)
         self._own = own = own_shards(job.model, job.optimizer, job.groups)
-        if digest(own.records) != digest(route.source[dist.get_rank()]):
+        if digest(own.records) != digest(plan.source[dist.get_rank()]):
             raise ValueError("the state of this model is not cut as planned")
-        memory.check(job, route, config)
-        plan = route.plan
-        self.outcome.wire_bytes, self.outcome.minimum_bytes = plan.wire_bytes, plan.minimum_bytes
-        self.outcome.busiest_bytes = plan.busiest_bytes
-        self._wanted = f"{self.layout} {self.settings} {job.state.iteration} {route.digest()}"
+        check_memory(job, plan, config)
+        result = self.result
+        result.wire_bytes, result.minimum_bytes = plan.wire_bytes, plan.minimum_bytes
+        result.busiest_bytes = plan.busiest_bytes
+        self._wanted = f"{self.layout} {self.settings} {job.state.iteration} {plan.digest()}"
         if dist.get_rank() == 0:
-            self.ballot.tell("change", self._wanted)
-        return route
+            self.consensus.share("change", self._wanted)
+        return plan
 
-    def _agree(self, route: Route) -> Route:
+    def _agree(self, plan: ReshardPlan) -> ReshardPlan:
         """All ranks want the same."""
-        told = self.ballot.tell("change")
-        if told != self._wanted:
-            raise ValueError(f"this rank wants {self._wanted!r} and rank 0 {told!r}")
-        return route
+        of_rank_0 = self.consensus.share("change")
+        if of_rank_0 != self._wanted:
+            raise ValueError(f"this rank wants {self._wanted!r} and rank 0 {of_rank_0!r}")
+        return plan
 
     def _begin(self) -> None:
         self._note("switch.begin", to=str(self.layout))
@@ -246,40 +255,40 @@ class Change:
 
     def _extract(self, keys: list[str]) -> tuple[SavedState, Any]:
         assert self._own is not None
-        held, self._own = extract(self.job, self._own), None
-        return held, verify.own_sums(held.shards, keys)
+        saved, self._own = extract(self.job, self._own), None
+        return saved, verify.own_sums(saved.shards, keys)
 
-    def _share(self, held: SavedState, own: Any, keys: list[str]) -> SavedState:
-        """What all ranks know together: the sums, and the step count, which a rank without
+    def _share(self, saved: SavedState, own: Any, keys: list[str]) -> SavedState:
+        """Adds what all ranks know together: the sums, and the step count, which a rank without
         parameters lacks."""
-        step = torch.tensor([held.step], device=own.device)
-        dist.all_reduce(step, op=dist.ReduceOp.MAX, group=self.means.group())
-        return replace(held, sums=self._all_sums(own, keys), step=int(step.item()))
+        step = torch.tensor([saved.step], device=own.device)
+        dist.all_reduce(step, op=dist.ReduceOp.MAX, group=self.context.group())
+        return replace(saved, sums=self._all_sums(own, keys), step=int(step.item()))
 
     @property
     def _old_config(self) -> Config:
-        assert self.held is not None
-        return self.held.config
+        assert self.saved is not None
+        return self.saved.config
 
     def _all_sums(self, own: Any, keys: list[str]) -> dict[str, int]:
-        return verify.all_sums(own, keys, group=self.means.group())
+        return verify.all_sums(own, keys, group=self.context.group())
 
     def _release(self) -> None:
-        """Lets go of the old layout, unless this rank has done so before."""
+        """Releases the old layout, unless this rank has done so before."""
         if self.job.model is not None:
             release_layout(self.job)
 
     def _leave(self) -> None:
-        """The groups of the old layout go out of use."""
-        assert self.held is not None
-        self.means.store.leave(self.held.config.layout, self.layout)
+        """Takes the groups of the old layout out of use."""
+        assert self.saved is not None
+        self.context.store.leave(self.saved.config.layout, self.layout)
 
     def _build(self, built: _Built, label: str = "") -> None:
         """Groups, model and optimizer of a layout, with no state yet."""
-        held, device = self.held, self.job.device
-        assert held is not None
+        saved, device = self.saved, self.job.device
+        assert saved is not None
         built.groups = self._phase(
-            "groups", _nothing, lambda _: self.means.store.obtain(built.config), label=label
+            "groups", _nothing, lambda _: self.context.store.obtain(built.config), label=label
         )
 
         def model() -> None:
@@ -288,64 +297,62 @@ class Change:
         def optimizer() -> None:
             assert built.model is not None
             built.optimizer = build_optimizer(built.config, built.model, built.groups)
-            restore_counts(built.optimizer, held)
+            restore_counts(built.optimizer, saved)
             built.shards = own_shards(built.model, built.optimizer, built.groups)
-            touch(built.shards)
+            prefault(built.shards)
 
         self._phase("model", model, label=label)
         self._phase("optimizer", _nothing, lambda _: optimizer(), label=label)
 
-    def _copy_own(self, route: Route) -> Transfer:
-        """What stays on this rank; the rest is ready to be sent."""
-        held, new = self.held, self.new
-        assert held is not None and new is not None and new.shards is not None
-        if new.shards.records != route.target[dist.get_rank()]:
+    def _copy_own(self, plan: ReshardPlan) -> Transfer:
+        """Copies what stays on this rank and prepares the messages."""
+        saved, new = self.saved, self.new
+        assert saved is not None and new is not None and new.shards is not None
+        if new.shards.records != plan.target[dist.get_rank()]:
             raise ValueError("the new layout is not cut as planned")
         transfer = Transfer(
-            route.plan,
-            source=held.shards,
+            plan,
+            source=saved.shards,
             target=new.shards,
-            source_records=route.source,
-            target_records=route.target,
-            group=self.means.group(),
-            timeout_s=self.means.message_timeout_s,
+            group=self.context.group(),
+            timeout_s=self.context.message_timeout_s,
         )
         transfer.copy_own()
         return transfer
 
-    def _move_state(self, route: Route) -> None:
-        """The state comes to where the new layout has it."""
-        transfer = self._phase("copy", lambda: self._copy_own(route))
+    def _move_state(self, plan: ReshardPlan) -> None:
+        """Brings the state to where the new layout has it."""
+        transfer = self._phase("copy", lambda: self._copy_own(plan))
         self._phase("transfer", _nothing, lambda _: self._exchange(transfer))
 
     def _exchange(self, transfer: Transfer) -> None:
         transfer.exchange()
-        self.outcome.num_messages = transfer.num_messages
+        self.result.num_messages = transfer.num_messages
 
     def _fill_and_verify(self, built: _Built, label: str = "") -> None:
-        """Weights from the masters; then the state is what it was, element for element."""
-        held, model, shards = self.held, built.model, built.shards
-        assert held is not None and model is not None and shards is not None
+        """Sets weights from the masters, and checks that no element of the state has changed."""
+        saved, model, shards = self.saved, built.model, built.shards
+        assert saved is not None and model is not None and shards is not None
         self._phase(
             "weights",
             lambda: masters_to_weights(built.optimizer),
             lambda _: share_weights(
-                built.config, model, built.groups, timeout_s=self.means.message_timeout_s
+                built.config, model, built.groups, timeout_s=self.context.message_timeout_s
             ),
             label=label,
         )
-        keys = sorted({name.split(".", 1)[1] for name in held.sums})
+        keys = sorted({name.split(".", 1)[1] for name in saved.sums})
 
         def own() -> tuple[Any, Any]:
             verify.check_weights(model, shards, built.groups, keys)
-            if (steps := adam_steps(built.optimizer)) not in (None, held.step):
-                raise verify.Mismatch(f"{steps} steps instead of {held.step}")
+            if (steps := adam_steps(built.optimizer)) not in (None, saved.step):
+                raise verify.Mismatch(f"{steps} steps instead of {saved.step}")
             return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
 
         def compare(own: tuple[Any, Any]) -> None:
             sums = self._all_sums(own[0], keys)
             verify.check_replicas(own[1], built.groups)
-            verify.compare(held.sums, sums)
+            verify.compare(saved.sums, sums)
 
         self._phase("verify", own, compare, label=label)
 
@@ -353,21 +360,21 @@ class Change:
         self._note("switch.commit", to=str(self.layout))
 
     def _install(self, built: _Built | None) -> None:
-        """The job goes on with what was built; what was held is free."""
+        """Lets the job go on with what was built, and releases what was saved."""
         assert built is not None and built.model is not None
-        self.held = None
+        self.saved = None
         await_closed()
         install_layout(self.job, built.config, built.groups, built.model, built.optimizer)
 
     def _back(self) -> None:
-        """Puts the old layout together again from what this rank has kept.
+        """Rebuilds the old layout from what this rank has saved.
 
         Raises:
             Relaunch: that failed too.
         """
-        held, new = self.held, self.new
-        assert held is not None
-        old = _Built(config=held.config)
+        saved, new = self.saved, self.new
+        assert saved is not None
+        old = _Built(config=saved.config)
 
         def release() -> None:
             self._release()
@@ -376,13 +383,13 @@ class Change:
 
         def destroy() -> None:
             destroy_groups()
-            self.means.store.forget()
+            self.context.store.forget()
             # Messages of a transfer that broke off must not meet those of the next.
-            self.means.renew_group()
+            self.context.renew_group()
 
         def fill() -> None:
             assert old.shards is not None
-            copy_all(held.shards, old.shards)
+            copy_all(saved.shards, old.shards)
 
         try:
             self._phase("tear down", release, lambda _: destroy(), label=BACK)
@@ -392,7 +399,7 @@ class Change:
             self._phase("resume", lambda: self._install(old), label=BACK)
             return
         except PhaseFailed as error:
-            reason = f"{self.outcome.reason}; going back failed too: {error}"
+            reason = f"{self.result.reason}; going back failed too: {error}"
         raise Relaunch(f"changing the layout to {self.layout} failed: {reason}")
 
 

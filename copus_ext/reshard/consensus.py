@@ -1,5 +1,5 @@
-"""Votes of all ranks, through the store of the launch: collectives cannot vote about the death of
-their own groups."""
+"""Votes of all ranks through the store of the launch, since a collective cannot report the failure
+of its own group."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LEFT = 1 << 40
 
 
 class NoAnswer(RuntimeError):
-    """A rank did not vote in time, or the store cannot be reached any more."""
+    """A rank did not vote in time, or the store is out of reach."""
 
 
 class Consensus:
-    """One change's votes; every rank makes one and votes on the same topics in the same order.
+    """The votes of one change. Every rank makes one and votes on the same topics in the same order.
 
     Args:
         store: reaches all ranks, and outlives the groups.
@@ -37,7 +37,7 @@ class Consensus:
     def __init__(
         self, store: Any, name: str, *, rank: int, world_size: int, timeout_s: float
     ) -> None:
-        self._store: Any = dist.PrefixStore(f"copus-ballot/{name}", store)
+        self._store: Any = dist.PrefixStore(f"copus-consensus/{name}", store)
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
         self._before: str | None = None
@@ -49,10 +49,10 @@ class Consensus:
 
         Args:
             topic: of this vote, not used before.
-            problem: why this rank says no, or None for yes.
+            problem: why this rank has failed, or None.
 
         Returns:
-            What the ranks that say no say, by rank; empty if all say yes.
+            The problems of all ranks that have failed, in the order of ranks.
 
         Raises:
             NoAnswer: a rank has not voted within the time-out.
@@ -61,12 +61,12 @@ class Consensus:
         with _reaching(f"not all ranks came to the vote on {topic!r}"):
             if problem is not None:
                 self._store.set(f"{topic}/no/{self.rank}", problem)
-                self._store.add(f"{topic}/noes", 1)
+                self._store.add(f"{topic}/failed", 1)
             if self._store.add(f"{topic}/votes", 1) == self.world_size:
                 self._store.set(f"{topic}/done", "1")
             self._store.wait([f"{topic}/done"], timedelta(seconds=self._timeout_s))
             problems = []
-            if self.noes(topic):
+            if self.failed_ranks(topic):
                 voters = range(self.world_size)
                 said = [r for r in voters if self._store.check([f"{topic}/no/{r}"])]
                 texts = [self._store.get(f"{topic}/no/{r}").decode() for r in said]
@@ -74,51 +74,51 @@ class Consensus:
             self._tidy_up(topic)
         return problems
 
-    def tell(self, topic: str, text: str | None = None) -> str:
+    def share(self, topic: str, text: str | None = None) -> str:
         """Rank 0's text on every rank.
 
         Raises:
             NoAnswer: it did not come within the time-out.
         """
-        with _reaching(f"rank 0 did not tell {topic!r}"):
+        with _reaching(f"rank 0 did not share {topic!r}"):
             if text is not None:
-                self._store.set(f"told/{topic}", text)
+                self._store.set(f"shared/{topic}", text)
                 return text
-            self._store.wait([f"told/{topic}"], timedelta(seconds=self._timeout_s))
-            return self._store.get(f"told/{topic}").decode()
+            self._store.wait([f"shared/{topic}"], timedelta(seconds=self._timeout_s))
+            return self._store.get(f"shared/{topic}").decode()
 
-    def noes(self, topic: str) -> int:
-        """Votes against so far."""
-        return int(self._store.add(f"{topic}/noes", 0))
+    def failed_ranks(self, topic: str) -> int:
+        """How many ranks have voted against so far."""
+        return int(self._store.add(f"{topic}/failed", 0))
 
-    def give_up(self) -> None:
-        """Tells the other ranks that this one leaves: the change can end in a relaunch only."""
+    def abort(self) -> None:
+        """Announces that this rank leaves, so that the change can only end in a relaunch."""
         with contextlib.suppress(RuntimeError):
-            self._store.add("given up", 1)
+            self._store.add("aborted", 1)
 
     @property
-    def is_given_up(self) -> bool:
+    def is_aborted(self) -> bool:
         """Whether any rank has left."""
-        return int(self._store.add("given up", 0)) > 0
+        return int(self._store.add("aborted", 0)) > 0
 
     def beat(self, *, leaves: bool = False) -> None:
-        """Shows that this rank is there, or that its change is over."""
+        """Shows that this rank is alive, or that its change is over."""
         self._store.add(f"beats/{self.rank}", _LEFT if leaves else 1)
 
     def beats(self, rank: int) -> int | None:
-        """A number that grows while a rank is there; None before and after the change."""
+        """A number that grows while a rank is alive; None before and after the change."""
         found = int(self._store.add(f"beats/{rank}", 0))
         return found if 0 < found < _LEFT else None
 
     def _tidy_up(self, topic: str) -> None:
-        """Removes the vote before this one: every rank has read it."""
+        """Removes the vote before this one, which every rank has read."""
         before, self._before = self._before, topic
         if before is not None and self.rank == 0:
-            for name in ("votes", "done", "noes"):
+            for name in ("votes", "done", "failed"):
                 self._store.delete_key(f"{before}/{name}")
 
-    def watch(self) -> Consensus:
-        """The same ballot on a connection of its own, for another thread."""
+    def for_thread(self) -> Consensus:
+        """The same votes on a connection of their own, for another thread."""
         store = self._store.clone()
         twin = Consensus.__new__(Consensus)
         twin.__dict__.update({**self.__dict__, "_store": store})
@@ -135,29 +135,28 @@ def _reaching(what: str) -> Iterator[None]:
 
 
 class Deadline:
-    """Ends this process when a change of layout cannot: when it takes too long, when another rank
-    is dead or has left, or when one has said no while this one waits for it in a collective that
-    nothing can cancel.
+    """Ends this process if a change of layout cannot: it takes too long, another rank is dead or
+    has left, or another rank has failed while this one waits for it in a collective, which nothing
+    can cancel.
 
     Args:
-        ballot: of the change.
+        consensus: of the change.
         deadline_s: seconds that all of it may take.
-        patience_s: seconds that this rank may stay in a collective after another has said no.
-        silence_s: seconds without a sign of a rank after which it is dead. Each rank looks at the
-            next one.
+        patience_s: seconds that this rank may stay in a collective after another has failed.
+        silence_s: a rank is dead after so many seconds without a sign. Each rank watches the next.
         on_expire: called with the reason, from a thread; must end the process.
     """
 
     def __init__(
         self,
-        ballot: Consensus,
+        consensus: Consensus,
         *,
         deadline_s: float,
         patience_s: float,
         silence_s: float,
         on_expire: Callable[[str], None],
     ) -> None:
-        self._ballot, self._own = ballot, ballot.watch()
+        self._own = consensus.for_thread()
         self._deadline_s, self._patience_s = deadline_s, patience_s
         self._silence_s, self._on_expire = silence_s, on_expire
         self._topic = ""
@@ -165,8 +164,8 @@ class Deadline:
         self._thread = threading.Thread(target=self._run, name="switch-watchdog", daemon=True)
 
     def entering(self, topic: str) -> None:
-        """A collective begins, and the next vote is on this topic; empty for work of this rank
-        alone, after which it comes to the vote by itself."""
+        """Call before a collective, with the topic of the next vote; with an empty text before work
+        of this rank alone, which ends by itself."""
         self._topic = topic
 
     def __enter__(self) -> Deadline:
@@ -194,7 +193,7 @@ class Deadline:
             if not self._stop.is_set():
                 reason = f"the store of the launch is gone ({error})"
         if reason is not None:
-            self._own.give_up()
+            self._own.abort()
             self._on_expire(reason)
 
     def _watch(self) -> str | None:
@@ -207,7 +206,7 @@ class Deadline:
             now = time.monotonic()
             if now - started > self._deadline_s:
                 return f"not done after {self._deadline_s:.0f} s"
-            if self._own.is_given_up:
+            if self._own.is_aborted:
                 return "another rank has left"
             self._own.beat()
             heard = self._own.beats(next_rank)
@@ -217,7 +216,7 @@ class Deadline:
                 return f"rank {next_rank} has been silent for {self._silence_s:.0f} s"
             if self._topic != topic:
                 topic, refused_at = self._topic, None
-            if topic and refused_at is None and self._own.noes(topic):
+            if topic and refused_at is None and self._own.failed_ranks(topic):
                 refused_at = now
             if refused_at is not None and now - refused_at > self._patience_s:
                 return f"another rank failed at {topic!r} and this one waits for it"

@@ -1,5 +1,5 @@
-"""Process groups of layouts that are not in use: kept after the layout was left, or built before it
-is needed. Building them is quick on few ranks and slow on many, and so is destroying them."""
+"""Process groups of layouts that are not in use, kept after a change or built before one. On many
+ranks it takes long to build and to destroy them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Takes a running job to another layout in the same processes: new groups and model, the optimizer
-state from peer to peer, no disk.
+"""Changes the layout of a running job in the same processes: new groups and a new model, while the
+optimizer state goes from rank to rank without a disk.
 
-A change has one outcome: the job trains on under the new layout, or under the old one, or it leaves
-to be launched again from its last checkpoint. Every phase ends with a vote of all ranks, and until
-the last one every rank keeps what it held, so that the old layout can be put together again.
+A change ends in one of three ways: the job trains on under the new layout or under the old one, or
+it leaves to be launched again from its last checkpoint. Every phase ends with a vote of all ranks.
+Until the last vote every rank keeps its old state, from which the old layout can be rebuilt.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from copus_ext.goodput import costs
 from copus_ext.reshard.change import Change, ReshardContext
 from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 from copus_ext.reshard.group_store import GroupStore
-from copus_ext.reshard.ownership import shape_of
-from copus_ext.reshard.phases import Outcome
-from copus_ext.reshard.route import ReshardPlanCache, Route
+from copus_ext.reshard.model_shape import shape_of
+from copus_ext.reshard.phases import ReshardResult
+from copus_ext.reshard.plan import ReshardPlan, ReshardPlanCache
 from megatron.training.common.control import STACKS
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import StepSettings
@@ -47,12 +47,12 @@ class InProcessResharder:
     Args:
         run_dir: of the run, on every rank; stacks of a change that hangs go there.
         note: writes the journal, on rank 0; called with a kind and fields.
-        sample: sum a sixteenth of the tensors instead of all.
-        fault: called with the topic of each part of a phase as it begins (see `change`); a test's
-            way to break it.
+        sample: verify a sixteenth of the tensors instead of all.
+        fault: called with the topic of each part of a phase as it begins (see `change`); lets tests
+            break a change.
         patience_s: see `Deadline`; a rank counts as dead after three times as long.
-        min_timeout_s: least seconds that a change may take before it counts as hung.
-        prebuild: layouts whose groups are kept or built before they are needed.
+        min_timeout_s: a change may take at least so long before it counts as hung.
+        prebuild: number of layouts whose groups are kept or built before they are needed.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class InProcessResharder:
         self._store = dist.PrefixStore(_launch_name(), _store_of_launch())
         # Not one of megatron-core's, so that taking those down leaves it.
         self._group: Any = dist.new_group()
-        self._routes: ReshardPlanCache | None = None
+        self._plans: ReshardPlanCache | None = None
         self._count = 0
-        self._means = ReshardContext(
+        self._context = ReshardContext(
             group=lambda: self._group,
             renew_group=self._renew_group,
-            route=self.route,
+            plan=self.plan,
             store=GroupStore(prebuild),
             note=note,
             fault=fault,
@@ -85,8 +85,8 @@ class InProcessResharder:
         )
 
     def close(self) -> None:
-        """Lets go of all groups of its own. All ranks."""
-        self._means.store.close()
+        """Destroys its own groups. All ranks."""
+        self._context.store.close()
         self._close_group()
 
     def _close_group(self) -> None:
@@ -99,8 +99,8 @@ class InProcessResharder:
         self._group = dist.new_group()
 
     def build_ahead(self, config: Config, layouts: Iterable[Layout]) -> int:
-        """Builds the groups of layouts that may come next, most likely first; those that the model
-        cannot have are passed over. All ranks, at a step boundary.
+        """Builds the groups of layouts that may come next, most likely first. Skips those that the
+        model cannot have. All ranks, at a step boundary.
 
         Returns:
             How many layouts were built.
@@ -109,65 +109,65 @@ class InProcessResharder:
         for layout in layouts:
             with contextlib.suppress(UsageError):
                 others.append(with_layout(config, layout))
-        return self._means.store.build_ahead(config, others)
+        return self._context.store.build_ahead(config, others)
 
-    def route(self, config: Config, layout: Layout) -> Route:
-        """The way to a layout. Pure arithmetic; kept for the change.
+    def plan(self, config: Config, layout: Layout) -> ReshardPlan:
+        """The plan of a change to a layout. Pure arithmetic; kept for the change.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the model cannot be laid out so.
         """
-        if self._routes is None:
+        if self._plans is None:
             per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
-            self._routes = ReshardPlanCache(shape_of(config), ranks_per_node=per_node)
-        return self._routes.between(config.layout, layout)
+            self._plans = ReshardPlanCache(shape_of(config), ranks_per_node=per_node)
+        return self._plans.between(config.layout, layout)
 
     def move(
         self, job: Job, layout: Layout, settings: StepSettings, *, predicted_s: float = 0.0
-    ) -> Outcome:
+    ) -> ReshardResult:
         """Changes the layout. All ranks take part, at a step boundary.
 
         Args:
             job: at a boundary: gradients applied, no evaluation and no save under way.
             layout: to change to.
-            settings: how steps are taken there.
-            predicted_s: seconds that it is thought to take.
+            settings: of the steps after the change.
+            predicted_s: expected seconds of the change.
 
         Returns:
-            What came of it; the job trains on in any case.
+            The result; the job can train on in any case.
 
         Raises:
-            Relaunch: on every rank that still can: the job must be started again.
+            Relaunch: the job must be started again. Raised on every rank that is alive.
         """
         self._count += 1
         timeout_s = costs.timeout_s(predicted_s, self._min_timeout_s)
-        ballot = Consensus(
+        consensus = Consensus(
             self._store,
             str(self._count),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             timeout_s=timeout_s,
         )
-        dog = Deadline(
-            ballot,
+        deadline = Deadline(
+            consensus,
             deadline_s=2 * timeout_s,
             patience_s=self._patience_s,
             silence_s=_SILENCE_PER_PATIENCE * self._patience_s,
             on_expire=self._exit_immediately,
         )
-        with dog:
-            change = Change(self._means, job, layout, settings, ballot, dog)
+        with deadline:
+            change = Change(self._context, job, layout, settings, consensus, deadline)
             try:
                 return change.run()
             except NoAnswer as error:
-                ballot.give_up()
+                consensus.abort()
                 self._dump_stacks()
                 raise Relaunch(f"changing the layout to {layout} failed: {error}") from error
             finally:
                 change.forget()
 
     def _exit_immediately(self, reason: str) -> None:
-        """Ends a process that waits for what nothing can cancel."""
+        """Ends this process, which waits in a collective that nothing can cancel."""
         try:
             self._dump_stacks()
             rank = dist.get_rank()
@@ -195,6 +195,6 @@ def _store_of_launch() -> Any:
 
 
 def _launch_name() -> str:
-    """A prefix that no earlier mover of this process or launch has used."""
-    number = int(_store_of_launch().add(f"copus-movers/{dist.get_rank()}", 1))
-    return f"copus-mover-{number}"
+    """A prefix that no earlier resharder of this launch has used."""
+    number = int(_store_of_launch().add(f"copus-resharders/{dist.get_rank()}", 1))
+    return f"copus-resharder-{number}"

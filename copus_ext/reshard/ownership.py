@@ -1,7 +1,7 @@
-"""Which rectangles of the global tensors each rank of a layout owns, without building it.
+"""Which rectangles of the global tensors each rank of a layout owns, without building a model.
 
-The same records as `megatron.training.model.shards.own_shards` reads from a live model. The ranks
-compare digests of both before they rely on these.
+These are the records that `megatron.training.model.shards.own_shards` reads from a live model. The
+ranks compare digests of both before a change.
 """
 
 from __future__ import annotations
@@ -10,27 +10,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from copus_ext.reshard.model_shape import (
-    ModelShape,
-    Parameter,
-    check,
-    chunks_of_stage,
-    shape_of,
-    shape_of_spec,
-)
+from copus_ext.reshard.model_shape import ModelShape, Parameter, check, chunks_of_stage
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record, records_of_block
-
-__all__ = [
-    "ModelShape",
-    "Place",
-    "all_of_layout",
-    "of_layout",
-    "place_of",
-    "rank_of",
-    "shape_of",
-    "shape_of_spec",
-]
 
 PARAMETER_ALIGNMENT = 64
 """A parameter starts at a multiple of this in a buffer of the distributed optimizer."""

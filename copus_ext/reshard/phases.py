@@ -1,4 +1,4 @@
-"""The phases of a change of layout and what comes of it."""
+"""The phases of a change of layout, and its result. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ PHASES = (
     "commit",
     "resume",
 )
-"""In their order; a failure before `tear down` leaves the job untouched."""
+"""In their order; a failure before `tear down` leaves the job as it was."""
 TOGETHER = " together"
-"""Behind the name of a phase: the part of it that all ranks do together."""
+"""After the name of a phase: the part that all ranks do together."""
 BACK = "back: "
 """Before the name of a phase on the way back."""
 
 
 @dataclass(kw_only=True)
-class Outcome:
-    """What came of a change of layout; the same on every rank but for times and bytes."""
+class ReshardResult:
+    """The result of a change of layout; the same on every rank but for times and bytes."""
 
     kind: Literal["moved", "cancelled", "rolled_back"] = "cancelled"
-    """On under the new layout; never begun; back under the old one."""
+    """Under the new layout; never begun; back under the old one."""
     reason: str = ""
-    """Why it did not come about."""
+    """Why it failed."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase, its vote included."""
+    """Seconds of each phase with its votes."""
     pause_s: float = 0.0
     """Seconds of the whole."""
     wire_bytes: int = 0
-    """Bytes of state that ranks sent to each other."""
+    """Bytes of state that ranks sent."""
     minimum_bytes: int = 0
-    """Bytes that they had to."""
+    """Bytes that they had to send."""
     busiest_bytes: int = 0
     """Bytes of the rank that sent or received most."""
     num_messages: int = 0
@@ -54,7 +54,7 @@ class Outcome:
 
 
 class PhaseFailed(RuntimeError):
-    """A rank said no; raised on all of them."""
+    """A rank failed in a phase; raised on all of them."""
 
     def __init__(self, phase: str, problems: list[str]) -> None:
         super().__init__(f"{phase}: {problems[0]}")

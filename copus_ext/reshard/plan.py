@@ -1,18 +1,24 @@
-"""Which rank sends which elements to which, for a change between any two layouts. Pure and the same
-on every rank: no communication, no hashing order, no floats."""
+"""Which rank sends which elements to which in a change of layout. Pure and the same on every rank:
+no communication, no hashing order, no floats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.training.distributed.sharding import Box, Record, volume
+from copus_ext.reshard.model_shape import ModelShape
+from copus_ext.reshard.ownership import all_of_layout
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Box, Record, digest, volume
 
 BYTES_PER_ELEMENT = 12
 """fp32 master weight and two moments."""
+_KEPT = 8
 
 
 class Incomplete(ValueError):
@@ -42,15 +48,24 @@ class TransferOp(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """All pieces of a change of layout."""
+class ReshardPlan:
+    """A planned change of layout; the same on every rank."""
 
-    pieces: list[TransferOp]
+    source: Sequence[Sequence[Record]]
+    """By rank, records before."""
+    target: Sequence[Sequence[Record]]
+    """By rank, records after."""
+    ops: list[TransferOp]
     """Every element of every target record once, sorted."""
     sent_bytes: list[int]
-    """By rank: bytes it puts on the wire."""
+    """By rank, bytes that it sends to other ranks."""
     received_bytes: list[int]
-    """By rank: bytes it takes from the wire, the least possible: what it does not hold itself."""
+    """By rank, bytes that it receives, the least possible: what it does not hold itself."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of all global tensors."""
+        return sorted({record.key for own in self.source for record in own})
 
     @property
     def wire_bytes(self) -> int:
@@ -59,13 +74,47 @@ class Plan:
 
     @property
     def minimum_bytes(self) -> int:
-        """Bytes that must: what the ranks together need and do not hold."""
+        """Bytes that have to leave a rank: what the ranks together need and do not hold."""
         return sum(self.received_bytes)
 
     @property
     def busiest_bytes(self) -> int:
         """Bytes of the rank that sends or receives most."""
         return max([*self.sent_bytes, *self.received_bytes], default=0)
+
+    def digest(self) -> str:
+        """A short text that is equal for equal plans."""
+        parts = [digest(own) for own in (*self.source, *self.target)]
+        parts += [repr(tuple(op)) for op in self.ops]
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+class ReshardPlanCache:
+    """The last few plans of one model on one set of ranks.
+
+    Args:
+        shape: of the model.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+
+    def __init__(self, shape: ModelShape, *, ranks_per_node: int | None = None) -> None:
+        self._shape, self._ranks_per_node = shape, ranks_per_node
+        self._kept: OrderedDict[tuple[Layout, Layout], ReshardPlan] = OrderedDict()
+
+    def between(self, before: Layout, after: Layout) -> ReshardPlan:
+        """The plan between two layouts of the same ranks.
+
+        Raises:
+            ValueError: the model cannot be laid out so, or the state is incomplete.
+        """
+        pair = before, after
+        if pair not in self._kept:
+            source, target = (all_of_layout(self._shape, layout) for layout in pair)
+            self._kept[pair] = make_plan(source, target, ranks_per_node=self._ranks_per_node)
+        self._kept.move_to_end(pair)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[pair]
 
 
 class _Place(NamedTuple):
@@ -79,7 +128,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class _Choice:
-    """A piece that several ranks could send."""
+    """Elements that several ranks could send."""
 
     holders: list[_Place]
     """Equal records, by rank."""
@@ -91,23 +140,26 @@ class _Choice:
 class _Draft:
     """What is decided so far."""
 
-    num_ranks: int
-    node_of: Callable[[int], int]
-    pieces: list[TransferOp] = field(default_factory=list)
+    ranks_per_node: int
+    ops: list[TransferOp] = field(default_factory=list)
     choices: list[_Choice] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
+    def node_of(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.ranks_per_node
+
     def take(self, source: _Place, target: _Place, box: Box) -> None:
-        """Lets one record send."""
-        self.pieces.append(TransferOp(source.rank, source.number, target.rank, target.number, *box))
+        """Adds an operation from one record."""
+        self.ops.append(TransferOp(source.rank, source.number, target.rank, target.number, *box))
         if source.rank != target.rank:
             size = volume(*box) * BYTES_PER_ELEMENT
             self.sent[source.rank] += size
             self.received[target.rank] += size
 
     def give(self, holders: list[_Place], target: _Place, box: Box) -> None:
-        """Lets the target's own record send, or the only one; leaves the others for later."""
+        """Takes the target's own record or the only holder; postpones a choice among several."""
         if len(holders) == 1:
             self.take(holders[0], target, box)
             return
@@ -129,11 +181,11 @@ def make_plan(
     target: Sequence[Sequence[Record]],
     *,
     ranks_per_node: int | None = None,
-) -> Plan:
+) -> ReshardPlan:
     """Plans a change of layout.
 
-    Own elements stay, the rest comes from the same node where it can, and where several ranks hold
-    an element the one that sends least is taken.
+    A rank keeps the elements that it holds. The others come from the same node if possible, and
+    from the rank that sends least so far if several hold them.
 
     Args:
         source: by rank, the records it holds.
@@ -144,8 +196,7 @@ def make_plan(
         Incomplete: elements of the target that nobody holds.
     """
     num = len(target)
-    per_node = ranks_per_node or num
-    draft = _Draft(num, lambda rank: rank // per_node, sent=[0] * num, received=[0] * num)
+    draft = _Draft(ranks_per_node or max(num, 1), sent=[0] * num, received=[0] * num)
     needed, held = _by_tensor(target), _by_tensor(source)
     for key in sorted(needed):
         for name, wanted, there in _by_layer(key, needed[key], held.get(key, [])):
@@ -154,8 +205,14 @@ def make_plan(
     draft.choices.sort(key=lambda c: (-volume(*c.box), c.target.rank, c.target.number, c.box))
     for choice in draft.choices:
         draft.take(draft.best(choice.holders, choice.target), choice.target, choice.box)
-    draft.pieces.sort()
-    return Plan(pieces=draft.pieces, sent_bytes=draft.sent, received_bytes=draft.received)
+    draft.ops.sort()
+    return ReshardPlan(
+        source=source,
+        target=target,
+        ops=draft.ops,
+        sent_bytes=draft.sent,
+        received_bytes=draft.received,
+    )
 
 
 def _by_tensor(records: Sequence[Sequence[Record]]) -> dict[str, list[_Place]]:
@@ -207,8 +264,8 @@ def _plan_tensor(draft: _Draft, name: str, wanted: list[_Place], there: list[_Pl
 def _plan_overlapping(
     draft: _Draft, name: str, targets: list[list[_Place]], there: list[_Place]
 ) -> None:
-    """For records that share elements without being equal: takes from one after the other what is
-    still missing."""
+    """For records that share elements without being equal, as those of a tied embedding: takes from
+    one after the other what is still missing."""
     for target in (t for group in targets for t in group):
         missing: list[Box] = [(target.lo, target.hi)]
         node = draft.node_of(target.rank)

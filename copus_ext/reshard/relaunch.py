@@ -33,7 +33,7 @@ from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
 from megatron.training.common.errors import Relaunch
 from megatron.training.config import layer_partition
 from megatron.training.config.layout import Layout
-from megatron.training.resilience.exit_status import Outcome
+from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def blocked_layouts(env: Mapping[str, str] | None = None) -> list[Layout]:
     return found
 
 
-def report_exit(outcome: Outcome) -> None:
+def report_exit(outcome: RunOutcome) -> None:
     """Writes the request of a run that ends. On rank 0, under a supervisor; other ranks and other
     runs write nothing. Nothing is written either where the controller has already asked, or where
     the run should just be started again."""
@@ -183,7 +183,7 @@ def report_exit(outcome: Outcome) -> None:
         logger.error("the supervisor cannot be told %r: %s", request.line, error)
 
 
-def kind_of(outcome: Outcome) -> Kind | None:
+def kind_of(outcome: RunOutcome) -> Kind | None:
     """What a run that ends asks for; None if it asks for nothing, or the controller has asked."""
     failure, reason = outcome.failure, outcome.reason
     if failure is not None:
@@ -195,7 +195,7 @@ def kind_of(outcome: Outcome) -> Kind | None:
     return "requeue"
 
 
-def exit_code(outcome: Outcome) -> int:
+def exit_code(outcome: RunOutcome) -> int:
     """The exit code of every rank after a run that did not fail."""
     asks = kind_of(outcome) == "requeue" and is_supervised()
     return Relaunch.exit_code if asks else 0

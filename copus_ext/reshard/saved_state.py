@@ -1,14 +1,18 @@
-"""What a rank keeps of a layout while the job changes to another, and how a new optimizer and model
-get their state from it."""
+"""What a rank keeps of a layout while the job changes to another: whether it fits beside the new
+state, how it is taken, and how a new optimizer and model get their state from it."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 
-from copus_ext.reshard.transfer import gather_in_place
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
+from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
 from megatron.training.config import Config
 from megatron.training.model.gpt import Model
 from megatron.training.model.shards import KINDS, Shards, parts_of
@@ -17,27 +21,79 @@ from megatron.training.train.job import Job
 _PAGE_ELEMENTS = 1024
 """fp32 elements of a page."""
 _MOSTLY = 0.9
-"""Share of a buffer from which it is kept rather than copied out of."""
+"""A buffer is kept, not copied out of, if the shards fill this share of it."""
+_WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """All that is not the same on every rank or that the optimizer alone knows."""
+    """The state that differs between ranks or that only the optimizer has."""
 
     config: Config
     """Of the old layout."""
     shards: Shards
     """Master weights and moments; read only."""
     step: int
-    """Updates that Adam has made."""
+    """Updates of Adam."""
     scalers: list[dict[str, Any] | None]
     """Loss scaler of each chained optimizer."""
     sums: dict[str, int] = field(default_factory=dict)
-    """Checksums of the global state, once they are known."""
+    """Checksums of the global state, once all ranks have added them up."""
+
+
+class TooLarge(MemoryError):
+    """The change would not fit."""
+
+
+def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
+    """Compares the memory that this rank needs for a change with what is free.
+
+    The new layout needs its weights, gradients, masters and moments, and buffers for the messages.
+    The old masters and moments stay beside them; the old weights and gradients are gone by then. In
+    fp32 weights are masters.
+
+    Args:
+        job: under the old layout.
+        plan: of the change.
+        config: of the new one.
+
+    Raises:
+        TooLarge: with both figures.
+    """
+    rank = dist.get_rank()
+    per_weight = _WEIGHT_BYTES[config.precision.params_dtype]
+    per_gradient = 4 if config.precision.accumulate_allreduce_grads_in_fp32 else per_weight
+    own = sum(record.numel for record in plan.target[rank])
+    # The shares of a model's replicas are about equal.
+    held = own * (config.layout.dp if config.parallel.use_distributed_optimizer else 1)
+    both = 4 if config.precision.params_dtype == "fp32" else 0
+    needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
+    needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
+    released = sum(
+        p.numel() * (p.element_size() + per_gradient)
+        for chunk in job.model.chunks
+        for p in chunk.parameters()
+    )
+    released -= both * sum(record.numel for record in plan.source[rank])
+    free = free_bytes(job)
+    if needed > free + released:
+        raise TooLarge(
+            f"{needed / 1e9:.2f} GB are needed beside the old state and "
+            f"{(free + released) / 1e9:.2f} GB are free"
+        )
+
+
+def free_bytes(job: Job) -> float:
+    """Bytes that this rank may still take."""
+    if job.device.is_cuda:
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+    return psutil.virtual_memory().available / ranks
 
 
 def extract(job: Job, shards: Shards) -> SavedState:
-    """Takes what must outlive the old layout; the job, at a step boundary, is left as it is. Not
+    """Takes what must outlive the old layout and leaves the job as it is. At a step boundary; not
     collective.
 
     Args:
@@ -53,8 +109,8 @@ def extract(job: Job, shards: Shards) -> SavedState:
 
 
 def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-    """The tensors without what else is in the buffers that they are views of; a buffer that they
-    all but fill stays as it is."""
+    """The tensors without the rest of the buffers that they are views of. A buffer that they nearly
+    fill stays as it is."""
     used: dict[int, int] = {}
     for tensor in (t[kind] for t in shards for kind in KINDS):
         place = tensor.untyped_storage().data_ptr()
@@ -69,7 +125,7 @@ def _alone(shards: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor
 
 
 def adam_steps(optimizer: Any) -> int | None:
-    """Updates that Adam has made; None where no group with parameters here counts them.
+    """Updates of Adam; None if no group with parameters on this rank counts them.
 
     Raises:
         ValueError: groups differ.
@@ -103,9 +159,8 @@ def restore_counts(optimizer: Any, held: SavedState) -> None:
 
 
 @torch.no_grad()
-def touch(shards: Shards) -> None:
-    """Makes the system hand out the pages of new moments now: the first write to each would
-    otherwise look like a slow network."""
+def prefault(shards: Shards) -> None:
+    """Writes to every page of new moments, so that page faults do not slow down the messages."""
     for tensors in shards.tensors:
         for kind in ("exp_avg", "exp_avg_sq"):
             if tensors[kind].device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Carries out a plan: own elements by copy, the others from peer to peer, in bounded messages."""
+"""Carries out a plan: own elements by copy, the others from rank to rank in bounded messages."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from copus_ext.reshard.plan import Plan, TransferOp
+from copus_ext.reshard.plan import ReshardPlan, TransferOp
 from megatron.training.distributed.sharding import Box, Record, volume
 from megatron.training.model.shards import KINDS, Shards
 
 ALONE_BYTES = 128 << 10
-"""A piece of at least so many bytes is a message of its own; smaller ones go together."""
+"""Elements of at least so many bytes are a message of their own; fewer are packed together."""
 BUCKET_BYTES = {"gloo": 4 << 20, "nccl": 64 << 20}
 """Largest message by backend."""
 WINDOW = 32
-"""Messages under way each way where each starts on its own (gloo)."""
+"""Messages under way in each direction if each starts on its own (gloo)."""
 BUFFERS = 4
-"""Of them, those that are packed into or unpacked from a buffer."""
+"""Of them, those that go through a buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Elements of one kind of a piece, as one end of a message holds them."""
+    """Elements of one kind (master, moment), as one end of a message holds them."""
 
     kind: str
-    piece: TransferOp
+    op: TransferOp
     box: Box
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """What goes at once; the same list of parts on both ends. An end that has the whole of it side
-    by side sends from its shard, or receives into it; else a buffer is in between."""
+    """The same list of parts on both ends. An end that holds them contiguously sends from its shard
+    or receives into it; else they go through a buffer."""
 
     parts: list[_Part]
     numel: int
@@ -47,8 +47,8 @@ _Prepared = tuple[torch.Tensor, Callable[[], None]]
 _Any = TypeVar("_Any")
 
 
-class _Way(Generic[_Any]):
-    """Messages to a rank, or from one, a window at a time."""
+class _Channel(Generic[_Any]):
+    """The messages to a rank or from one, a window at a time."""
 
     def __init__(
         self,
@@ -78,21 +78,21 @@ class _Way(Generic[_Any]):
             finish()
 
 
-def _go_all(ways: Sequence[_Way[Any]], group: Any, timeout: timedelta) -> None:
-    while any(way.left or way.under_way for way in ways):
-        for way in ways:
-            way.start(group)
-        for way in ways:
-            way.finish_one(timeout)
+def _run_channels(channels: Sequence[_Channel[Any]], group: Any, timeout: timedelta) -> None:
+    while any(channel.left or channel.under_way for channel in channels):
+        for channel in channels:
+            channel.start(group)
+        for channel in channels:
+            channel.finish_one(timeout)
 
 
 @torch.no_grad()
 def gather_in_place(buffer: torch.Tensor, *, group: Any, timeout_s: float) -> None:
-    """Every rank's equal part of a buffer comes to all others. Collective over the group, for
-    backends whose messages start on their own (gloo).
+    """All-gathers equal parts of a flat buffer. Collective over the group, for backends whose
+    messages start on their own (gloo).
 
     Args:
-        buffer: flat, the parts in the order of ranks; this rank's is sent, the others are filled.
+        buffer: the parts in the order of ranks; this rank's is sent, the others are filled.
         group: of the ranks.
         timeout_s: for each message.
 
@@ -104,11 +104,11 @@ def gather_in_place(buffer: torch.Tensor, *, group: Any, timeout_s: float) -> No
     parts = [part.split(most) for part in buffer.chunk(world)]
     for shift in range(1, world):
         to, come_from = (rank + shift) % world, (rank - shift) % world
-        ways = (
-            _Way(parts[come_from], _as_it_is, dist.irecv, {"group_src": come_from}),
-            _Way(parts[rank], _as_it_is, dist.isend, {"group_dst": to}),
+        channels = (
+            _Channel(parts[come_from], _as_it_is, dist.irecv, {"group_src": come_from}),
+            _Channel(parts[rank], _as_it_is, dist.isend, {"group_dst": to}),
         )
-        _go_all(ways, group, timedelta(seconds=timeout_s))
+        _run_channels(channels, group, timedelta(seconds=timeout_s))
 
 
 def _as_it_is(tensor: torch.Tensor) -> _Prepared:
@@ -120,10 +120,8 @@ class Transfer:
 
     Args:
         plan: of the whole change.
-        source: what this rank held.
-        target: what it is to hold; filled in place.
-        source_records: by rank, records before.
-        target_records: by rank, records after.
+        source: shards of this rank before.
+        target: shards of this rank after; filled in place.
         group: for the messages; all ranks of the world.
         timeout_s: for each message.
         bucket_bytes: largest message; None as the backend likes it.
@@ -132,12 +130,10 @@ class Transfer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReshardPlan,
         *,
         source: Shards,
         target: Shards,
-        source_records: Sequence[Sequence[Record]],
-        target_records: Sequence[Sequence[Record]],
         group: Any,
         timeout_s: float,
         bucket_bytes: int | None = None,
@@ -145,20 +141,21 @@ class Transfer:
     ) -> None:
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._source, self._target = source, target
-        self._records = source_records, target_records
+        self._records = plan.source[self._rank], plan.target[self._rank]
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self._bucket = (bucket_bytes or BUCKET_BYTES[str(dist.get_backend(group))]) // 4
         backend = str(dist.get_backend(group))
+        self._bucket = (bucket_bytes or BUCKET_BYTES[backend]) // 4
         self._is_batched = backend == "nccl" if is_batched is None else is_batched
-        self._local = [p for p in plan.pieces if p.source_rank == p.target_rank == self._rank]
+        self._local: list[TransferOp] = []
         to_others: dict[int, list[TransferOp]] = {}
         from_others: dict[int, list[TransferOp]] = {}
-        for p in plan.pieces:
-            if p.source_rank != p.target_rank:
-                if p.source_rank == self._rank:
-                    to_others.setdefault(p.target_rank, []).append(p)
-                elif p.target_rank == self._rank:
-                    from_others.setdefault(p.source_rank, []).append(p)
+        for op in plan.ops:
+            if op.source_rank == op.target_rank == self._rank:
+                self._local.append(op)
+            elif op.source_rank == self._rank:
+                to_others.setdefault(op.target_rank, []).append(op)
+            elif op.target_rank == self._rank:
+                from_others.setdefault(op.source_rank, []).append(op)
         self._out = {rank: list(self._messages(own)) for rank, own in to_others.items()}
         self._in = {rank: list(self._messages(own)) for rank, own in from_others.items()}
         self._pools = (
@@ -171,7 +168,7 @@ class Transfer:
     def _buffers(
         self, messages: list[_Message], place_of: Callable[[_Message], torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """As large as they need to be, for messages that have no place of their own."""
+        """Buffers as large as needed, for messages whose elements are not contiguous."""
         sizes = [m.numel for m in messages if place_of(m) is None]
         device = [t["param"].device for t in (*self._source.tensors, *self._target.tensors)]
         num = min(len(sizes), BUFFERS)
@@ -181,11 +178,10 @@ class Transfer:
     @torch.no_grad()
     def copy_own(self) -> None:
         """Copies what stays on this rank. Not collective."""
-        for p in self._local:
+        for op in self._local:
             for kind in KINDS:
-                self._target_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi))).copy_(
-                    self._source_view(_Part(kind=kind, piece=p, box=(p.lo, p.hi)))
-                )
+                part = _Part(kind=kind, op=op, box=(op.lo, op.hi))
+                self._target_view(part).copy_(self._source_view(part))
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -194,22 +190,22 @@ class Transfer:
         Raises:
             RuntimeError: a message failed or timed out.
         """
-        # In step k every rank sends to the one k further on: no cycle can wait for itself.
+        # In step k every rank sends to the rank k further on, so that no cycle waits for itself.
         for shift in range(1, self._world):
             to, come_from = (self._rank + shift) % self._world, (self._rank - shift) % self._world
             self._exchange(
                 self._out.get(to, []), self._in.get(come_from, []), to=to, come_from=come_from
             )
 
-    def _messages(self, pieces: list[TransferOp]) -> Iterator[_Message]:
-        """The pieces between two ranks as messages; both ends come to the same ones."""
+    def _messages(self, ops: list[TransferOp]) -> Iterator[_Message]:
+        """The operations between two ranks as messages, the same on both ends."""
         packed: list[_Part] = []
         filled = 0
-        for piece in pieces:
-            for box in small_enough((piece.lo, piece.hi), self._bucket):
+        for op in ops:
+            for box in small_enough((op.lo, op.hi), self._bucket):
                 size = volume(*box)
                 for kind in KINDS:
-                    part = _Part(kind=kind, piece=piece, box=box)
+                    part = _Part(kind=kind, op=op, box=box)
                     if size * 4 >= ALONE_BYTES:
                         yield _Message(parts=[part], numel=size)
                         continue
@@ -229,16 +225,16 @@ class Transfer:
         if self._is_batched:
             self._exchange_in_batches(outgoing, incoming, to=to, come_from=come_from)
             return
-        ways = (
-            _Way(incoming, self._incoming, dist.irecv, {"group_src": come_from}),
-            _Way(outgoing, self._outgoing, dist.isend, {"group_dst": to}),
+        channels = (
+            _Channel(incoming, self._incoming, dist.irecv, {"group_src": come_from}),
+            _Channel(outgoing, self._outgoing, dist.isend, {"group_dst": to}),
         )
-        _go_all(ways, self._group, self._timeout)
+        _run_channels(channels, self._group, self._timeout)
 
     def _exchange_in_batches(
         self, outgoing: list[_Message], incoming: list[_Message], *, to: int, come_from: int
     ) -> None:
-        """The same where messages that do not start together may wait for each other (NCCL)."""
+        """The same for NCCL, where messages that do not start together may wait for each other."""
         for start in range(0, max(len(outgoing), len(incoming)), BUFFERS):
             part = slice(start, start + BUFFERS)
             operations, finishes = [], []
@@ -258,18 +254,18 @@ class Transfer:
                 finish()
 
     def _sent_from(self, message: _Message) -> torch.Tensor | None:
-        """The elements of a message where they lie side by side in this rank's old shards."""
-        return _side_by_side(message, self._source_view)
+        """Where this rank's old shards hold the elements of a message contiguously, else None."""
+        return _contiguous(message, self._source_view)
 
     def _received_in(self, message: _Message) -> torch.Tensor | None:
-        """Where the elements of a message are to lie side by side in this rank's new shards."""
-        return _side_by_side(message, self._target_view)
+        """Where this rank's new shards take the elements of a message contiguously, else None."""
+        return _contiguous(message, self._target_view)
 
     def _outgoing(self, message: _Message) -> _Prepared | None:
-        """What to send, and what to do when it is sent; None without a free buffer."""
-        pool = self._pools[0]
+        """What to send, and what to do once it is sent; None without a free buffer."""
         if (place := self._sent_from(message)) is not None:
             return place, _nothing
+        pool = self._pools[0]
         if not pool:
             return None
         buffer = pool.pop()
@@ -279,10 +275,10 @@ class Transfer:
         return buffer[: message.numel], lambda: pool.append(buffer)
 
     def _incoming(self, message: _Message) -> _Prepared | None:
-        """Where to receive, and what to do when it is there; None without a free buffer."""
-        pool = self._pools[1]
+        """Where to receive, and what to do once it has come; None without a free buffer."""
         if (place := self._received_in(message)) is not None:
             return place, _nothing
+        pool = self._pools[1]
         if not pool:
             return None
         buffer = pool.pop()
@@ -296,18 +292,18 @@ class Transfer:
         return buffer[: message.numel], unpack
 
     def _source_view(self, part: _Part) -> torch.Tensor:
-        record = self._records[0][self._rank][part.piece.source]
+        record = self._records[0][part.op.source]
         return view_of(self._source.tensors[record.shard][part.kind], record, part.box)
 
     def _target_view(self, part: _Part) -> torch.Tensor:
-        record = self._records[1][self._rank][part.piece.target]
+        record = self._records[1][part.op.target]
         return view_of(self._target.tensors[record.shard][part.kind], record, part.box)
 
 
-def _side_by_side(
+def _contiguous(
     message: _Message, view_of_part: Callable[[_Part], torch.Tensor]
 ) -> torch.Tensor | None:
-    """The elements of a message of one part as a row, if they lie so."""
+    """A message of one part as a flat view, if its elements are contiguous."""
     if len(message.parts) > 1:
         return None
     view = view_of_part(message.parts[0])

@@ -103,7 +103,7 @@ def test_two_nodes_go_on_after_a_kill_of_a_rank(tmp_path: Path) -> None:
     assert [name.rpartition(".")[2] for name in starts] == ["0", "1"]
     assert files.read_latest(run) == 7
     plan = json.loads((run / "control/next.json").read_text())
-    assert plan["leave"] == 0 and plan["launch"].startswith(starts[0].rpartition(".")[0])
+    assert plan["exit_code"] == 0 and plan["launch"].startswith(starts[0].rpartition(".")[0])
 
 
 def test_what_a_node_had_is_taken_over_when_it_is_lost(tmp_path: Path) -> None:

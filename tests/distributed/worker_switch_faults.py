@@ -217,7 +217,7 @@ def spoiled(name: str) -> Iterator[None]:
         def _target_view(self, part: Any) -> torch.Tensor:
             view = super()._target_view(part)
             first = next(iter(self._in.values()))[0].parts[0]
-            if part.piece != first.piece or part.kind == "param":
+            if part.op != first.op or part.kind == "param":
                 return view
             if name == "drop":
                 return torch.empty_like(view) if part.kind == "exp_avg" else view

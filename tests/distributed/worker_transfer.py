@@ -94,20 +94,21 @@ def main(output: Path) -> None:
     import torch.distributed as dist
 
     from copus_ext.reshard import transfer
-    from copus_ext.reshard.ownership import ModelShape, all_of_layout
+    from copus_ext.reshard.model_shape import ModelShape
+    from copus_ext.reshard.ownership import all_of_layout
     from copus_ext.reshard.plan import make_plan
     from megatron.training.config.layout import Layout
 
     rank, rows = dist.get_rank(), []
     layouts = [Layout(tp=t, pp=p, vpp=v, dp=4 // (t * p)) for t, p, v in LAYOUTS]
     under_way: list[int] = []
-    finish_one = transfer._Way.finish_one
+    finish_one = transfer._Channel.finish_one
 
     def finish(self: Any, timeout: Any) -> None:
         under_way.append(len(self.under_way))
         finish_one(self, timeout)
 
-    transfer._Way.finish_one = finish
+    transfer._Channel.finish_one = finish
     for (name, way), sharded in itertools.product(WAYS.items(), (True, False)):
         shape = ModelShape(**SHAPE, use_distributed_optimizer=sharded)
         bucket, transfer.ALONE_BYTES, is_batched = way
@@ -125,8 +126,6 @@ def main(output: Path) -> None:
                 make_plan(source, target),
                 source=held,
                 target=got,
-                source_records=source,
-                target_records=target,
                 group=dist.group.WORLD,
                 timeout_s=60,
                 bucket_bytes=bucket,

@@ -339,17 +339,21 @@ def request(rng: random.Random, folder: Path) -> str | None:
 
 def told(rng: random.Random, folder: Path) -> str | None:
     """What supervisors tell each other."""
-    from copus_ext.launch.cause import Failure
-    from copus_ext.launch.messages import Ended, NodeHeartbeat, Plan
+    from copus_ext.launch.failure import Failure
+    from copus_ext.launch.rendezvous import LaunchPlan, LaunchResult, NodeHeartbeat
     from copus_ext.reshard.checked import read_value
 
     failure = Failure(rank=1, code=-9, host="a", time_s=1.0)
     messages: list[Any] = [
-        NodeHeartbeat(node=1, token="ab", processes=8, host="a"),
-        Plan(
-            launch="job.0.1", number=3, tokens={"1": "ab"}, shares={"0": 8, "1": 8}, flags=["--x"]
+        NodeHeartbeat(node=1, token="ab", num_ranks=8, host="a"),
+        LaunchPlan(
+            launch="job.0.1",
+            number=3,
+            tokens={"1": "ab"},
+            num_ranks={"0": 8, "1": 8},
+            flags=["--x"],
         ),
-        Ended(launch="job.0.1", node=1, code=137, failure=failure),
+        LaunchResult(launch="job.0.1", node=1, code=137, failure=failure),
     ]
     message, path = rng.choice(messages), folder / "message.json"
     path.write_bytes(spoiled_json(rng, dataclasses.asdict(message)))
@@ -400,7 +404,8 @@ def journal(rng: random.Random, folder: Path) -> str | None:
 
 def metrics(rng: random.Random, folder: Path) -> str | None:
     """`metrics.jsonl`."""
-    from copus_ext.launch.progress import progress_of, saved_with
+    from copus_ext.launch.checkpoint_flags import recorded_flags
+    from copus_ext.launch.restart_policy import progress_of
     from megatron.training.logging.metrics import previous_launches, read_metrics
 
     kinds = ("run.start", "step", "step", "eval", "run.end")
@@ -414,7 +419,7 @@ def metrics(rng: random.Random, folder: Path) -> str | None:
         read_metrics(folder)
         list(previous_launches(folder))
         progress_of(folder, "a.0.1")
-        saved_with(folder, folder, 5)
+        recorded_flags(folder, folder, 5)
 
     return problem_of(read)
 

@@ -55,7 +55,7 @@ def test_silence_is_no_answer() -> None:
 
 def test_rank_zero_tells() -> None:
     votes = ballots()
-    heard = together(lambda r: votes[r].tell("hash", "abc" if r == 0 else None))
+    heard = together(lambda r: votes[r].share("hash", "abc" if r == 0 else None))
     assert heard == ["abc"] * RANKS
 
 
@@ -176,7 +176,7 @@ def test_a_silent_rank_is_dead_unless_its_change_is_over(
     dog = Deadline(votes[0], **{**LONG, "silence_s": 4.0}, on_expire=reasons.append)
     watch(Rounds(1, 6.0, lambda: votes[1].beat(leaves=True) if leaves else None), dog)
     assert reasons == [] if leaves else ["rank 1 has been silent for 4 s"]
-    assert votes[2].is_given_up is not leaves
+    assert votes[2].is_aborted is not leaves
 
 
 def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
@@ -192,7 +192,7 @@ def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
 def test_when_a_rank_has_left_the_others_leave(watch: Callable[..., None]) -> None:
     votes, reasons = ballots(), []
     dog = Deadline(votes[0], **LONG, on_expire=reasons.append)
-    watch(Rounds(1, 5.0, votes[2].give_up), dog)
+    watch(Rounds(1, 5.0, votes[2].abort), dog)
     assert reasons == ["another rank has left"]
 
 
@@ -209,8 +209,8 @@ def test_a_store_that_is_gone_is_no_answer(watch: Callable[..., None]) -> None:
     dog._own._store = votes[0]._store = Broken()
     with pytest.raises(NoAnswer, match=r"vote on 'a'.*connection reset"):
         votes[0].vote("a", None)
-    with pytest.raises(NoAnswer, match="tell"):
-        votes[0].tell("b")
-    votes[0].give_up()
+    with pytest.raises(NoAnswer, match="share"):
+        votes[0].share("b")
+    votes[0].abort()
     watch(Rounds(1, 1.0), dog)
     assert reasons == ["the store of the launch is gone (connection reset)"]

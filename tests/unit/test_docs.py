@@ -137,7 +137,7 @@ def test_commands_are_accepted(name: str) -> None:
             assert (ROOT / words[0]).exists()
         elif words[:2] == ["-m", "copus_ext.launch.supervisor"]:
             options = read_options(words[2:])
-            accept(*words[words.index("--") + 1 :], world_size=options.processes)
+            accept(*words[words.index("--") + 1 :], world_size=options.nproc_per_node)
         else:
             tool = importlib.import_module(f"copus_ext.commands.{Path(words[0]).stem}")
             parser = getattr(tool, "parser", None) or tool.make_parser

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from copus_ext.reshard import ending
-from copus_ext.reshard.relaunch import REQUEST_FILE, Request, read_request, write_request
+from copus_ext.reshard.relaunch import (
+    REQUEST_FILE,
+    Request,
+    exit_code,
+    read_request,
+    report_exit,
+    write_request,
+)
 from megatron.training.common.errors import Relaunch, TrainingFailure
 from megatron.training.common.signals import StopReason
 from megatron.training.common.train_state import TrainState
@@ -47,33 +53,28 @@ def end(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[RunOutcome, str
     return outcome, kind, code, words
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending.dist, "get_rank", lambda: 0)
-
-
 def test_a_supervisor_is_told_why(
     end: tuple[RunOutcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome, kind, code, words = end
     monkeypatch.setenv("COPUS_LAUNCH", LAUNCH)
-    ending.tell(outcome)
+    report_exit(outcome)
     found = read_request(outcome.run_dir, launch=LAUNCH)
     assert (found and found.kind) == kind
     if found is not None:
         assert words in found.line and found.iteration == 7 and found.consumed_samples == 56
         assert found.checkpoint == outcome.save and found.layout == outcome.layout
     if outcome.failure is None:
-        assert ending.exit_code(outcome) == code
+        assert exit_code(outcome) == code
 
 
 def test_without_one_nothing_changes(
     end: tuple[RunOutcome, str | None, int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COPUS_LAUNCH", raising=False)
-    ending.tell(end[0])
+    report_exit(end[0])
     assert not (end[0].run_dir / REQUEST_FILE).exists()
-    assert ending.exit_code(end[0]) == 0
+    assert exit_code(end[0]) == 0
 
 
 def test_a_controllers_own_request_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_a_controllers_own_request_stays(tmp_path: Path, monkeypatch: pytest.Mon
     )
     write_request(tmp_path, own)
     reason = StopReason(kind="relayout", text="faster")
-    ending.tell(
+    report_exit(
         RunOutcome(state=TrainState(), run_dir=tmp_path, layout=layout, save="saved", reason=reason)
     )
     assert read_request(tmp_path, launch=LAUNCH) == own
@@ -102,5 +103,5 @@ def test_that_it_cannot_be_told_fails_no_run(
     monkeypatch.setenv("COPUS_LAUNCH", LAUNCH)
     (tmp_path / "control").write_text("no directory")
     layout = Layout(tp=1, pp=1, vpp=1, dp=1)
-    ending.tell(RunOutcome(state=TrainState(), run_dir=tmp_path, layout=layout, save=None))
+    report_exit(RunOutcome(state=TrainState(), run_dir=tmp_path, layout=layout, save=None))
     assert "complete" in caplog.text

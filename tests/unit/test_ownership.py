@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.reshard import ownership
-from copus_ext.reshard.model_shape import WORDS
+from copus_ext.reshard.model_shape import WORDS, ModelShape, shape_of_spec
 from copus_ext.reshard.ownership import (
-    ModelShape,
     Place,
     all_of_layout,
     of_layout,
     place_of,
     rank_of,
-    shape_of_spec,
 )
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record, digest

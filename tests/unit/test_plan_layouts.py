@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reshard.ownership import ModelShape, all_of_layout
+from copus_ext.reshard.model_shape import ModelShape
+from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, TransferOp, make_plan
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record, volume
@@ -74,7 +75,7 @@ def test_plans_are_complete_minimal_and_even(case: tuple[ModelShape, Layout, Lay
     plan = make_plan(source, target)
     by_target: dict[tuple[int, int], list[TransferOp]] = defaultdict(list)
     sent = [0] * len(source)
-    for p in plan.pieces:
+    for p in plan.ops:
         record = source[p.source_rank][p.source]
         assert all(a <= b for a, b in zip(record.lo, p.lo))
         assert all(a >= b for a, b in zip(record.hi, p.hi))
@@ -112,7 +113,7 @@ def test_replicas_share_the_sending(case: tuple[ModelShape, Layout, Layout]) -> 
     groups: dict[tuple, list[int]] = defaultdict(list)
     for rank, records in enumerate(source):
         groups[tuple((r.key, r.lo) for r in records)].append(rank)
-    largest = max((p.numel for p in plan.pieces), default=0) * BYTES_PER_ELEMENT
+    largest = max((p.numel for p in plan.ops), default=0) * BYTES_PER_ELEMENT
     for ranks in groups.values():
         loads = [plan.sent_bytes[rank] for rank in ranks]
         assert max(loads) - min(loads) <= 2 * largest

@@ -252,10 +252,10 @@ def test_another_folder_is_refused() -> None:
             merged(argv, asked())
 
 
-def test_barred_layouts_are_read_and_nonsense_is_passed_over() -> None:
-    env = {relaunch.BARRED_VARIABLE: "tp2.pp1.dp4,,tp0.pp1.dp1,no,tp1.pp2.vpp2.dp1"}
-    assert relaunch.barred_layouts(env) == [Layout(tp=2, dp=4), Layout(pp=2, vpp=2)]
-    assert relaunch.barred_layouts({}) == []
+def test_blocked_layouts_are_read_and_nonsense_is_passed_over() -> None:
+    env = {relaunch.BLOCKED_VARIABLE: "tp2.pp1.dp4,,tp0.pp1.dp1,no,tp1.pp2.vpp2.dp1"}
+    assert relaunch.blocked_layouts(env) == [Layout(tp=2, dp=4), Layout(pp=2, vpp=2)]
+    assert relaunch.blocked_layouts({}) == []
 
 
 def test_who_is_supervised() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from copus_ext.launch import stored
+from copus_ext.launch import checkpoint_flags
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.load import (
     Stored,
@@ -257,8 +257,10 @@ def test_the_flags_are_taken_from_the_checkpoint_that_is_loaded(
         with pytest.raises(TrainingFailure, match=str(folder)):
             read_arguments(ours, step=ITERATION)
     lose_manifest(ours)
-    assert stored.main([str(ours), str(ITERATION)]) == 1 and TRUST in capsys.readouterr().err
-    for read in (partial(read_arguments, step=None), stored.stored_arguments):
+    assert (
+        checkpoint_flags.main([str(ours), str(ITERATION)]) == 1 and TRUST in capsys.readouterr().err
+    )
+    for read in (partial(read_arguments, step=None), checkpoint_flags.stored_flags):
         assert read(ours, trust_unverified=True)["hidden_size"] == 999
 
 

@@ -18,7 +18,7 @@ def test_flags_and_variables_are_known() -> None:
         *(ROOT / "scripts/slurm").iterdir(),
         ROOT / "megatron/training/resilience/watchdog.py",
     ]
-    sources += [ROOT / "copus_ext/launch/requeue.py", ROOT / "copus_ext/planner/request.py"]
+    sources += [ROOT / "copus_ext/launch/slurm_job.py", ROOT / "copus_ext/planner/request.py"]
     text = "".join(path.read_text() for path in sources)
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)):
         assert flag in known or flag in text, flag

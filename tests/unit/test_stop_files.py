@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 
-from copus_ext.launch import requeue
-from copus_ext.launch.head import LeaderNode
 from copus_ext.launch.options import read_options
-from copus_ext.launch.slurm_watch import SIGNAL_LEAD, Watch
-from copus_ext.launch.stops import Stops
-from copus_ext.launch.verdict import AGAIN
+from copus_ext.launch.restart_policy import AGAIN
+from copus_ext.launch.slurm_job import SIGNAL_LEAD, SlurmWatch
+from copus_ext.launch.supervisor import LeaderNode, StopSignals
 from megatron.training.common import control
 from megatron.training.common.control import LOCK_FILE, SIGNALLED, STOP_FILE, TIME_LIMIT, write_stop
 from megatron.training.common.errors import UsageError
 from megatron.training.resilience.lock import Lock
-from tests.unit.test_slurm import JOB, TASK, request
+from tests.unit.test_slurm import TASK
 
 ROOT = Path(__file__).parents[2]
 ALONE: dict[str, str] = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}
@@ -55,7 +53,7 @@ def test_a_stop_file_appears_with_its_text_and_replaces_none(
 
 def test_who_passes_an_end_on_leaves_a_stop_by_hand_alone(tmp_path: Path) -> None:
     path = tmp_path / STOP_FILE
-    watch, stops = Watch("5", tmp_path, say=lambda line: None), Stops(tmp_path, 10.0)
+    watch, stops = SlurmWatch("5", tmp_path, say=lambda line: None), StopSignals(tmp_path, 10.0)
     for write, text in ((lambda: watch._stop(1.0), TIME_LIMIT), (stops._write, SIGNALLED)):
         watch.is_ending = False
         write()
@@ -67,35 +65,9 @@ def test_who_passes_an_end_on_leaves_a_stop_by_hand_alone(tmp_path: Path) -> Non
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("text", "again"),
-    [("", False), ("maintenance", False), (TIME_LIMIT, True), (SIGNALLED, True)],
-)
-def test_a_stop_by_hand_that_nobody_obeyed_is_not_undone(
-    tmp_path: Path, text: str, again: bool
-) -> None:
-    request(tmp_path, "requeue", "5.2.0")
-    (tmp_path / STOP_FILE).write_text(text)
-    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0] is again
-
-
-def test_a_requeue_follows_no_link_and_reads_in_bounds(tmp_path: Path) -> None:
-    request(tmp_path, "abort", "5.2.0")
-    path = tmp_path / "control" / "request.json"
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
-    counts = tmp_path / "control" / "requeues.json"
-    spent = json.dumps({"job": "5", "iteration": None, "count": 99})
-    counts.write_text(spent + " " * (1 << 17))
-    assert requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
-    counts.write_text(spent)
-    assert not requeue.decide(tmp_path, tmp_path, 85, JOB, "RUNNING")[0]
-
-
 @pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes the head of a job under a number, outside SLURM without."""
+def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the leader of a job under a number, outside SLURM without."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
 
@@ -114,25 +86,25 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         signal.signal(number, handler)
 
 
-def test_a_second_start_touches_nothing_of_a_living_run(tmp_path: Path, head: Any) -> None:
+def test_a_second_start_touches_nothing_of_a_living_run(tmp_path: Path, leader: Any) -> None:
     with Lock(tmp_path, flag="--run-dir", launch="4.0.0"):
         for name in (STOP_FILE, Path("control/next.json"), Path("control/nodes/1.json")):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("theirs")
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         with pytest.raises(UsageError, match=r"is being written by process .*launch 4\.0\.0"):
-            head("5").run_job()
+            leader("5").run_job()
         assert before == {path: path.read_bytes() for path in before}
     assert not (tmp_path / LOCK_FILE).exists()
 
 
 @pytest.mark.parametrize(("job", "is_kept"), [("5", True), (None, False)])
-def test_a_signal_to_the_batch_script_before_the_head_is_honoured(
-    tmp_path: Path, head: Any, monkeypatch: pytest.MonkeyPatch, job: str | None, is_kept: bool
+def test_a_signal_to_the_batch_script_before_the_leader_is_honoured(
+    tmp_path: Path, leader: Any, monkeypatch: pytest.MonkeyPatch, job: str | None, is_kept: bool
 ) -> None:
     monkeypatch.setenv(SIGNAL_LEAD, "900")
     write_stop(tmp_path, TIME_LIMIT)
-    made = head(job)
+    made = leader(job)
     seen: list[bool] = []
 
     def note() -> list[int]:

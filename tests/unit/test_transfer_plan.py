@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reshard.plan import BYTES_PER_ELEMENT, Incomplete, Plan, make_plan
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT, Incomplete, ReshardPlan, make_plan
 from megatron.training.distributed.sharding import Box, Record, flat_to_rects
 
 Ownership = list[list[Record]]
@@ -49,11 +49,11 @@ def cells(lo: tuple[int, ...], hi: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, lo, hi)))
 
 
-def check(source: Ownership, target: Ownership, plan: Plan) -> None:
+def check(source: Ownership, target: Ownership, plan: ReshardPlan) -> None:
     """Every cell of every target record from exactly one place that holds it; bytes as counted."""
     sent, received = Counter(), Counter()
     got: dict[tuple[int, int], Counter] = {}
-    for p in plan.pieces:
+    for p in plan.ops:
         s, t = source[p.source_rank][p.source], target[p.target_rank][p.target]
         assert s.key == t.key
         for record in (s, t):
@@ -113,5 +113,5 @@ def test_copies_share_the_sending() -> None:
     near = make_plan(
         source[:2] + [[]] * 4 + source[:2] + [[]] * 4, [[]] * 4 + [[whole]] * 8, ranks_per_node=6
     )
-    for p in near.pieces:
+    for p in near.ops:
         assert p.source_rank // 6 == p.target_rank // 6

@@ -1,4 +1,4 @@
-"""What follows a launch: requests, crashes and their budget, layouts that fit or are barred."""
+"""What follows a launch: requests, crashes and their budget, layouts that fit or are blocked."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from copus_ext.launch import verdict
-from copus_ext.launch.budget import Bars, Budget, Limits
-from copus_ext.launch.cause import Failure
-from copus_ext.launch.fit import Fit, NoFit, layouts_for
-from copus_ext.launch.progress import Progress
-from copus_ext.launch.verdict import Ending, RestartPolicy
+from copus_ext.launch import restart_policy
+from copus_ext.launch.failure import Failure
+from copus_ext.launch.layout_fit import LayoutFit, NoFit, layouts_for
+from copus_ext.launch.restart_policy import (
+    CrashBudget,
+    CrashLimits,
+    LaunchEnd,
+    LayoutHistory,
+    NextLaunch,
+    Progress,
+    RestartPolicy,
+)
 from megatron.training.checkpoint import files
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -45,19 +51,21 @@ def save(root: Path, iteration: int) -> None:
 
 
 class Case:
-    """A judge over a real checkpoint folder, with a clock of its own."""
+    """A policy over a real checkpoint folder, with a clock of its own."""
 
     def __init__(self, flags: Sequence[str], stored: Any = STORED, **limits: Any) -> None:
         self.stored, self.now_s, self.ranks = stored, 0.0, 4
-        self.judge = RestartPolicy(flags, limits=Limits(**limits), stored=self.read)
+        self.policy = RestartPolicy(flags, limits=CrashLimits(**limits), stored=self.read)
 
     def read(self, folder: Path) -> Any:
         return self.stored
 
-    def end(self, code: int = 0, **ending: Any) -> verdict.Next:
-        return self.judge.after(Ending(code=code, **ending), ranks=self.ranks, now_s=self.now_s)
+    def end(self, code: int = 0, **end: Any) -> NextLaunch:
+        return self.policy.after(
+            LaunchEnd(code=code, **end), num_ranks=self.ranks, now_s=self.now_s
+        )
 
-    def crash(self, failure: Failure = KILLED, **progress: Any) -> verdict.Next:
+    def crash(self, failure: Failure = KILLED, **progress: Any) -> NextLaunch:
         found = Progress(**progress)
         return self.end(failure.exit_code, failure=failure, progress=found)
 
@@ -70,44 +78,44 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Case:
     return Case([*BASE, "--load", "saved"])
 
 
-def layout_of(following: verdict.Next) -> Layout:
-    return resolve(parse_args(following.flags), following.ranks).layout
+def layout_of(following: NextLaunch) -> Layout:
+    return resolve(parse_args(following.flags), following.num_ranks).layout
 
 
 def test_the_file_decides_and_then_the_code(case: Case) -> None:
     ends = {"done": 0, "requeue": 85, "abort": 1}
     for code in (0, 1, 85, 137):
         left = [case.end(code, request=asked(kind=kind)) for kind in ends]
-        assert [one.leave for one in left] == list(ends.values())
+        assert [one.exit_code for one in left] == list(ends.values())
         assert [one.gives_up for one in left] == [False, False, True]
-    assert [case.end(code).leave for code in (0, 2)] == [0, 2]
+    assert [case.end(code).exit_code for code in (0, 2)] == [0, 2]
     for code in (1, 7, 85, 86, 139):
-        assert Case([*BASE, "--load", "saved"]).end(code).leave is None, "a crash"
+        assert Case([*BASE, "--load", "saved"]).end(code).exit_code is None, "a crash"
 
 
 @pytest.mark.parametrize(("number", "code"), [(15, 143), (2, 130), (0, 85)])
 def test_a_stop_ends_the_run_unless_it_says_how(case: Case, number: int, code: int) -> None:
-    assert case.end(137, stopped_by=number).leave == code
-    assert case.end(0, stopped_by=number).leave == (code if number else 0)
+    assert case.end(137, stopped_by=number).exit_code == code
+    assert case.end(0, stopped_by=number).exit_code == (code if number else 0)
     for kind, left in {"done": 0, "requeue": 85, "abort": 1, "relayout": 85}.items():
-        assert case.end(85, stopped_by=number, request=asked(kind=kind)).leave == left
+        assert case.end(85, stopped_by=number, request=asked(kind=kind)).exit_code == left
 
 
 def test_a_relaunch_starts_the_ranks_of_its_layout(case: Case) -> None:
     save(Path("saved"), 12)
     following = case.end(85, request=asked(reason="  faster\n\x1b[2J "))
-    assert (following.leave, following.ranks, following.wait_s) == (None, 2, 0)
+    assert (following.exit_code, following.num_ranks, following.wait_s) == (None, 2, 0)
     assert following.line == "start again under tp1.pp2.dp1 from iteration 12: faster [2J"
     assert layout_of(following) == Layout(pp=2)
-    assert case.judge.budget.num_crashes == 0
+    assert case.policy.budget.num_crashes == 0
 
 
 def test_two_relaunches_need_a_checkpoint_between_them(case: Case) -> None:
     for iteration in (12, 13):
         save(Path("saved"), iteration)
-        assert case.end(85, request=asked()).leave is None
+        assert case.end(85, request=asked()).exit_code is None
     following = case.end(85, request=asked())
-    assert following.leave == 1 and "twice" in following.line and "\n" not in following.line
+    assert following.exit_code == 1 and "twice" in following.line and "\n" not in following.line
 
 
 @pytest.mark.parametrize(
@@ -119,49 +127,51 @@ def test_a_relaunch_that_cannot_be_ends_the_run(
     case: Case, wanted: dict[str, Any], said: str
 ) -> None:
     following = case.end(0, request=asked(**wanted))
-    assert following.leave == 1 and said in following.line and following.gives_up
+    assert following.exit_code == 1 and said in following.line and following.gives_up
 
 
 def test_launches_are_counted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "MAX_LAUNCHES", 3)
+    monkeypatch.setattr(restart_policy, "MAX_LAUNCHES", 3)
     left = []
     for iteration in (12, 13, 14):
         save(Path("saved"), iteration)
-        left.append(case.end(85, request=asked()).leave)
+        left.append(case.end(85, request=asked()).exit_code)
     assert left == [None, None, 1]
 
 
 def test_a_crash_goes_on_under_the_layout_of_the_checkpoint(case: Case) -> None:
     first = case.crash()
-    assert (first.flags, first.ranks) == (case.judge.flags, 4), "nothing of this run is saved"
+    assert (first.flags, first.num_ranks) == (case.policy.flags, 4), "nothing of this run is saved"
     save(Path("saved"), 6)
     following = case.crash(step=8)
-    assert following.leave is None and "from iteration 6" in following.line
+    assert following.exit_code is None and "from iteration 6" in following.line
     assert layout_of(following) == Layout(dp=4)
-    batch = resolve(parse_args(following.flags), following.ranks).batch
+    batch = resolve(parse_args(following.flags), following.num_ranks).batch
     assert batch.micro_batch_size == 2, "the largest that fits"
 
 
 def test_crashes_run_out(case: Case) -> None:
     crashes = [case.crash(step=i) for i in range(4)]
-    assert [one.leave for one in crashes] == [None, None, None, 137]
+    assert [one.exit_code for one in crashes] == [None, None, None, 137]
     assert [one.wait_s for one in crashes[:3]] == [5, 15, 45]
     assert crashes[3].gives_up and "4 crashes in an hour" in crashes[3].line
     assert "rank 1 on h was ended by SIGKILL" in crashes[3].line
 
 
 def test_the_same_error_twice_at_a_step_ends_the_run(case: Case) -> None:
-    assert case.crash(raised(), step=7).leave is None
+    assert case.crash(raised(), step=7).exit_code is None
     save(Path("saved"), 9)
-    assert case.crash(raised(), step=8).leave is None, "another step"
+    assert case.crash(raised(), step=8).exit_code is None, "another step"
     following = case.crash(raised("ValueError: boom 4"), step=8)
-    assert following.leave == 1 and "at step 8 with the same error" in following.line
+    assert following.exit_code == 1 and "at step 8 with the same error" in following.line
     saved = Case(BASE)
-    assert saved.crash(raised(), step=8).leave is None
+    assert saved.crash(raised(), step=8).exit_code is None
     save(Path("saved"), 8)
-    assert saved.crash(raised(), step=8).leave is None, "goes on behind it"
+    assert saved.crash(raised(), step=8).exit_code is None, "goes on behind it"
     again = Case([*BASE, "--load", "saved"])
-    assert [again.crash().leave for _ in range(2)] == [None, None], "a kill before the first step"
+    assert [again.crash().exit_code for _ in range(2)] == [None, None], (
+        "a kill before the first step"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +187,7 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(
     case.stored = {**STORED, **changes}
     save(Path("saved"), 6)
     following = case.crash()
-    assert following.leave == 137 and words in following.line and following.gives_up
+    assert following.exit_code == 137 and words in following.line and following.gives_up
     (Path("saved") / files.TRACKER).write_text("x")
     assert "should hold" in case.crash(step=1).line
 
@@ -186,8 +196,8 @@ def test_fewer_ranks_than_the_checkpoint_had_keep_the_batch(case: Case) -> None:
     save(Path("saved"), 6)
     case.ranks = 2
     following = case.crash(step=7)
-    config = resolve(parse_args(following.flags), following.ranks)
-    assert (following.ranks, config.layout) == (2, Layout(dp=2))
+    config = resolve(parse_args(following.flags), following.num_ranks)
+    assert (following.num_ranks, config.layout) == (2, Layout(dp=2))
     assert config.batch.global_batch_size == 8
     case.ranks, case.stored = 3, {**STORED, "global_batch_size": 9}
     # 4 layers, 4 heads and 9 samples: only data parallelism can be 3.
@@ -198,39 +208,39 @@ def test_fewer_ranks_than_the_checkpoint_had_keep_the_batch(case: Case) -> None:
 
 def test_without_a_folder_nothing_can_go_on() -> None:
     case = Case(TINY.split())
-    assert case.crash().ranks == 4
-    assert case.end(85, request=asked()).leave == 1
+    assert case.crash().num_ranks == 4
+    assert case.end(85, request=asked()).exit_code == 1
     from_scratch = asked(iteration=0, checkpoint=None)
-    assert case.end(85, request=from_scratch).leave is None
-    assert case.end(85, request=from_scratch).leave == 1
+    assert case.end(85, request=from_scratch).exit_code is None
+    assert case.end(85, request=from_scratch).exit_code == 1
 
 
-def test_a_layout_that_crashes_when_entered_is_barred(case: Case) -> None:
+def test_a_layout_that_crashes_when_entered_is_blocked(case: Case) -> None:
     """Entered in the processes; the checkpoint before it is of the layout before."""
     case.stored = {**STORED, "global_batch_size": 16}
     first, other = Layout(dp=4), Layout(tp=2, dp=2)
     save(Path("saved"), 90)
     one = case.crash(entered=[(first, 0), (other, 100)], step=105)
-    assert layout_of(one) == first and one.barred == ()
+    assert layout_of(one) == first and one.blocked_layouts == ()
     save(Path("saved"), 95)
     two = case.crash(raised(), entered=[(first, 90), (other, 110)], step=131)
-    assert two.barred == () and layout_of(two) == first, "21 steps are not at once"
+    assert two.blocked_layouts == () and layout_of(two) == first, "21 steps are not at once"
     three = case.crash(entered=[(first, 90), (other, 110)], step=129)
-    assert three.barred == (other,) and "tp2.pp1.dp2 is not taken again" in three.line
+    assert three.blocked_layouts == (other,) and "tp2.pp1.dp2 is not taken again" in three.line
     save(Path("saved"), 200)
-    assert case.crash(entered=[(first, 95)], step=201).barred == (other,)
+    assert case.crash(entered=[(first, 95)], step=201).blocked_layouts == (other,)
 
 
 def test_going_back_to_a_layout_is_not_entering_it(case: Case) -> None:
     first, other = Layout(dp=4), Layout(tp=2, dp=2)
     save(Path("saved"), 90)
-    assert case.crash(entered=[(first, 0), (other, 100)], step=105).barred == ()
+    assert case.crash(entered=[(first, 0), (other, 100)], step=105).blocked_layouts == ()
     save(Path("saved"), 91)
     for step in (92, 93):
-        assert case.crash(entered=[(first, 91)], step=step).barred == ()
+        assert case.crash(entered=[(first, 91)], step=step).blocked_layouts == ()
 
 
-def test_a_barred_layout_of_a_checkpoint_gives_way_to_the_one_before(case: Case) -> None:
+def test_a_blocked_layout_of_a_checkpoint_gives_way_to_the_one_before(case: Case) -> None:
     """Entered in new processes, which saved before they crashed."""
     first, other = Layout(dp=4), Layout(pp=2)
     save(Path("saved"), 12)
@@ -239,7 +249,7 @@ def test_a_barred_layout_of_a_checkpoint_gives_way_to_the_one_before(case: Case)
     save(Path("saved"), 14)
     assert layout_of(case.crash(entered=[(other, 12)], step=15)) == other
     last = case.crash(entered=[(other, 14)], step=16)
-    assert layout_of(last) == first and last.barred == (other,)
+    assert layout_of(last) == first and last.blocked_layouts == (other,)
 
 
 def test_a_launch_that_comes_nowhere_counts_against_its_layout(case: Case) -> None:
@@ -248,7 +258,7 @@ def test_a_launch_that_comes_nowhere_counts_against_its_layout(case: Case) -> No
         save(Path("saved"), iteration)
         case.end(85, request=asked(), progress=Progress(entered=[(first, 0)], step=iteration))
         following = case.crash()
-    assert following.barred == (other,)
+    assert following.blocked_layouts == (other,)
 
 
 crashes = st.lists(
@@ -261,7 +271,7 @@ crashes = st.lists(
     max_size=40,
 )
 limits = st.builds(
-    Limits,
+    CrashLimits,
     per_hour=st.integers(0, 5),
     per_run=st.integers(0, 12),
     waits_s=st.lists(st.floats(0, 100), min_size=1, max_size=4).map(tuple),
@@ -269,11 +279,11 @@ limits = st.builds(
 
 
 @given(limits, crashes)
-def test_the_budget_holds_whatever_happens(limits: Limits, crashes: list[Any]) -> None:
-    budget, now_s, gone_on, last = Budget(limits), 0.0, list[float](), None
+def test_the_budget_holds_whatever_happens(limits: CrashLimits, crashes: list[Any]) -> None:
+    budget, now_s, gone_on, last = CrashBudget(limits), 0.0, list[float](), None
     for pause_s, step, error, progressed in crashes:
         now_s += pause_s
-        why = budget.crash(now_s=now_s, step=step, error=error, progressed=progressed)
+        why = budget.add(now_s=now_s, step=step, error=error, progressed=progressed)
         is_same = error is not None and (step, error) == last and not progressed
         last = (step, error)
         if is_same:
@@ -296,50 +306,50 @@ def test_the_budget_holds_whatever_happens(limits: Limits, crashes: list[Any]) -
 @pytest.mark.parametrize("bad", [{"per_hour": -1}, {"waits_s": ()}, {"waits_s": (float("nan"),)}])
 def test_limits_make_sense(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="--"):
-        Limits(**bad)
+        CrashLimits(**bad)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.integers(0, 40), st.booleans())))
-def test_no_bar_leaves_the_run_without_a_layout(events: list[Any]) -> None:
-    bars, layouts = Bars(), {"A": Layout(), "B": Layout(dp=2), "C": Layout(tp=2)}
+def test_no_block_leaves_the_run_without_a_layout(events: list[Any]) -> None:
+    history, layouts = LayoutHistory(), {"A": Layout(), "B": Layout(dp=2), "C": Layout(tp=2)}
     for name, step, crashes in events:
-        bars.enter(layouts[name], step)
+        history.enter(layouts[name], step)
         if crashes:
-            bars.crash(step)
-        instead = bars.instead_of(layouts[name])
-        assert instead == layouts[name] or layouts[name] in bars.barred
+            history.crash(step)
+        instead = history.instead_of(layouts[name])
+        assert instead == layouts[name] or layouts[name] in history.blocked
     entered = {layouts[name] for name, _, _ in events}
-    assert not entered or entered - set(bars.barred)
+    assert not entered or entered - set(history.blocked)
 
 
-def of_flags(flags: str, stored: Any = None) -> Fit:
+def of_flags(flags: str, stored: Any = None) -> LayoutFit:
     def read(folder: Path) -> Any:
         if stored is None:
             raise ValueError("none")
         return stored
 
-    return Fit([*BASE, *flags.split()], stored=read)
+    return LayoutFit([*BASE, *flags.split()], stored=read)
 
 
 def test_flags_that_fit_stay_as_they_are() -> None:
     fit = of_flags("--tensor-model-parallel-size 2")
     for ranks in (2, 4):
-        assert fit.start(ranks) == (fit.flags, "")
+        assert fit.first_flags(ranks) == (fit.flags, "")
     for flags in ("--no-such-flag 1", "--lr-decay-style nonsense", "--num-layers 0"):
         broken = of_flags(flags)
-        assert broken.start(3) == (broken.flags, ""), "for the trainer to say"
+        assert broken.first_flags(3) == (broken.flags, ""), "for the trainer to say"
 
 
 def test_other_ranks_get_a_layout_with_the_batch_kept(tmp_path: Path) -> None:
     fit = of_flags("--tensor-model-parallel-size 4")
-    flags, line = fit.start(2)
+    flags, line = fit.first_flags(2)
     config = resolve(parse_args(flags), 2)
     assert config.layout == Layout(tp=2) and config.batch.global_batch_size == 8
     assert "start 2 ranks under tp2.pp1.dp1: world size 2" in line
     save(tmp_path, 3)
     stored = {**STORED, "pipeline_model_parallel_size": 4, "data_parallel_size": 1}
     fit = of_flags(f"--tensor-model-parallel-size 8 --load {tmp_path}", stored)
-    assert resolve(parse_args(fit.start(4)[0]), 4).layout == Layout(pp=4), (
+    assert resolve(parse_args(fit.first_flags(4)[0]), 4).layout == Layout(pp=4), (
         "as the checkpoint has it"
     )
 
@@ -347,10 +357,10 @@ def test_other_ranks_get_a_layout_with_the_batch_kept(tmp_path: Path) -> None:
 def test_ranks_that_no_layout_can_use_are_refused() -> None:
     fit = of_flags("--tensor-model-parallel-size 2")
     with pytest.raises(NoFit, match="no layout of 3 ranks"):
-        fit.start(3)
-    judge = RestartPolicy(fit.flags)
-    refused = judge.first(3)
-    assert refused.leave == 2 and "world size 3" in refused.line and not refused.gives_up
+        fit.first_flags(3)
+    policy = RestartPolicy(fit.flags)
+    refused = policy.first(3)
+    assert refused.exit_code == 2 and "world size 3" in refused.line and not refused.gives_up
 
 
 PREFERRED = [
