@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from copus_ext.launch.checkpoint_flags import stored_flags
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.layout_fit import LayoutFit, NoFit, Stored
 from copus_ext.reshard.relaunch import Request, merged, value_of
@@ -243,8 +242,8 @@ class RestartPolicy:
 
     Args:
         flags: of the program, as the user gave them.
-        limits: crashes after which it goes on.
         stored: reads the flags of the latest checkpoint in a folder.
+        limits: crashes after which it goes on.
         has_gpu: whether ranks have a GPU.
     """
 
@@ -252,8 +251,8 @@ class RestartPolicy:
         self,
         flags: Sequence[str],
         *,
+        stored: Stored,
         limits: CrashLimits | None = None,
-        stored: Stored = stored_flags,
         has_gpu: bool = False,
     ) -> None:
         self.flags = list(flags)

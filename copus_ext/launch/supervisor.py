@@ -249,7 +249,7 @@ class LeaderNode(Node):
         assert options.run_dir is not None
         super().__init__(options, options.run_dir)
         self._policy = RestartPolicy(
-            options.flags, limits=options.limits, stored=self._stored, has_gpu=options.has_gpu
+            options.flags, stored=self._stored, limits=options.limits, has_gpu=options.has_gpu
         )
         job = os.environ.get("SLURM_JOB_ID") or f"{now}-{os.getpid()}"
         self._prefix = f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"

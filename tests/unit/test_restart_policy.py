@@ -358,7 +358,7 @@ def test_ranks_that_no_layout_can_use_are_refused() -> None:
     fit = of_flags("--tensor-model-parallel-size 2")
     with pytest.raises(NoFit, match="no layout of 3 ranks"):
         fit.first_flags(3)
-    policy = RestartPolicy(fit.flags)
+    policy = RestartPolicy(fit.flags, stored=lambda save: {})
     refused = policy.first(3)
     assert refused.exit_code == 2 and "world size 3" in refused.line and not refused.gives_up
 
