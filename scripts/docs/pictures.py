@@ -76,7 +76,7 @@ def draw_noise(decisions: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_goodput(situation: dict[str, Any], path: Path) -> None:
-    """Throughput, worth of a sample and their product by batch and layout, at one decision."""
+    """Throughput, efficiency and their product by batch and layout, at one decision."""
     from copus_ext.controller.flags import NOISE_SCALE_MULTIPLIER
     from copus_ext.goodput.objectives import goodput
 
@@ -97,7 +97,7 @@ def draw_goodput(situation: dict[str, Any], path: Path) -> None:
         product.plot(
             sizes[best], worth[best], "o", markersize=9, color=line.get_color(), mfc="none"
         )
-    for axes, title in zip(panels, ("samples/s", "worth of a sample", "Goodput")):
+    for axes, title in zip(panels, ("samples/s", "efficiency", "Goodput")):
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("global batch")
         axes.set_ylim(bottom=0)
@@ -124,7 +124,7 @@ def draw_layouts(path: Path) -> None:
             max(
                 plan.global_batch_size / answer.prediction.step_s
                 for answer in plan.ranked
-                if all(getattr(answer.configuration, k) == v for k, v in wanted.items())
+                if all(getattr(answer.configuration.layout, k) == v for k, v in wanted.items())
             )
             for plan in plans
         ]
