@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.training.checkpoint import files
@@ -193,3 +194,10 @@ def cut_like_ranks(pieces: list[Piece], seed: int = 3) -> None:
                         )
                     )
     chance.shuffle(pieces)
+
+
+def command(capsys: pytest.CaptureFixture[str], tool: Any, *args: Any) -> tuple[int, str, str]:
+    """Runs a command in this process: exit code, output, errors."""
+    code = tool.main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out, err

@@ -4,7 +4,6 @@ result."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pickle
 from argparse import Namespace
@@ -19,32 +18,22 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from copus_ext.commands import convert_checkpoint, inspect_checkpoint
 from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import convert as converting
-from megatron.training.checkpoint.convert import huggingface, writing
-from megatron.training.checkpoint.convert.archive import Chunk, open_archive
-from megatron.training.checkpoint.convert.checks import coverage_problem
-from megatron.training.checkpoint.convert.convert import convert
-from megatron.training.checkpoint.convert.target import Changes
+from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.writing import Piece
 from megatron.training.checkpoint.safe_index import read_index
-from megatron.training.common.errors import Refused, UsageError
-from megatron.training.distributed.sharding import flat_to_rects
-from tests.helpers.checkpoints import (
-    ITERATION,
-    cut_like_ranks,
-    index_of,
-    make_checkpoint,
-    renamed,
-)
+from megatron.training.common.errors import Refused
+from tests.helpers.checkpoints import ITERATION, command, index_of, make_checkpoint, renamed
 
 NORM = "decoder.final_layernorm.weight"
+SHARDING = "distrib_optim_sharding_type"
+WAY_OUT = ("--optimizer", "none")
+Spoil = Callable[[list[Piece]], None]
 
 
 def run(
     capsys: pytest.CaptureFixture[str], *args: Any, tool: Any = convert_checkpoint
 ) -> tuple[int, str, str]:
-    code = tool.main([str(a) for a in args])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return command(capsys, tool, *args)
 
 
 def folder_of(root: Path) -> Path:
@@ -55,184 +44,135 @@ def unlisted(root: Path) -> None:
     (folder_of(root) / files.MANIFEST).unlink()
 
 
-# Weights and masters
+# Tensors
 
 
-def untrue_master(pieces: list[Piece]) -> None:
-    i = index_of(pieces, f"optimizer.state.param.{NORM}")
-    data = pieces[i].make() + 1
-    pieces[i] = dataclasses.replace(pieces[i], make=data.clone)
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    def spoil(pieces: list[Piece]) -> None:
+        i = index_of(pieces, key)
+        data = change(pieces[i].make())
+        pieces[i] = dataclasses.replace(pieces[i], dtype=data.dtype, make=data.clone)
+
+    return spoil
 
 
-def test_weights_are_not_made_from_masters_that_are_untrue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def gone(key: str, number: int | None = None) -> Spoil:
+    def spoil(pieces: list[Piece]) -> None:
+        found = [piece for piece in pieces if piece.key == key]
+        for piece in found if number is None else [found[number]]:
+            pieces.remove(piece)
+
+    return spoil
+
+
+def added(key: str, like: str) -> Spoil:
+    return lambda pieces: pieces.append(renamed(pieces[index_of(pieces, like)], key))
+
+
+def overlapping(pieces: list[Piece]) -> None:
+    piece = pieces[index_of(pieces, "linear_fc2.weight") + 1]
+    one = tuple(max(0, o - 1) for o in piece.part.offset)
+    moved = Chunk(offset=one, size=piece.part.size)
+    pieces[pieces.index(piece)] = dataclasses.replace(piece, part=moved)
+
+
+def per_layer_key(pieces: list[Piece]) -> None:
+    for i, piece in enumerate(pieces):
+        if piece.key == "decoder.layers.mlp.linear_fc2.weight":
+            pieces[i] = renamed(piece, "decoder.layers.0.mlp.linear_fc2.weight")
+
+
+def one_element(data: torch.Tensor) -> torch.Tensor:
+    data[2, 3, 1] *= 1.01
+    return data
+
+
+LAYER, MOMENT = "decoder.layers.mlp.linear_fc2.weight", f"optimizer.state.exp_avg.{NORM}"
+BROKEN_WEIGHTS = {
+    "overlapping": (overlapping, ("linear_fc2.weight", "overlap")),
+    "chunk gone": (gone("decoder.layers.self_attention.linear_proj.weight", 0), ("of 1024 elem",)),
+    "unknown": (added("decoder.surprise.weight", NORM), ("decoder.surprise.weight", "unknown")),
+    "key of one layer": (per_layer_key, ("linear_fc2.weight",)),
+    "weight gone": (gone("output_layer.weight"), ("lacks output_layer.weight",)),
+}
+BROKEN_STATES = {
+    "moment gone": (gone(MOMENT), (MOMENT,)),
+    "moment in fp16": (changed(MOMENT, torch.Tensor.half), (MOMENT, "not fp32")),
+    "moment with a hole": (gone(f"optimizer.state.exp_avg.{LAYER}", 0), ("exp_avg", "elements")),
+    "state of nothing": (added("optimizer.state.exp_avg.decoder.other", MOMENT), ("no weight",)),
+    "another optimizer": (added(f"optimizer.state.momentum.{NORM}", MOMENT), ("no state of Adam",)),
+    "untrue weight": (changed("linear_fc1.weight", one_element), ("linear_fc1", "in 1 elements")),
+    "groups gone": (None, ("common.pt", "parameter groups")),
+}
+
+
+@pytest.mark.parametrize("name", [*BROKEN_WEIGHTS, *BROKEN_STATES])
+def test_an_incomplete_checkpoint_is_refused_by_key_and_the_way_out_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    source = make_checkpoint(tmp_path / "a", change=untrue_master)
-    for flags in (
-        ("--dtype", "fp32"),
-        ("--dtype", "fp32", "--optimizer", "none"),
-        ("--dtype", "fp32", "--format", "hf"),
-    ):
-        code, _, err = run(capsys, source, tmp_path / "b", *flags)
-        assert code == 3 and NORM in err and "without --dtype" in err
-    for number, flags in enumerate((("--optimizer", "none"), ("--format", "hf"))):
-        to = tmp_path / f"kept{number}"
-        assert run(capsys, source, to, *flags, "--verify")[0] == 0
-    kept = open_archive(tmp_path / "kept0", step=None)
-    assert torch.equal(kept.read(NORM), open_archive(source, step=None).read(NORM))
-    assert not any(key.startswith("optimizer.") for key in kept.tensors)
-
-
-def no_moment(pieces: list[Piece]) -> None:
-    pieces[:] = [p for p in pieces if p.key != f"optimizer.state.exp_avg.{NORM}"]
-
-
-def half_moment(pieces: list[Piece]) -> None:
-    i = index_of(pieces, f"optimizer.state.exp_avg.{NORM}")
-    data = pieces[i].make().half()
-    pieces[i] = dataclasses.replace(pieces[i], dtype=torch.float16, make=data.clone)
-
-
-def moment_with_a_hole(pieces: list[Piece]) -> None:
-    del pieces[index_of(pieces, "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight")]
-
-
-def state_of_nothing(pieces: list[Piece]) -> None:
-    i = index_of(pieces, f"optimizer.state.exp_avg.{NORM}")
-    pieces.append(renamed(pieces[i], "optimizer.state.exp_avg.decoder.other.weight"))
-
-
-def state_of_another_optimizer(pieces: list[Piece]) -> None:
-    i = index_of(pieces, f"optimizer.state.exp_avg.{NORM}")
-    pieces.append(renamed(pieces[i], f"optimizer.state.momentum.{NORM}"))
-
-
-def without_groups(root: Path) -> None:
-    path = folder_of(root) / "common.pt"
-    common = torch.load(path, weights_only=False)
-    del common["optimizer"]
-    torch.save(common, path)
-    unlisted(root)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        no_moment,
-        half_moment,
-        moment_with_a_hole,
-        state_of_nothing,
-        state_of_another_optimizer,
-        None,
-    ],
-)
-def test_the_way_out_that_a_refusal_names_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any
-) -> None:
+    change, words = {**BROKEN_WEIGHTS, **BROKEN_STATES}[name]
     source = make_checkpoint(tmp_path / "a", change=change)
     if change is None:
-        without_groups(source)
-    code, _, err = run(capsys, source, tmp_path / "b")
-    assert code == 3 and "; --optimizer none" in err, err
-    assert run(capsys, source, tmp_path / "b", "--optimizer", "none", "--verify")[0] == 0
+        common(lambda c: {k: v for k, v in c.items() if k != "optimizer"})(folder_of(source))
+        unlisted(source)
+    code, _, err = run(capsys, source, tmp_path / "b", "--verify")
+    assert code == 3 and err.count("\n") == 1 and all(word in err for word in words), err
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    is_untrue = name == "untrue weight"
+    code, _, err = run(capsys, source, "--verify", tool=inspect_checkpoint)
+    assert code == (4 if is_untrue else 3) and words[0] in err
+    if name in BROKEN_WEIGHTS:
+        assert "--optimizer none" not in err
+        return
+    assert "; --optimizer none" in err
+    assert run(capsys, source, tmp_path / "b", *WAY_OUT, "--verify")[0] == 0
     assert run(capsys, tmp_path / "b", tool=inspect_checkpoint)[0] == 0
+    if is_untrue:
+        return
     # Nothing is wrong with the masters, so that they can be used.
-    wish = ("--optimizer", "none", "--dtype", "fp32")
-    assert run(capsys, source, tmp_path / "c", *wish, "--verify")[0] == 0
+    assert run(capsys, source, tmp_path / "c", *WAY_OUT, "--dtype", "fp32", "--verify")[0] == 0
     master = open_archive(source, step=None).read(f"optimizer.state.param.{NORM}")
     assert torch.equal(open_archive(tmp_path / "c", step=None).read(NORM), master)
     assert run(capsys, source, tmp_path / "hf", "--format", "hf", "--dtype", "fp32")[0] == 0
 
 
-# Rectangles of ranks
-
-
-WISHES = (
-    Changes(vocab=192),
-    Changes(tp=1),
-    Changes(optimizer="plain"),
-)
-
-
-@pytest.mark.parametrize(("dtype", "wishes"), [("bf16", WISHES), ("fp32", WISHES[2:])])
-def test_rectangles_cut_anywhere_are_put_together(
-    tmp_path: Path, dtype: str, wishes: tuple[Changes, ...]
+def test_weights_are_not_made_from_masters_that_are_untrue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    how: dict[str, Any] = {"dtype": dtype, "num_layers": 2}
-    plain = make_checkpoint(tmp_path / "plain", **how)
-    source = make_checkpoint(tmp_path / "a", change=cut_like_ranks, file_bytes=10_000, **how)
-    whole, cut = (open_archive(root, step=None) for root in (plain, source))
-    assert max(len(t.chunks) for t in cut.tensors.values()) > 10
-    assert len([n for n in cut.file_names() if n.endswith(".distcp")]) > 3
-    assert all(torch.equal(whole.read(key), cut.read(key)) for key in whole.tensors)
-    for number, wish in enumerate(wishes):
-        results = []
-        for root in (plain, source):
-            to = tmp_path / f"{root.name}-{number}"
-            convert(root, to, wish, verify=root is source)
-            results.append(open_archive(to, step=None))
-        assert results[0].tensors.keys() == results[1].tensors.keys()
-        assert all(torch.equal(results[0].read(k), results[1].read(k)) for k in results[0].tensors)
-    huggingface.save(source, tmp_path / "hf", Changes(), verify=True)
-
-
-def test_many_rectangles_of_many_layers_are_hardly_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rows, columns, per_layer, compared = 350, 64, 350, 0
-    rects = []
-    edges = [
-        rows * columns * n // per_layer + 7 * (0 < n < per_layer) for n in range(per_layer + 1)
-    ]
-    for start, stop in itertools.pairwise(edges):
-        rects += flat_to_rects((rows, columns), start, stop)
-    assert len(rects) > 690
-    chunks = [
-        Chunk(offset=(layer, *lo), size=(1, *(b - a for a, b in zip(lo, hi))))
-        for layer in range(30)
-        for lo, hi in rects
-    ]
-    meets = Chunk.meets
-
-    def counted(self: Chunk, other: Chunk) -> bool:
-        nonlocal compared
-        compared += 1
-        return meets(self, other)
-
-    monkeypatch.setattr(Chunk, "meets", counted)
-    shape = (30, rows, columns)
-    assert coverage_problem(shape, chunks) is None and compared < len(chunks)
-    columns_first = [Chunk(offset=c.offset[::-1], size=c.size[::-1]) for c in chunks]
-    assert coverage_problem(shape[::-1], columns_first) is None and compared < len(chunks)
-    assert "overlap" in str(coverage_problem(shape, [*chunks, chunks[10_000]]))
-    assert "elements" in str(coverage_problem(shape, chunks[1:]))
-
-
-def test_chunks_that_no_line_divides_are_compared() -> None:
-    # Four around one in the middle: no straight cut.
-    wheel = [
-        ((0, 0), (1, 2)),
-        ((0, 2), (2, 1)),
-        ((2, 1), (1, 2)),
-        ((1, 0), (2, 1)),
-        ((1, 1), (1, 1)),
-    ]
-    chunks = [Chunk(offset=o, size=s) for o, s in wheel]
-    assert coverage_problem((3, 3), chunks) is None
-    chunks[0] = Chunk(offset=(0, 0), size=(1, 3))
-    assert "overlap" in str(coverage_problem((3, 3), chunks))
+    change = changed(f"optimizer.state.param.{NORM}", lambda data: data + 1)
+    source = make_checkpoint(tmp_path / "a", change=change)
+    for flags in ((), WAY_OUT, ("--format", "hf")):
+        code, _, err = run(capsys, source, tmp_path / "b", "--dtype", "fp32", *flags)
+        assert code == 3 and NORM in err and "without --dtype" in err
+    for number, flags in enumerate((WAY_OUT, ("--format", "hf"))):
+        to = tmp_path / f"kept{number}"
+        assert run(capsys, source, to, *flags, "--verify")[0] == 0
+    before, kept = open_archive(source, step=None), open_archive(tmp_path / "kept0", step=None)
+    assert {k for k in before.tensors if not k.startswith("optimizer.")} == kept.tensors.keys()
+    assert all(torch.equal(kept.read(key), before.read(key)) for key in kept.tensors)
+    assert "optimizer" not in kept.common
 
 
 # What is verified
 
 
-def test_no_byte_is_called_verified_without_a_manifest_of_it(
+def test_every_byte_is_compared_with_the_manifest_and_none_is_called_verified_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = make_checkpoint(tmp_path / "a")
     code, out, _ = run(capsys, source, "--verify", tool=inspect_checkpoint)
     assert code == 0 and "every byte" in out
-    path = folder_of(source) / files.MANIFEST
+    tensors, path = folder_of(source) / "__0_0.distcp", folder_of(source) / files.MANIFEST
+    whole = tensors.read_bytes()
+    middle = len(whole) // 2
+    tensors.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    code, _, err = run(capsys, source, tmp_path / "b")
+    assert code == 3 and "__0_0.distcp" in err and not (tmp_path / "b").exists()
+    assert run(capsys, source, tool=inspect_checkpoint)[0] == 0
+    assert run(capsys, source, "--verify", tool=inspect_checkpoint)[0] == 4
+    tensors.unlink()
+    assert "is missing" in run(capsys, source, tmp_path / "b")[2]
+    tensors.write_bytes(whole)
     manifest = json.loads(path.read_text())
     for name in ("__0_0.distcp", "common.pt", ".metadata", "metadata.json"):
         less = {k: v for k, v in manifest["files"].items() if k != name}
@@ -245,6 +185,9 @@ def test_no_byte_is_called_verified_without_a_manifest_of_it(
     assert code == 0 and "every byte" not in out and "cannot be verified" in out
     code, out, _ = run(capsys, source, "--verify", "--json", tool=inspect_checkpoint)
     assert code == 0 and json.loads(out)["verified"] is False
+    tensors.write_bytes(whole[:-400])
+    code, _, err = run(capsys, source, tmp_path / "c")
+    assert code == 3 and "is cut" in err and not (tmp_path / "c").exists()
 
 
 def test_only_what_belongs_to_it_is_copied_and_as_it_was_checked(
@@ -277,22 +220,95 @@ def test_a_link_out_of_the_folder_is_refused(
     assert code == 3 and name in err and "outside" in err
 
 
-def test_every_file_is_on_the_disk_before_the_result_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_on_the_way_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[Path] = []
-    monkeypatch.setattr(writing, "_sync", synced.append)
     source = make_checkpoint(tmp_path / "a")
-    for number, do in enumerate((convert, huggingface.save)):
-        synced.clear()
-        to = tmp_path / f"to{number}"
-        do(source, to, Changes())
-        (there,) = {p for p in synced if p.name.startswith(".to")}
-        made = {p.relative_to(to) for p in to.rglob("*")}
-        assert made == {p.relative_to(there) for p in synced if there in p.parents}
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron.training.checkpoint.convert.convert.write_common", full)
+    code, _, err = run(capsys, source, tmp_path / "b", "--tp", 1)
+    assert code == 1 and "No space left" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-# Places
+def test_a_result_that_differs_fails_verification(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_checkpoint(tmp_path / "a")
+    read = Archive.read
+
+    def wrong(self: Archive, key: str, *how: Any) -> torch.Tensor:
+        data = read(self, key, *how)
+        is_result = "unfinished" in str(self.folder)
+        return data + 1 if is_result and key == "output_layer.weight" else data
+
+    monkeypatch.setattr(Archive, "read", wrong)
+    code, _, err = run(capsys, source, tmp_path / "b", "--vocab", 192, "--verify")
+    assert code == 4 and "output_layer.weight" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+# Wishes and places
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (("--tp", 3), 3, ("--num-attention-heads 4 is not divisible by 3", "--tp")),
+        (("--pp", 3), 3, ("--num-layers 4",)),
+        (("--dp", 3), 3, ("--global-batch-size 8", "data parallel size 3")),
+        (("--vocab", 129), 3, ("129 rows",)),
+        (("--tp", 0), 2, ("--tp 0 must be at least 1",)),
+        (("--vocab", 0), 2, ("--vocab 0 must be at least 1",)),
+        (("--vpp", 2), 2, ("--vpp 2", "--pp")),
+        (("--dtype", "int8"), 2, ("--dtype",)),
+        (("--format", "hf", "--tp", 2), 2, ("--tp", "no layout")),
+        (("--format", "hf", "--optimizer", "plain"), 2, ("--optimizer plain",)),
+        (("--ckpt-step", 7), 3, ("iter_0000007", "complete are: 5", "--ckpt-step")),
+        (("--max-shard-gb", 0), 2, ("--max-shard-gb",)),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[Any, ...],
+    code: int,
+    words: tuple[str, ...],
+) -> None:
+    source = make_checkpoint(tmp_path / "a", dtype="fp32", optimizer="none")
+    got, _, err = run(capsys, source, tmp_path / "b", *flags)
+    assert got == code and err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "b").exists()
+
+
+def test_places_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_checkpoint(tmp_path / "a")
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine").write_text("keep")
+    for destination, word in (
+        (tmp_path / "b", "exists"),
+        (source, "overlap"),
+        (source / "inside", "overlap"),
+        (tmp_path, "overlap"),
+    ):
+        code, _, err = run(capsys, source, destination)
+        assert code == 2 and word in err
+    code, _, err = run(capsys, tmp_path / "nowhere", tmp_path / "c", "--json")
+    assert code == 1 and "nowhere" in err
+    (tmp_path / "file").write_text("")
+    assert run(capsys, source, tmp_path / "file" / "c")[0] == 1
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, source, tmp_path / "empty")[0] == 0
+    (tmp_path / "empty").rename(tmp_path / "taken")
+    (tmp_path / "empty").mkdir()
+    assert run(capsys, tmp_path / "empty", tmp_path / "c")[0] == 3
+    assert {path: path.read_bytes() for path in before} == before
+    assert (tmp_path / "b" / "mine").read_text() == "keep"
 
 
 def test_a_relative_folder_and_a_link_are_the_folder_itself(
@@ -309,14 +325,6 @@ def test_a_relative_folder_and_a_link_are_the_folder_itself(
     (source / f"{folder_of(source).name}.unfinished").touch()
     code, _, err = run(capsys, link, tool=inspect_checkpoint)
     assert code == 3 and "half-written" in err
-
-
-def test_an_iteration_of_an_iteration_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = make_checkpoint(tmp_path / "a")
-    code, _, err = run(capsys, folder_of(source), tmp_path / "b", "--ckpt-step", ITERATION)
-    assert code == 2 and "--ckpt-step" in err
 
 
 # Malformed contents
@@ -348,35 +356,64 @@ def first_tensor(metadata: Metadata) -> TensorStorageMetadata:
     return next(v for v in values if isinstance(v, TensorStorageMetadata))
 
 
-MALFORMED = {
-    "common is a list": common(lambda c: [1]),
-    "args is a dictionary": common(lambda c: {**c, "args": {"num_layers": 4}}),
-    "args is missing": common(lambda c: {**c, "args": None}),
-    "iteration is text": common(lambda c: {**c, "iteration": "five"}),
-    "optimizer is a list": common(lambda c: {**c, "optimizer": [1]}),
-    "content is text": common(lambda c: {**c, "content_metadata": "x"}),
-    "a flag is text": common(flags(num_layers="four")),
-    "a flag is negative": common(flags(num_attention_heads=-1)),
-    "no places": index(lambda m: setattr(m, "storage_data", None)),
-    "places are text": index(lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, "x"))),
-    "an entry is text": index(lambda m: cast(Any, m.state_dict_metadata).update(odd="x")),
-    "no chunks": index(lambda m: setattr(first_tensor(m), "chunks", None)),
-    "a chunk is text": index(lambda m: setattr(first_tensor(m), "chunks", ["x"])),
-    "no properties": index(lambda m: setattr(first_tensor(m), "properties", None)),
-    "no size": index(lambda m: setattr(first_tensor(m), "size", None)),
-    "another object": index(lambda m: {"x": 1}),
+MALFORMED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "common is a list": (common(lambda c: [1]), ""),
+    "args is a dictionary": (common(lambda c: {**c, "args": {"num_layers": 4}}), ""),
+    "args is missing": (common(lambda c: {**c, "args": None}), ""),
+    "iteration is text": (common(lambda c: {**c, "iteration": "five"}), ""),
+    "optimizer is a list": (common(lambda c: {**c, "optimizer": [1]}), ""),
+    "content is text": (common(lambda c: {**c, "content_metadata": "x"}), ""),
+    "a flag is text": (common(flags(num_layers="four")), ""),
+    "a flag is negative": (common(flags(num_attention_heads=-1)), ""),
+    "no places": (index(lambda m: setattr(m, "storage_data", None)), ""),
+    "places are text": (
+        index(lambda m: m.storage_data.update(dict.fromkeys(m.storage_data, "x"))),
+        "",
+    ),
+    "an entry is text": (index(lambda m: cast(Any, m.state_dict_metadata).update(odd="x")), ""),
+    "no chunks": (index(lambda m: setattr(first_tensor(m), "chunks", None)), ""),
+    "a chunk is text": (index(lambda m: setattr(first_tensor(m), "chunks", ["x"])), ""),
+    "no properties": (index(lambda m: setattr(first_tensor(m), "properties", None)), ""),
+    "no size": (index(lambda m: setattr(first_tensor(m), "size", None)), ""),
+    "another object": (index(lambda m: {"x": 1}), ""),
+    "no mark": (lambda f: (f / "metadata.json").unlink(), "half-written"),
+    "another format": (
+        lambda f: (f / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}'),
+        "fsdp_dtensor",
+    ),
+    "one file a rank": (
+        lambda f: ((f / "metadata.json").unlink(), (f / "mp_rank_00").mkdir()),
+        "legacy",
+    ),
+    "index is no pickle": (
+        lambda f: (f / ".metadata").write_bytes(b"nonsense"),
+        ".metadata cannot be read",
+    ),
+    "common is no archive": (
+        lambda f: (f / "common.pt").write_bytes(b"nonsense"),
+        "common.pt cannot be read",
+    ),
+    **{
+        kind: (
+            common(lambda c, k=kind: {**c, "content_metadata": {SHARDING: k}}),
+            "--dist-ckpt-optim-fully-reshardable",
+        )
+        for kind in ("dp_reshardable", "dp_zero_gather_scatter")
+    },
 }
 
 
-@pytest.mark.parametrize("spoil", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_checkpoint_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[Path], None]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
+    spoil, words = MALFORMED[name]
     source = make_checkpoint(tmp_path / "a")
     spoil(folder_of(source))
     unlisted(source)
     code, _, err = run(capsys, source, tmp_path / "b")
-    assert code == 3 and err.count("\n") == 1, err
+    assert code == 3 and err.count("\n") == 1 and words in err, err
+    assert not (tmp_path / "b").exists()
     code, out, err = run(capsys, source, "--json", tool=inspect_checkpoint)
     assert code == 3 and err.count("\n") == 1 and json.loads(out)["exit_code"] == 3, err
 
@@ -396,20 +433,6 @@ def test_what_nobody_foresaw_is_one_line_too(
     assert code == 3 and err.count("\n") == 1 and "AttributeError" in err
 
 
-def test_inspection_prints_an_object_whatever_happens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    for args, expected in (
-        ((tmp_path / "nowhere",), 1),
-        ((tmp_path / "empty", "--what"), 2),
-        ((tmp_path / "empty",), 3),
-    ):
-        code, out, _ = run(capsys, *args, "--json", tool=inspect_checkpoint)
-        record = json.loads(out)
-        assert code == record["exit_code"] == expected and record["problem"]
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [("pathlib", "PosixPath"), ("torch.distributed.checkpoint.metadata", "Metadata")],
@@ -423,38 +446,12 @@ def test_an_index_changes_no_class(tmp_path: Path, module: str, name: str) -> No
     assert callable(Path("x").is_file) and not hasattr(Metadata, "is_file")
 
 
-# Vocabulary
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
 
-
-def test_rows_do_not_go_while_nobody_knows_how_many_are_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unknown = {"tokenizer_type": "HuggingFaceTokenizer", "vocab_size": None}
-    source = make_checkpoint(tmp_path / "a", **unknown)
-    known = make_checkpoint(tmp_path / "known")
-    hf = ("--format", "hf")
-    code, _, err = run(capsys, source, tmp_path / "b", *hf, "--vocab", 110)
-    assert code == 2 and "--true-vocab" in err
-    for more in ((), hf):
-        flags = ("--vocab", 110, "--true-vocab", 50, *more)
-        code, _, err = run(capsys, known, tmp_path / "b", *flags)
-        assert code == 3 and "--true-vocab 50" in err
-    assert run(capsys, source, tmp_path / "b", *hf, "--vocab", 110, "--true-vocab", 105)[0] == 0
-    with pytest.raises(UsageError, match="--true-vocab 500"):
-        huggingface.save(source, tmp_path / "c", Changes(true_vocab=500))
-
-
-# Files of others
-
-
-def test_the_result_is_written_without_an_accelerator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def started(*_: Any, **__: Any) -> None:
-        raise AssertionError("the writer would start CUDA")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader.__init__", started
-    )
-    make_checkpoint(tmp_path / "a")
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(Refused, match="does not belong"):
+        read_index(tmp_path / ".metadata")
+    assert not (tmp_path / "ran").exists()

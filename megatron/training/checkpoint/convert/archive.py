@@ -65,12 +65,6 @@ class Chunk:
         """Number of elements."""
         return math.prod(self.size)
 
-    def meets(self, other: Chunk) -> bool:
-        """Whether the two share an element."""
-        return all(
-            a < d and c < b for a, b, c, d in zip(self.offset, self.end, other.offset, other.end)
-        )
-
 
 class _Into(DefaultLoadPlanner):
     """Lets torch's reader fill one tensor, or hand over one object's bytes."""

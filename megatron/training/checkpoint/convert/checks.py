@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -320,63 +321,34 @@ def coverage_problem(shape: Sequence[int], chunks: Sequence[Chunk]) -> str | Non
         inside = all(o >= 0 and o + s <= n for o, s, n in zip(chunk.offset, chunk.size, shape))
         if not inside:
             return f"chunk at {chunk.offset} of size {chunk.size} leaves the shape {shape}"
-    if shape:
-        clash = _clash([chunk for chunk in chunks if chunk.volume], len(shape))
-        if clash is not None:
-            return f"chunks at {clash[0].offset} and {clash[1].offset} overlap"
-    elif len(chunks) > 1:
+    if len(chunks) > 1 and not shape:
         return "it is one number and is stored more than once"
+    clash = _clash([chunk for chunk in chunks if chunk.volume])
+    if clash is not None:
+        return f"chunks at {clash[0].offset} and {clash[1].offset} overlap"
     total, have = math.prod(shape), sum(chunk.volume for chunk in chunks)
     if have != total:
         return f"its chunks hold {have} of {total} elements"
     return None
 
 
-def _clash(chunks: list[Chunk], axes: int) -> tuple[Chunk, Chunk] | None:
+def _clash(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Two chunks that share an element, or None.
 
-    Chunks are split again and again at places that no chunk crosses, along any axis; only those
-    that cannot be split are compared with each other. What ranks hold can be split down to single
-    chunks, so that hundreds of them in each of many layers take hardly longer than to sort them.
+    Compares each chunk with those that begin before it along one axis and have not ended. On the
+    axis with the most edges these are few, even where ranks hold hundreds of chunks of each layer.
     """
-    waiting = [chunks]
-    while waiting:
-        group = waiting.pop()
-        if len(group) < 2:
-            continue
-        for axis in range(axes):
-            parts = _split(group, axis)
-            if len(parts) > 1:
-                waiting += parts
-                break
-        else:
-            clash = _sweep(group)
-            if clash is not None:
-                return clash
-    return None
-
-
-def _split(chunks: list[Chunk], axis: int) -> list[list[Chunk]]:
-    """Groups of chunks between places on an axis that none of them crosses."""
-    groups: list[list[Chunk]] = []
-    end = -1
-    for chunk in sorted(chunks, key=lambda c: c.offset[axis]):
-        start = chunk.offset[axis]
-        if not groups or start >= end:
-            groups.append([])
-        groups[-1].append(chunk)
-        end = max(end, start + chunk.size[axis])
-    return groups
-
-
-def _sweep(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
-    """Compares each chunk with those that begin before it and have not ended, along the first
-    axis."""
-    active: list[Chunk] = []
-    for chunk in sorted(chunks, key=lambda c: c.offset):
-        active = [other for other in active if other.end[0] > chunk.offset[0]]
-        clash = next((other for other in active if other.meets(chunk)), None)
-        if clash is not None:
-            return clash, chunk
-        active.append(chunk)
+    if len(chunks) < 2:
+        return None
+    low = np.array([chunk.offset for chunk in chunks])
+    high = low + np.array([chunk.size for chunk in chunks])
+    axis = max(range(low.shape[1]), key=lambda a: len(np.unique(low[:, a])))
+    order = np.argsort(low[:, axis], kind="stable")
+    low, high = low[order], high[order]
+    ends = np.maximum.accumulate(high[:, axis])
+    starts = np.searchsorted(ends, low[:, axis], side="right")
+    for i, start in enumerate(starts):
+        meets = np.all((low[start:i] < high[i]) & (low[i] < high[start:i]), axis=1)
+        if meets.any():
+            return chunks[order[start + int(meets.argmax())]], chunks[order[i]]
     return None

@@ -288,14 +288,15 @@ _SCALING = {
     "original_max_position_embeddings": 8192,
 }
 _ROPE_FIELDS = {"default": (), "llama3": ("factor", *_SCALING)}
-_REQUIRED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Fields that every model has -> our flag."""
 _OPTIONAL = ("num_key_value_heads", "head_dim", "sliding_window")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 
@@ -326,14 +327,10 @@ def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> d
         "architectures": [family.architecture],
         "model_type": kind,
         "hidden_act": "silu",
-        "hidden_size": arguments["hidden_size"],
-        "intermediate_size": arguments["ffn_hidden_size"],
-        "num_hidden_layers": arguments["num_layers"],
-        "num_attention_heads": arguments["num_attention_heads"],
+        **{theirs: arguments.get(ours) for theirs, ours in _SIZES.items()},
+        "vocab_size": vocab,
         "num_key_value_heads": contents.query_groups(arguments),
         "head_dim": contents.head_width(arguments),
-        "vocab_size": vocab,
-        "max_position_embeddings": arguments["max_position_embeddings"],
         "rms_norm_eps": 1e-5 if epsilon is None else epsilon,
         "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
         "attention_dropout": arguments.get("attention_dropout") or 0.0,
@@ -370,7 +367,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = family_of(config)
     config = {**family.absent, **config}
-    missing = [name for name in _REQUIRED if config.get(name) is None]
+    missing = [name for name in _SIZES if config.get(name) is None]
     if missing:
         raise Refused(f"config.json lacks {', '.join(missing)}")
     _check_kinds(config)
@@ -380,14 +377,10 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if heads % groups:
         raise Refused(f"config.json: {heads} heads do not divide into {groups} groups")
     return {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": heads,
+        **{ours: config[theirs] for theirs, ours in _SIZES.items()},
         "group_query_attention": groups != heads,
         "num_query_groups": groups,
         "kv_channels": head_dim_of(config),
-        "max_position_embeddings": config["max_position_embeddings"],
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
         **_rope_arguments(config),
@@ -401,7 +394,6 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": config.get("attention_dropout") or 0.0,
         "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "vocab_size": config["vocab_size"],
     }
 
 
@@ -420,10 +412,10 @@ def _has_biases(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:
-    for name in (*_REQUIRED, *_OPTIONAL):
+    for name in (*_SIZES, *_OPTIONAL):
         value = config.get(name)
         is_size = type(value) is int and 0 < value < 2**63
-        if not is_size and (value is not None or name in _REQUIRED):
+        if not is_size and (value is not None or name in _SIZES):
             raise Refused(f"config.json: {name} is {value!r}, no number of anything")
     for name in _SWITCHES:
         if type(config.get(name, False)) not in (bool, type(None)):
