@@ -3,8 +3,8 @@
 srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
 
 Start it on every node, with srun or torchrun; of several processes on a node the first one probes.
-Every round pairs all nodes, so that n nodes take n - 1 rounds. Each finished round is kept in
-OUTPUT.rounds.jsonl, with which --resume goes on. Slow links and nodes are named.
+Every round pairs all nodes, so that n nodes take n - 1 rounds. OUTPUT.rounds.json keeps each
+finished round, and --resume goes on with it. Slow links and nodes are named.
 Exit codes: 0 done, 1 something is slow and --strict was given, or the first node has gone, 2 wrong
 usage, 3 links gave no answer (no cluster file), 5 a file cannot be read or written, 130 stopped.
 """
@@ -23,20 +23,10 @@ from typing import Any, NoReturn
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, preset
 from copus_ext.cost_model.gpus import quantity
 from copus_ext.cost_model.model_spec import SpecError
-from copus_ext.probe.findings import find
-from copus_ext.probe.meeting import Ended, Meeting, Place, Silence, meet, place_of
-from copus_ext.probe.record import Record, cluster_of, text_of
-from copus_ext.probe.rounds import tournament, without
-from copus_ext.probe.session import (
-    Plan,
-    Settings,
-    follow_all,
-    gather,
-    introduce,
-    lead_all,
-    plan_json,
-)
-from copus_ext.probe.table import table
+from copus_ext.probe import session
+from copus_ext.probe.findings import find, table
+from copus_ext.probe.record import LinkRecord, cluster_text
+from copus_ext.probe.session import Place, Settings, Silence
 from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import program_name, tell
@@ -143,31 +133,30 @@ def say(line: str) -> None:
     tell("probe_links.py", line)
 
 
-def lead(args: argparse.Namespace, meeting: Meeting, place: Place) -> int:
+def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
     """The first node's part; returns the exit code."""
     settings, base = settings_of(args), base_of(args.cluster)
     expected = expected_of(args.expect)
-    ranks, hosts = gather(meeting, place.world_size, args.timeout)
+    ranks, hosts = session.gather(store, place.world_size, args.timeout)
     if len(hosts) < 2:
         raise UsageError(
             f"all {place.world_size} processes run on 1 node, which has no link to another; start "
             "on 2 nodes or more, or give --every-rank to time the links between processes"
         )
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    path = args.output.with_name(f"{args.output.name}.rounds.jsonl")
+    path = args.output.with_name(f"{args.output.name}.rounds.json")
     how = {"backend": settings.backend, "sizes": list(settings.sizes)}
-    record = Record(path, hosts, how)
+    record = LinkRecord(path, hosts, how)
     record.begin(resume=args.resume)
-    rounds = without(tournament(len(hosts)), record.pairs)
-    plan = Plan(ranks=tuple(ranks), hosts=tuple(hosts), rounds=rounds, settings=settings)
+    rounds = session.without(session.tournament(len(hosts)), record.pairs)
     most_s = len(rounds) * settings.most_s
     say(f"{len(hosts)} nodes, {settings.backend}, {len(rounds)} rounds, {most_s:.0f} s at most")
-    meeting.say("plan", plan_json(plan))
+    session.announce(store, ranks, rounds, settings)
     try:
-        lost = lead_all(meeting, plan, place, record, say)
+        lost = session.lead_rounds(store, rounds, settings, place, record, say)
     finally:
         # Also after a signal: what is known is shown.
-        lines = show(record, hosts, expected)
+        lines = show(record, expected)
     for host in lost:
         say(f"error: {host} has gone or hangs; the probe ends here")
     if lost or record.silent:
@@ -179,33 +168,21 @@ def lead(args: argparse.Namespace, meeting: Meeting, place: Place) -> int:
             f"--resume: {path} keeps the others"
         )
         return 3
-    write_atomically(args.output, text_of(cluster_of(base, record, hosts)))
+    write_atomically(args.output, cluster_text(record.cluster(base)))
     record.done()
     print(f"{args.output}: links of {len(hosts)} nodes, for --cluster of tools/plan.py")
     return 1 if lines and args.strict else 0
 
 
-def show(record: Record, hosts: list[str], expected: float | None) -> tuple[str, ...]:
+def show(record: LinkRecord, expected: float | None) -> tuple[str, ...]:
     """Prints what is known and what is slow; returns the lines on the latter."""
     speeds, delays = record.matrices()
-    print(table(speeds, delays, hosts))
-    found = find(speeds, delays, hosts, expected=expected)
+    print(table(speeds, delays, record.hosts))
+    found = find(speeds, delays, record.hosts, expected=expected)
     for line in found.lines:
         print(f"warning: {line}")
     sys.stdout.flush()
     return found.lines
-
-
-def take_part(meeting: Meeting, place: Place, seconds: float) -> int:
-    """The part of a process that does not lead; returns the exit code."""
-    try:
-        plan = Plan.of(meeting.hear("plan", seconds))
-        if place.rank in plan.ranks:
-            follow_all(meeting, plan, place, plan.ranks.index(place.rank))
-    except Ended:
-        pass
-    meeting.leave(place.rank)
-    return 0
 
 
 def probe(args: argparse.Namespace) -> int:
@@ -213,20 +190,21 @@ def probe(args: argparse.Namespace) -> int:
     from copus_ext.launch.rank_side import adopt_srun
 
     adopt_srun()
-    place = place_of(os.environ, every_rank=args.every_rank)
-    meeting = meet(args.timeout)
-    introduce(meeting, place)
+    place = session.place_of(os.environ, every_rank=args.every_rank)
+    store = session.find_store(args.timeout)
+    session.introduce(store, place)
     if place.rank:
-        return take_part(meeting, place, 2 * args.timeout)
+        session.take_part(store, place, 2 * args.timeout)
+        return 0
     leave_s = _LEAVE_S
     try:
-        return lead(args, meeting, place)
+        return lead(args, store, place)
     except Stopped:
         leave_s = 1.0
         raise
     finally:
         with contextlib.suppress(Exception):
-            meeting.dismiss(range(1, place.world_size), leave_s)
+            session.dismiss(store, place.world_size, leave_s)
 
 
 def _stop(number: int, _frame: Any) -> NoReturn:

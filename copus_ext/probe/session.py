@@ -1,98 +1,329 @@
-"""A probe, round by round: the first node leads and keeps the record, the others follow."""
+"""A probe of all links, in rounds. The processes meet in the store of torch.distributed.
+
+Keys of the store: `here/RANK` holds node and host of a process. The first node sets `plan`, and
+`go/ROUND` to `run` or `end`. The others set `times/ROUND/NODE`, and `bye/RANK` when they leave.
+"""
 
 from __future__ import annotations
 
+import datetime
+import itertools
+import json
+import os
+import re
+import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from copus_ext.probe.line import one_way
-from copus_ext.probe.meeting import Ended, Meeting, Place, Silence, nodes_of, within
-from copus_ext.probe.record import Outcome, Record, json_of, timed_of
-from copus_ext.probe.rounds import Pair, Round, partner
-from copus_ext.probe.talk import follow, lead
+from copus_ext.probe import pair as link
+from copus_ext.probe.link_fit import Timed, one_way
+from copus_ext.probe.record import LinkRecord, Pair
+from megatron.training.common.errors import UsageError
 
+_POLL_S = 0.02
 _MARGIN_S = 10.0
-"""For what is no measurement: threads that start, the store."""
+"""For everything but messages: threads that start, the store."""
+_T = TypeVar("_T")
+Round = tuple[Pair, ...]
+"""Pairs that are timed at the same time; no node is in two of them."""
+
+
+class Silence(Exception):
+    """Nobody said what was waited for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process runs."""
+
+    rank: int
+    world_size: int
+    node: int
+    """The launcher's number of the node; with `every_rank` the rank."""
+    host: str
+    local_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How links are timed; the first node's are everybody's."""
+    """How links are timed; see `copus_ext.probe.pair.measure`."""
 
     backend: str
-    """`gloo` or `nccl`."""
     sizes: tuple[int, ...]
-    """Bytes of the messages, growing; the first is that of answers and gives the latency."""
     repeats: int
-    """Messages of a size, at most."""
     pair_s: float
-    """Seconds that a pair may measure, both directions."""
     timeout_s: float
-    """Seconds without an answer after which a link counts as silent."""
 
     @property
     def most_s(self) -> float:
         """Seconds after which a pair is given up."""
         return self.pair_s + self.timeout_s + _MARGIN_S / 2
 
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Settings:
-        """Reads a dictionary of the fields."""
-        return cls(**{**data, "sizes": tuple(data["sizes"])})
+
+def tournament(num_nodes: int) -> tuple[Round, ...]:
+    """The fewest rounds in which every pair of nodes meets once: n - 1, or n for an odd n.
+
+    The circle method: one place stays, and the others move on by one after every round.
+
+    Raises:
+        ValueError: fewer than two nodes.
+    """
+    if num_nodes < 2:
+        raise ValueError(f"{num_nodes} node has no link; a probe needs 2 nodes or more")
+    places = num_nodes + num_nodes % 2
+    circle = list(range(1, places))
+    rounds = []
+    for _ in range(places - 1):
+        row = [0, *circle]
+        met = zip(row[: places // 2], reversed(row[places // 2 :]))
+        rounds.append(tuple(sorted((min(p), max(p)) for p in met if max(p) < num_nodes)))
+        circle = [circle[-1], *circle[:-1]]
+    return tuple(rounds)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What the first node has decided."""
-
-    ranks: tuple[int, ...]
-    """[nodes] the process that probes."""
-    hosts: tuple[str, ...]
-    """[nodes] names."""
-    rounds: tuple[Round, ...]
-    """What is to be timed."""
-    settings: Settings
-    """How."""
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Plan:
-        """Reads a dictionary of the fields."""
-        rounds = tuple(tuple((a, b) for a, b in some) for some in data["rounds"])
-        return cls(
-            ranks=tuple(data["ranks"]),
-            hosts=tuple(data["hosts"]),
-            rounds=rounds,
-            settings=Settings.of(data["settings"]),
-        )
+def without(rounds: Sequence[Round], done: Set[Pair]) -> tuple[Round, ...]:
+    """The same rounds without some pairs; empty rounds are left out."""
+    left = (tuple(pair for pair in pairs if pair not in done) for pairs in rounds)
+    return tuple(pairs for pairs in left if pairs)
 
 
-def introduce(meeting: Meeting, place: Place) -> None:
+def place_of(env: Mapping[str, str], *, every_rank: bool) -> Place:
+    """Reads the launcher's variables of this process.
+
+    Args:
+        env: environment.
+        every_rank: count every process as a node.
+
+    Raises:
+        UsageError: no launcher has started it.
+    """
+    try:
+        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local_world = max(int(env.get("LOCAL_WORLD_SIZE", "1")), 1)
+        node = rank if every_rank else int(env.get("GROUP_RANK", str(rank // local_world)))
+        local_rank = int(env.get("LOCAL_RANK", "0"))
+    except (KeyError, ValueError):
+        raise UsageError(
+            "start it on every node with torchrun or srun, such as srun --ntasks-per-node 1 "
+            "python tools/probe_links.py --output cluster.json"
+        ) from None
+    # SLURM's name is the one that its commands take.
+    name = env.get("SLURMD_NODENAME") or socket.gethostname()
+    host = re.sub(r"[^A-Za-z0-9.-]|^[.-]", "x", name[:253]) or "host"
+    return Place(rank=rank, world_size=world_size, node=node, host=host, local_rank=local_rank)
+
+
+def nodes_of(places: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
+    """The first process of each node, and the name of the node, with its number where two nodes
+    have the same.
+
+    Args:
+        places: [ranks] node and host of every process.
+    """
+    first: dict[int, int] = {}
+    for rank, place in enumerate(places):
+        first.setdefault(place["node"], rank)
+    ranks = sorted(first.values())
+    hosts = [places[rank]["host"] for rank in ranks]
+    named = [h if hosts.count(h) == 1 else f"{h}:{node}" for node, h in enumerate(hosts)]
+    return ranks, named
+
+
+def within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Runs a function that may hang in a thread, and waits so long for it. The main thread stays
+    free for signals, and a thread that hangs does not keep the process.
+
+    Raises:
+        Silence: it has not returned.
+        BaseException: what it raised.
+    """
+    answers: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise Silence(f"no answer for {seconds:.0f} s")
+    return answers[0]
+
+
+def find_store(seconds: float) -> Any:
+    """The store of the launch.
+
+    Raises:
+        Silence: it cannot be reached.
+    """
+    import torch.distributed as dist
+
+    def find() -> Any:
+        limit = datetime.timedelta(seconds=seconds)
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
+        return dist.PrefixStore("probe", store)
+
+    try:
+        return within(seconds + 5, find)
+    except (Silence, RuntimeError, ValueError, OSError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise Silence(f"the first node cannot be reached at {where} in {seconds:g} s") from error
+
+
+def wait_for(store: Any, keys: Sequence[str], seconds: float) -> list[str]:
+    """Waits for keys, and returns those that are still missing after so many seconds. The store's
+    own `wait` would let no signal through."""
+    until = time.monotonic() + seconds
+    while keys and not store.check(list(keys)):
+        if time.monotonic() > until:
+            return [key for key in keys if not store.check([key])]
+        time.sleep(_POLL_S)
+    return []
+
+
+def introduce(store: Any, place: Place) -> None:
     """Tells the first node that a process is there."""
-    meeting.say(f"here/{place.rank}", {"node": place.node, "host": place.host})
+    store.set(f"here/{place.rank}", json.dumps({"node": place.node, "host": place.host}))
 
 
-def gather(meeting: Meeting, world_size: int, seconds: float) -> tuple[list[int], list[str]]:
-    """On the first node: who probes, and the names of the nodes.
+def gather(store: Any, world_size: int, seconds: float) -> tuple[list[int], list[str]]:
+    """On the first node: the processes that probe, and the names of the nodes.
 
     Raises:
         Silence: processes have not come; their ranks are in the message.
     """
-    until = time.monotonic() + seconds
-    places, missing = [], []
-    for rank in range(world_size):
+    keys = [f"here/{rank}" for rank in range(world_size)]
+    if missing := wait_for(store, keys, seconds):
+        ranks = ", ".join(key.removeprefix("here/") for key in missing[:20])
+        raise Silence(f"ranks {ranks} have not come in {seconds:g} s")
+    return nodes_of([json.loads(store.get(key)) for key in keys])
+
+
+def lead_rounds(
+    store: Any,
+    rounds: Sequence[Round],
+    settings: Settings,
+    place: Place,
+    record: LinkRecord,
+    say: Callable[[str], None],
+) -> list[str]:
+    """On the first node: runs all rounds and keeps the record.
+
+    Args:
+        store: of the launch.
+        rounds: what is to be timed.
+        settings: how.
+        place: of this process.
+        record: takes every round as soon as it is done.
+        say: takes a line of progress after every round.
+
+    Returns:
+        Names of the nodes that have gone or can measure no more; later rounds are left out.
+    """
+    began = time.monotonic()
+    for number, pairs in enumerate(rounds):
+        until = time.monotonic() + settings.most_s + _MARGIN_S
+        store.set(f"go/{number}", "run")
+        answers = {0: _play(store, pairs, settings, place, 0)}
+        keys = {node: f"times/{number}/{node}" for pair in pairs for node in pair if node}
+        missing = wait_for(store, list(keys.values()), max(until - time.monotonic(), 0))
+        for node, key in keys.items():
+            gone = {"why": f"{record.hosts[node]} has gone", "stuck": True}
+            answers[node] = gone if key in missing else json.loads(store.get(key))
+        silent = _add_round(record, pairs, answers)
+        spent = time.monotonic() - began
+        left = spent / (number + 1) * (len(rounds) - number - 1)
+        plural = "s" * (len(pairs) > 1)
+        say(
+            f"round {number + 1} of {len(rounds)}: {len(pairs)} pair{plural}, {spent:.0f} s so "
+            f"far, about {left:.0f} s left"
+        )
+        for (a, b), why in silent.items():
+            say(f"no answer between {record.hosts[a]} and {record.hosts[b]}: {why}")
+        if lost := [record.hosts[n] for n, a in sorted(answers.items()) if a and a.get("stuck")]:
+            return lost
+    return []
+
+
+def _add_round(record: LinkRecord, pairs: Round, answers: Mapping[int, Any]) -> dict[Pair, str]:
+    """Records the pairs of a round; returns those without an answer and why."""
+    known: dict[tuple[int, int], Timed] = {}
+    silent: dict[Pair, str] = {}
+    for a, b in pairs:
         try:
-            places.append(meeting.hear(f"here/{rank}", max(until - time.monotonic(), 0)))
-        except Silence:
-            missing.append(str(rank))
-    if missing:
-        raise Silence(f"ranks {', '.join(missing[:20])} have not come in {seconds:g} s")
-    return nodes_of(places)
+            both = Timed.of(answers[a]), Timed.of(answers[b])
+        except (KeyError, TypeError, ValueError):
+            whys = [(answers[node] or {}).get("why", "") for node in (a, b)]
+            silent[a, b] = next(filter(None, whys), "")
+        else:
+            known[a, b], known[b, a] = both
+    record.add(known, silent)
+    return silent
 
 
-def run_round(
-    meeting: Meeting, plan: Plan, place: Place, node: int, number: int
+def follow_rounds(
+    store: Any, rounds: Sequence[Round], settings: Settings, place: Place, node: int
+) -> None:
+    """On the other nodes: takes part in every round until the first node ends the probe.
+
+    Raises:
+        Silence: the first node says nothing any more.
+    """
+    patience = 2 * (settings.most_s + _MARGIN_S)
+    for number in range(len(rounds) + 1):
+        if wait_for(store, [f"go/{number}"], patience):
+            raise Silence("the first node has gone")
+        if store.get(f"go/{number}") != b"run":
+            return
+        if (answer := _play(store, rounds[number], settings, place, node)) is not None:
+            store.set(f"times/{number}/{node}", json.dumps(answer))
+
+
+def dismiss(store: Any, world_size: int, seconds: float) -> None:
+    """On the first node: ends the probe for all, and waits until they have gone, since the store
+    ends with this process."""
+    if not store.check(["plan"]):
+        store.set("plan", "null")
+    for number in itertools.count():
+        if not store.check([f"go/{number}"]):
+            store.set(f"go/{number}", "end")
+            break
+    wait_for(store, [f"bye/{rank}" for rank in range(1, world_size)], seconds)
+
+
+def take_part(store: Any, place: Place, seconds: float) -> None:
+    """On all but the first node: waits for the plan, does its part and leaves.
+
+    Raises:
+        Silence: the first node says nothing.
+    """
+    if wait_for(store, ["plan"], seconds):
+        raise Silence("the first node has gone")
+    plan = json.loads(store.get("plan"))
+    if plan is not None and place.rank in plan["ranks"]:
+        settings = Settings(**{**plan["settings"], "sizes": tuple(plan["settings"]["sizes"])})
+        rounds = [tuple((a, b) for a, b in pairs) for pairs in plan["rounds"]]
+        follow_rounds(store, rounds, settings, place, plan["ranks"].index(place.rank))
+    store.set(f"bye/{place.rank}", "")
+
+
+def announce(store: Any, ranks: Sequence[int], rounds: Sequence[Round], settings: Settings) -> None:
+    """On the first node: tells the others what is to be timed."""
+    plan = {"ranks": list(ranks), "rounds": rounds, "settings": asdict(settings)}
+    store.set("plan", json.dumps(plan))
+
+
+def _play(
+    store: Any, pairs: Round, settings: Settings, place: Place, node: int
 ) -> dict[str, Any] | None:
     """A node's part of a round; None if it rests.
 
@@ -100,12 +331,11 @@ def run_round(
         The direction from this node, or `why` there is none; `stuck` if this process can measure
         no other link.
     """
-    pair = _pair_of(plan.rounds[number], node)
-    if pair is None:
+    mine = next((pair for pair in pairs if node in pair), None)
+    if mine is None:
         return None
-    settings = plan.settings
     try:
-        return within(settings.most_s, lambda: _measure(meeting, settings, place, pair, node))
+        return within(settings.most_s, lambda: _measure(store, settings, place, mine, node))
     except Silence as error:
         return {"why": str(error), "stuck": True}
     except Exception as error:
@@ -113,123 +343,10 @@ def run_round(
         return {"why": line[:200]}
 
 
-def _pair_of(some: Round, node: int) -> Pair | None:
-    other = partner(some, node)
-    return None if other is None else (min(node, other), max(node, other))
-
-
-def _measure(
-    meeting: Meeting, settings: Settings, place: Place, pair: Pair, node: int
-) -> dict[str, Any]:
+def _measure(store: Any, settings: Settings, place: Place, pair: Pair, node: int) -> dict[str, Any]:
     import torch.distributed as dist
 
-    from copus_ext.probe.wire import torch_wire
-
-    # One pair is never timed twice in a probe, so that its keys are its own.
-    store = dist.PrefixStore(f"pair/{pair[0]}/{pair[1]}", meeting.store)
-    trips: dict[int, list[float]] = {}
-    with torch_wire(
-        store,
-        pair.index(node),
-        backend=settings.backend,
-        device_number=place.local_rank,
-        most_bytes=settings.sizes[-1],
-        timeout_s=settings.timeout_s,
-    ) as wire:
-        for leader in pair:
-            if leader == node:
-                trips = lead(
-                    wire,
-                    settings.sizes,
-                    repeats=settings.repeats,
-                    budget_s=settings.pair_s / 2,
-                )
-            else:
-                follow(wire, settings.sizes[0])
-    return json_of(one_way(trips))
-
-
-def lead_all(
-    meeting: Meeting,
-    plan: Plan,
-    place: Place,
-    record: Record,
-    say: Callable[[str], None],
-) -> list[str]:
-    """On the first node: runs all rounds and keeps the record.
-
-    Args:
-        meeting: the board.
-        plan: what is to be timed.
-        place: of this process.
-        record: takes every round as soon as it is done.
-        say: takes a line on how far it is after every round.
-
-    Returns:
-        Names of the nodes that have gone or can no longer measure; the rounds behind are left out.
-    """
-    began = time.monotonic()
-    for number, some in enumerate(plan.rounds):
-        meeting.say(f"go/{number}", True)
-        until = time.monotonic() + plan.settings.most_s + _MARGIN_S
-        answers = {0: run_round(meeting, plan, place, 0, number)}
-        for node in sorted(node for pair in some for node in pair if node):
-            try:
-                left = max(until - time.monotonic(), 0)
-                answers[node] = meeting.hear(f"said/{number}/{node}", left)
-            except Silence:
-                answers[node] = {"why": f"{plan.hosts[node]} has gone", "stuck": True}
-        outcomes = [_outcome(pair, answers) for pair in some]
-        record.add(outcomes)
-        say(_progress(number, len(plan.rounds), len(some), time.monotonic() - began))
-        for one in outcomes:
-            if not one.is_known:
-                a, b = (plan.hosts[node] for node in one.pair)
-                say(f"no answer between {a} and {b}: {one.why}")
-        if lost := [plan.hosts[n] for n, a in sorted(answers.items()) if a and a.get("stuck")]:
-            return lost
-    return []
-
-
-def _outcome(pair: Pair, answers: Mapping[int, Any]) -> Outcome:
-    found = []
-    for node in pair:
-        try:
-            found.append(timed_of(answers[node]))
-        except (KeyError, TypeError, ValueError):
-            found.append(None)
-    whys = [answers[node].get("why", "") for node in pair]
-    return Outcome(pair=pair, there=found[0], back=found[1], why=next(filter(None, whys), ""))
-
-
-def _progress(number: int, num_rounds: int, num_pairs: int, seconds: float) -> str:
-    left = seconds / (number + 1) * (num_rounds - number - 1)
-    return (
-        f"round {number + 1} of {num_rounds}: {num_pairs} pair{'s' * (num_pairs > 1)}, "
-        f"{seconds:.0f} s so far, "
-        f"about {left:.0f} s left"
-    )
-
-
-def follow_all(meeting: Meeting, plan: Plan, place: Place, node: int) -> None:
-    """On the other nodes: takes part in every round until the first node ends the probe.
-
-    Raises:
-        Silence: it says nothing any more.
-    """
-    patience = 2 * (plan.settings.most_s + _MARGIN_S)
-    try:
-        for number in range(len(plan.rounds)):
-            meeting.hear(f"go/{number}", patience)
-            answer = run_round(meeting, plan, place, node, number)
-            if answer is not None:
-                meeting.say(f"said/{number}/{node}", answer)
-        # Its end comes after the record is written.
-        meeting.hear("end", patience)
-    except Ended:
-        return
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Plain JSON types."""
-    return asdict(plan)
+    # A pair is timed once in a probe, so that its keys are its own.
+    own = dist.PrefixStore(f"pair/{pair[0]}/{pair[1]}", store)
+    trips = link.measure(own, pair.index(node), gpu=place.local_rank, **asdict(settings))
+    return one_way(trips).to_json()

@@ -30,13 +30,12 @@ def probe(output: Path, *flags: str, worker: tuple[str, ...] = (), n: int = 4) -
     return run_ranks([*program, *flags], n, timeout_s=120, ends_all=False)
 
 
-def rounds_of(output: Path) -> list[dict[str, Any]]:
-    path = output.with_name(f"{output.name}.rounds.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+def record_of(output: Path) -> dict[str, Any]:
+    return json.loads(output.with_name(f"{output.name}.rounds.json").read_text())
 
 
 def ways(output: Path) -> set[tuple[str, str]]:
-    return {(r["from"], r["to"]) for r in rounds_of(output) if r["kind"] == "link"}
+    return {(link["from"], link["to"]) for link in record_of(output)["links"]}
 
 
 def test_four_ranks_are_probed_and_the_planner_takes_the_file(tmp_path: Path) -> None:
@@ -47,10 +46,10 @@ def test_four_ranks_are_probed_and_the_planner_takes_the_file(tmp_path: Path) ->
     assert spec.num_nodes == 4 and spec.links is not None and len(spec.links.hosts) == 4
     assert "round 3 of 3: 2 pairs" in result.stderr and "s left" in result.stderr
     assert all(host in result.stdout for host in spec.links.hosts)
-    assert len(ways(output)) == 12 and rounds_of(output)[-1] == {"kind": "done"}
+    assert len(ways(output)) == 12 and record_of(output)["done"]
     assert {path.name for path in output.parent.iterdir()} == {
         "cluster.json",
-        "cluster.json.rounds.jsonl",
+        "cluster.json.rounds.json",
     }
     plan = [sys.executable, "tools/plan.py", "--megatron-args", "--num-layers 4 --hidden-size 64"]
     plan[-1] += " --num-attention-heads 4 --vocab-size 512 --max-position-embeddings 64"
@@ -80,7 +79,7 @@ def test_a_link_that_hangs_is_named_and_the_rest_is_taken_up(tmp_path: Path) -> 
     quick = ("--timeout", "4", "--pair-seconds", "1")
     result = probe(output, *quick, worker=("hang", "1", "3"))
     assert result.returncode == 3 and not result.orphans and not output.exists()
-    hosts = rounds_of(output)[0]["hosts"]
+    hosts = record_of(output)["hosts"]
     assert f"no answer between {hosts[1]} and {hosts[3]}: " in result.stderr
     assert "--resume" in result.stderr
     found = ways(output)
@@ -107,7 +106,7 @@ def test_a_node_that_dies_is_named(tmp_path: Path) -> None:
     quick = ("--timeout", "3", "--pair-seconds", "1")
     result = probe(output, *quick, worker=("die",))
     assert result.codes[0] == 3 and result.codes[1] == -signal.SIGKILL and not result.orphans
-    name = rounds_of(output)[0]["hosts"][1]
+    name = record_of(output)["hosts"][1]
     assert f"error: {name} has gone or hangs" in result.stderr
     assert len(ways(output)) >= 4
 

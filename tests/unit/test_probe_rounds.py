@@ -12,24 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from copus_ext.commands.probe_links import base_of, expected_of, parser, settings_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.probe import session
-from copus_ext.probe.line import Timed
-from copus_ext.probe.meeting import Meeting, Place, Silence, nodes_of, place_of, within
-from copus_ext.probe.record import Outcome, Record, cluster_of, json_of, text_of
-from copus_ext.probe.rounds import tournament
-from copus_ext.probe.session import (
-    Plan,
-    Settings,
-    follow_all,
-    gather,
-    introduce,
-    lead_all,
-    plan_json,
-)
-from copus_ext.probe.table import table
+from copus_ext.probe.findings import table
+from copus_ext.probe.link_fit import Timed
+from copus_ext.probe.record import LinkRecord, cluster_text
+from copus_ext.probe.session import Place, Settings, Silence, nodes_of, place_of, tournament, within
 from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
@@ -53,68 +44,65 @@ def timed(beta: float, alpha: float = 1e-5) -> Timed:
 HOW = {"backend": "gloo", "sizes": list(SIZES)}
 
 
-def recorded(path: Path, hosts: list[str], pairs: list[tuple[int, int]]) -> Record:
-    record = Record(path, hosts, HOW)
+def recorded(path: Path, hosts: list[str], pairs: list[tuple[int, int]]) -> LinkRecord:
+    record = LinkRecord(path, hosts, HOW)
     record.begin(resume=False)
     for a, b in pairs:
-        record.add([Outcome(pair=(a, b), there=timed(1e9 * (a + 1)), back=timed(1e9 * (b + 1)))])
+        record.add({(a, b): timed(1e9 * (a + 1)), (b, a): timed(1e9 * (b + 1))}, {})
     return record
 
 
 def test_finished_rounds_are_taken_up_again_by_the_names_of_the_nodes(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
+    path = tmp_path / "rounds.json"
     recorded(path, ["a", "b", "c"], [(0, 1), (0, 2)])
-    with path.open("a") as file:
-        file.write('{"kind": "link", "from": "b", "to"')  # killed here
-    again = Record(path, ["c", "x", "a"], HOW)
+    again = LinkRecord(path, ["c", "x", "a"], HOW)
     again.begin(resume=True)
     assert again.pairs == {(0, 2)}
     assert again.known[2, 0] == timed(1e9) and again.known[0, 2] == timed(3e9)
-    again.add([Outcome(pair=(0, 1), why="no answer")])
-    assert again.silent == {(0, 1): "no answer"}
-    third = Record(path, ["c", "x", "a"], HOW)
+    again.add({}, {(0, 1): "no answer"})
+    third = LinkRecord(path, ["c", "x", "a"], HOW)
     third.begin(resume=True)
-    assert third.pairs == {(0, 2)}, "the line that was cut spoils no other, silence is no answer"
+    assert third.pairs == {(0, 2)} and not third.silent, "a silent pair is measured again"
 
 
-def test_an_interrupted_probe_is_not_lost_by_a_new_start(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
-    recorded(path, ["a", "b"], [(0, 1)])
+def test_an_interrupted_probe_is_not_lost_by_a_new_start_and_a_whole_one_begins_anew(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rounds.json"
+    record = recorded(path, ["a", "b"], [(0, 1)])
     before = path.read_bytes()
     with pytest.raises(UsageError, match="--resume or delete"):
-        Record(path, ["a", "b"], HOW).begin(resume=False)
+        LinkRecord(path, ["a", "b"], HOW).begin(resume=False)
     with pytest.raises(UsageError, match="sizes"):
-        Record(path, ["a", "b"], {**HOW, "sizes": [1, 2]}).begin(resume=True)
+        LinkRecord(path, ["a", "b"], {**HOW, "sizes": [1, 2]}).begin(resume=True)
     assert path.read_bytes() == before
-
-
-def test_a_whole_probe_begins_anew(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
-    recorded(path, ["a", "b"], [(0, 1)]).done()
+    record.done()
     for resume in (False, True):
-        new = Record(path, ["a", "b"], HOW)
+        new = LinkRecord(path, ["a", "b"], HOW)
         new.begin(resume=resume)
         assert not new.known
         new.done()
 
 
 def test_a_record_of_nonsense_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
-    lines: list[Any] = [{"kind": "probe", "hosts": ["a", "b"], **HOW}, 3, {"kind": "link"}]
-    good = {"kind": "link", "from": "a", "to": "b", "num_bytes": [8, 9], "seconds": [1, 2]}
-    lines += [{**good, "seconds": [1, "x"]}, {**good, "num_bytes": 7}, {**good, "from": []}, good]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "\0{{{\n")
-    record = Record(path, ["a", "b"], HOW)
-    record.begin(resume=True)
-    assert not record.known, "half a pair is timed again"
+    path = tmp_path / "rounds.json"
+    good = {"from": "a", "to": "b", "num_bytes": [8, 9], "seconds": [1, 2]}
+    links: list[Any] = [3, {}, {**good, "seconds": [1, "x"]}, {**good, "num_bytes": 7}]
+    links += [{**good, "from": []}, good]
+    whole = json.dumps({"hosts": ["a", "b"], **HOW, "links": links, "done": False})
+    for text in (whole, "\0{{{", "[1]", '{"done": false, "links": 3}'):
+        path.write_text(text)
+        record = LinkRecord(path, ["a", "b"], HOW)
+        record.begin(resume=True)
+        assert not record.known, "half a pair is timed again"
 
 
 def test_the_cluster_file_holds_the_links_and_the_planner_reads_it(tmp_path: Path) -> None:
     hosts = ["a", "b", "c"]
-    record = recorded(tmp_path / "r.jsonl", hosts, [(0, 1), (0, 2), (1, 2)])
-    spec = cluster_of(preset("h100-80g:8"), record, hosts)
+    record = recorded(tmp_path / "r.json", hosts, [(0, 1), (0, 2), (1, 2)])
+    spec = record.cluster(preset("h100-80g:8"))
     path = tmp_path / "cluster.json"
-    path.write_text(text_of(spec))
+    path.write_text(cluster_text(spec))
     read = ClusterSpec.load(path)
     assert read == spec and read.num_nodes == 3 and read.gpus_per_node == 8
     assert read.links is not None and read.links.hosts == ("a", "b", "c")
@@ -137,10 +125,8 @@ def test_the_table_names_every_node(n: int) -> None:
 
 
 def test_the_first_process_of_every_node_probes() -> None:
-    def at(node: int, host: str) -> dict[str, Any]:
-        return {"node": node, "host": host}
-
-    places = [at(7, "a"), at(7, "a"), at(3, "b"), at(5, "b"), at(3, "b")]
+    given = [(7, "a"), (7, "a"), (3, "b"), (5, "b"), (3, "b")]
+    places = [{"node": node, "host": host} for node, host in given]
     assert nodes_of(places) == ([0, 2, 3], ["a", "b:1", "b:2"])
 
 
@@ -165,59 +151,57 @@ def test_without_a_launcher_it_says_how_to_start(env: dict[str, str]) -> None:
         place_of(env, every_rank=False)
 
 
-class NodeRendezvous:
-    """A store in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
+def a_store() -> Any:
+    """A store of torch in memory."""
+    return dist.HashStore()
 
 
 SETTINGS = Settings(backend="gloo", sizes=SIZES, repeats=3, pair_s=0.1, timeout_s=0.1)
 
 
+def at(rank: int, world_size: int = 4) -> Place:
+    return Place(rank=rank, world_size=world_size, node=rank, host=f"node{rank}", local_rank=0)
+
+
 def test_who_does_not_come_is_named() -> None:
-    meeting = Meeting(NodeRendezvous())
+    store = a_store()
     for rank in (0, 2):
-        introduce(meeting, Place(rank=rank, world_size=4, node=rank, host="h", local_rank=0))
+        session.introduce(store, at(rank))
     with pytest.raises(Silence, match="ranks 1, 3 have not come"):
-        gather(meeting, 4, 0.1)
+        session.gather(store, 4, 0.1)
+
+
+def test_a_first_node_that_has_gone_ends_the_others() -> None:
+    store = a_store()
+    with pytest.raises(Silence, match="has gone"):
+        session.take_part(store, at(1), 0.1)
+    session.dismiss(store, 1, 0.1)
+    session.take_part(store, at(1), 0.1)
+    assert store.check(["bye/1"])
 
 
 def play(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measure: Any, n: int = 4
-) -> tuple[Record, list[str], list[str]]:
-    """Rounds of threads over a board in memory; what was recorded, said and lost."""
+) -> tuple[LinkRecord, list[str], list[str]]:
+    """Rounds of threads over a store in memory; what was recorded, said and lost."""
     monkeypatch.setattr(session, "_measure", measure)
     monkeypatch.setattr(session, "_MARGIN_S", 0.5)
-    meeting, names = Meeting(NodeRendezvous(), poll_s=0.001), hosts(n)
-    plan = Plan(ranks=tuple(range(n)), hosts=tuple(names), rounds=tournament(n), settings=SETTINGS)
-    assert Plan.of(json.loads(json.dumps(plan_json(plan)))) == plan
-    record, said = Record(tmp_path / "rounds.jsonl", names, HOW), []
+    monkeypatch.setattr(session, "_POLL_S", 0.001)
+    store, names, said = a_store(), hosts(n), []
+    record = LinkRecord(tmp_path / "rounds.json", names, HOW)
     record.begin(resume=False)
-
-    def place(node: int) -> Place:
-        return Place(rank=node, world_size=n, node=node, host="h", local_rank=0)
-
     with ThreadPoolExecutor(n) as pool:
-        others = [pool.submit(follow_all, meeting, plan, place(i), i) for i in range(1, n)]
-        lost = lead_all(meeting, plan, place(0), record, said.append)
-        meeting.end()
+        others = [pool.submit(session.take_part, store, at(i, n), 5) for i in range(1, n)]
+        session.announce(store, range(n), tournament(n), SETTINGS)
+        lost = session.lead_rounds(store, tournament(n), SETTINGS, at(0, n), record, said.append)
+        session.dismiss(store, n, 5)
         for other in others:
             other.result()
     return record, said, lost
 
 
 def good(*_: Any) -> dict[str, Any]:
-    return json_of(timed(1e9))
+    return timed(1e9).to_json()
 
 
 def test_all_rounds_are_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

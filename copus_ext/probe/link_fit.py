@@ -1,12 +1,13 @@
-"""Latency and bandwidth of a link, out of the times of messages of several sizes."""
+"""Latency and bandwidth of a link, fitted to the times of messages of several sizes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,22 @@ class Timed:
             raise ValueError(f"sizes {list(sizes)} do not grow")
         if not all(math.isfinite(s) and s > 0 for s in seconds):
             raise ValueError(f"times {list(seconds)} are not all positive")
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Timed:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        sizes, seconds = data["num_bytes"], data["seconds"]
+        if not all(isinstance(size, int) for size in sizes):
+            raise TypeError("sizes are whole numbers")
+        return cls(num_bytes=tuple(sizes), seconds=tuple(float(s) for s in seconds))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"num_bytes": list(self.num_bytes), "seconds": list(self.seconds)}
 
     @property
     def latency_s(self) -> float:
