@@ -12,8 +12,9 @@ import pytest
 TESTS = Path(__file__).parent
 UNIT_TIMEOUT_S = 120
 
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+# The whole suite draws some thousand cases; a property that needs more says so itself.
+hypothesis.settings.register_profile("local", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,7 +26,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
 
-SOME = settings(max_examples=40, deadline=None)
+SOME = settings(max_examples=20, deadline=None)
 
 
 def blocks(forward: Any, *, kept: float = 1.0, static: float = 1.0) -> Blocks:
@@ -163,7 +163,7 @@ def test_chunks_are_cut_exhaustively_too(problem: CutProblem) -> None:
     equals_brute(problem, 10**6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(problems())
 def test_branch_and_bound_equals_looking_at_all(problem: CutProblem) -> None:
     every = search(problem, most_cuts=10**6)

@@ -26,7 +26,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
 
-SLOW = settings(max_examples=25, deadline=None)
+SLOW = settings(max_examples=12, deadline=None)
 
 
 def matrix(values: Any) -> Matrix:

@@ -102,7 +102,7 @@ def counts(records: Iterable[Record]) -> dict[str, np.ndarray]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_every_element_counts_once(case: tuple[ModelShape, Layout]) -> None:
     ranks = all_of_layout(*case)
@@ -112,7 +112,7 @@ def test_every_element_counts_once(case: tuple[ModelShape, Layout]) -> None:
     assert set(first) == {record.key for records in ranks for record in records}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_replicas_share_what_one_would_hold(case: tuple[ModelShape, Layout]) -> None:
     shape, layout = replace(case[0], use_distributed_optimizer=True), case[1]
@@ -131,7 +131,7 @@ def test_replicas_share_what_one_would_hold(case: tuple[ModelShape, Layout]) -> 
             assert alone[rank] == copies
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases())
 def test_shards_are_filled_from_their_start(case: tuple[ModelShape, Layout]) -> None:
     for records in all_of_layout(*case):
@@ -143,7 +143,7 @@ def test_shards_are_filled_from_their_start(case: tuple[ModelShape, Layout]) -> 
         assert list(filled) == list(range(len(filled)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases(), st.data())
 def test_one_rank_is_found_alone_and_copies_of_the_embedding_are_cut_alike(
     case: tuple[ModelShape, Layout], data: st.DataObject

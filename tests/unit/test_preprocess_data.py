@@ -7,9 +7,9 @@ import dataclasses
 import gzip
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -241,28 +241,32 @@ def test_the_tool_prints_what_to_use(tmp_path, capsys):
     assert f"--data-path {prefix}_text_document" in capsys.readouterr().out
 
 
-def is_at_work(pid, out):
-    return out.exists() and len(psutil.Process(pid).children()) == 2
-
-
 def interrupted(tmp_path, number):
-    """A tool with two workers that got a signal at work: its code, what it says to its end, and its
-    output folder."""
-    big = tmp_path / "big.jsonl"
-    big.write_text((json.dumps({"text": "word " * 200}) + "\n") * 60_000)
-    out = tmp_path / "out"
+    """A tool with two workers that got a signal at work, and ended with them: its code, what it
+    said, and its output folder."""
+    big, said, out = tmp_path / "big.jsonl", tmp_path / "said", tmp_path / "out"
+    big.write_text((json.dumps({"text": "word " * 200}) + "\n") * 30_000)
     argv = ["--input", str(big), "--output-prefix", str(out / "set"), "--workers", "2"]
-    process = subprocess.Popen(
-        [sys.executable, str(TOOL), *argv],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+
+    def tool():
+        with said.open("w") as file:
+            os.dup2(file.fileno(), 2)
+            sys.stderr = file
+            sys.exit(run_tool(*argv))
+
+    # Forked, it imports nothing again.
+    process = multiprocessing.get_context("fork").Process(target=tool)
+    process.start()
     deadline = time.monotonic() + 60
-    while not is_at_work(process.pid, out) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    return process.returncode, error, out
+    while not (said.exists() and "documents" in said.read_text()):  # its first line of progress
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    workers = psutil.Process(process.pid).children()
+    os.kill(process.pid, number)
+    process.join(60)
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert len(workers) == 2 and not alive
+    return process.exitcode, said.read_text(), out
 
 
 def test_interrupt_leaves_nothing(tmp_path):

@@ -19,7 +19,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
     return shape, start, draw(st.integers(start, size))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(ranges())
 def test_the_rectangles_are_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -32,7 +32,7 @@ def test_the_rectangles_are_the_range_in_order(case: tuple[tuple[int, ...], int,
     assert [len(f) for f in found] == [volume(lo, hi) for lo, hi in rects]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(ranges(), st.integers(0, 5), st.integers(0, 3))
 def test_a_block_lies_where_its_corner_says(
     case: tuple[tuple[int, ...], int, int], layer: int, shift: int

@@ -75,7 +75,7 @@ def check(source: Ownership, target: Ownership, plan: ReshardPlan) -> None:
     assert plan.received_bytes == [received[r] for r in range(len(target))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(changes())
 def test_every_element_arrives_once_by_the_shortest_way(case: tuple[Ownership, Ownership]) -> None:
     check(*case, make_plan(*case))

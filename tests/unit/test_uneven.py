@@ -29,7 +29,7 @@ from tests.unit.test_plan_command import run
 
 MODEL = dataclasses.replace(PRESETS["llama-2-7b"], num_layers=8)
 GPU = preset("h100-80g:8").gpu
-FEW = settings(max_examples=8, deadline=None)
+FEW = settings(max_examples=5, deadline=None)
 
 
 def cluster(

@@ -15,6 +15,28 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, RanksHung, run_ranks
 
+pytestmark = pytest.mark.waits
+PROGRAM = """
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+print("sum", int(value))
+
+def stays_away():
+    time.sleep(600)
+
+if os.environ.get("HANG") == os.environ["RANK"]:
+    stays_away()
+dist.all_reduce(value)
+dist.destroy_process_group()
+"""
+
 
 def script(folder: Path, text: str) -> Path:
     path = folder / "program.py"
@@ -190,6 +212,22 @@ def test_a_mark_finds_its_own_processes_only() -> None:
         for process in (ours, other):
             process.kill()
             process.wait()
+
+
+def test_ranks_under_torchrun_find_each_other(tmp_path: Path) -> None:
+    result = run_ranks(script(tmp_path, PROGRAM), 2, timeout_s=120, launcher="torchrun").check()
+    assert result.stdout.count("sum 2") == 2
+
+
+def test_a_hung_collective_shows_who_stays_away(tmp_path: Path) -> None:
+    with pytest.raises(RanksHung) as hung:
+        run_ranks(
+            script(tmp_path, PROGRAM), 2, timeout_s=20, env={"HANG": "1"}, launcher="torchrun"
+        )
+    message = str(hung.value)
+    assert message.count("sum 2") == 2
+    assert "in stays_away" in message.split("stacks of rank1")[1]
+    assert "in all_reduce" in message.split("stacks of rank0")[1].split("--- stacks")[0]
 
 
 def _until(condition, timeout_s: float = 15.0) -> None:
