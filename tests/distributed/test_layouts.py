@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_layouts import CASES
+from tests.distributed.worker_layouts import CASES, STEPS
 from tests.helpers.launch import run_ranks
 
 WORKER = Path(__file__).with_name("worker_layouts.py")
@@ -29,7 +29,7 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     model = CASES[number][0]
     first, row = rows[[case[0] for case in CASES].index(model)], rows[number]
     loss, norm = (1e-2, 1e-1) if model.endswith("bf16") else (1e-5, 1e-4)
-    assert len(row["losses"]) == 20
+    assert len(row["losses"]) == STEPS
     assert row["losses"] == pytest.approx(first["losses"], rel=loss)
     assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=norm)
     assert row["params_norms"] == pytest.approx(first["params_norms"], rel=loss)

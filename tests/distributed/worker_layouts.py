@@ -55,7 +55,8 @@ CASES = [
     ("llama-bf16", 2, 2, 1, f"{SHARDED} --sequence-parallel"),
     ("llama-bf16", 1, 2, 2, f"--no-create-attention-mask-in-dataloader {RECOMPUTE}"),
 ]
-EVALUATION = "--eval-iters 2 --eval-interval 10 --log-params-norm --log-interval 1"
+STEPS = 8
+EVALUATION = f"--eval-iters 2 --eval-interval {STEPS // 2} --log-params-norm --log-interval 1"
 
 
 def main(output: Path) -> None:
@@ -66,7 +67,7 @@ def main(output: Path) -> None:
 
     rows = []
     for number, (model, tp, pp, vpp, more) in enumerate(CASES):
-        flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", "20"]
+        flags = [*layout_flags(tp, pp, vpp), *more.split(), "--train-iters", str(STEPS)]
         base = f"{BASES[model]} {EVALUATION}"
         steps = run(flags, output / str(number), base=base)
         process = psutil.Process()
