@@ -157,9 +157,11 @@ def configurations(cluster: Path, layouts: Any) -> list[dict[str, Any]]:
         c, priced, fitted = best
         given = tuple(range(NUM_NODES))
         cut = priced.best_layers(given) or priced.layers
+        orders = itertools.permutations(given)
+        order = min(orders, key=lambda way: priced.step_s(way, priced.layers))
         ways = {
             "as given": (given, priced.layers),
-            "order": (_best_order(priced), priced.layers),
+            "order": (order, priced.layers),
             "cut": (given, cut),
             "both": (fitted.order, fitted.cut.layers),
         }
@@ -186,15 +188,9 @@ def _model() -> ModelSpec:
 
 
 def _configuration(pp: int, vpp: int, dp: int, b: int, batch: int = BATCH) -> Any:
-
     return Configuration(
         layout=Layout(tp=1, pp=pp, vpp=vpp, dp=dp), micro_batch_size=b, global_batch_size=batch
     )
-
-
-def _best_order(priced: Any) -> tuple[int, ...]:
-    orders = itertools.permutations(range(NUM_NODES))
-    return min(orders, key=lambda order: priced.step_s(order, priced.layers))
 
 
 def measure(site: Nodes, one: dict[str, Any], data: str, work: Path) -> None:

@@ -7,7 +7,6 @@ hurts it looks at the run directory only, as an operator could.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -274,22 +273,11 @@ def state_problems(save: Path, whole: list[Any]) -> list[str]:
     for name in ("journal.jsonl", METRICS_FILE):
         if (save / name).exists():
             lines = (save / name).read_text().splitlines()
-            torn = sum(1 for line in lines if line and not _parses(line))
-            if torn > _num_starts(save):
+            torn = sum(decode(line) is None for line in lines if line)
+            starts = [r for r in read_metrics(save, superseded=True) if r["kind"] == "run.start"]
+            if torn > len(starts):
                 problems.append(f"{torn} torn lines in {name}")
     return problems
-
-
-def _num_starts(save: Path) -> int:
-    return sum(r["kind"] == "run.start" for r in read_metrics(save, superseded=True))
-
-
-def _parses(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
 
 
 def uninterrupted(folder: Path) -> list[Any]:

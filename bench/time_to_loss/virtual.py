@@ -135,8 +135,6 @@ def judged(results: dict[str, Any], name: str) -> dict[str, Any]:
         "by_preset": {preset: score.mean_saved for preset, score in scores.items()},
         "over_statics": {p: over(r, name, statics[p]) for p, r in results.items()},
         "over_same_start": {p: over(r, name, statics[p][:1]) for p, r in results.items()},
-        "peak": max((s.peak for s in scores.values() if s.peak is not None), default=None),
-        "worst": min((s.worst for s in scores.values() if s.worst is not None), default=None),
         "goal_saved_is_met": mean is not None and mean >= GOAL_SAVED,
         "goal_share_is_met": share is not None and share >= GOAL_SHARE,
     }
