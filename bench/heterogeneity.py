@@ -1,15 +1,15 @@
-"""Are order of nodes and cut of layers worth what the planner says, on nodes and links that differ?
+"""Does the planner rank orders of nodes and cuts of layers rightly, on nodes and links that differ?
 
     sudo python -m bench.heterogeneity --data-path runs/quickstart/data/stdlib_text_document
 
-Four nodes on one machine: network namespaces, one rank in each, two ranks pinned to each of two
-cores, and a quota of processor time for every rank (cgroup), so that no rank slows down another.
-One node has half the quota of the others, two nodes share a link a tenth as fast as the others.
-`tools/probe_links.py` measures the links, `tools/plan.py --uneven` plans on them, and the trainer
-runs every configuration for some steps: layouts with nodes as given and with the best order, with
-even stages and with the best cut. Predicted and measured seconds, gains and ranks go to
-docs/results/heterogeneity.json. Needs root, iproute2, two cores and nothing else running; about
-fifteen minutes. `--draw` prints the table of the file.
+Four network namespaces on this machine are the nodes, with one rank in each. Two ranks share a
+core, and each has a quota of processor time (cgroup), so that no rank slows down another. One node
+has half the quota of the others. Two nodes share a link a tenth as fast as the others.
+`tools/probe_links.py` measures the links and `tools/plan.py --uneven` plans on them. The trainer
+then runs each layout with nodes as given and with the best order, with even stages and with the
+best cut. Predicted and measured seconds and ranks go to docs/results/heterogeneity.json. `--draw`
+prints the table of that file. It needs root, iproute2, two cores and nothing else running, and
+takes about fifteen minutes.
 """
 
 from __future__ import annotations

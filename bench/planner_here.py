@@ -2,11 +2,12 @@
 
     python -m bench.planner_here --data-path runs/quickstart/data/stdlib_text_document
 
-Two CPU ranks, the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts of
-every layout and micro-batch; the planner predicts every configuration of three batches from them
-(vpp up to 2, micro-batch up to 4); then those are measured, the profiled ones again. Also fits the
+Two CPU ranks train the quickstart's model. `tools/profile_layouts.py` times two micro-batch counts
+of every layout and micro-batch. From these the planner predicts every configuration of three
+batches (vpp up to 2, micro-batch up to 4). Then all of them are measured. The times also give the
 constants that ship for CPU ranks (copus_ext/cost_model/data/cpu.json). Writes
-docs/results/planner_here.json and .svg. One rank per core, nothing else running; about 8 minutes.
+docs/results/planner_here.json and .svg in about 8 minutes. It needs a core per rank and nothing
+else running.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     sudo python -m bench.slow_link --data-path runs/quickstart/data/stdlib_text_document
 
-Two nodes on one machine: network namespaces with a rate-limited link, one rank pinned to one core
-in each. The quickstart's model and flags start as dp=2, whose gradients cross the link every step.
-Compared over the same samples: `act` with all layouts to choose from, the same with the link given
-in `--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
-docs/results/slow_link.json, .svg and the journal of the first. Needs root, iproute2 and two cores;
-nothing else running; about 10 minutes (the time left of each run is printed).
+Two network namespaces on this machine are the nodes, with a rate-limited link and one rank and core
+in each. The quickstart's model starts as dp=2, whose gradients cross the link every step. Four runs
+over the same samples are compared: all layouts allowed, the same with the link given in
+`--copus-cluster`, the layout kept, and started as pp=2 and kept. Writes
+docs/results/slow_link.json, .svg and the journal of the first. It needs root, iproute2, two cores
+and nothing else running, and takes about 10 minutes.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
     python -m bench.switch_cost changes restarts soak planning [--size 40M] [--ranks 4]
 
-changes: every ordered pair of layouts, with the seconds of each phase, and the same bytes over bare
-gloo after each. restarts: every ordered pair three ways in turn: in the same processes; save, new
-processes, load, one step; save and load in the same processes. soak: random changes with a step
-between. planning: the plan of a 70B model on 512 ranks. Each replaces its own part of
-docs/results/switch_cost.json; the pictures beside it are drawn anew. A core per rank and nothing
-else running.
+* changes: every ordered pair of layouts, with the seconds of each phase. After each, the same bytes
+  travel over bare gloo.
+* restarts: every ordered pair three ways in turn. In the same processes; by save, new processes,
+  load and one step; by save and load in the same processes.
+* soak: random changes with a step between.
+* planning: the plan of a 70B model on 512 ranks.
+
+Each section replaces its own part of docs/results/switch_cost.json and redraws the figures beside
+it. It needs a core per rank and nothing else running.
 """
 
 from __future__ import annotations

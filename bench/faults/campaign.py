@@ -3,15 +3,18 @@
     python -m bench.faults.campaign --runs 200 --seed 0
     python -m bench.faults.campaign --kinds disk clock stop signals damage second link --each 20
 
-A tiny GPT trains on two ranks under the supervisor and saves as it goes, every other run beside its
-steps. The first command kills: ranks, their writers, the launcher, the supervisor or all at once,
-again and again in one run, at drawn times and at drawn moments: while it starts, saves, has just
-committed, evaluates. It must come back by itself (where the supervisor was killed: by the same
-command). The second hurts each run once in other ways: a full disk, steps of the clock, a stopped
-rank, signals to the supervisor, a damaged newest checkpoint, a second start on the directory, a
-broken link between two nodes. Each run must end with the losses of one that nobody hurt, bit for
-bit, with every sample once, and leave no process, lock or half-made file. They write
-docs/results/faults.json and faults_other.json; what those already hold is not done again.
+A tiny GPT trains on two ranks under the supervisor. It saves as it goes, every other run beside its
+steps. The first command kills ranks, their writers, the launcher, the supervisor or all at once,
+again and again in one run. The moments are drawn: while it starts, saves, has just committed or
+evaluates. The run must come back by itself, or by the same command if the supervisor was killed.
+
+The second command hurts each run once in another way. It fills the disk, steps the clock, stops a
+rank, signals the supervisor, damages the newest checkpoint, starts a second run in the directory or
+breaks the link between two nodes.
+
+Each run must end with the losses of one that nobody hurt, bit for bit, and with every sample once.
+It must leave no process, lock or half-made file. The commands write docs/results/faults.json and
+faults_other.json and go on from what these hold.
 """
 
 from __future__ import annotations

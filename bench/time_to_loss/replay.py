@@ -2,14 +2,12 @@
 
     python -m bench.time_to_loss.replay [--input docs/results/time_to_loss_real.json]
 
-For every seed of the link that all policies were trained on: c, and how much the schedule of the
-learning rate counts, are those that lay the losses of all static batches on one curve over
-progress; the simulator then runs every policy over the speeds that were timed on that link and the
-noise scale that the runs saw, and its times to the targets stand beside the measured ones, set-up
-not counted. The static batches made the curve, so
-that only the others tell whether it predicts. Also the c that each run shows alone, by what its
-loss does where its batch changes: what a run could learn on its way. Writes `<input>.replay.json`.
-Some twenty seconds.
+Of each seed, the link counts that all policies were trained on. A fit finds c and the weight of the
+learning rate that lay the losses of all static batches on one curve over progress. The simulator
+then runs every policy over the speeds and the noise scale that were measured. Its times to the
+targets stand beside the measured ones, without set-up. The static batches made the curve, so only
+the others tell whether it predicts. Each run also shows a c alone, by its loss where its batch
+changes. Writes `<input>.replay.json` in some twenty seconds.
 """
 
 from __future__ import annotations
