@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import ROOT, arguments, figure, origin, write
+from bench.support import RESULTS, ROOT, arguments, figure, origin, write
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import correct
 from copus_ext.cost_model.fit import fit_constants
@@ -310,22 +310,24 @@ def refused_for_memory(tables: list[Measured]) -> dict[str, Any]:
     return found
 
 
-def ship(name: str, constants: Any, fitted_on: str, residual: dict[str, Any] | None) -> None:
-    """Writes constants that come with the planner."""
+def ship(
+    output: Path, name: str, constants: Any, fitted_on: str, residual: dict[str, Any] | None
+) -> None:
+    """Writes constants that come with the planner; beside a result that is none of RESULTS."""
     record = {
         "name": name,
         "fitted_on": fitted_on,
         "residual": residual,
         "constants": {k: float(f"{v:.4g}") for k, v in constants.to_json().items()},
     }
-    SHIPPED.mkdir(exist_ok=True)
-    (SHIPPED / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    folder = SHIPPED if output.parent == RESULTS else output.parent
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def ship_all(everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
+def ship_all(output: Path, everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
     """Writes the constants of every kind of GPU; returns the residual of the H100 ones."""
     source = "vTrain multi (109 rows) and single (1,440 rows, weight 0.15), bench/data"
-    ship("a100-80g", everything.constants, source, joint)
+    ship(output, "a100-80g", everything.constants, source, joint)
     # Newer software: fused kernels, fewer launches; links of its own, to start from.
     start = dataclasses.replace(
         everything.constants,
@@ -340,12 +342,12 @@ def ship_all(everything: Any, joint: dict[str, Any]) -> dict[str, Any]:
     found = fit([(table, 1.0)], prior=start, prior_weight=0.3)
     residual = errors(predict(table, found.constants), table.seconds)
     source = "Megatron-LM's H100 table (9 rows, micro-batch 1 assumed), priors from the A100 fit"
-    ship("h100-80g", found.constants, source, residual)
-    ship("h200-141g", found.constants, "no rows of its own: those of h100-80g", None)
+    ship(output, "h100-80g", found.constants, source, residual)
+    ship(output, "h200-141g", found.constants, "no rows of its own: those of h100-80g", None)
     start = dataclasses.replace(
         everything.constants, attention_efficiency=0.3, tp_bytes_per_s=60e9, dp_bytes_per_s=50e9
     )
-    ship("mi210-64g", start, "no rows of its own: the A100 fit with assumed links", None)
+    ship(output, "mi210-64g", start, "no rows of its own: the A100 fit with assumed links", None)
     return residual
 
 
@@ -390,7 +392,7 @@ def main() -> None:
         "transfer": {n: errors(p, t.seconds) for n, (t, p) in transfer.items()},
         "in_sample_multi": joint,
         "memory": refused_for_memory([multi, single, korthikanti(), narayanan()]),
-        "h100_in_sample": ship_all(everything, joint),
+        "h100_in_sample": ship_all(args.output, everything, joint),
         "constants": everything.constants.to_json(),
         **origin(),
         "columns": ["model", "tp", "pp", "dp", "micro_batch", "M", "measured_s", "predicted_s"],

@@ -165,8 +165,7 @@ def main() -> None:
     found = fit_here(timings, model)
     residual = errors(np.exp(found.residuals), 1.0)
     source = f"{len(timings)} times of bench/planner_here.py on {before['nproc']} cores"
-    if args.output == parser.get_default("output"):
-        ship("cpu", found.constants, source, residual)
+    ship(args.output, "cpu", found.constants, source, residual)
     rows = compare(model, timings, truth)
     result = {
         "what": "step times on two CPU ranks, predicted from two counts per layout and micro-batch",
