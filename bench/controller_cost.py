@@ -42,8 +42,8 @@ def timed_run(folder: Path, samples: int) -> dict[str, list[float]]:
         def __init__(self) -> None:
             super().__init__(CopusConfig(copus=True))
             self._others = 0.0
-            watch = self.watch.on_train_step_end
-            self.watch.on_train_step_end = lambda c: self._aside(watch, c)  # type: ignore[method-assign]
+            measure = self.gns.on_train_step_end
+            self.gns.on_train_step_end = lambda c: self._aside(measure, c)  # type: ignore[method-assign]
 
         def _aside(self, action: Any, *args: Any) -> Any:
             start = time.perf_counter()

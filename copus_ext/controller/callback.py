@@ -1,5 +1,8 @@
-"""The callback that ties the controller to a run: watches the noise, decides, asks the loop for the
-change, and grades what came of it."""
+"""The callback that ties the controller to a run.
+
+After every step `Controller.on_train_step_end` goes one way: measure, build the inputs, decide,
+apply, record.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import dataclasses
 import json
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -16,17 +20,18 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
-from copus_ext.controller.ledger import CurrentConfiguration, Ledger
 from copus_ext.controller.link_timing import time_link
-from copus_ext.controller.outlook import Outlook
+from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.goodput import costs, policies
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
-from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line
-from copus_ext.goodput.state import History, key_of, new_record
-from copus_ext.reshard.phases import ReshardResult as Outcome
+from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line, summary
+from copus_ext.goodput.state import ConfigChange, ControllerState, config_key
+from copus_ext.planner.configuration import Configuration
+from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.control import PAUSE_FILE
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config.batch_schedule import steps_for
@@ -38,12 +43,35 @@ logger = logging.getLogger(__name__)
 STATE_KEY = "copus_control"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CurrentConfiguration:
+    """How the next step is taken unless something changes."""
+
+    layout: Layout
+    """Of the job."""
+    global_batch_size: int
+    """Samples of a step."""
+    micro_batch_size: int
+    """Samples of a micro-batch."""
+
+    @classmethod
+    def of(cls, context: CallbackContext) -> CurrentConfiguration:
+        """After a step."""
+        settings, step = context.state.settings, context.step
+        assert step is not None
+        return cls(
+            layout=context.config.layout,
+            global_batch_size=settings.global_batch_size or step.global_batch_size,
+            micro_batch_size=settings.micro_batch_size or step.micro_batch_size,
+        )
+
+
 class Controller(Callback):
     """Lets batch, micro-batch and layout follow the noise scale, or records how they would.
 
-    Every rank keeps the same record from the same numbers. Rank 0 alone decides and writes the
-    journal; the others obey what it broadcasts. An error of the controller ends its decisions, not
-    the run.
+    Every rank keeps the same state from the same numbers. Rank 0 alone decides and writes the
+    journal, and broadcasts its decision to the others. An error of the controller ends its
+    decisions, not the run.
     """
 
     changes_micro_batch = True
@@ -59,295 +87,348 @@ class Controller(Callback):
         """
         rules.check(flags, changes_layout=self.changes_layout)
         self.flags = flags
-        self.watch = GradientNoiseCallback(flags)
-        self.ledger = Ledger(History(new_record()))
+        self.gns = GradientNoiseCallback(flags)
+        self.state = ControllerState()
+        self.log = DecisionLog(None)
+        self.table: ThroughputTable | None = None
+        self.layout_changes: LayoutChangeManager | None = None
         self.failed = False
-        self.outlook: Outlook | None = None
-        self.moves: LayoutChangeManager | None = None
-        self._news = UNDECIDED
-        self.home: Layout | None = None
-        self._was_paused = False
         self.keeps_settings = self._acts
+        self._flag_layout: Layout | None = None
+        self._was_paused = False
+        self._log_text = UNDECIDED
+
+    @property
+    def _acts(self) -> bool:
+        return self.flags.copus_mode == "act"
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
         return dataclasses.asdict(self.flags)
 
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
-        """Those of the layouts that may be chosen from."""
+        """Those of the layouts that may be chosen."""
         return rules.tensor_parallel_sizes(self.flags, config)
 
+    # Setup, once a launch.
+
     def on_setup_start(self, context: CallbackContext) -> None:
-        """Takes over what the checkpoint knows; rank 0 opens table and journal."""
+        """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
         config = context.config
         rules.check_run(self.flags, config)
-        self.watch.on_setup_start(context)
+        self.gns.on_setup_start(context)
         self.link = time_link(config.runtime.device)
-        self._take_over(context)
-        self._enter_layout(context)
+        self._restore(context)
+        self._on_layout(context)
         if self._acts:
-            self._begin(context)
+            self._set_first_step(context)
         problem = None
         if dist.get_rank() == 0:
             try:
-                self.outlook = self._look_around(context)
-                if context.run_dir is not None:
-                    self.ledger.journal = DecisionLog(context.run_dir)
-                    self._open_journal(context)
+                self.table = self._open_table(context)
+                self.log = DecisionLog(context.run_dir)
+                self._record_start(context)
             except (UsageError, OSError) as error:
                 problem = str(error)
         if problem := broadcast_from_rank0(problem):
             raise UsageError(problem)
         if self._acts and self.flags.copus_layouts == "all":
-            self.moves = LayoutChangeManager(self.flags, self.costs, self.ledger)
-            self.moves.open(context)
+            self.layout_changes = LayoutChangeManager(self.flags, self.state, self.log)
+            self.layout_changes.open(context)
 
-    def _enter_layout(self, context: CallbackContext) -> None:
-        """Rules and names of the present layout."""
+    def _restore(self, context: CallbackContext) -> None:
+        """Takes the state from the checkpoint. From here on the next checkpoint holds it."""
+        stored = context.state.callbacks.get(STATE_KEY)
+        if stored is not None:
+            try:
+                self.state = ControllerState.from_json(stored)
+            except (ValueError, KeyError, TypeError) as error:
+                if dist.get_rank() == 0:
+                    logger.warning("the controller starts with an empty state: %r", error)
+            else:
+                if stored["version"] != self.state.version and dist.get_rank() == 0:
+                    logger.warning("controller state of an earlier version: read for one release")
+        context.state.callbacks[STATE_KEY] = self.state
+        self.state.layout_costs.forget_failures()
+
+    def _on_layout(self, context: CallbackContext) -> None:
+        """Sets what goes with the present layout: rules, rates and the cost of leaving it."""
         config = context.config
-        self.home = self.home or config.layout
+        self._flag_layout = self._flag_layout or config.layout
         self.rules = rules.rules_of(self.flags, config)
         self.rates = rules.rate_rules_of(self.flags, config)
-        self.layout = str(config.layout)
-        prior_s = self.flags.copus_switch_cost_s or costs.prior_s(
+        self.state.layout_costs.prior_s = self.flags.copus_switch_cost_s or costs.prior_s(
             config,
             is_relaunch=self.flags.copus_relayout == "relaunch",
             link_bytes_per_s=self.link and self.link.of_a_rank,
         )
-        self.costs = costs.Costs(self.ledger.history.record["layouts"], prior_s=prior_s)
 
-    def _look_around(self, context: CallbackContext) -> Outlook:
-        """On rank 0."""
-        known = {"fixed_micro_batch": not self.changes_micro_batch, "link": self.link}
-        return Outlook(context, self.flags, self.rules, home=self.home, **known)
+    def _open_table(self, context: CallbackContext) -> ThroughputTable:
+        return ThroughputTable(
+            context.config,
+            self.flags,
+            gpu=gpu_of(context.config),
+            fixed_micro_batch=not self.changes_micro_batch,
+            link=self.link,
+            flag_layout=self._flag_layout,
+        )
 
-    def on_relayout_start(self, context: CallbackContext) -> None:
-        """Takes the hooks out."""
-        self.watch.on_relayout_start(context)
-
-    def on_relayout_end(self, context: CallbackContext) -> None:
-        """Puts them in, and looks at the world from the new layout."""
-        self.watch.on_relayout_end(context)
-        self._enter_layout(context)
-        if dist.get_rank() == 0:
-            try:
-                self.outlook = self._look_around(context)
-            except UsageError as error:  # decisions end with it, the run does not
-                self.outlook = None
-                logger.error("nothing is decided any more: %s", error)
-
-    def _take_over(self, context: CallbackContext) -> None:
-        stored = context.state.callbacks.get(STATE_KEY)
-        try:
-            self.ledger.history = History(stored if stored is not None else new_record())
-        except ValueError as error:
-            self.ledger.history = History(new_record())
-            if dist.get_rank() == 0:
-                logger.warning("the controller starts afresh: %s", error)
-        context.state.callbacks[STATE_KEY] = self.ledger.history.record
-        # A new launch may try what failed in another.
-        costs.Costs(self.ledger.history.record["layouts"], prior_s=0.0).lift_bars()
-
-    def _begin(self, context: CallbackContext) -> None:
-        """Settles the sizes of the first step of this launch: those of the checkpoint, as far as
-        the layout can cut them, or of the flags; rates belong to the batch from the start."""
-        record, config, state = self.ledger.history.record, context.config, context.state
-        known = state.settings.global_batch_size
-        batch = known or self.rules.first_batch
-        micro = state.settings.micro_batch_size or config.batch.micro_batch_size
-        if record["sizes"] is not None and record["sizes"][0] != batch:
-            record["ramp"] = None
+    def _set_first_step(self, context: CallbackContext) -> None:
+        """Sets the batch sizes of the first step of this launch: those of the checkpoint where the
+        layout allows them, else those of the flags. Rates go with the batch from the start."""
+        state, config, settings = self.state, context.config, context.state.settings
+        batch = settings.global_batch_size or self.rules.first_batch
+        micro = settings.micro_batch_size or config.batch.micro_batch_size
+        if state.global_batch_size not in (None, batch):
+            state.ramp = None
         uneven = config.batch.allow_uneven_micro_batches
-        if known is not None or not batch_problems(config.layout, micro, batch, uneven=uneven):
-            record["sizes"] = [batch, micro]
-            state.settings = self._wanted(context)
+        is_given = settings.global_batch_size is not None
+        if is_given or not batch_problems(config.layout, micro, batch, uneven=uneven):
+            state.global_batch_size, state.micro_batch_size = batch, micro
+            context.state.settings = self._wanted_settings(context)
 
-    def _open_journal(self, context: CallbackContext) -> None:
-        assert self.ledger.journal is not None and self.outlook is not None
-        note = self.outlook.table.note
-        if note:
-            logger.warning("%s; unmeasured batches are taken to be as fast", note)
-        self.ledger.journal.append(
+    def _record_start(self, context: CallbackContext) -> None:
+        assert self.table is not None
+        if self.table.note:
+            logger.warning(
+                "%s; without a prediction, unmeasured batch sizes are assumed to run at the "
+                "current speed",
+                self.table.note,
+            )
+        self.log.append(
             "start",
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
             mode=self.flags.copus_mode,
             flags=self.settings(),
-            layout=self.layout,
-            note=note,
+            layout=str(context.config.layout),
+            note=self.table.note,
             link_bytes_per_s=self.link and self.link.bytes_per_s,
-            peak_flops=self.outlook.table.peak_flops,
-            sizes=self.ledger.history.record["sizes"],
+            peak_flops=self.table.peak_flops,
+            global_batch_size=self.state.global_batch_size,
+            micro_batch_size=self.state.micro_batch_size,
         )
 
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """Removes the gradient hooks."""
+        self.gns.on_relayout_start(context)
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Adds the hooks to the new model, and sets what goes with the new layout."""
+        self.gns.on_relayout_end(context)
+        self._on_layout(context)
+        if dist.get_rank() == 0:
+            try:
+                self.table = self._open_table(context)
+            except UsageError as error:  # ends the decisions, not the run
+                self.table = None
+                logger.error("controller disabled: %s", error)
+
+    # A step.
+
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Opens the tap for a step that is to be measured."""
-        self.watch.on_train_step_start(context)
+        """Prepares the measurement of a step."""
+        self.gns.on_train_step_start(context)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         """Reads the reduced gradients."""
-        self.watch.on_grads_ready(context)
+        self.gns.on_grads_ready(context)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        """Takes the step in, decides if it is time to, and asks for what follows from it."""
-        self.watch.on_train_step_end(context)
-        step = context.step
+        """Measures the step, decides if a decision is due, and asks for the change."""
+        self._measure(context)
+        reason, change = "learning-rate ramp", None
+        if not self.failed and self._is_due(context):
+            decision = self._decide(context)
+            if decision is not None and self._acts:
+                if decision.kind == "batch":
+                    reason = decision.reason
+                    self._apply_batch(decision, context)
+                elif decision.kind == "relayout":
+                    change = self._layout_change(decision, context)
+                if self.layout_changes is not None and change is None:
+                    self.layout_changes.prepare(decision.other_layouts, context)
+        context.scalars.update(self.log.take_scalars())
+        wanted = self._wanted_settings(context)
+        settings = None if wanted == context.state.settings else wanted
+        if change is not None and self.layout_changes is not None:
+            return self.layout_changes.request(change, context, settings)
+        if settings is None:
+            return None
+        return Request(kind="change", reason=reason, settings=settings)
+
+    def _measure(self, context: CallbackContext) -> None:
+        """Adds the step's noise scale, time and loss to the state, and grades the last change."""
+        self.gns.on_train_step_end(context)
+        step, state = context.step, self.state
         assert step is not None
-        self.ledger.history.add(
-            key=key_of(self.layout, step.micro_batch_size, step.global_batch_size),
+        layout = str(context.config.layout)
+        state.record_step(
+            key=config_key(layout, step.micro_batch_size, step.global_batch_size),
             consumed_samples=step.consumed_samples,
             batch=step.global_batch_size,
             loss=step.loss,
             seconds=step.elapsed_s,
             updated=step.updated,
         )
-        self.ledger.guard(
-            step,
-            half_life_samples=self.watch.observer.half_life_samples,
+        until = state.hold_growth_after_spike(
+            consumed_samples=step.consumed_samples,
+            half_life_samples=self.gns.observer.half_life_samples,
             total_samples=context.config.batch.train_samples,
         )
-        self.ledger.grade()
-        reason, move = "learning-rate ramp", None
-        if not self.failed and self._is_due(context):
-            decision = self._decide(context)
-            if decision is not None and self._acts:
-                if decision.kind != "stay":
-                    self._news = ""  # it is told when it is done
-                if decision.kind == "batch":
-                    ramp = self._ramp_to(decision.to.global_batch_size, context)
-                    self._obey(
-                        decision, context, before=CurrentConfiguration.of(context), ramp=ramp
-                    )
-                    reason = decision.reason
-                elif decision.kind == "relayout":
-                    move = self._move_of(decision, context)
-                if self.moves is not None and move is None:
-                    self.moves.get_ready(decision.other_layouts, context)
-        context.scalars.update(self.ledger.take_scalars())
-        wanted = self._wanted(context)
-        now = None if wanted == context.state.settings else wanted
-        if move is not None and self.moves is not None:
-            return self.moves.request(move, context, now)
-        return None if now is None else Request(kind="change", reason=reason, settings=now)
-
-    def _move_of(self, decision: Decision, context: CallbackContext) -> LayoutChange:
-        """A change of layout, worked out but not in the record: it may fail."""
-        to, state, step = decision.to, context.state, context.step
-        assert step is not None
-        before = CurrentConfiguration.of(context)
-        ramp = self._ramp_to(to.global_batch_size, context)
-        factor = (
-            self.rates.lr_factor(to.global_batch_size) if ramp is None else ramp.at(state.iteration)
-        )
-        settings = self._settings(to.global_batch_size, to.micro_batch_size, factor)
-
-        def done(outcome: Outcome) -> None:
-            record = self.ledger.history.record
-            record["elapsed_s"] += outcome.pause_s
-            if outcome.kind == "moved":
-                self._obey(decision, context, before=before, ramp=ramp)
-                return
-            record["answered_batch"] = None
+        if until is not None:
+            self.log.note("spike", iteration=step.iteration, hold_growth_until_samples=until)
             if dist.get_rank() == 0:
-                logger.warning("the layout stays %s: %s", self.layout, outcome.reason)
+                logger.warning("the loss rose after the batch grew: no growth until %d", until)
+        self._record_outcome()
 
-        return LayoutChange(
-            number=self.ledger.history.record["num_decisions"],
-            to=to.layout,
-            settings=settings,
-            reason=decision.reason,
-            done=done,
-        )
-
-    def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
-        """The learning rate's way to another batch; None where the batch stays."""
-        if batch == CurrentConfiguration.of(context).batch:
-            now = self.ledger.history.record["ramp"]
-            return None if now is None else Ramp(**now)
-        state = context.state
-        return self.rates.ramp(batch, iteration=state.iteration, start=state.settings.lr_factor)
-
-    @property
-    def _acts(self) -> bool:
-        return self.flags.copus_mode == "act"
+    def _record_outcome(self, *, now: bool = False) -> None:
+        """Records the outcome of the last change once it is known, or with `now` as it is."""
+        change = self.state.record_outcome(now=now)
+        if change is not None:
+            self.log.record_outcome(change, num_changes=self.state.num_changes)
 
     def _is_due(self, context: CallbackContext) -> bool:
         """Whether to decide after this step."""
         step = context.step
         assert step is not None
-        record = self.ledger.history.record
         samples = rules.samples_to_decision(
             self.flags,
             context.config,
             step.global_batch_size,
-            is_first=not record["num_decisions"],
+            is_first=not self.state.num_decisions,
         )
-        return self.ledger.history.is_due(
+        return self.state.is_due(
             consumed_samples=step.consumed_samples,
-            batch=context.state.settings.global_batch_size or step.global_batch_size,
-            scheduled=self._scheduled(context),
+            batch=CurrentConfiguration.of(context).global_batch_size,
+            scheduled=self._scheduled_batch(context),
             every_samples=samples,
         )
 
-    def _scheduled(self, context: CallbackContext) -> int | None:
-        """The batch that a policy asks for by the position in the run alone."""
+    def _scheduled_batch(self, context: CallbackContext) -> int | None:
+        """The batch that a schedule asks for at this position of the run; None without one."""
         total = context.config.batch.train_samples
-        wanted = policies.scheduled_batch(self.rules, context.state.consumed_samples, total)
-        if wanted is None or not self.rules.grid:
-            return None
-        return policies.snap(wanted, self.rules.grid, policy=self.rules.policy)
+        return policies.scheduled_size(self.rules, context.state.consumed_samples, total)
 
     def _decide(self, context: CallbackContext) -> Decision | None:
         """Rank 0's decision on every rank; None when the controller has failed. Collective."""
-        record, step = self.ledger.history.record, context.step
+        state, step = self.state, context.step
         assert step is not None
-        number = record["num_decisions"] + 1
         answer: dict[str, Any] | None = None
         if dist.get_rank() == 0:
             try:
-                answer = {"decision": self._decide_here(context, number)}
+                answer = {"decision": self._decide_on_rank_0(context)}
             except Exception as error:
-                logger.exception("the controller failed; the run keeps its configuration")
+                logger.exception("controller disabled: the run keeps its configuration")
                 answer = {"failed": f"{type(error).__name__}: {error}"}
-                self.ledger.note("failure", iteration=step.iteration, error=answer["failed"])
+                self.log.note("failure", iteration=step.iteration, error=answer["failed"])
         answer = broadcast_from_rank0(answer)
-        record["last_decision_samples"] = step.consumed_samples
-        record["answered_batch"] = self._scheduled(context)
+        position: dict[str, Any] = {
+            "consumed_samples": step.consumed_samples,
+            "scheduled": self._scheduled_batch(context),
+        }
         if answer is None or "failed" in answer:
-            self.failed, self._news = True, FAILED
+            self.failed, self._log_text = True, FAILED
+            state.postpone(**position)
             return None
-        record["num_decisions"] = number
         decision = Decision.from_json(answer["decision"])
-        self.ledger.history.decided(decision, consumed_samples=step.consumed_samples)
-        self._news = decision_line(decision)
+        state.record_decision(
+            above_optimal=decision.batch_above_optimal if decision.candidates else None, **position
+        )
+        # A change that is made is reported when it is done.
+        is_change = self._acts and decision.kind != "stay"
+        self._log_text = "" if is_change else decision_line(decision)
         return decision
 
-    def _decide_here(self, context: CallbackContext, number: int) -> dict[str, Any]:
-        """Looks, decides and writes the journal; the decision as plain JSON types."""
+    def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
+        """Builds the inputs, decides and records; the decision as plain JSON types."""
         started = time.perf_counter()
-        situation = self._situation(context)
-        decision = decide(situation)
-        self.ledger.decided(
-            situation,
+        inputs = self._inputs(context)
+        decision = decide(inputs)
+        self.log.record_decision(
+            inputs,
             decision,
-            number=number,
-            obeyed=decision.kind != "stay" and self._acts,
+            number=self.state.num_decisions + 1,
+            applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
         return json.loads(json.dumps(decision.to_json(), allow_nan=False))
 
-    def _situation(self, context: CallbackContext) -> DecisionInputs:
-        """Where the run stands; on rank 0."""
-        assert self.outlook is not None and context.step is not None
-        is_paused = self.outlook.is_paused
-        if is_paused != self._was_paused:
-            self._was_paused = is_paused
-            self.ledger.note("paused" if is_paused else "resumed", iteration=context.step.iteration)
-        return self.outlook.situation(
-            context, self.ledger.history, self.watch.observer, self.costs, is_paused=is_paused
+    def _inputs(self, context: CallbackContext) -> DecisionInputs:
+        """The inputs of a decision, on rank 0."""
+        config, state, step = context.config, context.state, context.step
+        assert self.table is not None and step is not None
+        now = CurrentConfiguration.of(context)
+        rows, current = self.table.rows(
+            rules.batches_to_weigh(self.rules, now.global_batch_size),
+            micro_batch_size=now.micro_batch_size,
+            global_batch_size=now.global_batch_size,
+            measured=self._measured,
+            visited=self.state.timed_layouts,
+        )
+        in_warmup = state.lr_samples < config.optim.lr_warmup_samples
+        decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
+        return build_inputs(
+            self.rules,
+            self.state,
+            noise=self.gns.observer.noise(),
+            half_life_samples=self.gns.observer.half_life_samples,
+            rows=rows,
+            current=current,
+            iteration=step.iteration,
+            consumed_samples=step.consumed_samples,
+            total_samples=config.batch.train_samples,
+            in_warmup=in_warmup,
+            lr_decay_factor=1.0 if in_warmup or not decayed else min(decayed, 1.0),
+            paused=self._is_paused(context),
         )
 
-    def _obey(
+    def _measured(self, c: Configuration) -> tuple[float, float, int] | None:
+        """What this run has measured of a configuration's step time."""
+        key = config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
+        return self.state.measured_step_time(key)
+
+    def _is_paused(self, context: CallbackContext) -> bool:
+        """Whether an operator has paused decisions; a change of that is recorded."""
+        run_dir, step = context.run_dir, context.step
+        assert step is not None
+        is_paused = run_dir is not None and (run_dir / PAUSE_FILE).exists()
+        if is_paused != self._was_paused:
+            self._was_paused = is_paused
+            self.log.note("paused" if is_paused else "resumed", iteration=step.iteration)
+        return is_paused
+
+    # Applying a decision.
+
+    def _apply_batch(self, decision: Decision, context: CallbackContext) -> None:
+        """Makes another batch or micro-batch the present one."""
+        before = CurrentConfiguration.of(context)
+        ramp = self._ramp_to(decision.to.global_batch_size, context)
+        self._on_config_changed(decision, context, before=before, ramp=ramp)
+
+    def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
+        """A change of layout. The state changes when it has come about, as it may fail."""
+        to, before = decision.to, CurrentConfiguration.of(context)
+        ramp = self._ramp_to(to.global_batch_size, context)
+
+        def done(outcome: ReshardResult) -> None:
+            self.state.elapsed_s += outcome.pause_s
+            if outcome.kind == "moved":
+                self._on_config_changed(decision, context, before=before, ramp=ramp)
+                return
+            self.state.answered_batch = None
+            if dist.get_rank() == 0:
+                logger.warning("the layout stays %s: %s", before.layout, outcome.reason)
+
+        return LayoutChange(
+            number=self.state.num_decisions,
+            to=to.layout,
+            settings=self._settings(to.global_batch_size, to.micro_batch_size, ramp, context),
+            reason=decision.reason,
+            done=done,
+        )
+
+    def _on_config_changed(
         self,
         decision: Decision,
         context: CallbackContext,
@@ -355,30 +436,40 @@ class Controller(Callback):
         before: CurrentConfiguration,
         ramp: Ramp | None,
     ) -> None:
-        """Takes a change into the record, on every rank."""
-        assert context.step is not None
-        phi = self.watch.observer.noise().phi_samples
-        self.ledger.enter(
-            decision,
-            context.step,
-            before=before,
-            layout=str(decision.to.layout),
+        """Brings the state to a new configuration, on every rank."""
+        step, to = context.step, decision.to
+        assert step is not None
+        self._record_outcome(now=True)
+        noise_scale = self.gns.observer.noise().phi_samples
+        self.state.apply(
+            ConfigChange(
+                decision=self.state.num_decisions,
+                iteration=step.iteration,
+                consumed_samples=step.consumed_samples,
+                from_batch=before.global_batch_size,
+                from_micro_batch=step.micro_batch_size,
+                from_layout=str(before.layout),
+                to_batch=to.global_batch_size,
+                to_micro_batch=to.micro_batch_size,
+                to_layout=str(to.layout),
+                predicted_samples_per_s=to.samples_per_s,
+                gain=decision.gain,
+                reason=decision.reason,
+            ),
             ramp=ramp,
-            critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
-            length=self._length(context, before, decision.to),
+            critical_batch_size=noise_scale and self.rules.noise_scale_multiplier * noise_scale,
         )
+        if dist.get_rank() == 0:
+            lines = [f"copus: {decision.reason}", self._length_line(context, before, to)]
+            print(*filter(None, lines), sep="\n", flush=True)
 
-    def _length(
+    def _length_line(
         self, context: CallbackContext, before: CurrentConfiguration, to: ConfigThroughput
     ) -> str:
-        """What a change makes of the number of steps, a line; empty if it stays."""
+        """How a change moves the last step of the run; empty if it does not."""
         step, total = context.step, context.config.batch.train_samples
         assert step is not None
-        sizes = (
-            (before.batch, Layout.from_text(before.layout)),
-            (to.global_batch_size, to.layout),
-        )
-        ends = [
+        old, new = (
             step.iteration
             + steps_for(
                 total - step.consumed_samples,
@@ -386,47 +477,60 @@ class Controller(Callback):
                 # A loop that keeps its micro-batch drops a rest that is less than a batch.
                 least=layout.batch_unit if self.changes_micro_batch else batch,
             )
-            for batch, layout in sizes
-        ]
-        return "" if ends[0] == ends[1] else length_line(total, before=ends[0], after=ends[1])
+            for batch, layout in (
+                (before.global_batch_size, before.layout),
+                (to.global_batch_size, to.layout),
+            )
+        )
+        return "" if old == new else length_line(total, before=old, after=new)
 
-    def _wanted(self, context: CallbackContext) -> StepSettings:
-        """How the next step is to be taken."""
-        record, now = self.ledger.history.record, context.state.settings
-        if record["sizes"] is None or not self._acts:
-            return now
-        batch, micro = record["sizes"]
-        if record["ramp"] is None:
-            factor = self.rates.lr_factor(batch)
-        else:
-            factor = Ramp(**record["ramp"]).at(context.state.iteration)
-        return self._settings(batch, micro, factor)
+    def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
+        """The learning rate's way to a batch; the one that it is on if the batch stays."""
+        if batch == CurrentConfiguration.of(context).global_batch_size:
+            return self.state.ramp
+        state = context.state
+        return self.rates.ramp(batch, iteration=state.iteration, start=state.settings.lr_factor)
 
-    def _settings(self, batch: int, micro: int, factor: float) -> StepSettings:
-        """Steps of some sizes, with the rates that go with them."""
+    def _wanted_settings(self, context: CallbackContext) -> StepSettings:
+        """The settings of the next step."""
+        batch, micro = self.state.global_batch_size, self.state.micro_batch_size
+        if batch is None or micro is None or not self._acts:
+            return context.state.settings
+        return self._settings(batch, micro, self.state.ramp, context)
+
+    def _settings(
+        self, batch: int, micro: int, ramp: Ramp | None, context: CallbackContext
+    ) -> StepSettings:
+        """Settings of some batch sizes, with the rates that go with them."""
+        iteration = context.state.iteration
+        factor = self.rates.lr_factor(batch) if ramp is None else ramp.at(iteration)
         rates = self.rates.at(batch, factor)
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
+    # Reporting.
+
     def on_log(self, context: CallbackContext) -> None:
-        """Adds lines below the log line: the noise scale, and once what was decided."""
-        self.watch.on_log(context)
-        if self._news:
-            context.log_fragments.append(self._news)
-            self._news = ""
+        """Adds lines below the log line: the noise scale, and each decision once."""
+        self.gns.on_log(context)
+        if self._log_text:
+            context.log_fragments.append(self._log_text)
+            self._log_text = ""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """Notes how old the last checkpoint is."""
-        if self.moves is not None:
-            self.moves.on_checkpoint_saved(context)
+        if self.layout_changes is not None:
+            self.layout_changes.on_checkpoint_saved(context)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Takes the hooks out and sums up."""
-        self.watch.on_train_end(context)
-        if self.moves is not None:
-            self.moves.close(context)
-            if self.moves.leaves:
+        """Removes the hooks and prints the summary, unless new processes go on with the run."""
+        self.gns.on_train_end(context)
+        if self.layout_changes is not None:
+            self.layout_changes.close(context)
+            if self.layout_changes.exits_for_relaunch:
                 self.exit_code = Relaunch.exit_code
-                return  # new processes go on, and grade what is open
-        self.ledger.grade(now=True)
+                return
+        self._record_outcome(now=True)
         if dist.get_rank() == 0:
-            self.ledger.end(context.state.iteration, mode=self.flags.copus_mode)
+            changes = self.state.changes
+            self.log.note("end", iteration=context.state.iteration, changes=len(changes))
+            print(summary(changes, mode=self.flags.copus_mode), flush=True)

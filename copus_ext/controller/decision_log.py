@@ -1,38 +1,56 @@
-"""The journal of a run's decisions: one JSON line each, written before it is obeyed and never
-changed."""
+"""The journal of a run's decisions: one JSON line each, written before the decision is applied and
+never changed."""
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from copus_ext.goodput.messages import decision_scalars, outcome_scalars
+
+if TYPE_CHECKING:
+    from copus_ext.goodput.inputs import Decision, DecisionInputs
+    from copus_ext.goodput.state import ConfigChange
+
+logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 1
+VERSION = 2
 
 
 class DecisionLog:
-    """Appends records to `<run>/journal.jsonl`; a kill loses at most the line being written."""
+    """Appends records to `<run>/journal.jsonl`; a kill loses at most the line being written. Keeps
+    the numbers of decisions and outcomes for the metric sinks.
 
-    def __init__(self, run_dir: Path) -> None:
-        """Writes nothing yet."""
-        self.path = run_dir / NAME
+    Args:
+        run_dir: of the run; None writes nothing, as on all ranks but 0.
+    """
+
+    def __init__(self, run_dir: Path | None) -> None:
+        self.path = None if run_dir is None else run_dir / NAME
+        self._scalars: dict[str, float] = {}
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a record and waits until it is on disk.
 
         Args:
-            kind: `start`, `decision`, `outcome`, `paused`, `resumed`, `failure` or `end`; of a
-                change of layout `switch` and `switch.requested`, `.begin`, `.commit`,
+            kind: `start`, `decision`, `outcome`, `spike`, `paused`, `resumed`, `failure` or `end`;
+                for a change of layout `switch` and `switch.requested`, `.begin`, `.commit`,
                 `.cancelled` or `.abandoned`.
             fields: plain JSON types.
 
         Raises:
             OSError: it cannot be written.
+            ValueError: a number is not finite.
         """
+        if self.path is None:
+            return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "version": VERSION, "time": now, **fields}
         text = json.dumps(record, allow_nan=False) + "\n"
@@ -43,6 +61,68 @@ class DecisionLog:
             file.flush()
             os.fsync(file.fileno())
 
+    def note(self, kind: str, **fields: Any) -> None:
+        """Writes a record that nothing depends on: a failure is only a warning."""
+        try:
+            self.append(kind, **fields)
+        except (OSError, ValueError) as error:
+            logger.warning("the journal cannot be written: %s", error)
+
+    def record_decision(
+        self,
+        inputs: DecisionInputs,
+        decision: Decision,
+        *,
+        number: int,
+        applied: bool,
+        seconds: float,
+    ) -> None:
+        """Writes a decision with its inputs.
+
+        Args:
+            inputs: all that it depends on.
+            decision: what to do.
+            number: of the decision, from 1.
+            applied: whether the run makes the change.
+            seconds: that it took to decide.
+
+        Raises:
+            OSError: it is not on disk.
+        """
+        self.append(
+            "decision",
+            number=number,
+            iteration=inputs.iteration,
+            consumed_samples=inputs.consumed_samples,
+            applied=applied,
+            seconds=seconds,
+            situation=inputs.to_json(),
+            decision=decision.to_json(),
+        )
+        self._keep(lambda: decision_scalars(inputs, decision, number=number))
+
+    def record_outcome(self, change: ConfigChange, *, num_changes: int) -> None:
+        """Writes a change with its outcome.
+
+        Args:
+            change: whose outcome was measured.
+            num_changes: changes of the run so far.
+        """
+        self.note("outcome", **change.to_json())
+        self._keep(lambda: outcome_scalars(change, num_changes=num_changes))
+
+    def _keep(self, scalars: Callable[[], dict[str, float]]) -> None:
+        """Keeps numbers for the sinks. No decision depends on them: an error is a warning."""
+        try:
+            self._scalars |= scalars()
+        except Exception as error:
+            logger.warning("a number of the controller is left out: %r", error)
+
+    def take_scalars(self) -> dict[str, float]:
+        """Numbers by tag since the last call."""
+        taken, self._scalars = self._scalars, {}
+        return taken
+
 
 def _ends_well(path: Path) -> bool:
     with path.open("rb") as file:
@@ -51,7 +131,8 @@ def _ends_well(path: Path) -> bool:
 
 
 def read_journal(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a journal, in order; lines that a kill cut short are passed over.
+    """The records of a journal in order, with today's names; lines that a kill cut short are left
+    out.
 
     Raises:
         OSError: it cannot be read.
@@ -63,4 +144,51 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and "kind" in record:
-                yield record
+                yield upgraded(record)
+
+
+def upgraded(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of any version with today's names. Version 1 is read for one release.
+
+    Args:
+        record: a line of a journal; parts of an unknown form stay as they are.
+    """
+    if record.get("version") != 1:
+        return record
+    _warn_of_version_1()
+    new = {**record, "version": VERSION}
+    if "obeyed" in new:
+        new["applied"] = new.pop("obeyed")
+    if "sizes" in new:
+        sizes = new.pop("sizes")
+        both = sizes if isinstance(sizes, list) and len(sizes) == 2 else (None, None)
+        new["global_batch_size"], new["micro_batch_size"] = both
+    for part, names in _NAMES_OF_VERSION_1.items():
+        if isinstance(new.get(part), dict):
+            new[part] = _renamed(new[part], names)
+    return new
+
+
+_NAMES_OF_VERSION_1: dict[str, dict[str, Any]] = {
+    "decision": {"is_small": "batch_above_optimal"},
+    "situation": {
+        "noise": {"g2": "grad_norm_sq", "v": "grad_variance_trace"},
+        "rules": {"calibration": "noise_scale_multiplier"},
+    },
+}
+
+
+def _renamed(data: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a record, and of the records in it, under their present names."""
+    new = {}
+    for key, value in data.items():
+        name = names.get(key, key)
+        if isinstance(name, dict):
+            value, name = _renamed(value, name) if isinstance(value, dict) else value, key
+        new[name] = value
+    return new
+
+
+@functools.cache
+def _warn_of_version_1() -> None:
+    logger.warning("a journal of version 1: the next release will not read its names any more")

@@ -236,8 +236,8 @@ def noise_scalars(noise: NoiseScale) -> dict[str, float]:
         "noise-scale/phi-samples": noise.phi_samples,
         "noise-scale/phi-samples-low": noise.low_samples,
         "noise-scale/phi-samples-high": noise.high_samples,
-        "noise-scale/gradient-squared": noise.g2,
-        "noise-scale/trace-of-covariance": noise.v,
+        "noise-scale/gradient-squared": noise.grad_norm_sq,
+        "noise-scale/trace-of-covariance": noise.grad_variance_trace,
     }
     return {tag: value for tag, value in named.items() if value is not None}
 
@@ -258,6 +258,6 @@ def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
     phi = "unknown" if noise.phi_samples is None else f"{noise.phi_samples:.1f}"
     return (
         f" noise scale (samples): {phi} | 95% interval: {low} to {high} | "
-        f"|G|^2: {noise.g2:.6E} | tr(Sigma): {noise.v:.6E} | "
+        f"|G|^2: {noise.grad_norm_sq:.6E} | tr(Sigma): {noise.grad_variance_trace:.6E} | "
         f"estimator: {noise.estimator} | age (tokens): {noise.age_tokens:.0f} |"
     )

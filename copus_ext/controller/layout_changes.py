@@ -1,5 +1,5 @@
-"""The controller's side of a change of layout: asks the loop for it, carries it out or leaves for
-it, and keeps account of what it cost."""
+"""The controller's side of a change of layout: requests it from the loop, makes it in the running
+processes or by a relaunch, and records its cost."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.ledger import Ledger
-from copus_ext.goodput.costs import Costs
-from copus_ext.reshard.phases import ReshardResult as Outcome
+from copus_ext.goodput.costs import PendingRelaunch
+from copus_ext.goodput.state import ControllerState
+from copus_ext.reshard.phases import ReshardResult
 from copus_ext.reshard.relaunch import (
     LAUNCH_VARIABLE,
     blocked_layouts,
@@ -52,8 +53,8 @@ class LayoutChange:
     """How steps are taken there."""
     reason: str
     """One line."""
-    done: Callable[[Outcome], None]
-    """Told what came of it, on every rank; after a relaunch before it has come about."""
+    done: Callable[[ReshardResult], None]
+    """Called with the outcome on every rank; of a relaunch, before the new processes start."""
 
 
 class LayoutChangeManager:
@@ -61,19 +62,20 @@ class LayoutChangeManager:
 
     Args:
         flags: of the controller.
-        costs: the account.
-        ledger: writes the journal, on rank 0 alone.
+        state: of the controller; its `layout_costs` are kept here.
+        log: the journal.
     """
 
-    def __init__(self, flags: CopusConfig, costs: Costs, ledger: Ledger) -> None:
-        self.flags, self.costs, self._ledger = flags, costs, ledger
-        self._mover: InProcessResharder | None = None
+    def __init__(self, flags: CopusConfig, state: ControllerState, log: DecisionLog) -> None:
+        self.flags, self._state, self._log = flags, state, log
+        self._costs = state.layout_costs
+        self._resharder: InProcessResharder | None = None
         self._run_dir: Path | None = None
-        self._asked: LayoutChange | None = None
+        self._requested: LayoutChange | None = None
         self._saved_samples = 0
         self.fault: Callable[[str], None] = lambda topic: None
         """A test's way to break a change; see `InProcessResharder`."""
-        self.leaves = False
+        self.exits_for_relaunch = False
         """Whether the run ends so that new processes go on with it."""
 
     def open(self, context: CallbackContext) -> None:
@@ -87,9 +89,9 @@ class LayoutChangeManager:
         if self.flags.copus_relayout == "inprocess":
             from copus_ext.reshard.inprocess import InProcessResharder
 
-            self._mover = InProcessResharder(
+            self._resharder = InProcessResharder(
                 run_dir=self._run_dir,
-                note=self._ledger.write,
+                note=self._log.append,
                 fault=lambda topic: self.fault(topic),
                 prebuild=self.flags.copus_prebuild,
                 sample=self.flags.copus_verify_switch == "sample",
@@ -99,41 +101,42 @@ class LayoutChangeManager:
                 "--copus-relayout relaunch needs a launcher that starts the run again, such as "
                 "scripts/local_cpu.sh"
             )
-        self._arrive(context)
+        self._complete_relaunch(context)
         for layout in blocked_layouts():
-            self.costs.bar(layout, "the run crashed in it")
+            self._costs.block(layout, "the run crashed in it")
 
-    def _arrive(self, context: CallbackContext) -> None:
-        """Takes in a change that new processes were started for. All ranks."""
-        left = self.costs.record.get("left")
-        self.costs.record["left"] = None
-        if not left or left["to"] != str(context.config.layout):
+    def _complete_relaunch(self, context: CallbackContext) -> None:
+        """Records the change of layout that this launch was started for, if any. All ranks."""
+        pending, self._costs.pending_relaunch = self._costs.pending_relaunch, None
+        if pending is None or pending.to != str(context.config.layout):
             return
-        pause_s = min(max(broadcast_from_rank0(time.time()) - left["time"], 0.0), _MOST_PAUSE_S)
-        self.costs.moved(seconds=pause_s, iteration=context.state.iteration)
-        self._ledger.history.record["elapsed_s"] += pause_s
-        self._note_switch(left, context.state, Outcome(kind="moved", pause_s=pause_s))
+        pause_s = min(max(broadcast_from_rank0(time.time()) - pending.time, 0.0), _MOST_PAUSE_S)
+        self._costs.record_success(seconds=pause_s, iteration=context.state.iteration)
+        self._state.elapsed_s += pause_s
+        outcome = ReshardResult(kind="moved", pause_s=pause_s)
+        about = {"number": pending.number, "start": pending.start, "to": pending.to}
+        self._note_switch(about, context.state, outcome)
 
     def close(self, context: CallbackContext) -> None:
         """At the end of training: says what became of a change that was asked for. All ranks."""
-        asked, self._asked = self._asked, None
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
-        if asked is not None and self.leaves:
-            self._leave(asked, context)
+        asked, self._requested = self._requested, None
+        if self._resharder is not None:
+            self._resharder.close()
+            self._resharder = None
+        if asked is not None and self.exits_for_relaunch:
+            self._request_launch(asked, context)
         elif asked is not None:
             fields = {"number": asked.number, "to": str(asked.to)}
-            self._ledger.note("switch.cancelled", **fields, reason="training ended first")
+            self._log.note("switch.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is there."""
         self._saved_samples = context.checkpoint_samples or 0
 
-    def get_ready(self, layouts: list[Layout], context: CallbackContext) -> None:
+    def prepare(self, layouts: list[Layout], context: CallbackContext) -> None:
         """Builds the groups of layouts that may come next. All ranks."""
-        if self._mover is not None and self.flags.copus_prebuild:
-            self._mover.build_ahead(context.config, layouts)
+        if self._resharder is not None and self.flags.copus_prebuild:
+            self._resharder.build_ahead(context.config, layouts)
 
     def request(
         self, move: LayoutChange, context: CallbackContext, now: StepSettings | None
@@ -145,8 +148,8 @@ class LayoutChangeManager:
             context: at the end of a step.
             now: settings to take on in any case, or None.
         """
-        self._asked = move
-        self._ledger.note(
+        self._requested = move
+        self._log.note(
             "switch.requested",
             number=move.number,
             iteration=context.state.iteration,
@@ -154,11 +157,11 @@ class LayoutChangeManager:
             start=str(context.config.layout),
             to=str(move.to),
             way=self.flags.copus_relayout,
-            predicted_s=self.costs.seconds,
+            predicted_s=self._costs.seconds,
         )
-        kind = "save" if self._mover is not None and self._saves_first(context) else "change"
-        leaves = self._mover is None
-        carry_out = self._set_out if leaves else self._carry_out
+        kind = "save" if self._resharder is not None and self._saves_first(context) else "change"
+        leaves = self._resharder is None
+        carry_out = self._change_by_relaunch if leaves else self._change_in_process
         return Request(kind=kind, reason=move.reason, settings=now, move=carry_out, leaves=leaves)
 
     def _saves_first(self, context: CallbackContext) -> bool:
@@ -169,48 +172,53 @@ class LayoutChangeManager:
         since = context.state.consumed_samples - self._saved_samples
         return since * context.config.batch.seq_length > most
 
-    def _carry_out(self, job: Job) -> None:
+    def _change_in_process(self, job: Job) -> None:
         """Called by the loop at the end of the boundary."""
-        move, self._asked = self._asked, None
-        assert move is not None and self._mover is not None
+        move, self._requested = self._requested, None
+        assert move is not None and self._resharder is not None
         if job.checkpointer is not None:
             # Before anybody looks at the clock; if it fails, that counts as at any other time.
             job.checkpointer.finish()
         start, about = job.config.layout, self._about(move, job)
         try:
-            outcome = self._mover.move(job, move.to, move.settings, predicted_s=self.costs.seconds)
+            outcome = self._resharder.move(
+                job, move.to, move.settings, predicted_s=self._costs.seconds
+            )
         except Relaunch as error:
-            self._ledger.note("switch.abandoned", **about, reason=str(error))
+            self._log.note("switch.abandoned", **about, reason=str(error))
             raise
         # The account is part of checkpoints: the same on every rank.
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
         if outcome.kind == "moved":
-            self.costs.moved(seconds=outcome.pause_s, iteration=job.state.iteration)
+            self._costs.record_success(seconds=outcome.pause_s, iteration=job.state.iteration)
         else:
-            self.costs.failed(start, move.to, outcome.reason, seconds=outcome.pause_s)
+            self._costs.record_failure(start, move.to, outcome.reason, seconds=outcome.pause_s)
         self._note_switch(about, job.state, outcome)
         move.done(outcome)
 
-    def _set_out(self, job: Job) -> str:
+    def _change_by_relaunch(self, job: Job) -> str:
         """The same where new processes are needed: the run is saved as it goes on there, and ends.
 
         Returns:
             Why.
         """
-        move = self._asked
+        move = self._requested
         assert move is not None
-        about = {**self._about(move, job), "time": broadcast_from_rank0(time.time())}
-        self.leaves = True
+        now = broadcast_from_rank0(time.time())
+        pending = PendingRelaunch(**self._about(move, job), time=now)
+        self.exits_for_relaunch = True
         job.state.settings = move.settings
-        move.done(Outcome(kind="moved"))
-        self.costs.record["left"] = about
+        move.done(ReshardResult(kind="moved"))
+        self._costs.pending_relaunch = pending
         return f"to go on as {move.to} in new processes"
 
     def _about(self, move: LayoutChange, job: Job) -> dict[str, Any]:
         return {"number": move.number, "start": str(job.config.layout), "to": str(move.to)}
 
-    def _note_switch(self, about: dict[str, Any], state: TrainState, outcome: Outcome) -> None:
-        self._ledger.note(
+    def _note_switch(
+        self, about: dict[str, Any], state: TrainState, outcome: ReshardResult
+    ) -> None:
+        self._log.note(
             "switch",
             number=about["number"],
             iteration=state.iteration,
@@ -220,7 +228,7 @@ class LayoutChangeManager:
             outcome=outcome.to_json(),
         )
 
-    def _leave(self, move: LayoutChange, context: CallbackContext) -> None:
+    def _request_launch(self, move: LayoutChange, context: CallbackContext) -> None:
         """Writes down what the launcher is to do; the checkpoint is there.
 
         Raises:

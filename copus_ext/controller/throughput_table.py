@@ -43,7 +43,7 @@ def gpu_of(config: Config) -> tuple[str, float] | None:
     return found.name, found.total_memory / 2**20
 
 
-class Table:
+class ThroughputTable:
     """Rows of the configurations that fit, for the batches asked for.
 
     Args:
@@ -52,8 +52,8 @@ class Table:
         gpu: name and memory in MiB of the GPU of this process, or None on CPU ranks.
         fixed_micro_batch: whether the micro-batch of the flags must stay.
         link: between nodes, as timed.
-        home: layout of the flags; of one with its sizes the stages are cut as there, of others
-            evenly. None: that of `config`.
+        flag_layout: layout of the flags; a layout of its sizes has its stages, every other one
+            even stages. None: that of `config`.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -67,10 +67,10 @@ class Table:
         gpu: tuple[str, float] | None,
         fixed_micro_batch: bool = False,
         link: Link | None = None,
-        home: Layout | None = None,
+        flag_layout: Layout | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
-        self._known = {x.sizes: x for x in (home, config.layout) if x is not None}
+        self._known = {x.sizes: x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
         self.profiled: list[Timing] = []
@@ -121,7 +121,7 @@ class Table:
             global_batch_size: of now.
             measured: median seconds of a step, their median deviation and number, if this run has
                 timed the configuration.
-            visited: further layouts under which it has.
+            visited: further layouts under which it has; only used where the layout may change.
 
         Returns:
             The rows, and the index of the present configuration.
@@ -155,7 +155,10 @@ class Table:
             return []
         live = []
         sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
-        own = {x for x in visited if x == self._with_cut(x.sizes)}
+        own = set()
+        if self.flags.copus_layouts == "all":
+            size = self.config.layout.world_size
+            own = {x for x in visited if x.world_size == size and x == self._with_cut(x.sizes)}
         for layout, batch, b in itertools.product(
             sorted({self.config.layout, *own}, key=str), batches, sizes
         ):

@@ -56,7 +56,7 @@ def estimate_gns(
         big: its weights.
 
     Raises:
-        NoSplit: the two averages do not differ, or one of them is empty.
+        NoiseNotIdentifiable: the two averages do not differ, or one of them is empty.
     """
     if not (small.signal > 0 and big.signal > 0):
         raise NoiseNotIdentifiable("one side holds no loss tokens")

@@ -21,9 +21,9 @@ class NoiseScale:
     """Lower end of the 95 % interval, samples. None when nothing was measured."""
     high_samples: float | None
     """Upper end, samples; None when unbounded."""
-    g2: float | None
+    grad_norm_sq: float | None
     """Smoothed |G|^2, of the control set."""
-    v: float | None
+    grad_variance_trace: float | None
     """Smoothed tr(Sigma), |gradient|^2 samples."""
     tokens_per_sample: float
     """Loss tokens of a sample, smoothed: phi_tokens = phi_samples x this."""
@@ -45,5 +45,6 @@ class NoiseScale:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> NoiseScale:
-        """Inverse of `to_json`."""
-        return cls(**data)
+        """Inverse of `to_json`; the names `g2` and `v` are read for one release."""
+        names = {"g2": "grad_norm_sq", "v": "grad_variance_trace"}
+        return cls(**{names.get(name, name): value for name, value in data.items()})

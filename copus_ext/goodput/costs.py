@@ -1,11 +1,9 @@
-"""What changing the layout has cost and is thought to cost, and which changes are barred.
-
-The record is plain JSON types, part of the controller's, and so of every checkpoint.
-"""
+"""What a change of the layout costs, and which changes have failed."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.training.config.layout import Layout
@@ -29,75 +27,97 @@ def timeout_s(predicted_s: float, least_s: float = MIN_TIMEOUT_S) -> float:
     return max(_PREDICTED_TIMES * predicted_s, least_s)
 
 
-def new_costs() -> dict[str, Any]:
-    """The record of a run whose layout never changed."""
-    return {
-        "pauses_s": [],
-        "paused_s": 0.0,
-        "last_iteration": None,
-        "barred": [],
-        "num_failed": 0,
-        "left": None,
-    }
+@dataclass(kw_only=True)
+class FailedChange:
+    """A change of the layout that is not tried again in this launch."""
+
+    start: str | None
+    """Layout from which it failed; None: from any."""
+    to: str
+    """Layout to which it failed."""
+    reason: str
+    """Why, in one line."""
 
 
-class Costs:
-    """Reads and fills the record.
+@dataclass(kw_only=True)
+class PendingRelaunch:
+    """A change of the layout for which this launch ends and another one starts."""
 
-    Args:
-        record: from `new_costs`, or of a checkpoint.
-        prior_s: seconds of a change before one was measured.
-    """
+    number: int
+    """Of the decision."""
+    start: str
+    """Layout before."""
+    to: str
+    """Layout after."""
+    time: float
+    """Wall clock when training stopped, seconds."""
 
-    def __init__(self, record: dict[str, Any], *, prior_s: float) -> None:
-        self.record, self._prior_s = record, prior_s
+
+@dataclass(kw_only=True)
+class LayoutChangeCosts:
+    """What changes of the layout cost, and which of them have failed; part of the controller's
+    state."""
+
+    prior_s: float = 0.0
+    """Seconds that a change is assumed to take before one was measured."""
+    pauses_s: list[float] = field(default_factory=list)
+    """Seconds of the newest changes."""
+    paused_s: float = 0.0
+    """Seconds of all changes, failed ones included."""
+    last_iteration: int | None = None
+    """Step after which the layout last changed."""
+    failed: list[FailedChange] = field(default_factory=list)
+    """Changes that are not tried again."""
+    num_failed: int = 0
+    """Changes that failed in this launch."""
+    pending_relaunch: PendingRelaunch | None = None
+    """A change that the next launch completes."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LayoutChangeCosts:
+        """Reads what `dataclasses.asdict` gives."""
+        pending = data.get("pending_relaunch")
+        parts = {
+            "failed": [FailedChange(**change) for change in data.get("failed", [])],
+            "pending_relaunch": None if pending is None else PendingRelaunch(**pending),
+        }
+        return cls(**{**data, **parts})
 
     @property
     def seconds(self) -> float:
-        """Seconds of a change at their upper estimate: the most of the last three, or the
-        prior."""
-        return max(self.record["pauses_s"], default=self._prior_s)
+        """Upper estimate of the seconds of a change: the most of the last three, or the prior."""
+        return max(self.pauses_s, default=self.prior_s)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the layout may change at all."""
-        return self.record["num_failed"] < MOST_FAILURES
+    def has_given_up(self) -> bool:
+        """Whether so many changes have failed that the layout stays."""
+        return self.num_failed >= MOST_FAILURES
 
-    def of(self, layout: Layout) -> dict[str, Any]:
-        """The fields of a `DecisionInputs` under a layout."""
-        barred = tuple(
-            Layout.from_record(to)
-            for start, to, _ in self.record["barred"]
-            if start is None or Layout.from_record(start) == layout
-        )
-        return {
-            "switch_cost_s": self.seconds,
-            "paused_s": self.record["paused_s"],
-            "last_relayout_iteration": self.record["last_iteration"],
-            "barred_layouts": barred,
-            "relayouts_ended": not self.is_open,
-        }
+    def blocked_layouts(self, layout: Layout) -> tuple[Layout, ...]:
+        """Layouts to which a change from the given one has failed."""
+        here = str(layout)
+        return tuple(Layout.from_text(f.to) for f in self.failed if f.start in (here, None))
 
-    def moved(self, *, seconds: float, iteration: int) -> None:
-        """Takes in a change that came about."""
-        self.record["pauses_s"] = [*self.record["pauses_s"], seconds][-_NEWEST:]
-        self.record["paused_s"] += seconds
-        self.record["last_iteration"] = iteration
+    def record_success(self, *, seconds: float, iteration: int) -> None:
+        """Adds a change that came about."""
+        self.pauses_s = [*self.pauses_s, seconds][-_NEWEST:]
+        self.paused_s += seconds
+        self.last_iteration = iteration
 
-    def failed(self, start: Layout, to: Layout, reason: str, *, seconds: float) -> None:
-        """Takes in one that did not: it is not tried again."""
-        self.record["barred"].append([str(start), str(to), reason])
-        self.record["num_failed"] += 1
-        self.record["paused_s"] += seconds
+    def record_failure(self, start: Layout, to: Layout, reason: str, *, seconds: float) -> None:
+        """Adds a change that failed: it is not tried again."""
+        self.failed.append(FailedChange(start=str(start), to=str(to), reason=reason))
+        self.num_failed += 1
+        self.paused_s += seconds
 
-    def bar(self, to: Layout, reason: str) -> None:
-        """Takes in that a layout is not to be chosen, from wherever."""
-        self.record["barred"].append([None, str(to), reason])
+    def block(self, to: Layout, reason: str) -> None:
+        """Keeps the run from changing to a layout, whatever the present one is."""
+        self.failed.append(FailedChange(start=None, to=str(to), reason=reason))
 
-    def lift_bars(self) -> None:
-        """A new launch may try again."""
-        self.record["barred"].clear()
-        self.record["num_failed"] = 0
+    def forget_failures(self) -> None:
+        """Lets a new launch try again."""
+        self.failed.clear()
+        self.num_failed = 0
 
 
 def prior_s(

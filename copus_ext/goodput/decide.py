@@ -51,7 +51,7 @@ def decide(s: DecisionInputs) -> Decision:
         reason=_why(s, chosen, goal),
         gain=chosen.gain,
         target_batch=goal.batch,
-        is_small=small,
+        batch_above_optimal=small,
         candidates=tuple(judged[:_SHOWN]),
     )
 
@@ -101,7 +101,7 @@ def _stay(
         reason=reason,
         gain=None,
         target_batch=target,
-        is_small=small,
+        batch_above_optimal=small,
         candidates=tuple(candidates[:_SHOWN]),
     )
 

@@ -3,10 +3,12 @@ decided again."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from copus_ext.gns.types import NoiseScale
+from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
@@ -225,6 +227,51 @@ class DecisionInputs:
         )
 
 
+def build_inputs(
+    rules: Rules,
+    state: ControllerState,
+    *,
+    noise: NoiseScale,
+    half_life_samples: float,
+    rows: Sequence[ConfigThroughput],
+    current: int,
+    iteration: int,
+    consumed_samples: int,
+    total_samples: int,
+    in_warmup: bool,
+    lr_decay_factor: float,
+    paused: bool,
+) -> DecisionInputs:
+    """The inputs of a decision after a step; see `DecisionInputs` for the arguments."""
+    costs = state.layout_costs
+    return DecisionInputs(
+        rules=rules,
+        noise=noise,
+        rows=tuple(rows),
+        current=current,
+        iteration=iteration,
+        consumed_samples=consumed_samples,
+        total_samples=total_samples,
+        half_life_samples=half_life_samples,
+        elapsed_s=state.elapsed_s,
+        paused_s=costs.paused_s,
+        switch_cost_s=costs.seconds,
+        in_warmup=in_warmup,
+        in_ramp=state.is_in_ramp(iteration),
+        lr_decay_factor=lr_decay_factor,
+        steps_since_change=state.steps_since_change,
+        skipped_steps=state.skipped_steps,
+        last_change_samples=state.last_change_samples,
+        last_relayout_iteration=costs.last_iteration,
+        barred_layouts=costs.blocked_layouts(rows[current].layout),
+        relayouts_ended=costs.has_given_up,
+        hold_growth_until_samples=state.hold_growth_until_samples,
+        small_since_samples=state.above_optimal_since_samples,
+        noise_when_shrunk=state.critical_batch_size_when_shrunk,
+        paused=paused,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A configuration as the decision saw it."""
@@ -257,8 +304,9 @@ class Decision:
     """Predicted worth over the present one, minus 1."""
     target_batch: float | None
     """Batch that the policy aims at in the end, samples."""
-    is_small: bool
-    """Whether even the upper end of the best batch is below the present one."""
+    batch_above_optimal: bool
+    """Whether the present batch is above the optimal one even at the upper end of the noise
+    scale's interval."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
 

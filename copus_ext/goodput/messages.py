@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from copus_ext.goodput.decide import best_other
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.objectives import useful_samples_per_s
-from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
 from megatron.training.common.errors import counted
 
 UNDECIDED = " copus: no decision yet |"
@@ -36,31 +34,30 @@ def length_line(total_samples: int, *, before: int, after: int) -> str:
     )
 
 
-def summary(changes: list[dict[str, Any]], *, mode: str) -> str:
-    """What a run changed, when, why, and what came of it: a line per change."""
+def summary(changes: list[ConfigChange], *, mode: str) -> str:
+    """The changes of a run and their outcomes, a line for each."""
     if mode != "act":
         return "copus: observed only; the journal says what it would have done"
     if not changes:
         return "copus: nothing was changed"
     lines = [f"copus: {counted(len(changes), 'change')}"]
     for c in changes:
-        sizes = f"{c['from_batch']} -> {c['to_batch']}"
-        if c["from_micro_batch"] != c["to_micro_batch"]:
-            sizes += f" (micro-batch {c['from_micro_batch']} -> {c['to_micro_batch']})"
-        if c.get("from_layout") != c.get("to_layout"):
-            sizes += f", layout {c['from_layout']} -> {c['to_layout']}"
-        parts = [f"  sample {c['consumed_samples']}: batch {sizes}"]
-        if c["gain"] is not None:
-            parts.append(f"predicted goodput {100 * c['gain']:+.1f} %")
-        if c["samples_per_s"] is not None and c["samples_per_s_before"] is not None:
-            ratio = c["samples_per_s"] / c["samples_per_s_before"] - 1
-            parts.append(f"measured {c['samples_per_s']:.1f} samples/s ({100 * ratio:+.1f} %)")
-        if c["speed_over_predicted"] is not None:
-            parts.append(f"{100 * (c['speed_over_predicted'] - 1):+.1f} % against the prediction")
-        if c["loss_slope"] is not None and c["slope_before"] is not None:
-            slopes = f"{c['slope_before']:.3f} -> {c['loss_slope']:.3f}"
-            parts.append(f"loss per 1000 samples {slopes}")
-        if c.get("spiked"):
+        sizes = f"{c.from_batch} -> {c.to_batch}"
+        if c.from_micro_batch != c.to_micro_batch:
+            sizes += f" (micro-batch {c.from_micro_batch} -> {c.to_micro_batch})"
+        if c.from_layout != c.to_layout:
+            sizes += f", layout {c.from_layout} -> {c.to_layout}"
+        parts = [f"  sample {c.consumed_samples}: batch {sizes}"]
+        if c.gain is not None:
+            parts.append(f"predicted goodput {100 * c.gain:+.1f} %")
+        if c.samples_per_s is not None and c.samples_per_s_before is not None:
+            ratio = c.samples_per_s / c.samples_per_s_before - 1
+            parts.append(f"measured {c.samples_per_s:.1f} samples/s ({100 * ratio:+.1f} %)")
+        if c.speed_over_predicted is not None:
+            parts.append(f"{100 * (c.speed_over_predicted - 1):+.1f} % against the prediction")
+        if c.loss_slope is not None and c.slope_before is not None:
+            parts.append(f"loss per 1000 samples {c.slope_before:.3f} -> {c.loss_slope:.3f}")
+        if c.spiked:
             parts.append("loss spike")
         lines.append(", ".join(parts))
     return "\n".join(lines)
@@ -110,19 +107,19 @@ def decision_scalars(s: DecisionInputs, decision: Decision, *, number: int) -> d
     return {tag: value for tag, value in named.items() if value is not None}
 
 
-def outcome_scalars(outcome: dict[str, Any], *, changes: int) -> dict[str, float]:
-    """The numbers of a change that was graded, by tag; how far off the prediction was only where
-    enough steps have shown it, as somebody is alarmed by it.
+def outcome_scalars(change: ConfigChange, *, num_changes: int) -> dict[str, float]:
+    """The numbers of a change by tag. The error of the prediction, which raises an alarm, is only
+    among them where enough steps have shown it.
 
     Args:
-        outcome: what came of it.
-        changes: graded and ungraded ones so far.
+        change: whose outcome was measured.
+        num_changes: changes of the run so far.
     """
-    is_sure = (outcome.get("steps") or 0) >= WINDOW_STEPS
+    is_sure = (change.steps or 0) >= WINDOW_STEPS
     named = {
-        "copus/changes": float(changes),
-        "copus/predicted-samples-per-s": outcome.get("predicted_samples_per_s"),
-        "copus/samples-per-s": outcome.get("samples_per_s"),
-        "copus/speed-over-predicted": outcome.get("speed_over_predicted") if is_sure else None,
+        "copus/changes": float(num_changes),
+        "copus/predicted-samples-per-s": change.predicted_samples_per_s,
+        "copus/samples-per-s": change.samples_per_s,
+        "copus/speed-over-predicted": change.speed_over_predicted if is_sure else None,
     }
     return {tag: value for tag, value in named.items() if value is not None}

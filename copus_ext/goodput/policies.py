@@ -64,6 +64,14 @@ def scheduled_batch(rules: Rules, consumed_samples: int, total_samples: int) -> 
     return batch
 
 
+def scheduled_size(rules: Rules, consumed_samples: int, total_samples: int) -> int | None:
+    """The batch of the grid that stands for `scheduled_batch`; None without one."""
+    wanted = scheduled_batch(rules, consumed_samples, total_samples)
+    if wanted is None or not rules.grid:
+        return None
+    return snap(wanted, rules.grid, policy=rules.policy)
+
+
 def _seesaw(s: DecisionInputs) -> float:
     """B_0 / f, f the part of the learning rate that the schedule has left (arXiv 2510.14717).
 
@@ -78,7 +86,8 @@ def _seesaw(s: DecisionInputs) -> float:
 def _norm_test(s: DecisionInputs) -> float | None:
     """Least batch with V/B <= eta^2 |g|^2 where |g|^2 = |G|^2 + V/B at the present batch (Byrd et
     al. 2012); never below the present one."""
-    g2, v, batch = s.noise.g2, s.noise.v, s.now.global_batch_size
+    batch = s.now.global_batch_size
+    g2, v = s.noise.grad_norm_sq, s.noise.grad_variance_trace
     if g2 is None or v is None:
         return None
     measured = g2 + v / batch

@@ -1,83 +1,193 @@
-"""What a run did lately: step times by configuration, losses, and what came of each change.
+"""The controller's memory of a run: its configuration, recent steps, and each change it made.
 
-The record is plain JSON types, changed in place, so that a checkpoint can hold it at no cost per
-step.
+Every rank keeps the same state, and every checkpoint holds it as plain JSON types.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from copus_ext.goodput.costs import new_costs
-from copus_ext.goodput.inputs import ConfigThroughput, Decision
+from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.lr_scaling import Ramp
 from megatron.training.config.layout import Layout
 
-VERSION = 1
+VERSION = 2
 WARM_UP_STEPS = 3
 """Steps after a change that are not timed."""
 TIMED_STEPS = 20
-"""Newest times that are kept of a configuration."""
+"""Newest step times that are kept of a configuration."""
 MIN_TIMED_STEPS = 5
-"""Times from which a configuration counts as measured."""
+"""Step times from which a configuration counts as measured."""
 WINDOW_STEPS = 50
-"""Steps before and after a change by which it is graded."""
+"""Steps before and after a change over which its outcome is measured."""
 _CHANGES_KEPT = 100
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
+_HOLD_HALF_LIVES = 2.0
+"""A loss spike after growth stops growth for so many half-lives of the noise scale's average."""
 
 
-def new_record() -> dict[str, Any]:
-    """The record of a run that has not begun."""
-    return {
-        "version": VERSION,
-        "num_decisions": 0,
-        "last_decision_samples": 0,
-        "num_changes": 0,
-        "last_change_samples": None,
-        "ramp": None,
-        "hold_growth_until_samples": 0,
-        "spikes_in_a_row": 0,
-        "small_since_samples": None,
-        "answered_batch": None,
-        "sizes": None,
-        "noise_when_shrunk": None,
-        "elapsed_s": 0.0,
-        "since_change": 0,
-        "times": {},
-        "steps": [],
-        "open": None,
-        "changes": [],
-        "layouts": new_costs(),
-    }
-
-
-def key_of(layout: str, micro_batch_size: int, global_batch_size: int) -> str:
-    """Name of a configuration in the record."""
+def config_key(layout: str, micro_batch_size: int, global_batch_size: int) -> str:
+    """Key of a configuration in `ControllerState.step_times`."""
     return f"{layout} {micro_batch_size} {global_batch_size}"
 
 
-class History:
-    """Reads and fills the record.
+@dataclass(kw_only=True)
+class StepRecord:
+    """A finished step."""
 
-    Args:
-        record: from `new_record`, or of a checkpoint.
+    consumed_samples: int
+    """Samples of the run, this step's included."""
+    global_batch_size: int
+    """Samples of the step."""
+    loss: float
+    """Nats per token."""
+    seconds: float
+    """Wall time on the slowest rank."""
+    updated: bool
+    """Whether the weights changed."""
 
-    Raises:
-        ValueError: a record of another version.
-    """
 
-    def __init__(self, record: dict[str, Any]) -> None:
-        if record.get("version") != VERSION:
-            raise ValueError(f"controller record of version {record.get('version')}, not {VERSION}")
-        # A checkpoint of before has no record of layouts.
-        record.setdefault("layouts", new_costs())
-        self.record = record
-        self._since_launch = 0
+@dataclass(kw_only=True)
+class ConfigChange:
+    """A change of configuration and its outcome, as the journal's `outcome` records hold it."""
 
-    def add(
+    decision: int
+    """Number of the decision."""
+    iteration: int = 0
+    """Steps done before the change."""
+    consumed_samples: int = 0
+    """Samples trained before the change."""
+    from_batch: int
+    """Global batch size before."""
+    to_batch: int
+    """Global batch size after."""
+    from_micro_batch: int
+    """Micro-batch size before."""
+    to_micro_batch: int
+    """Micro-batch size after."""
+    from_layout: str | None = None
+    """Layout before."""
+    to_layout: str | None = None
+    """Layout after."""
+    predicted_samples_per_s: float | None = None
+    """Throughput that was predicted."""
+    gain: float | None = None
+    """Relative gain in goodput that was predicted; None where the policy predicts none."""
+    reason: str = ""
+    """Why, in one line."""
+    loss_before: float | None = None
+    """Mean loss of the last steps before."""
+    loss_sd_before: float | None = None
+    """Standard deviation of these losses."""
+    slope_before: float | None = None
+    """Loss per thousand samples before."""
+    samples_per_s_before: float | None = None
+    """Throughput of the median step before."""
+    spiked: bool = False
+    """Whether the loss rose like a spike afterwards."""
+    steps: int | None = None
+    """Steps that the outcome is measured over; None until then."""
+    samples_per_s: float | None = None
+    """Throughput of the median step after."""
+    speed_over_predicted: float | None = None
+    """That throughput over the predicted one."""
+    loss_slope: float | None = None
+    """Loss per thousand samples after."""
+    loss_rise: float | None = None
+    """Largest loss after, less the mean before."""
+    pause_s: float | None = None
+    """Seconds that the first step took longer than the median one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ConfigChange:
+        """Inverse of `to_json`; fields of other versions are left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+@dataclass(kw_only=True)
+class ControllerState:
+    """What the controller remembers of a run. Methods change it in place."""
+
+    version: int = VERSION
+    """Of the JSON form."""
+    elapsed_s: float = 0.0
+    """Seconds of training, pauses for changes of the layout included."""
+    num_decisions: int = 0
+    """Decisions so far."""
+    last_decision_samples: int = 0
+    """Samples trained at the last decision."""
+    answered_batch: int | None = None
+    """Scheduled batch that the last decision answered; a schedule asks once for each."""
+    global_batch_size: int | None = None
+    """Global batch size that the controller has set; None while it has set none."""
+    micro_batch_size: int | None = None
+    """Micro-batch size that goes with it."""
+    ramp: Ramp | None = None
+    """The learning rate's way to the present batch; None before the first change of the batch."""
+    num_changes: int = 0
+    """Changes of configuration so far."""
+    steps_after_change: int = 0
+    """Steps since the last of them, or since the start of the run."""
+    last_change_samples: int | None = None
+    """Samples at which the global batch size last changed."""
+    hold_growth_until_samples: int = 0
+    """The batch does not grow before, because of a loss spike."""
+    consecutive_spikes: int = 0
+    """Growths in a row that a loss spike followed."""
+    above_optimal_since_samples: int | None = None
+    """Samples since when the batch has been above the optimal one with confidence."""
+    critical_batch_size_when_shrunk: float | None = None
+    """Critical batch size, samples, when the batch last became smaller."""
+    step_times: dict[str, list[float]] = field(default_factory=dict)
+    """Newest step times, seconds, by `config_key`."""
+    steps: list[StepRecord] = field(default_factory=list)
+    """Newest steps."""
+    open_change: ConfigChange | None = None
+    """The last change while its outcome is being measured."""
+    changes: list[ConfigChange] = field(default_factory=list)
+    """Newest changes whose outcome was measured."""
+    layout_costs: LayoutChangeCosts = field(default_factory=LayoutChangeCosts)
+    """Costs and failures of changes of the layout."""
+
+    def __post_init__(self) -> None:
+        self._steps_this_launch = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types. `asdict` on an object that holds a state gives the same."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ControllerState:
+        """Inverse of `to_json`. Version 1 is read for one release.
+
+        Raises:
+            ValueError: a state of another version.
+            KeyError, TypeError: a state of another form.
+        """
+        if data.get("version") == 1:
+            data = _from_version_1(data)
+        if data.get("version") != VERSION:
+            raise ValueError(f"controller state of version {data.get('version')}, not {VERSION}")
+        ramp, change = data["ramp"], data["open_change"]
+        parts = {
+            "ramp": None if ramp is None else Ramp(**ramp),
+            "steps": [StepRecord(**step) for step in data["steps"]],
+            "open_change": None if change is None else ConfigChange.from_json(change),
+            "changes": [ConfigChange.from_json(c) for c in data["changes"]],
+            "layout_costs": LayoutChangeCosts.from_json(data["layout_costs"]),
+        }
+        return cls(**{**data, **parts})
+
+    def record_step(
         self,
         *,
         key: str,
@@ -87,52 +197,61 @@ class History:
         seconds: float,
         updated: bool = True,
     ) -> None:
-        """Takes a finished step in.
+        """Adds a finished step.
 
         Args:
-            key: of the configuration, from `key_of`.
+            key: of the configuration, from `config_key`.
             consumed_samples: samples of the run, this step's included.
             batch: its samples.
             loss: in nats per token.
             seconds: wall time on the slowest rank.
             updated: whether the weights changed.
         """
-        r = self.record
-        self._since_launch += 1
-        r["elapsed_s"] += seconds
-        r["since_change"] += 1
-        steps = r["steps"]
-        steps.append([consumed_samples, batch, loss, seconds, int(updated)])
-        del steps[: -2 * WINDOW_STEPS]
-        if min(r["since_change"], self._since_launch) > WARM_UP_STEPS:
-            times = r["times"].setdefault(key, [])
+        self._steps_this_launch += 1
+        self.elapsed_s += seconds
+        self.steps_after_change += 1
+        self.steps.append(
+            StepRecord(
+                consumed_samples=consumed_samples,
+                global_batch_size=batch,
+                loss=loss,
+                seconds=seconds,
+                updated=updated,
+            )
+        )
+        del self.steps[: -2 * WINDOW_STEPS]
+        if min(self.steps_after_change, self._steps_this_launch) > WARM_UP_STEPS:
+            times = self.step_times.setdefault(key, [])
             times.append(seconds)
             del times[:-TIMED_STEPS]
 
-    def median_s(self, key: str) -> tuple[float, float, int] | None:
+    def measured_step_time(self, key: str) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;
         None before enough were timed."""
-        times = self.record["times"].get(key, [])
+        times = self.step_times.get(key, [])
         if len(times) < MIN_TIMED_STEPS:
             return None
         median = statistics.median(times)
         return median, statistics.median(abs(t - median) for t in times), len(times)
 
     @property
-    def layouts(self) -> list[Layout]:
+    def timed_layouts(self) -> list[Layout]:
         """Layouts under which steps were timed."""
-        names = {key.split()[0] for key in self.record["times"]}
-        return [Layout.from_text(name) for name in sorted(names)]
+        return [Layout.from_text(text) for text in sorted({k.split()[0] for k in self.step_times})]
 
     @property
     def skipped_steps(self) -> int:
         """Steps of the newest 100 that left the weights unchanged."""
-        return sum(not s[4] for s in self.record["steps"])
+        return sum(not step.updated for step in self.steps)
 
     @property
     def steps_since_change(self) -> int | None:
         """Steps since the last change; None before the first."""
-        return self.record["since_change"] if self.record["num_changes"] else None
+        return self.steps_after_change if self.num_changes else None
+
+    def is_in_ramp(self, iteration: int) -> bool:
+        """Whether the learning rate still follows the last change of the batch."""
+        return self.ramp is not None and not self.ramp.is_over(iteration)
 
     def is_due(
         self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float
@@ -142,112 +261,127 @@ class History:
         Args:
             consumed_samples: samples of the run, this step's included.
             batch: of the next step.
-            scheduled: batch that a policy asks for by the position in the run alone.
+            scheduled: batch that a schedule asks for here; None without one.
             every_samples: samples between two decisions.
         """
-        if scheduled not in (None, batch, self.record["answered_batch"]):
+        if scheduled not in (None, batch, self.answered_batch):
             return True
-        return consumed_samples - self.record["last_decision_samples"] >= every_samples
+        return consumed_samples - self.last_decision_samples >= every_samples
 
-    def decided(self, decision: Decision, *, consumed_samples: int) -> None:
-        """Takes in that something was decided, be it to stay."""
-        if decision.is_small and self.record["small_since_samples"] is None:
-            self.record["small_since_samples"] = consumed_samples
-        elif decision.candidates and not decision.is_small:
-            self.record["small_since_samples"] = None
-
-    def resize(
-        self,
-        to: ConfigThroughput,
-        *,
-        from_batch: int,
-        consumed_samples: int,
-        ramp: Ramp | None,
-        critical_batch_size: float | None,
+    def record_decision(
+        self, *, consumed_samples: int, scheduled: int | None, above_optimal: bool | None
     ) -> None:
-        """Takes in the sizes of the steps that follow a change.
+        """Counts a decision, also one to stay.
 
         Args:
-            to: the configuration.
-            from_batch: batch before.
             consumed_samples: samples of the run.
-            ramp: the learning rate's way to another batch.
-            critical_batch_size: c times the noise scale, samples.
+            scheduled: batch that a schedule asks for here; None without one.
+            above_optimal: whether the batch is above the optimal one with confidence; None where
+                nothing was compared.
         """
-        r = self.record
-        if to.global_batch_size != from_batch:
-            r["ramp"] = None if ramp is None else ramp.to_json()
-            r["last_change_samples"] = consumed_samples
-            r["small_since_samples"] = None
-            if to.global_batch_size < from_batch:
-                r["noise_when_shrunk"] = critical_batch_size
-        r["sizes"] = [to.global_batch_size, to.micro_batch_size]
+        self.num_decisions += 1
+        self.postpone(consumed_samples=consumed_samples, scheduled=scheduled)
+        if above_optimal and self.above_optimal_since_samples is None:
+            self.above_optimal_since_samples = consumed_samples
+        elif above_optimal is False:
+            self.above_optimal_since_samples = None
 
-    def change(self, *, number: int, fields: dict[str, Any]) -> None:
-        """Opens the account of a change that is about to be made.
+    def postpone(self, *, consumed_samples: int, scheduled: int | None) -> None:
+        """Waits a full interval from here to the next decision."""
+        self.last_decision_samples, self.answered_batch = consumed_samples, scheduled
+
+    def apply(
+        self, change: ConfigChange, *, ramp: Ramp | None, critical_batch_size: float | None
+    ) -> None:
+        """Makes the configuration of a change the present one, and starts to measure its outcome.
 
         Args:
-            number: of the decision.
-            fields: what to remember of it: `from`, `to`, `predicted_samples_per_s`, `gain`, ...
+            change: without its outcome; the figures before the change are filled in here.
+            ramp: the learning rate's way to the new batch.
+            critical_batch_size: in samples; None where the noise scale is unknown.
         """
-        before = self.record["steps"][-WINDOW_STEPS:]
-        self.record["open"] = {
-            "decision": number,
-            **fields,
-            "loss_before": _mean([s[2] for s in before[-TIMED_STEPS:]]),
-            "loss_sd_before": _sd([s[2] for s in before[-TIMED_STEPS:]]),
-            "slope_before": _slope(before),
-            "samples_per_s_before": _speed(before),
-        }
-        self.record["since_change"] = 0
-        self.record["num_changes"] += 1
+        before = self.steps[-WINDOW_STEPS:]
+        losses = [step.loss for step in before[-TIMED_STEPS:]]
+        change.loss_before, change.loss_sd_before = _mean(losses), _sd(losses)
+        change.slope_before, change.samples_per_s_before = _slope(before), _speed(before)
+        self.open_change = change
+        self.steps_after_change = 0
+        self.num_changes += 1
+        if change.to_batch != change.from_batch:
+            self.ramp = ramp
+            self.last_change_samples = change.consumed_samples
+            self.above_optimal_since_samples = None
+            if change.to_batch < change.from_batch:
+                self.critical_batch_size_when_shrunk = critical_batch_size
+        self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
-    def is_spike(self) -> bool:
-        """Whether the loss since a growth has risen like a spike, or is no number any more."""
-        opened = self.record["open"]
-        if opened is None or opened.get("spiked") or opened["loss_before"] is None:
-            return False
-        if opened["to_batch"] <= opened["from_batch"]:
-            return False
-        after = [s[2] for s in self.record["steps"][-self.record["since_change"] :]]
-        if not all(map(math.isfinite, after)):
-            return True
-        rise = max(after, default=-math.inf) - opened["loss_before"]
-        sd = opened["loss_sd_before"] or math.inf
-        return rise > SPIKE_NATS or (rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10)
-
-    def close_if_due(self, *, now: bool = False) -> dict[str, Any] | None:
-        """The outcome of the open change, once enough steps have followed it.
+    def hold_growth_after_spike(
+        self, *, consumed_samples: int, half_life_samples: float, total_samples: int
+    ) -> int | None:
+        """Stops growth for a while after a growth that a loss spike followed, and for the rest of
+        the run after the second one in a row.
 
         Args:
-            now: the run ends or changes again; take what there is.
+            consumed_samples: samples of the run.
+            half_life_samples: of the noise scale's average.
+            total_samples: of the run.
 
         Returns:
-            What was predicted and what came, or None while it is too early.
+            The sample until which the batch does not grow, or None without a new spike.
         """
-        opened, since = self.record["open"], self.record["since_change"]
-        if opened is None or (since < WINDOW_STEPS and not now):
+        if not self._has_spiked():
             return None
-        after = self.record["steps"][-since:] if since else []
+        assert self.open_change is not None
+        self.open_change.spiked = True
+        self.consecutive_spikes += 1
+        until = consumed_samples + int(_HOLD_HALF_LIVES * half_life_samples)
+        self.hold_growth_until_samples = total_samples if self.consecutive_spikes > 1 else until
+        return self.hold_growth_until_samples
+
+    def _has_spiked(self) -> bool:
+        """Whether the loss has risen like a spike since the last growth, or is not finite."""
+        change = self.open_change
+        if change is None or change.spiked or change.loss_before is None:
+            return False
+        if change.to_batch <= change.from_batch:
+            return False
+        after = [step.loss for step in self.steps[-self.steps_after_change :]]
+        if not all(map(math.isfinite, after)):
+            return True
+        rise = max(after, default=-math.inf) - change.loss_before
+        sd = change.loss_sd_before or math.inf
+        return rise > SPIKE_NATS or (rise > SPIKE_SD * sd and rise > SPIKE_NATS / 10)
+
+    def record_outcome(self, *, now: bool = False) -> ConfigChange | None:
+        """Measures the outcome of the last change, once enough steps have followed it.
+
+        Args:
+            now: the run ends or changes again, so that the steps so far must do.
+
+        Returns:
+            The change with its outcome, or None while it is too early.
+        """
+        change, since = self.open_change, self.steps_after_change
+        if change is None or (since < WINDOW_STEPS and not now):
+            return None
+        after = self.steps[-since:] if since else []
         timed = after[WARM_UP_STEPS:]
-        speed, predicted = _speed(timed), opened.get("predicted_samples_per_s")
-        losses = [s[2] for s in after[:WINDOW_STEPS] if math.isfinite(s[2])]
-        before = opened["loss_before"]
-        first = after[0][3] if after else None
-        median = statistics.median(s[3] for s in timed) if timed else None
-        outcome = {
-            **opened,
-            "steps": since,
-            "samples_per_s": speed,
-            "speed_over_predicted": speed / predicted if speed and predicted else None,
-            "loss_slope": _slope(after),
-            "loss_rise": max(losses) - before if losses and before is not None else None,
-            "pause_s": max(first - median, 0.0) if first is not None and median else None,
-        }
-        self.record["open"] = None
-        self.record["changes"].append(outcome)
-        del self.record["changes"][:-_CHANGES_KEPT]
-        return outcome
+        losses = [s.loss for s in after[:WINDOW_STEPS] if math.isfinite(s.loss)]
+        change.steps, change.samples_per_s = since, _speed(timed)
+        change.loss_slope = _slope(after)
+        if change.samples_per_s and change.predicted_samples_per_s:
+            change.speed_over_predicted = change.samples_per_s / change.predicted_samples_per_s
+        if losses and change.loss_before is not None:
+            change.loss_rise = max(losses) - change.loss_before
+        if timed:
+            median = statistics.median(step.seconds for step in timed)
+            change.pause_s = max(after[0].seconds - median, 0.0) if median else None
+        if not change.spiked and change.to_batch > change.from_batch:
+            self.consecutive_spikes = 0
+        self.open_change = None
+        self.changes.append(change)
+        del self.changes[:-_CHANGES_KEPT]
+        return change
 
 
 def _mean(values: list[float]) -> float | None:
@@ -260,15 +394,52 @@ def _sd(values: list[float]) -> float | None:
     return statistics.stdev(finite) if len(finite) > 1 else None
 
 
-def _speed(steps: list[list[float]]) -> float | None:
-    """Samples per second of the middle step."""
-    return statistics.median(s[1] / max(s[3], 1e-9) for s in steps) if steps else None
+def _speed(steps: list[StepRecord]) -> float | None:
+    """Samples per second of the median step."""
+    speeds = [step.global_batch_size / max(step.seconds, 1e-9) for step in steps]
+    return statistics.median(speeds) if speeds else None
 
 
-def _slope(steps: list[list[float]]) -> float | None:
+def _slope(steps: list[StepRecord]) -> float | None:
     """Loss per thousand samples, by least squares."""
-    points = [(s[0] / 1000.0, s[2]) for s in steps if math.isfinite(s[2])]
-    if len(points) < 3:
+    finite = [step for step in steps if math.isfinite(step.loss)]
+    if len(finite) < 3:
         return None
-    x, y = zip(*points)
-    return statistics.linear_regression(x, y).slope
+    x = [step.consumed_samples / 1000.0 for step in finite]
+    return statistics.linear_regression(x, [step.loss for step in finite]).slope
+
+
+_NAMES_OF_VERSION_1 = {
+    "since_change": "steps_after_change",
+    "spikes_in_a_row": "consecutive_spikes",
+    "small_since_samples": "above_optimal_since_samples",
+    "noise_when_shrunk": "critical_batch_size_when_shrunk",
+    "times": "step_times",
+    "open": "open_change",
+    "layouts": "layout_costs",
+}
+
+
+def _from_version_1(old: dict[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint of before in the present form."""
+    data = {_NAMES_OF_VERSION_1.get(name, name): value for name, value in old.items()}
+    sizes = data.pop("sizes") or (None, None)
+    names = [f.name for f in fields(StepRecord)]
+    costs = dict(data.get("layout_costs") or {})
+    costs["failed"] = [
+        {"start": start and _layout_text(start), "to": _layout_text(to), "reason": reason}
+        for start, to, reason in costs.pop("barred", [])
+    ]
+    costs["pending_relaunch"] = costs.pop("left", None)
+    return {
+        **data,
+        "version": VERSION,
+        "global_batch_size": sizes[0],
+        "micro_batch_size": sizes[1],
+        "steps": [dict(zip(names, [*step[:4], bool(step[4])])) for step in data["steps"]],
+        "layout_costs": costs,
+    }
+
+
+def _layout_text(value: str | list[int]) -> str:
+    return str(Layout.from_record(value))

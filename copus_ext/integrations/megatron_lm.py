@@ -271,7 +271,7 @@ class CopusCallback:
             "callbacks": state.callbacks,
         }
         with (inner.run_dir / STATE_FILE).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record, default=dataclasses.asdict) + "\n")
 
     def _load(self) -> None:
         """Takes over the last state not beyond the checkpoint, on every rank."""

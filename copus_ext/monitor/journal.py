@@ -286,7 +286,7 @@ def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
         samples=whole(record.get("consumed_samples")),
         t=seconds_of(record.get("time")),
         kind=kind,
-        applied=record.get("applied", record.get("obeyed")) is True,
+        applied=record.get("applied") is True,
         reason=text(decision.get("reason")),
         gain=number(candidate.get("gain")) if gain is None else gain,
         needed=number(candidate.get("needed")),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from copus_ext.controller.decision_log import NAME as JOURNAL
+from copus_ext.controller.decision_log import upgraded
 from copus_ext.monitor.journal import DecisionHistory, slim
 from copus_ext.monitor.values import measured, number, table, text, whole, written
 from copus_ext.reshard.checked import read_value
@@ -310,7 +311,7 @@ def _record_of(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line.decode(errors="replace"))
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    return upgraded(record) if isinstance(record, dict) else None
 
 
 def _small_json(path: Path) -> dict[str, Any]:

@@ -12,17 +12,14 @@ from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.goodput import policies
-from copus_ext.goodput.costs import Costs
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import Decision
-from copus_ext.goodput.lr_scaling import Ramp
-from copus_ext.goodput.standing import standing
+from copus_ext.goodput.inputs import Decision, build_inputs
 from copus_ext.goodput.state import (
     MIN_TIMED_STEPS,
     WARM_UP_STEPS,
-    History,
-    key_of,
-    new_record,
+    ConfigChange,
+    ControllerState,
+    config_key,
 )
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.gauge import NoiseEstimatorModel
@@ -134,8 +131,8 @@ class _Runner:
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
-        self.history = History(new_record())
-        self.costs = Costs(self.history.record["layouts"], prior_s=scenario.prior_cost_s)
+        self.state = ControllerState()
+        self.state.layout_costs.prior_s = scenario.prior_cost_s
         self.gauge = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
@@ -156,7 +153,7 @@ class _Runner:
             self._step(waiting)
             if self._is_due():
                 self._decide()
-        self.out.paused_s = self.costs.record["paused_s"]
+        self.out.paused_s = self.state.layout_costs.paused_s
         return self.out
 
     def _step(self, waiting: list[tuple[str, float]]) -> None:
@@ -176,14 +173,14 @@ class _Runner:
         self.out.steps += 1
         if self.measures:
             self._measure(batch, before)
-        self.history.add(
+        self.state.record_step(
             key=self._key,
             consumed_samples=self.consumed,
             batch=size,
             loss=0.0,
             seconds=seconds,
         )
-        if self.history.record["since_change"] == _TIMED:
+        if self.state.steps_after_change == _TIMED:
             self.used.add((self.row.layout, batch))
 
     def _measure(self, batch: int, progress: float) -> None:
@@ -203,20 +200,14 @@ class _Runner:
         )
 
     def _scheduled(self) -> int | None:
-        if self.rules.policy not in policies.SCHEDULED or not self.rules.grid:
-            return None
-        total = self.scenario.total_samples
-        wanted = policies.scheduled_batch(self.rules, self.consumed, total)
-        if wanted is None:
-            return None
-        return policies.snap(wanted, self.rules.grid, policy=self.rules.policy)
+        return policies.scheduled_size(self.rules, self.consumed, self.scenario.total_samples)
 
     def _is_due(self) -> bool:
         batch = self.row.global_batch_size
         samples = rules.samples_to_decision(
-            self.flags, self.config, batch, is_first=not self.history.record["num_decisions"]
+            self.flags, self.config, batch, is_first=not self.state.num_decisions
         )
-        return self.history.is_due(
+        return self.state.is_due(
             consumed_samples=self.consumed,
             batch=batch,
             scheduled=self._scheduled(),
@@ -224,19 +215,18 @@ class _Runner:
         )
 
     def _decide(self) -> None:
-        s, record = self.scenario, self.history.record
+        s = self.scenario
         batches = rules.batches_to_weigh(self.rules, self.row.global_batch_size)
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         done = min(self.consumed / s.total_samples, 1.0)
-        situation = standing(
+        inputs = build_inputs(
             self.rules,
+            self.state,
+            noise=self.observer.noise(),
+            half_life_samples=self.observer.half_life_samples,
             rows=rows,
             current=where[self.row.layout, self.row.global_batch_size],
-            layout=self.row.layout,
-            history=self.history,
-            observer=self.observer,
-            costs=self.costs,
             iteration=self.out.steps,
             consumed_samples=self.consumed,
             total_samples=s.total_samples,
@@ -244,29 +234,29 @@ class _Runner:
             lr_decay_factor=s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2,
             paused=False,
         )
-        decision = decide(situation)
-        record["num_decisions"] += 1
-        record["last_decision_samples"] = self.consumed
-        record["answered_batch"] = self._scheduled()
-        self.history.decided(decision, consumed_samples=self.consumed)
+        decision = decide(inputs)
+        self.state.record_decision(
+            consumed_samples=self.consumed,
+            scheduled=self._scheduled(),
+            above_optimal=decision.batch_above_optimal if decision.candidates else None,
+        )
         self.out.decisions += 1
         if self.journal is not None:
             self.journal.append(
                 "decision",
-                number=record["num_decisions"],
+                number=self.state.num_decisions,
                 iteration=self.out.steps,
                 consumed_samples=self.consumed,
-                obeyed=decision.kind != "stay",
+                applied=decision.kind != "stay",
                 clock_s=self.clock_s,
-                situation=situation.to_json(),
+                situation=inputs.to_json(),
                 decision=decision.to_json(),
             )
         if decision.kind != "stay":
-            self._obey(decision)
+            self._apply(decision)
 
-    def _obey(self, decision: Decision) -> None:
-        to, before, record = decision.to, self.row, self.history.record
-        ramp = None if record["ramp"] is None else Ramp(**record["ramp"])
+    def _apply(self, decision: Decision) -> None:
+        to, before, ramp = decision.to, self.row, self.state.ramp
         if to.global_batch_size != before.global_batch_size:
             now = self.lr_factor if ramp is None else ramp.at(self.out.steps)
             ramp = self.rates.ramp(to.global_batch_size, iteration=self.out.steps, start=now)
@@ -274,22 +264,20 @@ class _Runner:
         if decision.kind == "relayout":
             cost_s = self.scenario.switch_cost_s
             self.clock_s += cost_s
-            record["elapsed_s"] += cost_s
-            self.costs.moved(seconds=cost_s, iteration=self.out.steps)
-        self.history.close_if_due(now=True)
-        self.history.change(
-            number=record["num_decisions"],
-            fields={
-                "from_batch": before.global_batch_size,
-                "to_batch": to.global_batch_size,
-                "predicted_samples_per_s": to.samples_per_s,
-            },
-        )
+            self.state.elapsed_s += cost_s
+            self.state.layout_costs.record_success(seconds=cost_s, iteration=self.out.steps)
+        self.state.record_outcome(now=True)
         phi = self.observer.noise().phi_samples
-        self.history.resize(
-            to,
-            from_batch=before.global_batch_size,
-            consumed_samples=self.consumed,
+        self.state.apply(
+            ConfigChange(
+                decision=self.state.num_decisions,
+                consumed_samples=self.consumed,
+                from_batch=before.global_batch_size,
+                to_batch=to.global_batch_size,
+                from_micro_batch=before.micro_batch_size,
+                to_micro_batch=to.micro_batch_size,
+                predicted_samples_per_s=to.samples_per_s,
+            ),
             ramp=ramp,
             critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
         )
@@ -315,7 +303,7 @@ class _Runner:
         self.rates = rules.rate_rules_of(self.flags, self.config)
 
     def _note(self) -> None:
-        self._key = key_of(
+        self._key = config_key(
             str(self.row.layout), self.row.micro_batch_size, self.row.global_batch_size
         )
         self.out.changes.append(

@@ -79,10 +79,10 @@ def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
 def test_every_change_has_an_outcome(results: dict[str, Any]) -> None:
     for name in ("doubling", "adaptive", "paper"):
         journal = results[name]["journal"]
-        obeyed = [r for r in journal if r["kind"] == "decision" and r["obeyed"]]
+        applied = [r for r in journal if r["kind"] == "decision" and r["applied"]]
         outcomes = [r for r in journal if r["kind"] == "outcome"]
-        assert [o["decision"] for o in outcomes] == [d["number"] for d in obeyed] != []
-        for outcome, decision in zip(outcomes, obeyed):
+        assert [o["decision"] for o in outcomes] == [d["number"] for d in applied] != []
+        for outcome, decision in zip(outcomes, applied):
             assert outcome["to_batch"] == decision["decision"]["to"]["global_batch_size"]
         assert kinds(results[name])[0] == "start" and kinds(results[name])[-1] == "end"
 
@@ -127,7 +127,7 @@ def test_observing_changes_no_bit(results: dict[str, Any]) -> None:
     assert results["observed"]["steps"] == results["plain"]["steps"]
     decisions = [r for r in results["observed"]["journal"] if r["kind"] == "decision"]
     assert any(r["decision"]["kind"] == "batch" for r in decisions)
-    assert not any(r["obeyed"] for r in decisions)
+    assert not any(r["applied"] for r in decisions)
 
 
 def test_growth_is_at_most_twofold(results: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def test_the_journal_can_be_decided_again(
     assert "0 different" in capsys.readouterr().out
     lines = (runs["folder"] / "old" / "journal.jsonl").read_text().splitlines()
     decisions = [r for r in map(json.loads, lines) if r["kind"] == "decision"]
-    assert decisions[-1]["situation"]["noise"]["g2"] is not None
+    assert decisions[-1]["situation"]["noise"]["grad_norm_sq"] is not None
 
 
 @pytest.mark.parametrize(

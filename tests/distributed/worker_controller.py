@@ -43,15 +43,15 @@ def main(output: Path) -> None:
 
         def on_train_end(self, context: CallbackContext) -> None:
             super().on_train_end(context)
-            self.states.append(json.dumps(context.state.callbacks["copus_control"]))
+            self.states.append(json.dumps(context.state.to_json()["callbacks"]["copus_control"]))
 
     class Failing(Noting):
         """Has a bug that shows on rank 0 at the first decision in a ramp."""
 
-        def _situation(self, context: CallbackContext) -> Any:
-            if self.ledger.history.record["ramp"] is not None:
+        def _inputs(self, context: CallbackContext) -> Any:
+            if self.state.ramp is not None:
                 raise ZeroDivisionError("a bug")
-            return super()._situation(context)
+            return super()._inputs(context)
 
     results: dict[str, Any] = {}
 

@@ -74,7 +74,7 @@ def main(output: Path) -> None:
 
         def on_train_end(self, context: CallbackContext) -> None:
             super().on_train_end(context)
-            self.states.append(json.dumps(context.state.callbacks["copus_control"]))
+            self.states.append(json.dumps(context.state.to_json()["callbacks"]["copus_control"]))
             self.states.append(json.dumps(context.state.callbacks["copus_noise"]))
 
     class Failing(Noting):
@@ -82,13 +82,13 @@ def main(output: Path) -> None:
 
         def on_setup_start(self, context: CallbackContext) -> None:
             super().on_setup_start(context)
-            assert self.moves is not None
+            assert self.layout_changes is not None
 
             def fault(phase: str) -> None:
                 if phase == "verify" and dist.get_rank() == 1:
                     raise MemoryError("no room")
 
-            self.moves.fault = fault
+            self.layout_changes.fault = fault
 
     profile = output / "profile.jsonl"
     if dist.get_rank() == 0:

@@ -10,12 +10,11 @@ from typing import Any
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import noise_scalars
-from copus_ext.controller.ledger import Ledger
 from copus_ext.controller.rules import rules_of
 from copus_ext.gns.types import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
-from copus_ext.goodput.state import WINDOW_STEPS, History, new_record
+from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange, ControllerState
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 from megatron.training.logging.log_line import StepReport
@@ -63,8 +62,8 @@ def noise(phi: float = 64.0) -> NoiseScale:
         phi_samples=phi,
         low_samples=phi / 2,
         high_samples=2 * phi,
-        g2=1.0,
-        v=phi,
+        grad_norm_sq=1.0,
+        grad_variance_trace=phi,
         tokens_per_sample=128.0,
         effective_steps=100.0,
         estimator="micro",
@@ -152,38 +151,40 @@ def record_run(
             tracker.event("run.end", done, BATCH * done, why="done")
 
 
-def record_decisions(run: Path, *, reason: str | None = None) -> Ledger:
-    """A journal with a batch that grew, what came of it, and a decision to stay.
+def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
+    """A journal with a batch that grew, its outcome, and a decision to stay.
 
     Args:
         run: directory of the run.
         reason: what the change is said to be for.
     """
-    ledger = Ledger(History(new_record()))
-    ledger.journal = DecisionLog(run)
-    ledger.write("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
+    state, log = ControllerState(), DecisionLog(run)
+    log.append("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
     grown = situation(5, 8)
     decision = decide(grown)
-    ledger.decided(grown, decision, number=1, obeyed=True, seconds=0.01)
-    fields = {
-        "iteration": 5,
-        "consumed_samples": 40,
-        "from_batch": 8,
-        "from_micro_batch": 4,
-        "from_layout": LAYOUT,
-        "to_batch": decision.to.global_batch_size,
-        "to_micro_batch": 4,
-        "to_layout": LAYOUT,
-        "predicted_samples_per_s": decision.to.samples_per_s,
-        "gain": decision.gain,
-        "reason": reason or decision.reason,
-    }
-    ledger.history.change(number=1, fields=fields)
+    log.record_decision(grown, decision, number=1, applied=True, seconds=0.01)
+    change = ConfigChange(
+        decision=1,
+        iteration=5,
+        consumed_samples=40,
+        from_batch=8,
+        from_micro_batch=4,
+        from_layout=LAYOUT,
+        to_batch=decision.to.global_batch_size,
+        to_micro_batch=4,
+        to_layout=LAYOUT,
+        predicted_samples_per_s=decision.to.samples_per_s,
+        gain=decision.gain,
+        reason=reason or decision.reason,
+    )
+    state.apply(change, ramp=None, critical_batch_size=None)
     for i in range(WINDOW_STEPS):
-        ledger.history.add(
+        state.record_step(
             key="x", consumed_samples=40 + 16 * i, batch=16, loss=3.0, seconds=16 / 9.5
         )
-    ledger.grade()
+    outcome = state.record_outcome()
+    assert outcome is not None
+    log.record_outcome(outcome, num_changes=1)
     stay = situation(15, BATCH, phi=16.0)
-    ledger.decided(stay, decide(stay), number=2, obeyed=False, seconds=0.01)
-    return ledger
+    log.record_decision(stay, decide(stay), number=2, applied=False, seconds=0.01)
+    return log

@@ -35,14 +35,14 @@ FLAGS = {
 def write_change(
     journal: DecisionLog, number: int, iteration: int, *, batch: int = 16, to: Layout = LAYOUTS[0]
 ) -> None:
-    """A decision, obeyed, to change from batch 8 on dp 4 and micro-batches of 2, without the rest
+    """A decision, applied, to change from batch 8 on dp 4 and micro-batches of 2, without the rest
     of what it was about."""
     sizes = {"tp": to.tp, "pp": to.pp, "vpp": 1, "dp": to.dp, "micro_batch_size": 2}
     row = {**sizes, "global_batch_size": batch, "samples_per_s": 10.0}
     kind = "batch" if to == LAYOUTS[0] else "relayout"
     decision = {"kind": kind, "to": row, "reason": f"for {batch}", "gain": 0.5, "candidates": []}
     where = {"number": number, "iteration": iteration, "consumed_samples": 8 * iteration}
-    journal.append("decision", **where, obeyed=True, situation={}, decision=decision)
+    journal.append("decision", **where, applied=True, situation={}, decision=decision)
 
 
 class WrittenRun:
@@ -107,8 +107,8 @@ class WrittenRun:
             phi_samples=phi,
             low_samples=0.8 * phi if self.iteration > 5 else 0.0,
             high_samples=1.3 * phi if self.iteration > 10 else None,
-            g2=1.0,
-            v=phi,
+            grad_norm_sq=1.0,
+            grad_variance_trace=phi,
             tokens_per_sample=128.0,
             effective_steps=50.0,
             estimator="micro",
@@ -155,7 +155,7 @@ class WrittenRun:
             steps_since_change=1000,
         )
 
-    def decide(self, *, obeyed: bool = True, reason: str | None = None) -> Decision:
+    def decide(self, *, applied: bool = True, reason: str | None = None) -> Decision:
         """Decides and obeys, as the controller would; `reason` replaces the words alone."""
         situation = self.situation()
         decision = decide(situation)
@@ -166,11 +166,11 @@ class WrittenRun:
             "decision",
             number=self.number,
             **where,
-            obeyed=decision.kind != "stay" and obeyed,
+            applied=decision.kind != "stay" and applied,
             situation=json.loads(json.dumps(situation.to_json())),
             decision=told,
         )
-        if decision.kind == "stay" or not obeyed:
+        if decision.kind == "stay" or not applied:
             return decision
         before = (self.batch, self.micro, str(self.layout))
         if decision.kind == "relayout":

@@ -1,9 +1,8 @@
-"""Flags, table, history and journal of the controller."""
+"""Flags, rules and throughput table of the controller."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from copus_ext.controller import flags as config_module
-from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link
 from copus_ext.controller.rules import (
@@ -23,7 +21,7 @@ from copus_ext.controller.rules import (
     samples_to_decision,
     tensor_parallel_sizes,
 )
-from copus_ext.controller.throughput_table import Table
+from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.gpus import GPUS
 from copus_ext.goodput import costs, lr_scaling, switch_rule
@@ -32,14 +30,7 @@ from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
-from copus_ext.goodput.state import (
-    MIN_TIMED_STEPS,
-    WARM_UP_STEPS,
-    WINDOW_STEPS,
-    History,
-    key_of,
-    new_record,
-)
+from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from megatron.training.common.errors import UsageError, counted
@@ -48,7 +39,6 @@ from megatron.training.config.layout import Layout
 from megatron.training.config.relayout import with_layout
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT
-from tests.helpers.recorded import record_decisions
 from tests.unit.test_decide import noise, situation
 
 
@@ -215,7 +205,7 @@ def test_the_table_of_a_run() -> None:
     def measured(c: Configuration) -> Any:
         return times.get((c.micro_batch_size, c.global_batch_size))
 
-    table = Table(config(), flags(), gpu=None)
+    table = ThroughputTable(config(), flags(), gpu=None)
     assert not table.note
     rows, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
     now = rows[at]
@@ -237,7 +227,7 @@ def test_the_table_of_a_run() -> None:
 def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
     run = config()
     run = replace(run, model=replace(run.model, multi_latent_attention=True))
-    table = Table(run, flags(copus_layouts="all"), gpu=None)
+    table = ThroughputTable(run, flags(copus_layouts="all"), gpu=None)
     assert "--multi-latent-attention" in table.note and "the layout stays" in table.note
     rows, at = table.rows(
         [8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: (0.5, 0.001, 20)
@@ -256,7 +246,7 @@ def test_the_rows_of_the_vocabulary_divide_by_every_tensor_size_that_may_be_chos
 
 
 def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_present_one() -> None:
-    table = Table(config(), flags(), gpu=None)
+    table = ThroughputTable(config(), flags(), gpu=None)
     profiled = {(1, 2): 0.20, (1, 4): 0.36, (2, 1): 0.22, (2, 2): 0.38, (4, 1): 0.41}
     zero = table.config.parallel.use_distributed_optimizer
     table.profiled = [
@@ -295,7 +285,7 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
     sizes: Any = {"micro_batch_size": 1, "global_batch_size": 8}
     free = flags(copus_layouts="all")
     for here in (run, with_layout(run, Layout(dp=2))):
-        table = Table(here, free, gpu=None, home=run.layout)
+        table = ThroughputTable(here, free, gpu=None, flag_layout=run.layout)
         rows, at = table.rows([8, 16], measured=lambda c: None, **sizes)
         assert rows[at].layout == here.layout
         assert {r.layout for r in rows} == {
@@ -306,7 +296,7 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
         }
     odd = config(f"{pipeline} Ettt|ttL --num-layers 5")
     times = {8: (0.5, 0.001, 20)}
-    rows, at = Table(odd, free, gpu=None).rows(
+    rows, at = ThroughputTable(odd, free, gpu=None).rows(
         [8, 16],
         measured=lambda c: (
             times.get(c.global_batch_size)
@@ -330,7 +320,7 @@ def test_steps_of_uneven_micro_batches_are_only_themselves(micro: int, batch: in
         own = (c.micro_batch_size, c.global_batch_size) == (micro, batch)
         return (1.0, 0.001, 20) if own else None
 
-    table = Table(run, flags(), gpu=None)
+    table = ThroughputTable(run, flags(), gpu=None)
     rows, at = table.rows(
         [batch, 8], micro_batch_size=micro, global_batch_size=batch, measured=measured
     )
@@ -340,7 +330,7 @@ def test_steps_of_uneven_micro_batches_are_only_themselves(micro: int, batch: in
 
 
 def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
-    table = Table(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
+    table = ThroughputTable(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
     assert "no preset describes" in table.note
     rows, at = table.rows(
         [8, 16, 15],
@@ -359,7 +349,7 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
 ) -> None:
     def fastest(rate: float | None) -> dict[Layout, float]:
         link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
-        table = Table(config(), flags(copus_layouts="all"), gpu=None, link=link)
+        table = ThroughputTable(config(), flags(copus_layouts="all"), gpu=None, link=link)
         rows, _ = table.rows([8], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
         speeds: dict[Layout, float] = {}
         for r in rows:
@@ -386,121 +376,19 @@ def test_a_slow_link_makes_a_change_of_layout_dearer() -> None:
 
 def test_a_cluster_that_is_not_the_run_is_refused() -> None:
     with pytest.raises(UsageError, match="--copus-cluster h100-80g:8: it has 8 GPUs"):
-        Table(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
+        ThroughputTable(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
     with pytest.raises(UsageError, match="--copus-profile"):
-        Table(config(), flags(copus_profile="/no/such/file"), gpu=None)
+        ThroughputTable(config(), flags(copus_profile="/no/such/file"), gpu=None)
 
 
 def test_the_peak_of_a_rank_is_that_of_the_machine_named_or_found(tmp_path: Path) -> None:
-    assert Table(config(), flags(), gpu=None).peak_flops is None
-    found = Table(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
+    assert ThroughputTable(config(), flags(), gpu=None).peak_flops is None
+    found = ThroughputTable(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
     assert found == GPUS["H100-80GB"].peak("fp32")
     own = replace(preset("cpu:2"), gpu=replace(GPUS["CPU-rank"], fp32_peak_flops=7e9))
     (tmp_path / "own.json").write_text(json.dumps(own.to_json()))
     named = flags(copus_cluster=str(tmp_path / "own.json"))
-    assert Table(config(), named, gpu=None).peak_flops == 7e9
-
-
-def fill(history: History, number: int, *, batch: int, loss: float, seconds: float = 0.1) -> None:
-    steps = history.record["steps"]
-    at = steps[-1][0] if steps else 0
-    for i in range(number):
-        history.add(
-            key=key_of("layout", 1, batch),
-            consumed_samples=at + (i + 1) * batch,
-            batch=batch,
-            loss=loss + 0.01 * (i % 2),
-            seconds=seconds,
-        )
-
-
-def test_step_times_need_a_warm_up_and_some_steps() -> None:
-    history = History(new_record())
-    fill(history, 7, batch=8, loss=3.0)
-    assert history.median_s(key_of("layout", 1, 8)) is None
-    fill(history, 1, batch=8, loss=3.0)
-    assert history.median_s(key_of("layout", 1, 8)) == (pytest.approx(0.1), pytest.approx(0), 5)
-    fill(history, 500, batch=8, loss=3.0)
-    record = json.loads(json.dumps(history.record))
-    assert len(record["steps"]) <= 2 * WINDOW_STEPS and len(record["times"]["layout 1 8"]) == 20
-    assert History(record).median_s("layout 1 8") == history.median_s("layout 1 8")
-    with pytest.raises(ValueError, match="version"):
-        History({**record, "version": 0})
-
-
-def test_the_first_steps_of_a_launch_are_not_timed() -> None:
-    history = History(new_record())
-    fill(history, 60, batch=8, loss=3.0)
-    resumed = History(json.loads(json.dumps(history.record)))
-    fill(resumed, 3, batch=8, loss=3.0, seconds=30.0)
-    assert resumed.median_s("layout 1 8") == history.median_s("layout 1 8")
-
-
-def change(history: History) -> None:
-    sizes = {"from_batch": 8, "to_batch": 16}
-    history.change(number=1, fields={**sizes, "predicted_samples_per_s": 100.0})
-
-
-def test_a_change_is_graded_when_enough_steps_have_followed() -> None:
-    history = History(new_record())
-    fill(history, 60, batch=8, loss=3.0)
-    change(history)
-    fill(history, WINDOW_STEPS - 1, batch=16, loss=2.9, seconds=0.2)
-    assert history.close_if_due() is None
-    fill(history, 1, batch=16, loss=2.9, seconds=0.2)
-    outcome = history.close_if_due()
-    assert outcome is not None and history.close_if_due() is None
-    assert outcome["samples_per_s_before"] == pytest.approx(80.0)
-    assert outcome["samples_per_s"] == pytest.approx(80.0)
-    assert outcome["speed_over_predicted"] == pytest.approx(0.8)
-    assert outcome["loss_rise"] == pytest.approx(-0.095, abs=0.01)
-    json.dumps(outcome, allow_nan=False)
-    assert history.record["changes"] == [outcome]
-
-
-def test_a_spike_is_seen_once_and_nan_is_one() -> None:
-    history = History(new_record())
-    fill(history, 60, batch=8, loss=3.0)
-    assert not history.is_spike()
-    change(history)
-    fill(history, 3, batch=16, loss=3.02)
-    assert not history.is_spike()
-    fill(history, 1, batch=16, loss=3.6)
-    assert history.is_spike()
-    history.record["open"]["spiked"] = True
-    assert not history.is_spike()
-    other = History(new_record())
-    fill(other, 60, batch=8, loss=3.0)
-    change(other)
-    fill(other, 5, batch=16, loss=math.nan)
-    assert other.is_spike()
-    json.dumps(other.close_if_due(now=True), allow_nan=False)
-
-
-def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
-    journal = DecisionLog(tmp_path)
-    journal.append("start", iteration=0)
-    with journal.path.open("a") as file:
-        file.write('{"kind": "decisi')
-    journal.append("end", iteration=5)
-    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
-    with pytest.raises(ValueError):
-        journal.append("decision", gain=math.inf)
-    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
-
-
-def test_numbers_for_the_sinks_are_worth_no_decision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*args: Any, **named: Any) -> dict[str, float]:
-        raise OverflowError("math range error")
-
-    for name in ("decision_scalars", "outcome_scalars"):
-        monkeypatch.setattr(f"copus_ext.controller.ledger.{name}", broken)
-    ledger = record_decisions(tmp_path)
-    kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
-    assert kinds == ["start", "decision", "outcome", "decision"]
-    assert ledger.take_scalars() == {} and "math range error" in caplog.text
+    assert ThroughputTable(config(), named, gpu=None).peak_flops == 7e9
 
 
 def test_words_for_the_log() -> None:
@@ -516,24 +404,3 @@ def test_words_for_the_log() -> None:
     assert "nothing was changed" in summary([], mode="act")
     assert "observed only" in summary([], mode="observe")
     assert [counted(n, "change") for n in (0, 1, 2)] == ["0 changes", "1 change", "2 changes"]
-
-
-def test_one_change_is_one_change() -> None:
-    history = History(new_record())
-    fill(history, 60, batch=8, loss=3.0)
-    history.change(
-        number=1,
-        fields={
-            "consumed_samples": 480,
-            "from_batch": 8,
-            "to_batch": 16,
-            "from_micro_batch": 1,
-            "to_micro_batch": 1,
-            "predicted_samples_per_s": 100.0,
-            "gain": 0.1,
-        },
-    )
-    fill(history, WINDOW_STEPS, batch=16, loss=2.9)
-    history.close_if_due()
-    lines = summary(history.record["changes"], mode="act").splitlines()
-    assert lines[0] == "copus: 1 change" and len(lines) == 2

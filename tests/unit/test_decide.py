@@ -52,8 +52,8 @@ def noise(
         phi_samples=None if phi is None or status != "ok" else phi,
         low_samples=None if phi is None else phi / spread,
         high_samples=None if phi is None or status != "ok" else phi * spread,
-        g2=None if phi is None else 1.0,
-        v=phi,
+        grad_norm_sq=None if phi is None else 1.0,
+        grad_variance_trace=phi,
         tokens_per_sample=128.0,
         effective_steps=steps if phi is not None else 0.0,
         estimator="micro",
@@ -94,7 +94,7 @@ def situation(
 
 
 def follow(s: DecisionInputs, number: int = 30) -> list[int]:
-    """Batches when every decision is obeyed and nothing else changes."""
+    """Batches when every decision is applied and nothing else changes."""
     sizes = [s.now.global_batch_size]
     for _ in range(number):
         to = decide(s).to
@@ -240,7 +240,7 @@ def test_shrinking_waits_until_it_is_sure_for_long() -> None:
     flags = {"copus_allow_shrink": True}
     assert decide(situation(256, 8.0)).kind == "stay"
     small = decide(situation(256, 8.0, flags=flags))
-    assert small.kind == "stay" and small.is_small
+    assert small.kind == "stay" and small.batch_above_optimal
     short = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 3999)
     assert decide(short).kind == "stay"
     long = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 4000)
@@ -389,8 +389,8 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 consumed_samples=s.consumed_samples + 20 * batch,
             )
             decision = decide(s)
-            since = s.small_since_samples if decision.is_small else None
-            if decision.is_small and since is None:
+            since = s.small_since_samples if decision.batch_above_optimal else None
+            if decision.batch_above_optimal and since is None:
                 since = s.consumed_samples
             changed = decision.to.global_batch_size != batch
             s = dataclasses.replace(

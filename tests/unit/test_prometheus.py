@@ -15,7 +15,7 @@ import yaml
 
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
-from copus_ext.goodput.state import WINDOW_STEPS
+from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
 from megatron.training.config import LoggingConfig
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.logging.prometheus import PrometheusSink, metric_name
@@ -102,12 +102,18 @@ def test_what_a_step_does_not_have_is_gone_and_decisions_stay(tmp_path: Path) ->
     assert "copus_odd" not in now and "copus_nan" in now
 
 
+def graded(steps: int = WINDOW_STEPS) -> ConfigChange:
+    """A growth that came out slower than predicted."""
+    speeds = {"samples_per_s": 9.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.9}
+    sizes = {"from_batch": 8, "to_batch": 16, "from_micro_batch": 1, "to_micro_batch": 1}
+    return ConfigChange(decision=1, **sizes, **speeds, steps=steps)
+
+
 def test_a_decision_or_an_outcome_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     path, heard = tmp_path / "copus.prom", situation(5, 8)
     deaf = replace(heard, noise=replace(noise(), phi_samples=None))
-    graded = {"samples_per_s": 9.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.9}
     first, then = (decision_scalars(s, decide(s), number=i) for i, s in enumerate((heard, deaf)))
-    long, short = (outcome_scalars({**graded, "steps": n}, changes=n) for n in (WINDOW_STEPS, 49))
+    long, short = (outcome_scalars(graded(steps=n), num_changes=n) for n in (WINDOW_STEPS, 49))
     assert len(first) == 7 and first.keys() > then.keys() and len(long) == 4
     assert long.keys() - short.keys() == {"copus/speed-over-predicted"}
     names = {metric_name(tag) for tag in first | long}
@@ -144,10 +150,7 @@ def written(tmp_path: Path) -> set[str]:
     """Every metric that a run with the controller writes."""
     path = tmp_path / "copus.prom"
     scalars = record_decisions(tmp_path).take_scalars()
-    assert (
-        scalars.keys()
-        >= outcome_scalars({"speed_over_predicted": 1.0, "steps": WINDOW_STEPS}, changes=1).keys()
-    )
+    assert scalars.keys() >= outcome_scalars(graded(), num_changes=1).keys()
     with Tracker(tmp_path, launch="b.0.0", sinks=[sink := sink_of(path)]) as tracker:
         record_run(tmp_path / "other", 10, sinks=(sink,), ended=False)
         tracker.event("layout", 10, 160, layout=LAYOUT)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from copus_ext.gns.types import NoiseScale
-from copus_ext.goodput.costs import BUILD_S, MOST_FAILURES, Costs, new_costs, prior_s
+from copus_ext.goodput.costs import BUILD_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
-from copus_ext.goodput.state import History, new_record
 from copus_ext.planner.configuration import Configuration
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request, StepSettings
@@ -90,43 +89,12 @@ def test_other_text_is_no_layout(text: str) -> None:
         Layout.from_text(text)
 
 
-def test_the_cost_is_the_most_of_the_last_three() -> None:
-    costs = Costs(new_costs(), prior_s=7.0)
-    assert costs.seconds == 7.0
-    for number, seconds in enumerate([9.0, 1.0, 2.0, 3.0]):
-        costs.moved(seconds=seconds, iteration=number)
-    assert costs.seconds == 3.0
-    assert costs.record["paused_s"] == 15.0 and costs.record["last_iteration"] == 3
-
-
-def test_failures_bar_the_pair_and_then_all() -> None:
-    a, b = layout(1, 1, 1), layout(1, 2, 1)
-    costs = Costs(new_costs(), prior_s=1.0)
-    costs.failed(a, b, "no room", seconds=2.0)
-    assert costs.of(a)["barred_layouts"] == (Layout(pp=2, dp=2),)
-    assert costs.of(b)["barred_layouts"] == () and costs.is_open
-    for _ in range(MOST_FAILURES - 1):
-        costs.failed(a, b, "no room", seconds=2.0)
-    assert not costs.is_open and costs.of(b)["relayouts_ended"]
-    costs.lift_bars()
-    assert costs.is_open and costs.of(a)["barred_layouts"] == ()
-    costs.bar(b, "the run crashed in it")
-    assert costs.of(a)["barred_layouts"] == costs.of(b)["barred_layouts"] == (Layout(pp=2, dp=2),)
-    assert costs.record["paused_s"] == 2.0 * MOST_FAILURES
-
-
 def test_the_prior_grows_with_the_state_and_falls_with_the_ranks() -> None:
     few = config()
     many = few.replace(data_parallel_size=64)
     assert prior_s(few) > prior_s(many) > BUILD_S["cpu"]
     slow = [prior_s(few, link_bytes_per_s=rate) for rate in (1e3, 1e6, 1e12)]
     assert slow == sorted(slow, reverse=True) and slow[-1] == prior_s(few)
-
-
-def test_an_old_record_gets_an_account() -> None:
-    old = new_record()
-    del old["layouts"]
-    assert History(old).record["layouts"] == new_costs()
 
 
 def row(tp: int, pp: int, speed: float) -> ConfigThroughput:
@@ -148,8 +116,8 @@ def situation(**values: Any) -> DecisionInputs:
             phi_samples=None,
             low_samples=None,
             high_samples=None,
-            g2=None,
-            v=None,
+            grad_norm_sq=None,
+            grad_variance_trace=None,
             tokens_per_sample=1.0,
             effective_steps=0.0,
             estimator="none",

@@ -138,11 +138,10 @@ def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
     bad = "[red]x[/red][/] [link=http://a]\x1b[31m\r\n\x07{}"
     run = tmp_path / "[bold]run[-"
     record_run(run, launch=bad, ended=False, copus_cluster=bad)
-    ledger = record_decisions(run, reason=bad)
-    assert ledger.journal is not None
-    write_change(ledger.journal, 3, 7, to=LAYOUTS[1])
-    ledger.note("switch", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
-    ledger.note("failure", error=bad)
+    journal = record_decisions(run, reason=bad)
+    write_change(journal, 3, 7, to=LAYOUTS[1])
+    journal.note("switch", number=3, iteration=7, start=bad, to=bad, outcome={"reason": bad})
+    journal.note("failure", error=bad)
     with Tracker(run, launch=bad) as tracker:
         tracker.event("alert", 20, 320, alert=bad, line=bad)
         tracker.event("layout", 20, 320, layout=bad)
@@ -241,16 +240,15 @@ def test_states(make: Callable[[Path], Any], state: str, why: str, tmp_path: Pat
 
 def test_what_to_look_at(tmp_path: Path) -> None:
     record_run(tmp_path, ended=False)
-    ledger = record_decisions(tmp_path)
-    assert ledger.journal is not None
+    journal = record_decisions(tmp_path)
     lock(tmp_path)
     (tmp_path / PAUSE_FILE).touch()
     with Tracker(tmp_path, launch="job.0.0") as tracker:
         tracker.event("alert", 20, 320, alert="save failed")
     for number in range(3, 7):
         outcome = {"kind": "moved", "pause_s": 1.5}
-        write_change(ledger.journal, number, 20, to=LAYOUTS[1])
-        ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+        write_change(journal, number, 20, to=LAYOUTS[1])
+        journal.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     now = read_status(tmp_path, t=time.time() + 60)
     assert [a.name for a in now.alarms] == ["save failed", "no step", "many changes"]
     assert now.paused and "paused" in shown(now)
@@ -288,7 +286,7 @@ def pushed_back(path: Path, kind: str) -> None:
 
 def test_a_launch_that_began_long_ago_keeps_layout_speed_and_mode(tmp_path: Path) -> None:
     record_run(tmp_path, 3, ended=False)
-    ledger = record_decisions(tmp_path)
+    journal = record_decisions(tmp_path)
     before = read_status(tmp_path)
     flags = {**CONFIG, "copus_mode": "observe", "copus_policy": "cbs", "data_parallel_size": 2}
     flags |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
@@ -301,7 +299,7 @@ def test_a_launch_that_began_long_ago_keeps_layout_speed_and_mode(tmp_path: Path
     assert "observes only" in shown(now) and "restarts unknown" in shown(now)
     (tmp_path / NAME).unlink()
     assert read_status(tmp_path).layout == LAYOUT
-    ledger.note("switch", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
+    journal.note("switch", number=3, to="tp2.pp1.dp1", outcome={"kind": "moved"})
     assert read_status(tmp_path).layout == "tp2.pp1.dp1"
 
 
@@ -321,12 +319,12 @@ def test_a_machine_is_told_by_its_preset_or_by_the_controller(tmp_path: Path) ->
         os.mkfifo(tmp_path / name) if name[0] == "p" else (tmp_path / name).write_bytes(b"\xff")
         record_run(run, copus_cluster=str(tmp_path / name))
         assert read_status(run).mfu is None
-        ledger = record_decisions(run)
+        journal = record_decisions(run)
         speed = read_status(run).tflops_per_gpu
         for odd in (0, "x", math.nan, 10**400):
-            ledger.write("start", mode="act", peak_flops=odd if odd == odd else None)
+            journal.append("start", mode="act", peak_flops=odd if odd == odd else None)
             assert read_status(run).mfu is None
-        ledger.write("start", mode="act", peak_flops=1e12)
+        journal.append("start", mode="act", peak_flops=1e12)
         assert speed is not None and read_status(run).mfu == pytest.approx(speed)
     record_run(tmp_path / "named", copus_cluster="a100-80g:8", bf16=True)
     now = read_status(tmp_path / "named")
@@ -336,18 +334,18 @@ def test_a_machine_is_told_by_its_preset_or_by_the_controller(tmp_path: Path) ->
 
 def test_few_steps_and_changes_that_did_not_come_about_alarm_nobody(tmp_path: Path) -> None:
     record_run(tmp_path, ended=False)
-    ledger = record_decisions(tmp_path)
+    journal = record_decisions(tmp_path)
     lock(tmp_path)
     for number in range(3, 8):
         outcome = {"kind": "rolled_back", "reason": "no room"}
-        ledger.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
+        journal.note("switch", number=number, iteration=20, to=LAYOUT, outcome=outcome)
     grown = {"iteration": 20, "to_batch": 16, "from_batch": 8, "samples_per_s": 5.0}
     grown["predicted_samples_per_s"] = 10.0
-    ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)
+    journal.note("outcome", decision=1, **grown, steps=WINDOW_STEPS - 1)
     now = read_status(tmp_path)
     assert now.controller is not None and now.controller.changes[-1].speed_over_predicted == 0.5
     assert not now.alarms
-    ledger.note("outcome", decision=1, **grown, steps=WINDOW_STEPS)
+    journal.note("outcome", decision=1, **grown, steps=WINDOW_STEPS)
     assert [a.name for a in read_status(tmp_path).alarms] == ["prediction"]
 
 

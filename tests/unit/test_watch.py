@@ -205,14 +205,14 @@ def test_groups_in_parts_are_left_out() -> None:
 def test_the_papers_averages_forget_by_step() -> None:
     observer = NoiseObserver(per_step=True)
     observed(10, observer=observer)
-    before = observer.noise().g2
+    before = observer.noise().grad_norm_sq
     observed(1, small=20.0, start=80, observer=observer)
-    after = observer.noise().g2
-    ordinary = observed(1, small=20.0, start=80, observer=observed(10)).noise().g2
+    after = observer.noise().grad_norm_sq
+    ordinary = observed(1, small=20.0, start=80, observer=observed(10)).noise().grad_norm_sq
     assert before is not None and after is not None and ordinary is not None
     g2 = norms(small=20.0, big=4.0).estimate(("mlp",)).g2
     weight = 0.05 / (1 - 0.95**11)
     assert after == pytest.approx((1 - weight) * before + weight * g2)
     assert ordinary != pytest.approx(after)
     again = NoiseObserver.from_json(observer.to_json(), half_life_tokens=None, per_step=True)
-    assert again.noise().g2 == observer.noise().g2
+    assert again.noise().grad_norm_sq == observer.noise().grad_norm_sq

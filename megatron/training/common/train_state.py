@@ -31,8 +31,8 @@ class TrainState:
     settings: StepSettings = field(default_factory=StepSettings)
     """What a controller has changed."""
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """What callbacks keep in checkpoints, by a name of their own: plain JSON types, the same on
-    every rank."""
+    """What callbacks keep in checkpoints, by a name of their own: plain JSON types, or dataclasses
+    that become such when they are saved; the same on every rank."""
 
     def advance(self, *, samples: int, updated: bool, finite_loss: bool, flops: float) -> None:
         """Counts one step over `samples` samples."""

@@ -1,0 +1,255 @@
+"""The controller's state and journal: what they keep, what they grade, and how they are stored."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tarfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from copus_ext.controller.decision_log import NAME, VERSION, DecisionLog, read_journal, upgraded
+from copus_ext.goodput.costs import MOST_FAILURES, LayoutChangeCosts
+from copus_ext.goodput.inputs import Decision, DecisionInputs
+from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.messages import summary
+from copus_ext.goodput.state import (
+    TIMED_STEPS,
+    WINDOW_STEPS,
+    ConfigChange,
+    ControllerState,
+    config_key,
+)
+from megatron.training.common.train_state import TrainState
+from megatron.training.config.layout import Layout
+from tests.helpers.launch import ROOT
+from tests.helpers.recorded import record_decisions
+
+KEY = config_key("tp1.pp1.dp2", 1, 8)
+ARCHIVE = ROOT / "tests/distributed/data/run_of_2026_11.tar.xz"
+"""A run and its checkpoint as version 1 wrote them."""
+
+
+def filled(number: int, *, state: ControllerState | None = None, **how: Any) -> ControllerState:
+    """A state after some more steps of 8 samples with a loss near 3, unless `how` differs."""
+    state = state or ControllerState()
+    batch, loss, seconds = how.get("batch", 8), how.get("loss", 3.0), how.get("seconds", 0.1)
+    at = state.steps[-1].consumed_samples if state.steps else 0
+    for i in range(number):
+        state.record_step(
+            key=config_key("tp1.pp1.dp2", 1, batch),
+            consumed_samples=at + (i + 1) * batch,
+            batch=batch,
+            loss=loss + 0.01 * (i % 2),
+            seconds=seconds,
+        )
+    return state
+
+
+def grown(state: ControllerState, **values: Any) -> ControllerState:
+    """The same after a growth from 8 to 16."""
+    known: dict[str, Any] = {"from_batch": 8, "to_batch": 16, "predicted_samples_per_s": 100.0}
+    known |= {"from_micro_batch": 1, "to_micro_batch": 1, "consumed_samples": 480, "gain": 0.1}
+    ramp = Ramp(start_iteration=60, num_steps=20, start=1.0, end=2**0.5)
+    change = ConfigChange(decision=1, **{**known, **values})
+    state.apply(change, ramp=ramp, critical_batch_size=50.0)
+    return state
+
+
+def test_step_times_need_a_warm_up_and_some_steps_and_few_are_kept() -> None:
+    assert filled(7).measured_step_time(KEY) is None
+    state = filled(8)
+    assert state.measured_step_time(KEY) == (pytest.approx(0.1), pytest.approx(0), 5)
+    filled(500, state=state)
+    assert len(state.steps) <= 2 * WINDOW_STEPS and len(state.step_times[KEY]) == TIMED_STEPS
+    # The first steps of a launch are not timed.
+    resumed = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    filled(3, state=resumed, seconds=30.0)
+    assert resumed.measured_step_time(KEY) == state.measured_step_time(KEY)
+    assert state.timed_layouts == [Layout(dp=2)]
+
+
+def test_the_outcome_of_a_change_is_measured_when_enough_steps_have_followed() -> None:
+    state = grown(filled(60))
+    assert (state.global_batch_size, state.last_change_samples) == (16, 480)
+    assert state.is_in_ramp(61) and not state.is_in_ramp(79)
+    filled(WINDOW_STEPS - 1, state=state, batch=16, loss=2.9, seconds=0.2)
+    assert state.record_outcome() is None
+    filled(1, state=state, batch=16, loss=2.9, seconds=0.2)
+    outcome = state.record_outcome()
+    assert outcome is not None and state.record_outcome() is None
+    assert outcome.samples_per_s_before == pytest.approx(80.0)
+    assert outcome.samples_per_s == pytest.approx(80.0)
+    assert outcome.speed_over_predicted == pytest.approx(0.8)
+    assert outcome.loss_rise == pytest.approx(-0.095, abs=0.01)
+    json.dumps(outcome.to_json(), allow_nan=False)
+    assert state.changes == [outcome]
+    lines = summary(state.changes, mode="act").splitlines()
+    assert lines[0] == "copus: 1 change" and len(lines) == 2
+
+
+def test_a_loss_spike_after_growth_holds_growth_and_the_second_one_for_good() -> None:
+    where: dict[str, Any] = {"half_life_samples": 1000.0, "total_samples": 10**6}
+
+    def held(state: ControllerState) -> int | None:
+        return state.hold_growth_after_spike(consumed_samples=600, **where)
+
+    assert held(filled(60)) is None
+    state = grown(filled(60))
+    assert held(filled(3, state=state, batch=16, loss=3.02)) is None
+    assert held(filled(1, state=state, batch=16, loss=3.6)) == 2600
+    assert held(state) is None, "a spike counts once"
+    state.record_outcome(now=True)
+    grown(filled(60, state=state, batch=16), from_batch=16, to_batch=32)
+    assert held(filled(1, state=state, batch=32, loss=math.nan)) == 10**6
+    outcome = state.record_outcome(now=True)
+    assert outcome is not None and outcome.spiked
+    json.dumps(outcome.to_json(), allow_nan=False)
+
+
+def test_a_batch_above_the_optimal_one_is_known_since_when() -> None:
+    state = ControllerState()
+    for at, above, since in ((8, True, 8), (16, True, 8), (24, None, 8), (32, False, None)):
+        state.record_decision(consumed_samples=at, scheduled=None, above_optimal=above)
+        assert state.above_optimal_since_samples == since
+    assert state.num_decisions == 4
+    due: dict[str, Any] = {"batch": 8, "every_samples": 100}
+    assert not state.is_due(consumed_samples=131, scheduled=None, **due)
+    assert state.is_due(consumed_samples=132, scheduled=None, **due)
+    assert state.is_due(consumed_samples=40, scheduled=16, **due)
+    state.postpone(consumed_samples=40, scheduled=16)
+    assert not state.is_due(consumed_samples=48, scheduled=16, **due)
+
+
+def test_a_change_of_layout_costs_the_most_of_the_last_three() -> None:
+    costs = LayoutChangeCosts(prior_s=7.0)
+    assert costs.seconds == 7.0
+    for number, seconds in enumerate([9.0, 1.0, 2.0, 3.0]):
+        costs.record_success(seconds=seconds, iteration=number)
+    assert costs.seconds == 3.0
+    assert costs.paused_s == 15.0 and costs.last_iteration == 3
+
+
+def test_failures_block_the_pair_and_then_every_change_of_layout() -> None:
+    a, b, costs = Layout(dp=4), Layout(pp=2, dp=2), LayoutChangeCosts()
+    costs.record_failure(a, b, "no room", seconds=2.0)
+    assert costs.blocked_layouts(a) == (Layout(pp=2, dp=2),)
+    assert costs.blocked_layouts(b) == () and not costs.has_given_up
+    for _ in range(MOST_FAILURES - 1):
+        costs.record_failure(a, b, "no room", seconds=2.0)
+    assert costs.has_given_up and costs.paused_s == 2.0 * MOST_FAILURES
+    assert LayoutChangeCosts.from_json(json.loads(json.dumps(asdict(costs)))) == costs
+    costs.forget_failures()
+    assert not costs.has_given_up and costs.blocked_layouts(a) == ()
+    costs.block(b, "the run crashed in it")
+    assert costs.blocked_layouts(a) == costs.blocked_layouts(b) == (Layout(pp=2, dp=2),)
+
+
+def test_a_checkpoint_holds_the_state_as_plain_json() -> None:
+    state = filled(5, state=grown(filled(60)), batch=16)
+    state.layout_costs.record_failure(Layout(dp=4), Layout(pp=2, dp=2), "no room", seconds=2.0)
+    train_state = TrainState(callbacks={"copus_control": state})
+    stored = json.loads(json.dumps(train_state.to_json()))["callbacks"]["copus_control"]
+    assert ControllerState.from_json(stored) == state
+    for broken in ({**stored, "version": 0}, {**stored, "version": 3}):
+        with pytest.raises(ValueError, match="version"):
+            ControllerState.from_json(broken)
+
+
+@pytest.fixture(scope="module")
+def version_1() -> dict[str, bytes]:
+    with tarfile.open(ARCHIVE) as archive:
+        names = ("run/checkpoints/iter_0000040/common.pt", f"run/{NAME}")
+        files = {name: archive.extractfile(name) for name in names}
+        return {Path(name).name: file.read() for name, file in files.items() if file is not None}
+
+
+def test_the_state_of_a_checkpoint_of_version_1_is_read(version_1: dict[str, bytes]) -> None:
+    common = torch.load(io.BytesIO(version_1["common.pt"]), weights_only=False)
+    old = common["copus"]["train_state"]["callbacks"]["copus_control"]
+    assert old["version"] == 1
+    state = ControllerState.from_json(old)
+    assert [state.global_batch_size, state.micro_batch_size] == old["sizes"] == [32, 8]
+    assert state.ramp == Ramp(**old["ramp"]) and state.step_times == old["times"]
+    assert [list(asdict(step).values()) for step in state.steps] == [
+        [*step[:4], bool(step[4])] for step in old["steps"]
+    ]
+    kept = ("num_decisions", "last_decision_samples", "answered_batch", "elapsed_s", "num_changes")
+    assert [getattr(state, name) for name in kept] == [old[name] for name in kept]
+    assert state.steps_after_change == old["since_change"]
+    changes = [c.to_json() for c in [*state.changes, state.open_change] if c is not None]
+    olds = [c for c in [*old["changes"], old["open"]] if c is not None]
+    assert len(changes) == len(olds) > 0
+    for new, was in zip(changes, olds):
+        assert {name: new[name] for name in was} == was
+    again = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert again == state
+    # What such a checkpoint may also hold.
+    more = {"barred": [[None, [1, 2, 1, 2], "crashed"]], "num_failed": 1, "paused_s": 3.0}
+    left = {"number": 4, "start": "tp1.pp1.dp2", "to": "tp1.pp2.dp1", "time": 5.0}
+    costs = ControllerState.from_json({**old, "layouts": {**more, "left": left}}).layout_costs
+    assert costs.blocked_layouts(Layout(dp=2)) == (Layout(pp=2, dp=2),) and costs.paused_s == 3.0
+    assert costs.pending_relaunch is not None and asdict(costs.pending_relaunch) == left
+    without = {name: value for name, value in old.items() if name != "layouts"}
+    assert ControllerState.from_json(without).layout_costs == LayoutChangeCosts()
+
+
+def test_a_journal_of_version_1_is_read_under_todays_names(
+    version_1: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / NAME).write_bytes(version_1[NAME])
+    olds = [json.loads(line) for line in version_1[NAME].splitlines()]
+    news = list(read_journal(tmp_path / NAME))
+    assert {r["version"] for r in olds} == {1} and {r["version"] for r in news} == {VERSION}
+    start = next(r for r in news if r["kind"] == "start")
+    assert [start["global_batch_size"], start["micro_batch_size"]] == [8, 2]
+    pairs = [(a, b) for a, b in zip(olds, news) if a["kind"] == "decision"]
+    for old, new in pairs:
+        assert new["applied"] is old["obeyed"] and "obeyed" not in new
+        inputs, decision = (
+            DecisionInputs.from_json(new["situation"]),
+            Decision.from_json(new["decision"]),
+        )
+        assert decision.batch_above_optimal is old["decision"]["is_small"]
+        assert inputs.noise.grad_norm_sq == old["situation"]["noise"]["g2"]
+        assert inputs.noise.grad_variance_trace == old["situation"]["noise"]["v"]
+    assert len(pairs) == 3
+    assert upgraded(news[0]) is news[0]
+    # Parts of an unknown form stay.
+    for odd in ({"sizes": 3}, {"decision": []}, {"situation": {"noise": 1, "rules": None}}):
+        assert upgraded({"kind": "start", "version": 1, **odd})["version"] == VERSION
+
+
+def test_a_journal_outlives_a_line_cut_short(tmp_path: Path) -> None:
+    journal = DecisionLog(tmp_path)
+    assert journal.path is not None
+    journal.append("start", iteration=0)
+    with journal.path.open("a") as file:
+        file.write('{"kind": "decisi')
+    journal.append("end", iteration=5)
+    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+    with pytest.raises(ValueError):
+        journal.append("decision", gain=math.inf)
+    journal.note("decision", gain=math.inf)
+    assert [r["kind"] for r in read_journal(journal.path)] == ["start", "end"]
+    DecisionLog(None).append("start")
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_numbers_for_the_sinks_are_worth_no_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: Any, **named: Any) -> dict[str, float]:
+        raise OverflowError("math range error")
+
+    for name in ("decision_scalars", "outcome_scalars"):
+        monkeypatch.setattr(f"copus_ext.controller.decision_log.{name}", broken)
+    log = record_decisions(tmp_path)
+    kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
+    assert kinds == ["start", "decision", "outcome", "decision"]
+    assert log.take_scalars() == {} and "math range error" in caplog.text
