@@ -58,7 +58,9 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
 
 def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
     """A decision without its words, which another version may choose otherwise."""
-    candidates = [{**c, "verdict": c["verdict"] == "chosen"} for c in decision["candidates"]]
+    candidates = [
+        {**c, "blocked_reason": c["blocked_reason"] == ""} for c in decision["candidates"]
+    ]
     return {**decision, "reason": "", "candidates": candidates}
 
 

@@ -10,13 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
-
-if TYPE_CHECKING:
-    from copus_ext.goodput.inputs import Decision, DecisionInputs
-    from copus_ext.goodput.state import ConfigChange
+from copus_ext.goodput.state import ConfigChange
 
 logger = logging.getLogger(__name__)
 
@@ -163,29 +161,40 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
         sizes = new.pop("sizes")
         both = sizes if isinstance(sizes, list) and len(sizes) == 2 else (None, None)
         new["global_batch_size"], new["micro_batch_size"] = both
-    for part, names in _NAMES_OF_VERSION_1.items():
-        if isinstance(new.get(part), dict):
-            new[part] = _renamed(new[part], names)
-    return new
+    return new | {
+        part: _renamed(new[part], names)
+        for part, names in _NAMES_OF_VERSION_1.items()
+        if part in new
+    }
 
 
-_NAMES_OF_VERSION_1: dict[str, dict[str, Any]] = {
-    "decision": {"is_small": "batch_above_optimal"},
+_NAMES_OF_VERSION_1: dict[str, Any] = {
+    "decision": {
+        "is_small": "batch_above_optimal",
+        "candidates": {"verdict": "blocked_reason"},
+    },
     "situation": {
         "noise": {"g2": "grad_norm_sq", "v": "grad_variance_trace"},
         "rules": {"calibration": "noise_scale_multiplier"},
     },
 }
+_VERDICTS_OF_VERSION_1 = {"chosen": "", "present": PRESENT}
 
 
-def _renamed(data: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a record, and of the records in it, under their present names."""
+def _renamed(value: Any, names: dict[str, Any]) -> Any:
+    """A part of a record, or a list of such, with its keys under their present names."""
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
     new = {}
-    for key, value in data.items():
+    for key, item in value.items():
         name = names.get(key, key)
         if isinstance(name, dict):
-            value, name = _renamed(value, name) if isinstance(value, dict) else value, key
-        new[name] = value
+            name, item = key, _renamed(item, name)
+        if key == "verdict" and isinstance(item, str):
+            item = _VERDICTS_OF_VERSION_1.get(item, item)
+        new[name] = item
     return new
 
 

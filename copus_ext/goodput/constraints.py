@@ -1,6 +1,8 @@
-"""What keeps a run from moving: wholly, from its batch, or to one configuration."""
+"""What blocks a change: of the run as a whole, and of each candidate."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from copus_ext.goodput import policies, switch_rule
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
@@ -8,116 +10,133 @@ from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 WARMING_UP = "the learning rate is warming up"
 _SHRINK_HALF_LIVES = 4.0
 _MOST_SKIPPED = 5
-"""Of 100 steps: with more of them skipped nothing is changed."""
+"""Of 100 steps: with more of them skipped nothing changes."""
 _SETTLE_STEPS = 50
-"""Steps between a change and one of the micro-batch alone."""
+"""Steps between a change and one of the micro-batch or layout alone."""
 _SWING = 8.0
 """After it shrank, the batch grows again when the noise scale is so many times what it was."""
 
 
-def closed(s: DecisionInputs) -> str:
-    """Why nothing is decided now; empty if something may be."""
+def run_blocked_reason(s: DecisionInputs) -> str:
+    """Why nothing can change now; empty if something may."""
+    return next(_run_reasons(s), "")
+
+
+def _run_reasons(s: DecisionInputs) -> Iterator[str]:
     if s.paused:
-        return "paused by an operator"
+        yield "paused by an operator"
     if s.consumed_samples >= s.total_samples:
-        return "the run is over"
+        yield "the run is over"
     if only_layouts(s) and (not s.rules.relayout or s.rules.policy == "copus"):
-        return WARMING_UP
+        yield WARMING_UP
     if s.skipped_steps > _MOST_SKIPPED:
-        return f"{s.skipped_steps} of the last 100 steps were skipped"
-    return ""
+        yield f"{s.skipped_steps} of the last 100 steps were skipped"
 
 
 def only_layouts(s: DecisionInputs) -> bool:
-    """Whether the learning rate still warms up: how fast a layout is does not depend on it, all
-    else does."""
+    """Whether only the layout may change: the learning rate still warms up, on which everything but
+    the speed of a layout depends."""
     return s.in_warmup and s.rules.policy != "step_schedule"
 
 
-def blind(s: DecisionInputs, row: ConfigThroughput) -> str:
-    """Why a row lets nobody see the noise scale that the policy needs; empty if it does."""
+def unmeasurable_reason(s: DecisionInputs, row: ConfigThroughput) -> str:
+    """Why the noise scale that the policy needs cannot be measured in a row; empty if it can."""
     if row.is_blind and policies.needs_noise(s.rules.policy):
         return f"{row}: the noise scale cannot be seen in one micro-batch on one replica"
     return ""
 
 
-def barred(s: DecisionInputs, row: ConfigThroughput, *, small: bool) -> str:
-    """Why a row must not be taken now, whatever it gains; empty if it may."""
-    now = s.now
-    if why := blind(s, row):
-        return why
-    if row.layout != now.layout and (why := _relayout_barred(s, row)):
-        return why
-    if row.global_batch_size == now.global_batch_size:
-        if s.steps_since_change is not None and s.steps_since_change < _SETTLE_STEPS:
-            return f"{s.steps_since_change} of {_SETTLE_STEPS} steps since the last change"
-        return "the learning rate is in a ramp" if s.in_ramp else ""
-    since = None
-    if s.last_change_samples is not None:
-        since = s.consumed_samples - s.last_change_samples
-    if row.global_batch_size > now.global_batch_size:
-        if row.global_batch_size > now.global_batch_size * s.rules.growth:
-            return f"grows more than {s.rules.growth:g} times at once"
-        if s.rules.policy in policies.SCHEDULED:
-            return ""
-        if s.in_ramp:
-            return "the learning rate still follows the last growth"
-        waits = s.rules.policy != "copus"
-        if waits and since is not None and since < s.half_life_samples:
-            return f"{since} of {s.half_life_samples:.0f} samples since the last change"
-        if _would_swing(s):
-            return f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
-        if s.consumed_samples < s.hold_growth_until_samples:
-            return f"held after a loss spike until sample {s.hold_growth_until_samples}"
-        return ""
-    return _shrink_barred(s, row, small=small)
+def blocked_reason(s: DecisionInputs, to: ConfigThroughput, *, above_optimal: bool) -> str:
+    """Why the run cannot change to a row now, whatever it gains; empty if it can.
+
+    Args:
+        s: the inputs of the decision.
+        to: another row than the present one.
+        above_optimal: whether the batch is above the optimal one with confidence.
+    """
+    return next(_reasons(s, to, above_optimal), "")
 
 
-def _would_swing(s: DecisionInputs) -> bool:
-    """Whether growing now could undo a shrinking on account of mere noise."""
-    then, now = s.noise_when_shrunk, s.critical_batch_size
-    return then is not None and now is not None and now < _SWING * then
+def _reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool) -> Iterator[str]:
+    """Every reason against a row, the most basic one first."""
+    if reason := unmeasurable_reason(s, to):
+        yield reason
+    if to.layout != s.now.layout:
+        yield from _layout_reasons(s, to)
+    growth = to.global_batch_size - s.now.global_batch_size
+    if growth == 0:
+        yield from _same_batch_reasons(s)
+    elif growth > 0:
+        yield from _growth_reasons(s, to)
+    else:
+        yield from _shrink_reasons(s, to, above_optimal)
 
 
-def _shrink_barred(s: DecisionInputs, row: ConfigThroughput, *, small: bool) -> str:
-    if not s.rules.allow_shrink:
-        return "the batch does not shrink without allow_shrink"
-    if s.rules.policy in policies.SCHEDULED:
-        return ""
-    smaller = [size for size in grid(s) if size < s.now.global_batch_size]
-    if row.global_batch_size < max(smaller):
-        return "shrinks by more than one step of the grid"
-    if s.noise.status != "ok":
-        return "the noise scale has no upper end"
-    long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
-    if not small or s.small_since_samples is None:
-        return "the best batch is not surely smaller"
-    if s.consumed_samples - s.small_since_samples < long_enough:
-        return f"surely smaller for less than {long_enough:.0f} samples"
-    return ""
-
-
-def _relayout_barred(s: DecisionInputs, row: ConfigThroughput) -> str:
+def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if not s.rules.relayout:
-        return "another layout, and the run keeps its own"
+        yield "another layout, and the run keeps its own"
     if s.relayouts_ended:
-        return "another layout, and too many changes of layout have failed"
-    if row.layout in s.barred_layouts:
-        return "a change to this layout has failed"
+        yield "another layout, and too many changes of layout have failed"
+    if to.layout in s.barred_layouts:
+        yield "a change to this layout has failed"
+    if s.in_ramp:
+        yield "the learning rate is in a ramp"
     since_steps = since_s = None
     if s.last_relayout_iteration is not None:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
-    if s.in_ramp:
-        return "the learning rate is in a ramp"
-    return switch_rule.may_relayout(
+    if reason := switch_rule.relayout_blocked_reason(
         cost_s=s.switch_cost_s,
         elapsed_s=s.elapsed_s,
         paused_s=s.paused_s,
         steps_since=since_steps,
         seconds_since=since_s,
         run_steps=s.total_samples / s.now.global_batch_size,
-    )
+    ):
+        yield reason
+
+
+def _same_batch_reasons(s: DecisionInputs) -> Iterator[str]:
+    if s.steps_since_change is not None and s.steps_since_change < _SETTLE_STEPS:
+        yield f"{s.steps_since_change} of {_SETTLE_STEPS} steps since the last change"
+    if s.in_ramp:
+        yield "the learning rate is in a ramp"
+
+
+def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
+    if to.global_batch_size > s.now.global_batch_size * s.rules.growth:
+        yield f"grows more than {s.rules.growth:g} times at once"
+    if s.rules.policy in policies.SCHEDULED:
+        return
+    if s.in_ramp:
+        yield "the learning rate still follows the last growth"
+    if s.last_change_samples is not None and s.rules.policy != "copus":
+        since = s.consumed_samples - s.last_change_samples
+        if since < s.half_life_samples:
+            yield f"{since} of {s.half_life_samples:.0f} samples since the last change"
+    # Growing now could undo a shrinking on account of mere noise.
+    then, now = s.noise_when_shrunk, s.critical_batch_size
+    if then is not None and now is not None and now < _SWING * then:
+        yield f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
+    if s.consumed_samples < s.hold_growth_until_samples:
+        yield f"held after a loss spike until sample {s.hold_growth_until_samples}"
+
+
+def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool) -> Iterator[str]:
+    if not s.rules.allow_shrink:
+        yield "the batch does not shrink without --copus-allow-shrink"
+    if s.rules.policy in policies.SCHEDULED:
+        return
+    if to.global_batch_size < max(x for x in grid(s) if x < s.now.global_batch_size):
+        yield "shrinks by more than one step of the grid"
+    if s.noise.status != "ok":
+        yield "the noise scale has no upper bound"
+    if not above_optimal or s.small_since_samples is None:
+        yield "it is not certain that the optimal batch is smaller"
+        return
+    long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
+    if s.consumed_samples - s.small_since_samples < long_enough:
+        yield f"above the optimal batch for less than {long_enough:.0f} samples"
 
 
 def grid(s: DecisionInputs) -> list[int]:

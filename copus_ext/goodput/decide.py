@@ -1,4 +1,9 @@
-"""The decision at a step boundary, as a function of nothing but the situation."""
+"""The decision at a step boundary, from top to bottom.
+
+The controller measures and builds the inputs. `decide` then takes three steps: it asks the policy
+for its goal, builds every candidate with its gain and with what blocks it, and chooses the best one
+that nothing blocks. The controller applies and records what comes out.
+"""
 
 from __future__ import annotations
 
@@ -8,275 +13,261 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from copus_ext.goodput import objectives, policies, switch_rule
-from copus_ext.goodput.constraints import WARMING_UP, barred, blind, closed, grid, only_layouts
-from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
+from copus_ext.goodput import constraints, objectives, policies, switch_rule
+from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, Decision, DecisionInputs
 
-_SHOWN = 12
+_KEPT = 12
 """Candidates that a decision keeps."""
 _INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Goal:
-    """What is best, before limits."""
-
-    log_worth: list[float]
-    """ln(worth) of every row; minus infinity where it is not positive."""
-    batch: float | None
-    """The batch aimed at, samples."""
-    critical_batch_size: float
-    """Phi, samples."""
-
-
 def decide(s: DecisionInputs) -> Decision:
-    """What to do now. The same situation gives the same decision, bit for bit."""
-    why_not = closed(s)
-    if why_not:
-        return _stay(s, why_not)
-    wanted = None if blind(s, s.now) or only_layouts(s) else _goal(s)
-    goal = wanted or _present_batch(s)
-    small = wanted is not None and _is_small(s)
-    judged = [_judge(s, i, goal, small=small) for i in _considered(s, goal)]
-    judged.sort(key=lambda c: (-_net(s, c), _order(s, c.row)))
-    chosen = next((c for c in judged if c.verdict == "chosen"), None)
-    if chosen is None:
-        reason = _unknown(s) if wanted is None else _kept_back(s, judged)
-        return _stay(s, reason, target=goal.batch, small=small, candidates=judged)
-    is_same = chosen.row.layout == s.now.layout
-    return Decision(
-        kind="batch" if is_same else "relayout",
-        to=chosen.row,
-        reason=_why(s, chosen, goal),
-        gain=chosen.gain,
+    """What to do now. The same inputs give the same decision, bit for bit."""
+    if reason := constraints.run_blocked_reason(s):
+        return _decision(s, reason=reason)
+    goal = _goal(s)
+    above_optimal = goal.unknown == "" and _is_above_optimal(s)
+    candidates = _candidates(s, goal, above_optimal)
+    chosen = next((c for c in candidates if not c.blocked_reason), None)
+    reason = _reason_to_stay(s, goal, candidates) if chosen is None else _change(s, goal, chosen)
+    return _decision(
+        s,
+        reason=reason,
+        chosen=chosen,
         target_batch=goal.batch,
-        batch_above_optimal=small,
-        candidates=tuple(judged[:_SHOWN]),
+        batch_above_optimal=above_optimal,
+        candidates=tuple(candidates[:_KEPT]),
     )
 
 
-def best_other(s: DecisionInputs, judged: Sequence[Candidate]) -> Candidate | None:
-    """The best move, within reach if any is.
+def _decision(
+    s: DecisionInputs,
+    *,
+    reason: str,
+    chosen: Candidate | None = None,
+    target_batch: float | None = None,
+    batch_above_optimal: bool = False,
+    candidates: tuple[Candidate, ...] = (),
+) -> Decision:
+    is_same = chosen is not None and chosen.row.layout == s.now.layout
+    return Decision(
+        kind="stay" if chosen is None else "batch" if is_same else "relayout",
+        to=s.now if chosen is None else chosen.row,
+        reason=reason,
+        gain=None if chosen is None else chosen.gain,
+        target_batch=target_batch,
+        batch_above_optimal=batch_above_optimal,
+        candidates=candidates,
+    )
 
-    Args:
-        s: where the run stands.
-        judged: candidates, best first.
-    """
-    most = s.now.global_batch_size * s.rules.growth
-    others = [c for c in judged if c.row != s.now]
-    within = [c for c in others if c.row.global_batch_size <= most]
-    return next(iter(within or others), None)
+
+# The goal.
 
 
-def _kept_back(s: DecisionInputs, judged: list[Candidate]) -> str:
-    """The best move within reach, and what keeps it back."""
-    best = best_other(s, judged)
-    return f"{best.row}: {best.verdict}" if best else "nothing else fits or divides"
+@dataclass(frozen=True, kw_only=True)
+class _Goal:
+    """What the policy wants, before constraints."""
+
+    log_goodput: list[float]
+    """ln(goodput) of every row; minus infinity where it is no candidate."""
+    critical_batch_size: float
+    """In samples."""
+    batch: float | None = None
+    """The target batch, samples."""
+    unknown: str = ""
+    """Why the policy has no goal, so that only rows of the present batch compare."""
+
+
+def _goal(s: DecisionInputs) -> _Goal:
+    policy, critical = s.rules.policy, s.critical_batch_size
+    unknown, target = _unknown(s), None
+    if not unknown and policy in policies.WEIGHING:
+        assert critical is not None
+        values = _log_goodputs(s, s.rows, critical)
+        best = _best_of_layout(s, values)
+        return _Goal(log_goodput=values, batch=float(best), critical_batch_size=critical)
+    if not unknown:
+        target = policies.target_batch(s)
+        unknown = "the policy has no target batch yet" if target is None else ""
+    if target is None:
+        values = _log_throughputs(s, s.now.global_batch_size)
+        if constraints.unmeasurable_reason(s, s.now):  # any measurable one is better
+            values[s.current] = -math.inf
+        return _Goal(log_goodput=values, critical_batch_size=_SAME_BATCH_NOISE, unknown=unknown)
+    sizes = sorted({row.global_batch_size for row in s.rows})
+    snapped = policies.snap(target, constraints.grid(s) or sizes, policy=policy)
+    return _Goal(
+        log_goodput=_log_throughputs(s, _next_towards(s, snapped, sizes)),
+        batch=target,
+        critical_batch_size=critical or _SAME_BATCH_NOISE,
+    )
 
 
 def _unknown(s: DecisionInputs) -> str:
-    """Why only configurations of the present batch were compared."""
-    if why := blind(s, s.now):
-        return why
-    if only_layouts(s):
-        return WARMING_UP
+    """Why the policy cannot compare batches; empty if it can."""
+    if reason := constraints.unmeasurable_reason(s, s.now):
+        return reason
+    if constraints.only_layouts(s):
+        return constraints.WARMING_UP
+    if not policies.needs_noise(s.rules.policy):
+        return ""
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
-    if steps >= least:
-        return "the noise scale is not known: the gradient shows nothing but noise"
-    return f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
+    if steps < least:
+        return f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
+    is_known = s.critical_batch_size is not None and s.critical_batch_size > 0
+    return "" if is_known else "the noise scale is not known: the gradient shows only noise"
 
 
-def _stay(
-    s: DecisionInputs,
-    reason: str,
-    *,
-    target: float | None = None,
-    small: bool = False,
-    candidates: Sequence[Candidate] = (),
-) -> Decision:
-    return Decision(
-        kind="stay",
-        to=s.now,
-        reason=reason,
-        gain=None,
-        target_batch=target,
-        batch_above_optimal=small,
-        candidates=tuple(candidates[:_SHOWN]),
-    )
-
-
-def _goal(s: DecisionInputs) -> _Goal | None:
-    """What the policy wants; None where it lacks the noise scale."""
-    policy, noise = s.rules.policy, s.critical_batch_size
-    if policies.needs_noise(policy) and (
-        noise is None or noise <= 0 or s.noise.effective_steps < s.rules.min_effective_steps
-    ):
-        return None
-    if policy in policies.WEIGHING:
-        assert noise is not None
-        worths = _log_worths(s, s.rows, noise)
-        own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
-        best = max(own, key=lambda i: worths[i])
-        return _Goal(
-            log_worth=worths, batch=float(s.rows[best].global_batch_size), critical_batch_size=noise
-        )
-    batch = policies.target_batch(s)
-    if batch is None:
-        return None
-    sizes = sorted({row.global_batch_size for row in s.rows})
-    snapped = policies.snap(batch, grid(s) or sizes, policy=policy)
-    within = _reachable(s, snapped, sizes)
-    critical = noise or _SAME_BATCH_NOISE
-    return _Goal(log_worth=_speeds(s, within), batch=batch, critical_batch_size=critical)
-
-
-def _present_batch(s: DecisionInputs) -> _Goal:
-    """Without a noise scale only configurations of the present batch can be compared."""
-    speeds = _speeds(s, s.now.global_batch_size)
-    if blind(s, s.now):  # any that sees is better
-        speeds[s.current] = -math.inf
-    return _Goal(log_worth=speeds, batch=None, critical_batch_size=_SAME_BATCH_NOISE)
-
-
-def _speeds(s: DecisionInputs, batch: int) -> list[float]:
-    """ln(throughput) of the rows of one batch, between which nothing else decides."""
+def _log_throughputs(s: DecisionInputs, batch: int) -> list[float]:
+    """ln(throughput) of the rows of one batch, which nothing else tells apart."""
     return [
         math.log(row.samples_per_s) if row.global_batch_size == batch else -math.inf
         for row in s.rows
     ]
 
 
-def _reachable(s: DecisionInputs, wanted: int, sizes: list[int]) -> int:
-    """The batch nearest to the wanted one that may be taken in one go."""
-    now = s.now.global_batch_size
-    most = now * s.rules.growth
-    if wanted > most:
-        return max((size for size in sizes if now <= size <= most), default=now)
-    if wanted >= now or s.rules.policy in policies.SCHEDULED:
-        return wanted if wanted >= now or s.rules.allow_shrink else now
-    smaller = [size for size in sizes if size < now]
-    return max(smaller) if s.rules.allow_shrink and smaller else now
-
-
-def _log_worths(s: DecisionInputs, rows: Sequence[ConfigThroughput], noise: float) -> list[float]:
-    """ln(worth) of rows; minus infinity where it is not positive."""
-    values = objectives.worth(
+def _log_goodputs(
+    s: DecisionInputs, rows: Sequence[ConfigThroughput], critical_batch_size: float
+) -> list[float]:
+    """ln(goodput) of rows; minus infinity where it is not positive."""
+    values = objectives.goodput(
         s.rules.objective,
         np.array([row.samples_per_s for row in rows]),
         np.array([row.global_batch_size for row in rows]),
-        noise,
+        critical_batch_size,
         reference_batch=s.rules.reference_batch,
     )
     return [math.log(value) if value > 0 else -math.inf for value in values.tolist()]
 
 
+def _best_of_layout(s: DecisionInputs, log_goodput: Sequence[float]) -> int:
+    """The batch of most goodput on the present layout."""
+    own = [i for i, row in enumerate(s.rows) if row.layout == s.now.layout]
+    return s.rows[max(own, key=lambda i: log_goodput[i])].global_batch_size
+
+
+def _next_towards(s: DecisionInputs, wanted: int, sizes: list[int]) -> int:
+    """The batch that one change may take on the way to the wanted one."""
+    now = s.now.global_batch_size
+    most = now * s.rules.growth
+    if wanted > most:
+        return max((size for size in sizes if now <= size <= most), default=now)
+    if wanted >= now or not s.rules.allow_shrink:
+        return max(wanted, now)
+    if s.rules.policy in policies.SCHEDULED:
+        return wanted
+    return max((size for size in sizes if size < now), default=now)
+
+
+def _is_above_optimal(s: DecisionInputs) -> bool:
+    """Whether the batch is above the optimal one even at the upper end of the noise scale."""
+    high, policy = s.noise.high_samples, s.rules.policy
+    if s.noise.status != "ok" or high is None:
+        return False
+    critical = s.rules.noise_scale_multiplier * high
+    best = s.now.global_batch_size
+    if policy == "cbs":
+        best = policies.snap(critical, constraints.grid(s), policy=policy)
+    elif policy in policies.WEIGHING:
+        best = _best_of_layout(s, _log_goodputs(s, s.rows, critical))
+    return best < s.now.global_batch_size
+
+
+# The candidates.
+
+
+def _candidates(s: DecisionInputs, goal: _Goal, above_optimal: bool) -> list[Candidate]:
+    """The candidates, the one of most net gain first."""
+    found = [_candidate(s, i, goal, above_optimal) for i in _considered(s, goal)]
+    return sorted(found, key=lambda c: (-_net(s, c), _tie_break(s, c.row)))
+
+
 def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
-    """Rows worth a verdict: of every layout and batch the best one, and the one with the present
-    micro-batch, whose speed is surer; and the present one."""
-    allowed = {*grid(s)}
-    # From a batch that is worth nothing any smaller one is a way back.
-    worthless = s.rules.policy in policies.WEIGHING and goal.log_worth[s.current] == -math.inf
+    """Rows that become candidates: the best micro-batch of every layout and batch; those with the
+    present micro-batch, whose speed is more certain; and the present one."""
+    allowed = {*constraints.grid(s)}
+    # From a batch without goodput any smaller one is a way back.
+    is_lost = s.rules.policy in policies.WEIGHING and goal.log_goodput[s.current] == -math.inf
     best: dict[tuple, int] = {}
     alike = set()
     for i, row in enumerate(s.rows):
+        is_way_back = is_lost and row.global_batch_size < s.now.global_batch_size
         if row.global_batch_size not in allowed:
             continue
-        if goal.log_worth[i] == -math.inf and not (
-            worthless and row.global_batch_size < s.now.global_batch_size
-        ):
+        if goal.log_goodput[i] == -math.inf and not is_way_back:
             continue
-        key = (row.layout, row.global_batch_size)
-        known = best.get(key)
-        if known is None or goal.log_worth[i] > goal.log_worth[known]:
-            best[key] = i
+        known = best.setdefault((row.layout, row.global_batch_size), i)
+        if goal.log_goodput[i] > goal.log_goodput[known]:
+            best[row.layout, row.global_batch_size] = i
         if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
             alike.add(i)
     return sorted({*best.values(), *alike, s.current})
 
 
-def _judge(s: DecisionInputs, i: int, goal: _Goal, *, small: bool) -> Candidate:
-    """One row against the present one."""
-    row, now = s.rows[i], s.now
+def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> Candidate:
+    """One row: its gain over the present one, the gain that it needs, and what blocks it."""
+    row = s.rows[i]
     if i == s.current:
-        return Candidate(row=row, gain=0.0, needed=None, verdict="present")
-    base = goal.log_worth[s.current]
+        return Candidate(row=row, gain=0.0, needed=None, blocked_reason=PRESENT)
+    base, gain, needed = goal.log_goodput[s.current], None, None
     is_target = s.rules.policy in policies.TARGETS
-    moves_batch = row.global_batch_size != now.global_batch_size
-    if (is_target and moves_batch) or base == -math.inf:
-        gain, needed = None, None
-    else:
-        gain = math.expm1(goal.log_worth[i] - base)
-        needed = _needed(s, row, goal)
-    why = barred(s, row, small=small)
+    if base > -math.inf and not (is_target and row.global_batch_size != s.now.global_batch_size):
+        gain = math.expm1(goal.log_goodput[i] - base)
+        needed = _needed_gain(s, row, goal.critical_batch_size)
+    blocked = constraints.blocked_reason(s, row, above_optimal=above_optimal)
     if needed is not None and math.isinf(needed):
-        why, needed = why or "the pause would not pay off in the rest of the run", None
-    if not why and gain is not None and needed is not None and gain <= needed:
-        why = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
-    return Candidate(row=row, gain=gain, needed=needed, verdict=why or "chosen")
+        blocked, needed = blocked or "the pause would not pay off in the rest of the run", None
+    elif not blocked and gain is not None and needed is not None and gain <= needed:
+        blocked = f"gains {100 * gain:.1f} %, needs {100 * needed:.1f} %"
+    return Candidate(row=row, gain=gain, needed=needed, blocked_reason=blocked)
 
 
-def _needed(s: DecisionInputs, row: ConfigThroughput, goal: _Goal) -> float:
+def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
     """The gain that the switch rule asks for."""
-    is_same = row.layout == s.now.layout
-    cost_s = 0.0 if is_same else s.switch_cost_s
+    cost_s = _cost_s(s, row)
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
+    is_same = row.layout == s.now.layout
     return switch_rule.forward_needed(
         cost_s=cost_s,
         remaining_s=_remaining_s(s),
-        log_sd=_log_sd(s, row, goal.critical_batch_size),
+        log_sd=_log_sd(s, row, critical_batch_size),
         margin=switch_rule.BATCH_MARGIN if is_same else switch_rule.RELAYOUT_MARGIN,
     )
 
 
-def _log_sd(s: DecisionInputs, row: ConfigThroughput, noise: float) -> float:
-    """Standard deviation of the logarithm of a gain: of the noise scale, as far as it moves the two
-    worths apart, and of the two throughputs."""
+def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
+    """Standard deviation of the logarithm of a gain: of the noise scale, as far as it changes the
+    two goodputs differently, and of the two throughputs."""
     slopes = [
         objectives.sensitivity(
             s.rules.objective,
             r.global_batch_size,
-            noise,
+            critical_batch_size,
             reference_batch=s.rules.reference_batch,
         )
         for r in (row, s.now)
     ]
-    variance = (slopes[0] - slopes[1]) ** 2 * _log_variance(s)
+    variance = (slopes[0] - slopes[1]) ** 2 * _log_noise_variance(s)
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
 
 
-def _log_variance(s: DecisionInputs) -> float:
-    """Variance of ln(phi), from its interval; none where a lower bound stands for it."""
+def _log_noise_variance(s: DecisionInputs) -> float:
+    """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound."""
     low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
     if s.noise.status != "ok" or not phi or not high:
         return 0.0
-    # An interval that reaches down to 0 says nothing below: take it as wide as above.
+    # An interval down to 0 does not bound the noise scale below: assume it as wide as above.
     width = math.log(high / low) if low else 2 * math.log(high / phi)
     return (width / (2 * _INTERVAL_Z)) ** 2
 
 
-def _is_small(s: DecisionInputs) -> bool:
-    """Whether the present batch is too large even at the upper end of the noise scale."""
-    high = s.noise.high_samples
-    if s.noise.status != "ok" or high is None:
-        return False
-    if s.rules.policy == "cbs":
-        nearest = policies.snap(s.rules.noise_scale_multiplier * high, grid(s), policy="cbs")
-        return nearest < s.now.global_batch_size
-    if s.rules.policy not in policies.WEIGHING:
-        return False
-    rows = [row for row in s.rows if row.layout == s.now.layout]
-    worths = _log_worths(s, rows, s.rules.noise_scale_multiplier * high)
-    best = rows[max(range(len(rows)), key=lambda i: worths[i])]
-    return best.global_batch_size < s.now.global_batch_size
-
-
 def _net(s: DecisionInputs, c: Candidate) -> float:
-    """The worth of a candidate over the present one, its pause taken off."""
+    """The goodput of a candidate over the present one, less its pause."""
     if c.gain is None:
         return -math.inf
-    cost_s = 0.0 if c.row.layout == s.now.layout else s.switch_cost_s
+    cost_s = _cost_s(s, c.row)
     if s.rules.switch_rule == "paper":
         return (1.0 + c.gain) * switch_rule.paper_discount(
             cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s
@@ -284,20 +275,54 @@ def _net(s: DecisionInputs, c: Candidate) -> float:
     return (1.0 + c.gain) / (1.0 + switch_rule.break_even(cost_s, _remaining_s(s)))
 
 
+def _cost_s(s: DecisionInputs, row: ConfigThroughput) -> float:
+    """Seconds that the change to a row stops training for."""
+    return 0.0 if row.layout == s.now.layout else s.switch_cost_s
+
+
 def _remaining_s(s: DecisionInputs) -> float:
-    """Seconds that the rest of the run takes as it is now."""
+    """Seconds that the rest of the run takes in the present configuration."""
     return max(s.total_samples - s.consumed_samples, 0) / s.now.samples_per_s
 
 
-def _order(s: DecisionInputs, row: ConfigThroughput) -> tuple:
+def _tie_break(s: DecisionInputs, row: ConfigThroughput) -> tuple:
     """Of equals the present layout, then the faster, the smaller tp, the smaller batch."""
     is_other = row.layout != s.now.layout
     return is_other, -row.samples_per_s, row.layout.tp, row.global_batch_size, row.micro_batch_size
 
 
-def _why(s: DecisionInputs, chosen: Candidate, goal: _Goal) -> str:
-    """A change in words: from what to what, its gain, and what it goes by."""
-    parts = [_change(s.now, chosen.row)]
+# The reasons.
+
+
+def best_alternative(s: DecisionInputs, candidates: Sequence[Candidate]) -> Candidate | None:
+    """The best other configuration, within one step of growth if any is.
+
+    Args:
+        s: the inputs of the decision.
+        candidates: of the decision, best first.
+    """
+    most = s.now.global_batch_size * s.rules.growth
+    others = [c for c in candidates if c.row != s.now]
+    within = [c for c in others if c.row.global_batch_size <= most]
+    return next(iter(within or others), None)
+
+
+def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candidate]) -> str:
+    """Why the policy has no goal, or what blocks the best alternative."""
+    best = best_alternative(s, candidates)
+    blocked = f"{best.row}: {best.blocked_reason}" if best else "nothing else fits or divides"
+    return goal.unknown or blocked
+
+
+def _change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
+    """A change: from what to what, its gain, and what it goes by."""
+    now, to = s.now, chosen.row
+    sizes = {
+        "batch": (now.global_batch_size, to.global_batch_size),
+        "micro-batch": (now.micro_batch_size, to.micro_batch_size),
+        "layout": (now.layout, to.layout),
+    }
+    parts = [", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)]
     if chosen.gain is not None and chosen.needed is not None:
         parts.append(f"gains {100 * chosen.gain:.1f} %, needs {100 * chosen.needed:.1f} %")
     if policies.needs_noise(s.rules.policy) and goal.batch is not None:
@@ -307,17 +332,8 @@ def _why(s: DecisionInputs, chosen: Candidate, goal: _Goal) -> str:
     return "; ".join(parts)
 
 
-def _change(now: ConfigThroughput, to: ConfigThroughput) -> str:
-    sizes = {
-        "batch": (now.global_batch_size, to.global_batch_size),
-        "micro-batch": (now.micro_batch_size, to.micro_batch_size),
-        "layout": (now.layout, to.layout),
-    }
-    return ", ".join(f"{name} {a} -> {b}" for name, (a, b) in sizes.items() if a != b)
-
-
 def critical_batch_size_words(s: DecisionInputs) -> str:
-    """The critical batch size and what it is made of, as the log and the report put it."""
+    """The critical batch size and its two factors, as the log and the report put it."""
     critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
     assert critical is not None
     least = "at least " if s.noise.status == "lower_bound_only" else ""

@@ -272,6 +272,10 @@ def build_inputs(
     )
 
 
+PRESENT = "the present configuration"
+"""What blocks the candidate that the run is in."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A configuration as the decision saw it."""
@@ -279,11 +283,11 @@ class Candidate:
     row: ConfigThroughput
     """The configuration."""
     gain: float | None
-    """Worth over that of the present one, minus 1; None where the policy has no such number."""
+    """Goodput over that of the present one, minus 1; None where the policy predicts none."""
     needed: float | None
-    """Gain that it would take to move there."""
-    verdict: str
-    """Chosen, or why not."""
+    """Gain that a change to it needs."""
+    blocked_reason: str
+    """Why the run cannot change to it now, or `PRESENT`; empty if it can."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -301,7 +305,7 @@ class Decision:
     reason: str
     """One line with the numbers."""
     gain: float | None
-    """Predicted worth over the present one, minus 1."""
+    """Predicted goodput over the present one, minus 1."""
     target_batch: float | None
     """Batch that the policy aims at in the end, samples."""
     batch_above_optimal: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copus_ext.goodput.decide import best_other
+from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.objectives import useful_samples_per_s
 from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
@@ -82,7 +82,7 @@ def goodput(s: DecisionInputs, row: ConfigThroughput) -> float | None:
 def next_choice(s: DecisionInputs, decision: Decision) -> Candidate | None:
     """The configuration that was chosen, or that would come next."""
     if decision.kind == "stay":
-        return best_other(s, decision.candidates)
+        return best_alternative(s, decision.candidates)
     return next((c for c in decision.candidates if c.row == decision.to), None)
 
 

@@ -1,7 +1,8 @@
-"""Worth of a configuration: throughput times what a sample of its batch is worth.
+"""Objectives that a policy maximises: throughput times the progress that a sample makes.
 
-T samples/s, B global batch, Phi = c phi the calibrated noise scale, both in samples. Only ratios
-mean anything: a worth is compared at one Phi, never across models or units.
+T is the throughput in samples/s, B the global batch size, and Phi the critical batch size (the
+multiplier times the noise scale), both in samples. Values compare configurations at one Phi; across
+models or units they mean nothing.
 """
 
 from __future__ import annotations
@@ -15,79 +16,76 @@ Objective = Literal["copus", "goodput", "lr_model"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 
 
-def goodput(samples_per_s: Any, batch: Any, noise: Any) -> Any:
-    """T / (B + Phi): eq. 5 of arXiv 2604.26687 without its constants, the form of Pollux (OSDI
-    2021)."""
-    return np.asarray(samples_per_s) / (np.asarray(batch) + noise)
-
-
-def copus(samples_per_s: Any, batch: Any, noise: Any) -> Any:
-    """T sqrt(B) / (B + Phi): eq. 8 of arXiv 2604.26687, learning rate in proportion to sqrt(B).
-
-    With flat throughput it is largest at B = Phi.
-    """
-    batch = np.asarray(batch, dtype=float)
-    return np.asarray(samples_per_s) * np.sqrt(batch) / (batch + noise)
-
-
-def lr_model(
-    samples_per_s: Any, batch: Any, noise: Any, *, reference_batch: float, tuned: float = 1.0
+def goodput(
+    objective: str,
+    samples_per_s: Any,
+    batch: Any,
+    critical_batch_size: Any,
+    *,
+    reference_batch: float,
+    tuned: float = 1.0,
 ) -> Any:
-    """T (2r - r^2) / (B + Phi), r the learning rate over the best one at that batch.
+    """The goodput under an objective, element by element.
 
-    The best rate of sign-like updates is in proportion to 1/(sqrt(Phi/B) + sqrt(B/Phi)) (arXiv
-    2405.14578); with a rate in proportion to sqrt(B), r = r0 (B + Phi) / (B_ref + Phi).
+    - `goodput`: T / (B + Phi), eq. 5 of arXiv 2604.26687 without its constants, and the form of
+      Pollux (OSDI 2021).
+    - `copus`: T sqrt(B) / (B + Phi), eq. 8 of arXiv 2604.26687, for a learning rate in proportion
+      to sqrt(B). With flat throughput it is largest at B = Phi.
+    - `lr_model`: T (2r - r^2) / (B + Phi), r the learning rate over the best one at that batch. The
+      best rate of sign-like updates is in proportion to 1/(sqrt(Phi/B) + sqrt(B/Phi)) (arXiv
+      2405.14578); with a rate in proportion to sqrt(B), r = r0 (B + Phi) / (B_ref + Phi).
 
     Args:
+        objective: one of `OBJECTIVES`.
         samples_per_s: T.
         batch: B.
-        noise: Phi.
+        critical_batch_size: Phi.
         reference_batch: B_ref, the batch for which the learning rate was chosen.
-        tuned: r0, the learning rate over the best one there.
-    """
-    batch = np.asarray(batch, dtype=float)
-    r = tuned * (batch + noise) / (reference_batch + noise)
-    return np.asarray(samples_per_s) * (2.0 * r - r**2) / (batch + noise)
-
-
-def worth(
-    objective: str, samples_per_s: Any, batch: Any, noise: Any, *, reference_batch: float
-) -> Any:
-    """The worth under the named objective.
+        tuned: r0, the learning rate over the best one at the reference batch.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown objective.
     """
+    speed, batch = np.asarray(samples_per_s), np.asarray(batch, dtype=float)
     if objective == "copus":
-        return copus(samples_per_s, batch, noise)
-    if objective == "goodput":
-        return goodput(samples_per_s, batch, noise)
-    if objective == "lr_model":
-        return lr_model(samples_per_s, batch, noise, reference_batch=reference_batch)
-    raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+        speed = speed * np.sqrt(batch)
+    elif objective == "lr_model":
+        r = tuned * (batch + critical_batch_size) / (reference_batch + critical_batch_size)
+        speed = speed * (2.0 * r - r**2)
+    elif objective != "goodput":
+        raise ValueError(f"objective {objective!r} is unknown; use one of {', '.join(OBJECTIVES)}")
+    return speed / (batch + critical_batch_size)
 
 
 def useful_samples_per_s(
-    objective: str, samples_per_s: Any, batch: Any, noise: Any, *, reference_batch: float
+    objective: str,
+    samples_per_s: Any,
+    batch: Any,
+    critical_batch_size: Any,
+    *,
+    reference_batch: float,
 ) -> Any:
-    """The worth in a unit that a person can read: samples per second that would be worth as much in
-    batches of the reference size.
+    """The goodput in a unit that a person can read: samples per second in batches of the reference
+    size that make the same progress.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown objective.
     """
-    one = worth(objective, 1.0, reference_batch, noise, reference_batch=reference_batch)
-    return worth(objective, samples_per_s, batch, noise, reference_batch=reference_batch) / one
+    known = {"reference_batch": reference_batch}
+    one = goodput(objective, 1.0, reference_batch, critical_batch_size, **known)
+    return goodput(objective, samples_per_s, batch, critical_batch_size, **known) / one
 
 
 @functools.lru_cache(maxsize=1024)
-def sensitivity(objective: str, batch: float, noise: float, *, reference_batch: float) -> float:
-    """d ln(worth) / d ln(Phi) at a batch, by a central difference: how an error of the noise scale
-    moves the worth."""
+def sensitivity(
+    objective: str, batch: float, critical_batch_size: float, *, reference_batch: float
+) -> float:
+    """d ln(goodput) / d ln(Phi) at a batch by a central difference: how an error of the noise scale
+    changes the goodput."""
     step = 1e-4
     up, down = (
-        worth(objective, 1.0, batch, noise * factor, reference_batch=reference_batch)
-        for factor in (1.0 + step, 1.0 - step)
+        goodput(objective, 1.0, batch, critical_batch_size * k, reference_batch=reference_batch)
+        for k in (1.0 + step, 1.0 - step)
     )
     if up <= 0 or down <= 0:
         return 0.0

@@ -58,7 +58,7 @@ def paper_discount(*, cost_s: float, elapsed_s: float, paused_s: float) -> float
     return max(elapsed_s - paused_s, 0.0) / (elapsed_s + cost_s)
 
 
-def may_relayout(
+def relayout_blocked_reason(
     *,
     cost_s: float,
     elapsed_s: float,

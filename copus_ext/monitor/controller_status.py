@@ -129,7 +129,7 @@ def _last_decision(
             goodput=goodput(s, found.row),
             gain=found.gain,
             needed=found.needed,
-            verdict=text(found.verdict),
+            verdict=text(found.blocked_reason) or "chosen",
         )
     return {
         "iteration": s.iteration,

@@ -304,7 +304,7 @@ def _candidate(
     if kind != "stay":
         return next((c for c in candidates if c.get("row") == to), {})
     others = [c for c in candidates if c.get("row") != now and number(c.get("needed")) is not None]
-    within = [c for c in others if "at once" not in text(c.get("verdict"))]
+    within = [c for c in others if "at once" not in text(c.get("blocked_reason"))]
     return next(iter(within or others), {})
 
 

@@ -82,7 +82,7 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
         row = table(candidate.get("row"))
         sizes = sizes_of(row)
         numbers = [row.get("samples_per_s"), candidate.get("gain"), candidate.get("needed")]
-        verdict = text(candidate.get("verdict"), 300)
+        verdict = text(candidate.get("blocked_reason"), 300) or "allowed"
         shown.append([sizes.layout, sizes.batch, sizes.micro, *map(number, numbers), verdict])
     return shown
 
@@ -129,7 +129,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
 def _worths(s: DecisionInputs) -> list[float]:
     def one(row: ConfigThroughput) -> float:
         return float(
-            objectives.worth(
+            objectives.goodput(
                 s.rules.objective,
                 row.samples_per_s,
                 row.global_batch_size,

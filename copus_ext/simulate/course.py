@@ -48,7 +48,7 @@ class GroundTruth:
             phi: noise scale as measured, samples.
         """
         noise = self.calibration * np.asarray(phi, dtype=float)
-        worth = objectives.worth(
+        worth = objectives.goodput(
             self.objective, 1.0, batch, noise, reference_batch=self.reference_batch
         )
         if self.objective == "copus":

@@ -90,7 +90,10 @@ def draw_goodput(situation: dict[str, Any], path: Path) -> None:
         fastest = [
             max(r["samples_per_s"] for r in rows if r["global_batch_size"] == b) for b in sizes
         ]
-        worth = [phi * float(goodput(t, b, phi)) for t, b in zip(fastest, sizes)]
+        worth = [
+            phi * float(goodput("goodput", t, b, phi, reference_batch=1))
+            for t, b in zip(fastest, sizes)
+        ]
         speed.plot(sizes, fastest, "o-", markersize=3, label=name)
         (line,) = product.plot(sizes, worth, "o-", markersize=3)
         best = worth.index(max(worth))

@@ -272,7 +272,9 @@ def test_another_layout_is_weighed_and_not_taken() -> None:
     s = situation(16, 16.0, rows=rows)
     decision = decide(s)
     assert decision.kind == "stay"
-    assert any("keeps its own" in c.verdict and c.row.layout.dp == 1 for c in decision.candidates)
+    assert any(
+        "keeps its own" in c.blocked_reason and c.row.layout.dp == 1 for c in decision.candidates
+    )
     able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=30.0)
     assert decide(able).kind == "relayout"
     late = dataclasses.replace(able, consumed_samples=999_800)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from copus_ext.goodput import lr_scaling, switch_rule
-from copus_ext.goodput.objectives import OBJECTIVES, lr_model, sensitivity, worth
+from copus_ext.goodput.objectives import OBJECTIVES, goodput, sensitivity
 
 FINE = np.exp(np.linspace(math.log(0.5), math.log(1e5), 400_001))
 
@@ -17,18 +17,18 @@ FINE = np.exp(np.linspace(math.log(0.5), math.log(1e5), 400_001))
 def best(objective: str, noise: float, half: float | None, reference: float = 16.0) -> float:
     """The best batch where T = B / (B + half), or flat."""
     speed = np.ones_like(FINE) if half is None else FINE / (FINE + half)
-    return float(FINE[np.argmax(worth(objective, speed, FINE, noise, reference_batch=reference))])
+    return float(FINE[np.argmax(goodput(objective, speed, FINE, noise, reference_batch=reference))])
 
 
 @pytest.mark.parametrize(
-    ("half", "noise", "goodput", "copus"),
+    ("half", "noise", "ours", "papers"),
     [(32, 64, 45.3, 139.9), (32, 256, 90.5, 356.9), (128, 256, 181.0, 559.7)],
 )
 def test_best_batches_of_saturating_throughput(
-    half: float, noise: float, goodput: float, copus: float
+    half: float, noise: float, ours: float, papers: float
 ) -> None:
-    assert best("goodput", noise, half) == pytest.approx(goodput, abs=0.06)
-    assert best("copus", noise, half) == pytest.approx(copus, abs=0.06)
+    assert best("goodput", noise, half) == pytest.approx(ours, abs=0.06)
+    assert best("copus", noise, half) == pytest.approx(papers, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_flat_throughput() -> None:
 @pytest.mark.parametrize(("r0", "want"), [(1.0, 69.2), (0.5, 134.3)])
 def test_the_learning_rate_model(r0: float, want: float) -> None:
     speed = FINE / (FINE + 32)
-    values = lr_model(speed, FINE, 256.0, reference_batch=16, tuned=r0)
+    values = goodput("lr_model", speed, FINE, 256.0, reference_batch=16, tuned=r0)
     assert FINE[np.argmax(values)] == pytest.approx(want, rel=1e-3)
     k = r0 / (16 + 256)
     beyond = 2 / k - 256 < FINE
@@ -58,13 +58,13 @@ def test_the_learning_rate_model(r0: float, want: float) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_worth_does_not_depend_on_units(objective: str) -> None:
+def test_goodput_does_not_depend_on_units(objective: str) -> None:
     rng = np.random.default_rng(1)
     for _ in range(50):
         speed, batch = rng.uniform(1, 100, 8), np.exp(rng.uniform(0, 6, 8))
         noise, reference, unit = np.exp(rng.uniform(0, 6)), 4.0, 2048.0
-        plain = worth(objective, speed, batch, noise, reference_batch=reference)
-        tokens = worth(
+        plain = goodput(objective, speed, batch, noise, reference_batch=reference)
+        tokens = goodput(
             objective, 7 * speed, unit * batch, unit * noise, reference_batch=unit * reference
         )
         assert (np.argsort(plain) == np.argsort(tokens)).all()
@@ -77,7 +77,7 @@ def test_more_noise_never_asks_for_a_smaller_batch(objective: str) -> None:
         batch = 2.0 ** np.arange(12)
         speed = np.maximum.accumulate(rng.uniform(0.5, 1.0, 12) * batch / (batch + 40))
         sizes = [
-            batch[np.argmax(worth(objective, speed, batch, noise, reference_batch=16.0))]
+            batch[np.argmax(goodput(objective, speed, batch, noise, reference_batch=16.0))]
             for noise in np.exp(np.linspace(0, 8, 40))
         ]
         assert sizes == sorted(sizes)
@@ -92,7 +92,7 @@ def test_sensitivity_to_the_noise_scale(objective: str) -> None:
 
 def test_a_doubling_under_flat_throughput_passes_a_tenth_from_two_and_a_half() -> None:
     for ratio, passes in ((2.49, False), (2.51, True)):
-        now, then = worth("copus", 1.0, np.array([8.0, 16.0]), 8 * ratio, reference_batch=8)
+        now, then = goodput("copus", 1.0, np.array([8.0, 16.0]), 8 * ratio, reference_batch=8)
         assert (then / now - 1 > 0.10) == passes
 
 
@@ -155,15 +155,17 @@ def test_waiting_can_be_better_than_two_moves() -> None:
 
 
 def test_cool_down_and_budget_of_pauses() -> None:
-    may = switch_rule.may_relayout
+    blocked = switch_rule.relayout_blocked_reason
     quiet = {"cost_s": 30.0, "elapsed_s": 9000.0, "paused_s": 30.0}
-    assert not may(**quiet, steps_since=None, seconds_since=None)
-    assert not may(**quiet, steps_since=200, seconds_since=300.0)
-    assert may(**quiet, steps_since=199, seconds_since=9999.0)
-    assert may(**quiet, steps_since=9999, seconds_since=299.0)
-    assert not may(**quiet, steps_since=100, seconds_since=300.0, run_steps=1000.0)
-    assert may(**quiet, steps_since=99, seconds_since=300.0, run_steps=100.0)
-    assert may(cost_s=30.0, elapsed_s=1000.0, paused_s=51.0, steps_since=None, seconds_since=None)
+    assert not blocked(**quiet, steps_since=None, seconds_since=None)
+    assert not blocked(**quiet, steps_since=200, seconds_since=300.0)
+    assert blocked(**quiet, steps_since=199, seconds_since=9999.0)
+    assert blocked(**quiet, steps_since=9999, seconds_since=299.0)
+    assert not blocked(**quiet, steps_since=100, seconds_since=300.0, run_steps=1000.0)
+    assert blocked(**quiet, steps_since=99, seconds_since=300.0, run_steps=100.0)
+    assert blocked(
+        cost_s=30.0, elapsed_s=1000.0, paused_s=51.0, steps_since=None, seconds_since=None
+    )
 
 
 def test_rates_go_with_the_absolute_batch() -> None:

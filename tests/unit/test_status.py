@@ -17,6 +17,7 @@ from rich.console import Console
 
 from copus_ext.commands import status
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.goodput.inputs import PRESENT
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.monitor.report import ReportData
 from copus_ext.monitor.run_status import RunStatus, read_status
@@ -62,7 +63,7 @@ def test_the_numbers_are_those_of_record_and_journal(
     for name in ("gain", "predicted_samples_per_s", "samples_per_s", "speed_over_predicted"):
         assert change[name] == outcome[name], name
     decision = written[-1]["decision"]
-    best = next(c for c in decision["candidates"] if c["verdict"] != "present")
+    best = next(c for c in decision["candidates"] if c["blocked_reason"] != PRESENT)
     assert now["controller"]["reason"] == decision["reason"]
     assert now["controller"]["best"]["gain"] == best["gain"]
     assert now["controller"]["best"]["needed"] == best["needed"]
