@@ -104,7 +104,11 @@ def test_what_a_step_does_not_have_is_gone_and_decisions_stay(tmp_path: Path) ->
 
 def graded(steps: int = WINDOW_STEPS) -> ConfigChange:
     """A growth that came out slower than predicted."""
-    speeds = {"samples_per_s": 9.0, "predicted_samples_per_s": 10.0, "speed_over_predicted": 0.9}
+    speeds: dict[str, Any] = {
+        "samples_per_s": 9.0,
+        "predicted_samples_per_s": 10.0,
+        "speed_over_predicted": 0.9,
+    }
     sizes = {"from_batch": 8, "to_batch": 16, "from_micro_batch": 1, "to_micro_batch": 1}
     return ConfigChange(decision=1, **sizes, **speeds, steps=steps)
 
