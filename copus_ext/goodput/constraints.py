@@ -42,7 +42,7 @@ def only_layouts(s: DecisionInputs) -> bool:
 def unmeasurable_reason(s: DecisionInputs, row: ConfigThroughput) -> str:
     """Why the noise scale that the policy needs cannot be measured in a row; empty if it can."""
     if row.is_blind and policies.needs_noise(s.rules.policy):
-        return f"{row}: the noise scale cannot be seen in one micro-batch on one replica"
+        return "the noise scale cannot be seen in one micro-batch on one replica"
     return ""
 
 
@@ -124,7 +124,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
 
 def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool) -> Iterator[str]:
     if not s.rules.allow_shrink:
-        yield "the batch does not shrink without --copus-allow-shrink"
+        yield "the batch does not shrink without allow_shrink"
     if s.rules.policy in policies.SCHEDULED:
         return
     if to.global_batch_size < max(x for x in grid(s) if x < s.now.global_batch_size):
