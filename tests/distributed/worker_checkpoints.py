@@ -40,7 +40,7 @@ def main(output: Path) -> None:
             core, clock = context.model[0].config, StepClock(is_cuda=False)
             model = Model(chunks=context.model, core_config=core, clock=clock)
             checkpointer.save(model, context.optimizer, context.scheduler, context.state)
-            checkpointer.close()
+            checkpointer.finish()
 
     result: dict[str, list[float]] = {}
     for layout in LAYOUTS:

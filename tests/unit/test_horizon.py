@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.training.common.errors import UsageError
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.lengths import TrainingLengths, adopt
+from megatron.training.config.lengths import TrainingLengths, apply_checkpoint_lengths
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 "
@@ -66,7 +66,7 @@ def test_another_batch_moves_nothing(first: int, second: int, warmup: str) -> No
     flags = f"--train-iters 100 --lr-decay-iters 80 --lr-warmup-{warmup} --eval-interval 10"
     stored = TrainingLengths.of(config_of(flags, first))
     for override in (False, True):
-        resumed = adopt(config_of(flags, second), stored, override=override)
+        resumed = apply_checkpoint_lengths(config_of(flags, second), stored, override=override)
         # A smaller batch means more iterations and so more evaluations; nothing else moves.
         kept = {**TrainingLengths.of(resumed).to_json(), "eval_samples": stored.eval_samples}
         assert kept == stored.to_json()
@@ -78,13 +78,13 @@ def test_absent_flags_take_the_stored_schedule() -> None:
     stored = TrainingLengths.of(
         config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
     )
-    resumed = adopt(config_of("--train-iters 100", 16), stored, override=False)
+    resumed = apply_checkpoint_lengths(config_of("--train-iters 100", 16), stored, override=False)
     assert TrainingLengths.of(resumed) == stored
 
 
 def test_samples_on_resume_may_say_what_iterations_said() -> None:
     stored = TrainingLengths.of(config_of("--train-iters 100"))
-    resumed = adopt(config_of("--train-samples 800", 16), stored, override=False)
+    resumed = apply_checkpoint_lengths(config_of("--train-samples 800", 16), stored, override=False)
     assert TrainingLengths.of(resumed) == stored
 
 
@@ -104,7 +104,7 @@ def test_another_meaning_is_refused(flags: str, parts: list[str]) -> None:
         config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
     )
     with pytest.raises(UsageError) as error:
-        adopt(config_of(flags), stored, override=False)
+        apply_checkpoint_lengths(config_of(flags), stored, override=False)
     (line,) = str(error.value).split("\n")
     for part in parts:
         assert part in line
@@ -115,7 +115,7 @@ def test_override_takes_the_new_horizon() -> None:
         config_of("--train-iters 100 --lr-decay-iters 80 --lr-warmup-iters 10")
     )
     asked = config_of("--train-iters 200 --lr-warmup-iters 5", 16)
-    resumed = adopt(asked, stored, override=True)
+    resumed = apply_checkpoint_lengths(asked, stored, override=True)
     # Iterations keep the unit of the first launch, 8 samples.
     assert resumed.batch.train_samples == 1600
     assert resumed.optim.lr_decay_samples == 1600
@@ -126,18 +126,18 @@ def test_override_takes_the_new_horizon() -> None:
 def test_override_never_shortens_the_data() -> None:
     stored = TrainingLengths.of(config_of("--train-iters 100"))
     with pytest.raises(UsageError, match="--exit-interval"):
-        adopt(config_of("--train-iters 99"), stored, override=True)
+        apply_checkpoint_lengths(config_of("--train-iters 99"), stored, override=True)
 
 
 def test_checkpoint_schedule_can_be_taken_unasked() -> None:
     stored = TrainingLengths.of(config_of("--train-iters 100 --lr-decay-iters 80"))
     asked = config_of("--train-iters 100 --lr-decay-iters 70 --use-checkpoint-opt_param-scheduler")
-    assert TrainingLengths.of(adopt(asked, stored, override=False)) == stored
+    assert TrainingLengths.of(apply_checkpoint_lengths(asked, stored, override=False)) == stored
 
 
 def test_adopting_twice_changes_nothing() -> None:
     stored = TrainingLengths.of(config_of("--train-iters 100 --lr-warmup-fraction 0.1"))
-    once = adopt(
+    once = apply_checkpoint_lengths(
         config_of("--train-iters 100 --lr-warmup-fraction 0.1", 32), stored, override=False
     )
-    assert adopt(once, stored, override=False) == once
+    assert apply_checkpoint_lengths(once, stored, override=False) == once

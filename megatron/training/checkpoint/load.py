@@ -52,33 +52,16 @@ from megatron.training.optim.optimizer import mark_decoupled
 
 logger = logging.getLogger(__name__)
 
-NEW_IN_WEIGHTS = (
-    "layernorm_zero_centered_gamma",
-    "quick_geglu",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "mtp_num_layers",
-)
+_NEW_IN_WEIGHTS = """layernorm_zero_centered_gamma quick_geglu multi_latent_attention q_lora_rank
+    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers"""
+NEW_IN_WEIGHTS = _NEW_IN_WEIGHTS.split()
 """Fields that older checkpoints lack, which then had their default. They change the weights."""
-NEW_IN_USE = (
-    "rotary_interleaved",
-    "rotary_seq_len_interpolation_factor",
-    "no_rope_freq",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "qk_l2_norm",
-    "softmax_type",
-    "glu_linear_offset",
-    "activation_func_clamp_value",
-    "mtp_loss_scaling_factor",
-)
+_NEW_IN_USE = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
+    rotary_scaling_factor mscale mscale_all_dim qk_l2_norm softmax_type glu_linear_offset
+    activation_func_clamp_value mtp_loss_scaling_factor"""
+NEW_IN_USE = _NEW_IN_USE.split()
 """The same, for fields that change what is computed with the weights."""
-NEW_RATES = ("decoupled_lr", "decoupled_min_lr")
+NEW_RATES = ["decoupled_lr", "decoupled_min_lr"]
 """The same, for learning rates."""
 
 

@@ -18,61 +18,28 @@ from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
 from megatron.training.config.layout import batch_problems
-from megatron.training.config.lengths import adopt
+from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
+# Fields in which a resumed run must agree with its checkpoint: always, unless it is finetuned, and
+# unless the learning rate schedule is overridden.
+_SHAPE = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+    position_embedding_type normalization swiglu add_bias_linear add_qkv_bias qk_layernorm
+    untie_embeddings_and_output_weights max_position_embeddings"""
+_RUN = """seq_length seed data_path split use_distributed_optimizer rotary_base rotary_percent
+    use_rope_scaling rope_scaling_factor layernorm_epsilon squared_relu"""
+_SCHEDULE = "lr min_lr lr_decay_style start_weight_decay end_weight_decay"
+_MUST_MATCH = (*_SHAPE.split(), *NEW_IN_WEIGHTS)
+_MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *NEW_IN_USE)
+_MUST_MATCH_WITHOUT_OVERRIDE = (*_SCHEDULE.split(), *NEW_RATES)
 # Fields that change nothing while the flag behind them is off in both.
+_OF_LATENT_ATTENTION = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    rotary_scaling_factor mscale mscale_all_dim"""
 _COUNTS_ONLY_WITH = {
-    "q_lora_rank": "multi_latent_attention",
-    "kv_lora_rank": "multi_latent_attention",
-    "qk_head_dim": "multi_latent_attention",
-    "qk_pos_emb_head_dim": "multi_latent_attention",
-    "v_head_dim": "multi_latent_attention",
-    "rotary_scaling_factor": "multi_latent_attention",
-    "mscale": "multi_latent_attention",
-    "mscale_all_dim": "multi_latent_attention",
+    **dict.fromkeys(_OF_LATENT_ATTENTION.split(), "multi_latent_attention"),
     "mtp_loss_scaling_factor": "mtp_num_layers",
     "rope_scaling_factor": "use_rope_scaling",
 }
-_MUST_MATCH = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "position_embedding_type",
-    "normalization",
-    "swiglu",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "untie_embeddings_and_output_weights",
-    "max_position_embeddings",
-    *NEW_IN_WEIGHTS,
-)
-_MUST_MATCH_TO_CONTINUE = (
-    "seq_length",
-    "seed",
-    "data_path",
-    "split",
-    "use_distributed_optimizer",
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "layernorm_epsilon",
-    "squared_relu",
-    *NEW_IN_USE,
-)
-_MUST_MATCH_WITHOUT_OVERRIDE = (
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    *NEW_RATES,
-)
 _OPTIONS = {spec.dest: spec for group in GROUPS.values() for spec in option_specs(group)}
 
 
@@ -108,22 +75,26 @@ def merge_resume_config(
     check_same_run(config, stored)
     if stored.lengths is None or config.checkpoint.finetune:
         return config
-    return adopt(config, stored.lengths, override=config.optim.override_opt_param_scheduler)
+    override = config.optim.override_opt_param_scheduler
+    return apply_checkpoint_lengths(config, stored.lengths, override=override)
 
 
 def _padded_vocabulary(
     config: Config, stored: Stored | None, vocab_size: int, tensor_parallel_sizes: Iterable[int]
 ) -> int:
-    """Rows of the embedding: fixed by the checkpoint, else by the flags, the same for every layout
-    that the run may take (docs/decisions/025).
+    """Rows of the embedding: those of the checkpoint, else as the flags say.
 
-    More rows would add tokens with logit 0 to every softmax and change the loss, so that a
-    checkpoint's number stays.
+    The number is the same for every layout that the run may take (docs/decisions/025). More rows
+    would add tokens with logit 0 to every softmax and change the loss.
     """
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     asked = model.padded_vocab_size if "padded_vocab_size" in config.explicit else None
     if stored is None or stored.arguments.get("padded_vocab_size") is None:
-        unit = _unit(config, tensor_parallel_sizes)
+        unit = padding_unit(
+            model.make_vocab_size_divisible_by,
+            {tp, *tensor_parallel_sizes},
+            padded_for=model.pad_vocab_for_tensor_parallel_size,
+        )
         padded = asked or pad_vocab_size(vocab_size, unit)
         if padded < vocab_size:
             raise UsageError(
@@ -152,15 +123,6 @@ def _padded_vocabulary(
     return padded
 
 
-def _unit(config: Config, tensor_parallel_sizes: Iterable[int] = ()) -> int:
-    model = config.model
-    return padding_unit(
-        model.make_vocab_size_divisible_by,
-        {config.parallel.tensor_model_parallel_size, *tensor_parallel_sizes},
-        padded_for=model.pad_vocab_for_tensor_parallel_size,
-    )
-
-
 def vocabulary_line(config: Config, stored: Stored | None, *, vocab_size: int) -> str:
     """Says how many rows the embedding has, and why.
 
@@ -186,7 +148,7 @@ def vocabulary_line(config: Config, stored: Stored | None, *, vocab_size: int) -
 def resume_step_settings(
     stored: StepSettings, config: Config, *, keep: bool
 ) -> tuple[StepSettings, list[str]]:
-    """How a resumed run takes its steps.
+    """The step settings of a resumed run.
 
     Args:
         stored: the settings of the checkpoint.
@@ -194,8 +156,8 @@ def resume_step_settings(
         keep: whether a controller goes on with them.
 
     Returns:
-        Those settings as far as the layout can cut the batch, or none where nobody keeps them; and
-        notes for the user.
+        The stored settings, with a batch that the layout can divide, or none without a controller;
+        and notes for the user.
     """
     plain = StepSettings()
     if stored == plain:
@@ -254,12 +216,11 @@ def check_same_run(config: Config, stored: Stored) -> None:
 
 
 def _filled_in(stored: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The flags of a checkpoint as this trainer's own would come out: what was left open is derived
-    by the rules of a launch.
+    """The flags of a checkpoint, with open ones derived by the rules of a launch.
 
-    Megatron-LM stores None, or the default of its parser, for a flag that was not given and where
-    it derives nothing; 1 group of queries without `--group-query-attention`, for example. What a
-    checkpoint does not tell at all is left out.
+    Megatron-LM stores None, or the default of its parser, for a flag that was not given and that it
+    does not derive. An example is 1 group of queries without `--group-query-attention`. The result
+    leaves out flags that the checkpoint does not hold.
     """
     known = _OPTIONS
     values: dict[str, Any] = {n: spec.default for n, spec in known.items()}

@@ -1,10 +1,8 @@
-"""Distributed checkpoints that load under any layout, committed so that a kill leaves the previous
-one latest.
+"""Saves checkpoints that load under any layout. A kill at any time leaves the previous one latest.
 
-Format: megatron-core's `torch_dist`, the optimizer always `fully_reshardable`, whose stored tensors
-are global and know nothing of the layout. `common.pt` also holds what stock Megatron-LM looks for.
-No random state is stored: the streams are functions of the seed and the samples consumed
-(parallel.py).
+The format is megatron-core's `torch_dist` with a `fully_reshardable` optimizer: stored tensors are
+global and independent of the layout. `common.pt` also holds what stock Megatron-LM looks for. No
+random state is stored, as it follows from the seed and the consumed samples (`seed_step`).
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from megatron.training.optim.optimizer_state import sharded_optimizer_state
 logger = logging.getLogger(__name__)
 
 RNG_POLICY = "seed+consumed_samples"
-# torch's own is no Exception.
+# `CheckpointException` is no `Exception`.
 TORCH_ERRORS = (Exception, CheckpointException)
 _SPACE_MARGIN = 1.2
 
@@ -127,12 +125,11 @@ class _Pending:
 
 
 class Checkpointer:
-    """Saves checkpoints of one layout into `--save`; `close` it before the layout goes.
+    """Saves checkpoints of one layout into `--save`. Call `finish` before the layout goes.
 
-    Every method is collective over the world unless it says otherwise. A save that fails is removed
-    and the previous checkpoint stays latest; training goes on, and the next save tries again. When
-    too many have failed in a row, or one that the run cannot end without, a TrainingFailure is
-    raised on every rank.
+    Every method is collective over the world. A save that fails deletes its partial checkpoint, and
+    the previous one stays the latest. Training goes on, and the next save tries again. Every rank
+    raises a TrainingFailure after too many failures in a row, or if the run needs the checkpoint.
 
     Args:
         config: resolved configuration with `checkpoint.save` set.
@@ -173,8 +170,9 @@ class Checkpointer:
         *,
         must: bool = False,
     ) -> bool:
-        """Writes a checkpoint of the state after `state.iteration`; with `--async-save` returns
-        while it is written, unless it must succeed.
+        """Writes a checkpoint of the state after `state.iteration`.
+
+        With `--async-save` it returns while the checkpoint is written, unless that must succeed.
 
         Args:
             model: to be saved.
@@ -186,7 +184,7 @@ class Checkpointer:
         Returns:
             Whether it is there, or being written.
         """
-        # What became of the one before does not matter if this one must succeed.
+        # If this one must succeed, a failure of the one before does not count.
         self._complete(blocking=True, must=None if must else False)
         started = time.monotonic()
         iteration = state.iteration
@@ -253,13 +251,9 @@ class Checkpointer:
             must: the run ends with it.
 
         Returns:
-            Whether all is well: it is there, or none was under way.
+            Whether no save has failed.
         """
         return self._complete(blocking=True, must=must)
-
-    def close(self) -> None:
-        """Finishes saves and lets go of the process groups."""
-        self.finish()
 
     def _complete(self, *, blocking: bool, must: bool | None) -> bool:
         """Commits what has been written, or notes that it has failed.

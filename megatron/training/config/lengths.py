@@ -199,7 +199,7 @@ def derive_weight_decay(draft: Draft) -> None:
     draft.default("end_weight_decay", draft["weight_decay"])
 
 
-def adopt(config: Config, stored: TrainingLengths, *, override: bool) -> Config:
+def apply_checkpoint_lengths(config: Config, stored: TrainingLengths, *, override: bool) -> Config:
     """Puts the lengths of a checkpoint into the configuration of a resumed run.
 
     The stored lengths win where the flags are absent or mean the same when iterations are counted

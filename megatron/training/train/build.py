@@ -113,7 +113,7 @@ def release_layout(job: Job) -> None:
     """
     job.fire("on_relayout_start")
     if job.checkpointer is not None:
-        job.checkpointer.close()
+        job.checkpointer.finish()
     job.model.detach_hooks()
     for owner in (job, job.context):
         for name in ("model", "optimizer", "scheduler", "groups", "checkpointer"):
@@ -253,7 +253,7 @@ def tear_down(job: Job) -> None:
     """Ends a job in step on all ranks: no group, thread or tensor of it stays. The world
     remains."""
     if job.checkpointer is not None:
-        job.checkpointer.close()
+        job.checkpointer.finish()
     for reader in (job.train_data, job.valid_data, job.test_data):
         if reader is not None:
             reader.close()

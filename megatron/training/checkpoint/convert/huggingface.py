@@ -161,11 +161,11 @@ def _exported_rows(archive: Archive, changes: Changes, notes: list[str]) -> int:
 
 
 def _exported(archive: Archive, found: Contents, dtype: torch.dtype, vocab: int) -> list[Piece]:
-    use_master = dtype != found.dtype and found.master is not None
+    master = found.master if dtype != found.dtype else None
 
     def read(source: _Counterpart) -> torch.Tensor:
         full = found.weights[source.key].shape
-        key = contents.state_key(found.master, source.key) if use_master else source.key
+        key = contents.state_key(master, source.key) if master else source.key
         if source.layer is None:
             return archive.read(key, Chunk.whole(source.shape), dtype)
         data = archive.read(key, Chunk.layer(full, source.layer), dtype)[0]
