@@ -18,11 +18,11 @@ import contextlib
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -48,8 +48,7 @@ MAX_REQUEUES = "COPUS_MAX_REQUEUES"
 _DEFAULT_SAVE_S = 60.0
 """Assumed duration of a save before one was measured."""
 _MARGIN_S = 60.0
-_LOOK_EVERY_S, _ASK_EVERY_S, _ANSWER_S, _LAST_ANSWER_S = 10.0, 60.0, 20.0, 5.0
-_MAX_BYTES = 1 << 20
+_LOOK_EVERY_S, _ASK_EVERY_S, _LAST_ANSWER_S = 10.0, 60.0, 5.0
 _RECENT_STEPS = 100
 _ENDLESS = 1e9
 _DEFAULT_REQUEUES = 3
@@ -138,53 +137,6 @@ def _seconds_of_date(text: Any) -> float:
         return 0.0
 
 
-class BackgroundCommand:
-    """A command that runs in the background; one that cannot be started has no answer."""
-
-    def __init__(self, command: Sequence[str], now_s: float) -> None:
-        """Starts it."""
-        self._deadline_s = now_s + _ANSWER_S
-        self._process: subprocess.Popen[str] | None = None
-        with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                errors="replace",
-            )
-
-    def is_done(self, now_s: float) -> bool:
-        """Whether it has ended; kills it if it takes too long."""
-        if self._process is None or self._process.poll() is not None:
-            return True
-        if now_s > self._deadline_s:
-            self.end()
-            return True
-        return False
-
-    def wait(self, seconds: float) -> None:
-        """Gives it time to end."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-
-    def answer(self) -> str | None:
-        """What it printed, or None if it failed."""
-        if self._process is None or self._process.stdout is None:
-            return None
-        with self._process.stdout as out:
-            text = out.read(_MAX_BYTES)
-        return text if self._process.returncode == 0 else None
-
-    def end(self) -> None:
-        """Kills it if it is still there."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-
 class SlurmWatch:
     """Watches the time left of a job; one for all its launches, on the first node alone. A tick
     never waits or raises, reads at most two megabytes, and asks SLURM at most once a minute.
@@ -215,8 +167,9 @@ class SlurmWatch:
         self._next_look_s = self._next_ask_s = self._next_comment_s = -math.inf
         self._ends_s: float | None = None
         self._max_lead_s = math.inf
-        self._asking: BackgroundCommand | None = None
-        self._publishing: BackgroundCommand | None = None
+        self._commands = ThreadPoolExecutor(2, "slurm")
+        self._asking: Future[str | None] | None = None
+        self._publishing: Future[str | None] | None = None
         self._published = ""
         self._said: set[str] = set()
 
@@ -244,18 +197,14 @@ class SlurmWatch:
             self._stop(left)
 
     def close(self) -> None:
-        """Publishes the last comment within seconds and ends the commands under way."""
+        """Publishes the last comment, within seconds."""
         self._look()
         self._next_comment_s = -math.inf
         for _ in range(2):  # the one under way, and the last
             if self._publishing is not None:
-                self._publishing.wait(_LAST_ANSWER_S)
+                wait([self._publishing], _LAST_ANSWER_S)
             self._publish(self._clock())
-        for command in (self._asking, self._publishing):
-            if command is not None:
-                command.end()
-                command.answer()
-        self._asking = self._publishing = None
+        self._commands.shutdown(wait=False, cancel_futures=True)
 
     def _look(self) -> None:
         for record in self._metrics.records():
@@ -274,9 +223,9 @@ class SlurmWatch:
         if self._asking is None and now >= self._next_ask_s:
             self._next_ask_s = now + _ASK_EVERY_S
             command = ["squeue", "-h", "-j", self._job, "-o", "%L"]
-            self._asking = BackgroundCommand(command, now)
-        elif self._asking is not None and self._asking.is_done(now):
-            left = slurm.seconds_of(self._asking.answer())
+            self._asking = self._commands.submit(slurm.answer, command)
+        elif self._asking is not None and self._asking.done():
+            left = slurm.seconds_of(self._asking.result())
             self._asking = None
             if left is not None:
                 self._check_first_answer(left)
@@ -293,15 +242,14 @@ class SlurmWatch:
             )
 
     def _publish(self, now: float) -> None:
-        if self._publishing is not None and self._publishing.is_done(now):
-            self._publishing.answer()
+        if self._publishing is not None and self._publishing.done():
             self._publishing = None
         text = self.facts.comment
         is_new = text and text != self._published
         if is_new and self._publishing is None and now >= self._next_comment_s:
             self._next_comment_s, self._published = now + _ASK_EVERY_S, text
             command = ["scontrol", "update", f"JobId={self._job}", f"Comment={text}"]
-            self._publishing = BackgroundCommand(command, now)
+            self._publishing = self._commands.submit(slurm.answer, command)
 
     def _stop(self, left_s: float) -> None:
         if self.is_ending:

@@ -1,5 +1,5 @@
-"""What of a run decides which parameters exist, and the parameters of a pipeline stage in the order
-in which megatron-core registers them."""
+"""What decides which parameters a model has, and the parameters of a pipeline stage in the order in
+which megatron-core registers them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Everything but the layout that decides what each rank owns; a dense GPT."""
+    """All that decides what each rank of a dense GPT owns, except for the layout."""
 
     num_layers: int
     """Transformer layers of the whole model."""
@@ -117,24 +117,12 @@ def shape_of(config: Config) -> ModelShape:
     )
 
 
-def shape_of_spec(
-    spec: ModelSpec,
-    *,
-    padded_vocab_size: int,
-    use_distributed_optimizer: bool = True,
-    overlap_grad_reduce: bool = False,
-    ddp_bucket_size: int | None = None,
-    use_tp_pp_dp_mapping: bool = False,
-) -> ModelShape:
+def shape_of_spec(spec: ModelSpec, *, padded_vocab_size: int) -> ModelShape:
     """Reads the planner's description of a model.
 
     Args:
         spec: of the model.
         padded_vocab_size: rows of the embedding, the same under every layout of the run.
-        use_distributed_optimizer: see `ModelShape`, as are the others.
-        overlap_grad_reduce: as above.
-        ddp_bucket_size: as above.
-        use_tp_pp_dp_mapping: as above.
     """
     return ModelShape(
         num_layers=spec.num_layers,
@@ -154,10 +142,6 @@ def shape_of_spec(
         latent=spec.latent,
         mtp_num_layers=spec.mtp_num_layers,
         fused_norm=not spec.local,
-        use_distributed_optimizer=use_distributed_optimizer,
-        overlap_grad_reduce=overlap_grad_reduce,
-        ddp_bucket_size=ddp_bucket_size,
-        use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
     )
 
 
@@ -168,10 +152,10 @@ class Parameter(NamedTuple):
     """Name of the global tensor."""
     shape: tuple[int, ...]
     """Global shape without the axis of layers."""
-    cut: int | None
+    partition_dim: int | None
     """Axis that tensor parallelism cuts; None: every tensor-parallel rank has a copy."""
-    pieces: int = 1
-    """Blocks of rows of the global tensor that the parameter joins: 2 for gate and up."""
+    num_blocks: int = 1
+    """Blocks of rows that tensor parallelism cuts one by one: 2 for gate and up."""
     layer: tuple[int, ...] = ()
     """Number of the layer, or empty outside layers."""
     layers: tuple[int, ...] = ()
@@ -298,9 +282,9 @@ def _layer(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
     yield from attention(shape, prefix)
     # A norm of the linear layer stands right before its weight, as one before the MLP does.
     yield from before_fc1
-    pieces, bias = 2 if shape.gated else 1, shape.linear_bias
-    fc1 = (pieces * shape.ffn_hidden_size, h)
-    yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, pieces)
+    num_blocks, bias = 2 if shape.gated else 1, shape.linear_bias
+    fc1 = (num_blocks * shape.ffn_hidden_size, h)
+    yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, num_blocks)
     yield from _row_parallel(f"{mlp}linear_fc2.", (h, shape.ffn_hidden_size), bias)
 
 
@@ -345,11 +329,11 @@ def _latent_attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
 
 
 def _column_parallel(
-    prefix: str, size: tuple[int, int], bias: bool, pieces: int = 1
+    prefix: str, size: tuple[int, int], bias: bool, num_blocks: int = 1
 ) -> Iterator[Parameter]:
-    yield Parameter(f"{prefix}weight", size, 0, pieces)
+    yield Parameter(f"{prefix}weight", size, 0, num_blocks)
     if bias:
-        yield Parameter(f"{prefix}bias", size[:1], 0, pieces)
+        yield Parameter(f"{prefix}bias", size[:1], 0, num_blocks)
 
 
 def _row_parallel(prefix: str, size: tuple[int, int], bias: bool) -> Iterator[Parameter]:

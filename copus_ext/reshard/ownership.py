@@ -17,75 +17,48 @@ from megatron.training.distributed.sharding import Record, records_of_block
 PARAMETER_ALIGNMENT = 64
 """A parameter starts at a multiple of this in a buffer of the distributed optimizer."""
 BUCKET_ALIGNMENT = 128
-"""A bucket of it ends at a multiple of this and of the data-parallel size."""
+"""A bucket ends at a multiple of this and of the data-parallel size."""
 LEAST_BUCKET = 40_000_000
-"""Elements of a bucket by default, for small data-parallel sizes."""
+"""Default elements of a bucket for small data-parallel sizes."""
 BUCKET_PER_REPLICA = 1_000_000
 """The same for large ones, times the data-parallel size."""
 
 
-class Place(NamedTuple):
-    """Coordinates of a rank in a layout."""
-
-    tp: int
-    """Tensor-parallel rank."""
-    pp: int
-    """Pipeline stage."""
-    dp: int
-    """Data-parallel rank."""
-
-
-def place_of(rank: int, layout: Layout, *, use_tp_pp_dp_mapping: bool = False) -> Place:
-    """Coordinates of a rank: tensor parallelism turns fastest, then data, then pipeline, or
-    pipeline before data.
-
-    Raises:
-        ValueError: the layout has no such rank.
-    """
-    if not 0 <= rank < layout.world_size:
-        raise ValueError(f"{layout} has no rank {rank}, only 0 to {layout.world_size - 1}")
-    outer, tp = divmod(rank, layout.tp)
+def rank_of(
+    tp: int, pp: int, dp: int, layout: Layout, *, use_tp_pp_dp_mapping: bool = False
+) -> int:
+    """The rank at a tensor-parallel rank, pipeline stage and data-parallel rank. The first turns
+    fastest. Data parallelism follows, or pipeline parallelism under `use_tp_pp_dp_mapping`."""
     if use_tp_pp_dp_mapping:
-        dp, pp = divmod(outer, layout.pp)
-    else:
-        pp, dp = divmod(outer, layout.dp)
-    return Place(tp, pp, dp)
-
-
-def rank_of(place: Place, layout: Layout, *, use_tp_pp_dp_mapping: bool = False) -> int:
-    """Inverse of `place_of`."""
-    if use_tp_pp_dp_mapping:
-        return (place.dp * layout.pp + place.pp) * layout.tp + place.tp
-    return (place.pp * layout.dp + place.dp) * layout.tp + place.tp
-
-
-def of_layout(shape: ModelShape, layout: Layout, rank: int) -> list[Record]:
-    """What one rank owns.
-
-    Raises:
-        ValueError: the model cannot be laid out this way, or the layout has no such rank.
-    """
-    check(shape, layout)
-    place = place_of(rank, layout, use_tp_pp_dp_mapping=shape.use_tp_pp_dp_mapping)
-    stage = _Stage(shape, layout, place.pp)
-    return stage.records(place.tp, range(place.dp, place.dp + 1))[0]
+        return (dp * layout.pp + pp) * layout.tp + tp
+    return (pp * layout.dp + dp) * layout.tp + tp
 
 
 def all_of_layout(shape: ModelShape, layout: Layout) -> list[list[Record]]:
-    """What every rank owns, by rank.
+    """The records of every rank.
 
     Raises:
         ValueError: the model cannot be laid out this way.
     """
     check(shape, layout)
+    mapping = shape.use_tp_pp_dp_mapping
     ranks: list[list[Record]] = [[] for _ in range(layout.world_size)]
     for pp in range(layout.pp):
-        stage = _Stage(shape, layout, pp)
+        chunks = chunks_of_stage(shape, layout, pp)
+        slots = [
+            slot
+            for number, chunk in enumerate(chunks)
+            for bucket in _buckets(chunk, layout, _bucket_limit(shape, layout, pp, number))
+            for slot in bucket
+        ]
         for tp in range(layout.tp):
-            for dp, records in enumerate(stage.records(tp, range(layout.dp))):
-                place = Place(tp, pp, dp)
-                rank = rank_of(place, layout, use_tp_pp_dp_mapping=shape.use_tp_pp_dp_mapping)
-                ranks[rank] = records
+            if shape.use_distributed_optimizer:
+                replicas = _shards_of_replicas(slots, layout, tp)
+            else:
+                first, copy = (_whole(chunks, layout, tp, is_first=x) for x in (True, False))
+                replicas = [first, *[copy] * (layout.dp - 1)]
+            for dp, records in enumerate(replicas):
+                ranks[rank_of(tp, pp, dp, layout, use_tp_pp_dp_mapping=mapping)] = records
     return ranks
 
 
@@ -96,60 +69,45 @@ class _Slot(NamedTuple):
     numel: int
     """Of this rank's part."""
     start: int
-    """Of its first element, from that of the bucket."""
+    """First element, counted from the start of the bucket."""
     share: int
     """Elements of the bucket that each data-parallel rank owns."""
 
 
-class _Stage:
-    """A pipeline stage: what its ranks have in common."""
+def _shards_of_replicas(slots: list[_Slot], layout: Layout, tp: int) -> list[list[Record]]:
+    """By data-parallel rank, records of its shares of the buckets."""
+    owned: list[list[Record]] = [[] for _ in range(layout.dp)]
+    num_shards = [0] * layout.dp
+    for slot in slots:
+        stop = slot.start + slot.numel
+        for dp in range(slot.start // slot.share, (stop - 1) // slot.share + 1):
+            begin = dp * slot.share
+            a, b = max(slot.start, begin), min(stop, begin + slot.share)
+            part = (a - slot.start, b - slot.start)
+            owned[dp] += _records(slot.param, layout.tp, tp, *part, num_shards[dp], True)
+            num_shards[dp] += 1
+    return owned
 
-    def __init__(self, shape: ModelShape, layout: Layout, stage: int) -> None:
-        self._tp_size = layout.tp
-        self._is_sharded = shape.use_distributed_optimizer
-        self._chunks = chunks_of_stage(shape, layout, stage)
-        self._slots: list[_Slot] = []
-        if self._is_sharded:
-            for number, chunk in enumerate(self._chunks):
-                limit = _bucket_limit(shape, layout) if stage == number == 0 else None
-                for bucket in _buckets(chunk, layout, limit):
-                    self._slots += bucket
 
-    def records(self, tp: int, replicas: range) -> list[list[Record]]:
-        """Records of some consecutive data-parallel ranks of one tensor-parallel rank."""
-        if self._is_sharded:
-            return self._shares(tp, replicas)
-        copies = {first: self._whole(tp, first) for first in {dp == 0 for dp in replicas}}
-        return [list(copies[dp == 0]) for dp in replicas]
-
-    def _shares(self, tp: int, replicas: range) -> list[list[Record]]:
-        owned: list[list[Record]] = [[] for _ in replicas]
-        shards = [0 for _ in replicas]
-        for slot in self._slots:
-            stop = slot.start + slot.numel
-            first, last = slot.start // slot.share, (stop - 1) // slot.share
-            for dp in range(max(first, replicas.start), min(last + 1, replicas.stop)):
-                index, begin = dp - replicas.start, dp * slot.share
-                a, b = max(slot.start, begin), min(stop, begin + slot.share)
-                part = (a - slot.start, b - slot.start)
-                owned[index] += _held(slot.param, self._tp_size, tp, *part, shards[index], True)
-                shards[index] += 1
-        return owned
-
-    def _whole(self, tp: int, is_first: bool) -> list[Record]:
-        records: list[Record] = []
-        for shard, param in enumerate(p for chunk in self._chunks for p in chunk):
-            stop = _local_numel(param, self._tp_size)
-            records += _held(param, self._tp_size, tp, 0, stop, shard, is_first)
-        return records
+def _whole(
+    chunks: list[list[Parameter]], layout: Layout, tp: int, *, is_first: bool
+) -> list[Record]:
+    """Records of a rank that holds the state of all its parameters."""
+    records: list[Record] = []
+    for shard, param in enumerate(p for chunk in chunks for p in chunk):
+        records += _records(
+            param, layout.tp, tp, 0, _local_numel(param, layout.tp), shard, is_first
+        )
+    return records
 
 
 def _local_numel(param: Parameter, tp_size: int) -> int:
-    return param.numel if param.cut is None else param.numel // tp_size
+    return param.numel if param.partition_dim is None else param.numel // tp_size
 
 
-def _bucket_limit(shape: ModelShape, layout: Layout) -> int | None:
-    if not shape.overlap_grad_reduce:
+def _bucket_limit(shape: ModelShape, layout: Layout, stage: int, chunk: int) -> int | None:
+    """Elements after which a bucket closes. Only the first chunk of the first stage has several."""
+    if not shape.overlap_grad_reduce or stage or chunk:
         return None
     if shape.ddp_bucket_size is not None:
         return shape.ddp_bucket_size
@@ -159,7 +117,7 @@ def _bucket_limit(shape: ModelShape, layout: Layout) -> int | None:
 def _buckets(params: list[Parameter], layout: Layout, limit: int | None) -> Iterator[list[_Slot]]:
     """Places the parameters of a chunk as the distributed optimizer's buffer does, in its order.
 
-    Starts are relative to the bucket: buckets start at multiples of the parameters' alignment.
+    Starts count from the start of the bucket, which is a multiple of the parameters' alignment.
     """
     unit = math.lcm(layout.dp, BUCKET_ALIGNMENT)
 
@@ -188,7 +146,7 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _held(
+def _records(
     param: Parameter, tp_size: int, tp: int, start: int, stop: int, shard: int, is_first: bool
 ) -> list[Record]:
     """Records of a range of a rank's part of a parameter; the range is a shard of its own.
@@ -200,23 +158,24 @@ def _held(
         start: first element of the flattened part.
         stop: one past the last.
         shard: its number.
-        is_first: whether no other data-parallel rank's copy goes before this one.
+        is_first: no copy of another data-parallel rank takes precedence.
     """
     block, corner = list(param.shape), [0] * len(param.shape)
-    if param.cut is not None:
-        block[param.cut] //= tp_size * param.pieces
-        corner[param.cut] = tp * block[param.cut]
+    dim = param.partition_dim
+    if dim is not None:
+        block[dim] //= tp_size * param.num_blocks
+        corner[dim] = tp * block[dim]
     elif tp:
         is_first = False
     size = math.prod(block)
     records: list[Record] = []
-    for piece in range(param.pieces):
-        base = piece * size
+    for number in range(param.num_blocks):
+        base = number * size
         a, b = max(start, base), min(stop, base + size)
         if a < b:
-            # Each piece is cut over the ranks by itself: this one's rows follow those of all
-            # ranks of the piece before.
-            ahead = piece * tp_size * block[0]
+            # Each block is cut over the ranks by itself: this rank's rows of it come after the rows
+            # of all ranks of the blocks before.
+            ahead = number * tp_size * block[0]
             records += records_of_block(
                 key=param.key,
                 shape=(*param.layers, *param.shape),

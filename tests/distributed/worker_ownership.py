@@ -101,7 +101,7 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     from copus_ext.reshard.model_shape import shape_of
-    from copus_ext.reshard.ownership import all_of_layout, of_layout
+    from copus_ext.reshard.ownership import all_of_layout
     from megatron.training.distributed.sharding import digest
     from megatron.training.model.gpt import build_model
     from megatron.training.model.shards import own_shards
@@ -118,16 +118,16 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     for name, mistake in MISTAKES.items():
         with mistaken(shape, mistake) as wrong:
             try:
-                mistakes[name] = digest(of_layout(wrong, layout, rank))
+                mistakes[name] = digest(all_of_layout(wrong, layout)[rank])
             except ValueError:  # such a model cannot be laid out so
                 mistakes[name] = "refused"
     row = {
         "live": digest(shards.records),
-        "twin": digest(of_layout(shape, layout, rank)),
+        "twin": digest(all_of_layout(shape, layout)[rank]),
         "all": [digest(records) for records in all_of_layout(shape, layout)],
         "mistakes": mistakes,
         "covered": sizes == [held["param"].numel() for held in shards.tensors],
-        "in_order": shards.records == of_layout(shape, layout, rank),
+        "in_order": shards.records == all_of_layout(shape, layout)[rank],
     }
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, row)

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.reshard import ownership
 from copus_ext.reshard.model_shape import WORDS, ModelShape, shape_of_spec
-from copus_ext.reshard.ownership import (
-    Place,
-    all_of_layout,
-    of_layout,
-    place_of,
-    rank_of,
-)
+from copus_ext.reshard.ownership import all_of_layout, rank_of
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record, digest
 from megatron.training.model.flops import LatentWidths
@@ -89,7 +83,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelShape, Layout]:
 
 
 def rank_at(shape: ModelShape, layout: Layout, tp: int, pp: int, dp: int) -> int:
-    return rank_of(Place(tp, pp, dp), layout, use_tp_pp_dp_mapping=shape.use_tp_pp_dp_mapping)
+    return rank_of(tp, pp, dp, layout, use_tp_pp_dp_mapping=shape.use_tp_pp_dp_mapping)
 
 
 def counts(records: Iterable[Record]) -> dict[str, np.ndarray]:
@@ -102,17 +96,32 @@ def counts(records: Iterable[Record]) -> dict[str, np.ndarray]:
     return found
 
 
-@settings(max_examples=25, deadline=None)
-@given(cases())
-def test_every_element_counts_once(case: tuple[ModelShape, Layout]) -> None:
-    ranks = all_of_layout(*case)
-    assert len(ranks) == case[1].world_size
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.data())
+def test_every_element_is_owned_once(case: tuple[ModelShape, Layout], data: st.DataObject) -> None:
+    shape, layout = case
+    ranks = all_of_layout(shape, layout)
+    assert len(ranks) == layout.world_size
     first = counts(record for records in ranks for record in records if record.is_first)
     assert all((count == 1).all() for count in first.values())
     assert set(first) == {record.key for records in ranks for record in records}
+    for records in ranks:
+        filled: dict[int, int] = defaultdict(int)
+        for record in records:
+            assert record.offset == filled[record.shard], "shards are filled from their start"
+            filled[record.shard] += record.numel
+            assert record.numel > 0
+        assert list(filled) == list(range(len(filled)))
+    if shape.tied:
+        tp, dp = (data.draw(st.integers(0, n - 1)) for n in (layout.tp, layout.dp))
+        ends = [
+            [(r.lo, r.hi, r.offset) for r in ranks[rank] if r.key == WORDS]
+            for rank in (rank_at(shape, layout, tp, stage, dp) for stage in (0, layout.pp - 1))
+        ]
+        assert ends[0] == ends[1], "copies of the embedding are cut alike"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_replicas_share_what_one_would_hold(case: tuple[ModelShape, Layout]) -> None:
     shape, layout = replace(case[0], use_distributed_optimizer=True), case[1]
@@ -131,54 +140,17 @@ def test_replicas_share_what_one_would_hold(case: tuple[ModelShape, Layout]) -> 
             assert alone[rank] == copies
 
 
-@settings(max_examples=25, deadline=None)
-@given(cases())
-def test_shards_are_filled_from_their_start(case: tuple[ModelShape, Layout]) -> None:
-    for records in all_of_layout(*case):
-        filled: dict[int, int] = defaultdict(int)
-        for record in records:
-            assert record.offset == filled[record.shard]
-            filled[record.shard] += record.numel
-            assert record.numel > 0
-        assert list(filled) == list(range(len(filled)))
-
-
-@settings(max_examples=25, deadline=None)
-@given(cases(), st.data())
-def test_one_rank_is_found_alone_and_copies_of_the_embedding_are_cut_alike(
-    case: tuple[ModelShape, Layout], data: st.DataObject
-) -> None:
-    shape, layout = case
-    ranks = all_of_layout(shape, layout)
-    rank = data.draw(st.integers(0, layout.world_size - 1))
-    assert of_layout(shape, layout, rank) == ranks[rank]
-    mapping = shape.use_tp_pp_dp_mapping
-    place = place_of(rank, layout, use_tp_pp_dp_mapping=mapping)
-    assert rank_of(place, layout, use_tp_pp_dp_mapping=mapping) == rank
-    if shape.tied:
-        ends = [
-            [(r.lo, r.hi, r.offset) for r in ranks[i] if r.key == WORDS]
-            for i in (
-                rank_at(shape, layout, place.tp, stage, place.dp) for stage in (0, layout.pp - 1)
-            )
-        ]
-        assert ends[0] == ends[1]
-
-
 def test_ranks_are_numbered_in_the_order_of_the_groups() -> None:
     layout = Layout(tp=2, pp=2, dp=3)
-    assert place_of(3, layout) == Place(1, 0, 1)
-    assert place_of(6, layout) == Place(0, 1, 0)
-    assert place_of(3, layout, use_tp_pp_dp_mapping=True) == Place(1, 1, 0)
-    assert place_of(6, layout, use_tp_pp_dp_mapping=True) == Place(0, 1, 1)
-    with pytest.raises(ValueError, match="no rank 12"):
-        place_of(12, layout)
+    assert (rank_of(1, 0, 1, layout), rank_of(0, 1, 0, layout)) == (3, 6)
+    assert rank_of(1, 1, 0, layout, use_tp_pp_dp_mapping=True) == 3
+    assert rank_of(0, 1, 1, layout, use_tp_pp_dp_mapping=True) == 6
 
 
 def test_the_parts_of_a_gated_mlp_are_rows_of_their_own() -> None:
     shape = replace(TOY, use_distributed_optimizer=False)
     for tp in range(2):
-        records = of_layout(shape, Layout(tp=2), tp)
+        records = all_of_layout(shape, Layout(tp=2))[tp]
         fc1 = [r for r in records if r.key == "decoder.layers.mlp.linear_fc1.weight"][:2]
         rows = [(r.lo[1], r.hi[1]) for r in fc1]
         assert rows == [(4 * tp, 4 * tp + 4), (8 + 4 * tp, 8 + 4 * tp + 4)]
@@ -229,7 +201,7 @@ def test_default_buckets_are_larger_on_many_replicas(monkeypatch: pytest.MonkeyP
 def test_virtual_stages_take_turns() -> None:
     shape, layout = replace(TOY, num_layers=8), Layout(pp=2, vpp=2)
     for rank, layers in enumerate([[0, 1, 4, 5], [2, 3, 6, 7]]):
-        records = of_layout(shape, layout, rank)
+        records = all_of_layout(shape, layout)[rank]
         assert sorted({r.lo[0] for r in records if r.key.endswith("fc2.weight")}) == layers
 
 
@@ -246,17 +218,14 @@ def test_only_the_first_chunk_of_the_first_stage_has_several_buckets() -> None:
     assert few[4:] == many[4:]
 
 
-@pytest.mark.parametrize(
-    ("layout", "why"),
-    [
-        (Layout(pp=3), "num-layers 2"),
-        (Layout(tp=4), "attention-heads 2"),
-        (Layout(pp=2, vpp=2), "2 virtual"),
-    ],
-)
-def test_illegal_layouts_are_refused(layout: Layout, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        of_layout(TOY, layout, 0)
+def test_illegal_layouts_are_refused() -> None:
+    for layout, why in {
+        Layout(pp=3): "num-layers 2",
+        Layout(tp=4): "attention-heads 2",
+        Layout(pp=2, vpp=2): "2 virtual",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            all_of_layout(TOY, layout)
 
 
 LATENT = replace(

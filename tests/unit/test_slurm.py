@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,8 +183,8 @@ class Clock:
         for _ in range(seconds):
             self.watch.tick()
             for asking in (self.watch._asking, self.watch._publishing):
-                if asking is not None and asking._process is not None:
-                    asking._process.wait(10)
+                if asking is not None:
+                    wait([asking], 10)
             self.now += 1
 
 
@@ -227,24 +229,23 @@ def test_an_unknown_or_endless_time_stops_nothing(tmp_path: Path, commands: Path
         assert not (tmp_path / "control").exists() and not clock.said
 
 
-def test_a_command_that_hangs_is_ended_and_holds_up_nothing(tmp_path: Path, commands: Path) -> None:
-    command(commands, "squeue", "exec sleep 600")
+def test_a_command_that_hangs_is_ended_and_holds_up_nothing(
+    tmp_path: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(commands, "squeue", f"echo $$ >{tmp_path}/pid; exec sleep 600")
+    monkeypatch.setattr(slurm, "_ANSWER_S", 0.5)
     clock = Clock(tmp_path)
     clock.watch.tick()
     asking = clock.watch._asking
-    assert asking is not None and asking._process is not None
-    clock.now = 19.0
     clock.watch.tick()
-    assert clock.watch._asking is asking
-    clock.now = 21.0
+    assert asking is not None and clock.watch._asking is asking
+    assert asking.result(20) is None and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
     clock.watch.tick()
-    assert clock.watch._asking is None and asking._process.poll() is not None
+    assert clock.watch._asking is None and clock.watch.left_s is None
     clock.now = 61.0
     clock.watch.tick()
-    asking = clock.watch._asking
+    assert clock.watch._asking is not None
     clock.watch.close()
-    assert asking is not None and asking._process is not None
-    assert asking._process.poll() is not None
 
 
 def test_the_comment_follows_layout_and_batch(tmp_path: Path, commands: Path) -> None:
