@@ -38,12 +38,11 @@ from copus_ext.cost_model.cluster_spec import of_gpu
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.course import GroundTruth
+from copus_ext.simulate.noise_trajectory import NoiseTrajectory
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import Scenario
-from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds
-from copus_ext.simulate.trajectory import NoiseTrajectory
+from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule
 
 CALIBRATIONS = np.geomspace(0.25, 64, 49)
 """c that are tried."""
@@ -226,7 +225,7 @@ def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: lis
         targets={name: p for name, p in at.items() if p is not None},
         trajectory=NoiseTrajectory(progress=tuple(progress), phi=tuple(phi)),
         truth=GroundTruth(
-            calibration=fit["c"],
+            noise_scale_multiplier=fit["c"],
             reference_batch=float(recipe.first_batch),
             rate_exponent=fit["exponent"],
         ),

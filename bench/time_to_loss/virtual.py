@@ -20,8 +20,8 @@ from typing import Any
 from bench.support import RESULTS, arguments, figure, origin, write
 from copus_ext.simulate.compare import compare
 from copus_ext.simulate.contenders import contenders
+from copus_ext.simulate.noise_trajectory import load
 from copus_ext.simulate.scenario import preset, presets
-from copus_ext.simulate.trajectory import load
 
 FIRST_SEED = 100
 """Those below were looked at while the simulator was built."""

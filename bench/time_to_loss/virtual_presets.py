@@ -25,10 +25,10 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.simulate.contenders import contenders
-from copus_ext.simulate.course import GroundTruth, TrainingDynamics
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import BEYOND, preset
 from copus_ext.simulate.speeds import planned
+from copus_ext.simulate.training_dynamics import GroundTruth, TrainingDynamics
 
 SHIPPED = ROOT / "copus_ext" / "simulate" / "data"
 SEQ_LENGTH, FIRST, WARMUP_TOKENS = 2048, 16, 8e6
@@ -94,7 +94,7 @@ def minutes(paper: Model, speeds: Any, values: Any) -> tuple[dict[int, Any], Any
     end, level, exponent = progress[-1], np.exp(values[0]), values[1]
     course = TrainingDynamics(
         phi_at=lambda x: level * (x / end) ** exponent,
-        truth=GroundTruth(calibration=1.0),
+        truth=GroundTruth(noise_scale_multiplier=1.0),
         end=BEYOND * end,
     )
     found = {}
@@ -140,7 +140,7 @@ def scenario(paper: Model, cluster: dict[str, Any], links: str, fit: dict[str, A
         "warmup_samples": int(WARMUP_TOKENS / SEQ_LENGTH),
         "targets": fit["targets"],
         "noise": {"phi_end_samples": fit["phi_end_samples"], "exponent": fit["exponent"]},
-        "calibration": CALIBRATION,
+        "noise_scale_multiplier": CALIBRATION,
         "switch_cost_s": paper.pause_s,
         "limits": {"fixed": {"vpp": 1}},
         "source": f"static batches of arXiv 2604.26687 fitted to {100 * fit['rms']:.1f} % (rms of "

@@ -2,8 +2,8 @@
 
 python tools/simulate.py --preset 8xh100-3b --policies static,cbs,adaptive --seeds 3
 
-Decisions are those of the controller; throughputs are the planner's, or measured ones; noise and
-loss follow a course that is known. Exit codes: 0 done, 2 wrong usage, 5 a file cannot be used.
+The controller decides, the planner or a profile gives the throughputs, and noise and loss follow
+known curves. Exit codes: 0 done, 2 wrong usage, 5 a file cannot be used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
-    p.add_argument("--preset", help="machine, model and course; --list shows them")
+    p.add_argument("--preset", help="machine, model and training; --list shows them")
     p.add_argument("--list", action="store_true", help="list presets and policies, and stop")
     p.add_argument("--policies", help="such as static,cbs,adaptive_goodput_forward; default: all")
     p.add_argument("--seeds", type=int, default=3, help="how many; each draws other estimates")
@@ -49,25 +49,26 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trajectory", type=Path, help="noise scale over progress: JSON, or a journal")
     p.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
     p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
-    p.add_argument("--assumed-cost-s", type=float, help="what the controller takes it to cost")
+    p.add_argument(
+        "--assumed-cost-s", type=float, help="seconds that the controller predicts for it"
+    )
     p.add_argument(
         "--noise-scale-multiplier",
         "--calibration",
         type=float,
-        help="critical batch size over noise scale, as the policies assume; default: that of each",
+        help="critical batch size over noise scale, as the policies assume; default: their own",
     )
     p.add_argument(
         "--true-noise-scale-multiplier",
         "--true-calibration",
         type=float,
-        help="the same as it is: the measured noise scale is the preset's critical batch size over "
-        "it; default 8",
+        help="the true one: critical batch size over the measured noise scale; default: 8",
     )
     p.add_argument(
         "--truth",
         choices=OBJECTIVES,
-        help="what a sample is worth as it is: goodput, learning rate at its best everywhere; "
-        "lr_model, at the first batch; copus, progress also in proportion to sqrt(batch)",
+        help="true worth of a sample: goodput: optimal learning rate at every batch; lr_model: "
+        "only at the first batch; copus: progress also proportional to sqrt(batch)",
     )
     p.add_argument("--speed-error", type=float, help="relative error of the speeds known before")
     p.add_argument("--gns-interval", type=int, help="steps between measurements of the noise")
@@ -80,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
 def scenario_of(args: argparse.Namespace) -> Any:
     """The preset with what the flags change."""
     from copus_ext.planner.request import timings_of
+    from copus_ext.simulate.noise_trajectory import TrajectoryError, load
     from copus_ext.simulate.scenario import preset
-    from copus_ext.simulate.trajectory import TrajectoryError, load
 
     if args.preset is None:
         raise UsageProblem("give --preset; --list shows them")

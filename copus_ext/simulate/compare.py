@@ -1,18 +1,81 @@
-"""All contenders over some seeds, against the fastest baseline at each target and the oracle."""
+"""All contenders over some seeds, against the fastest baseline at each target and the oracle.
+
+The oracle is the least time to a target with full knowledge of dynamics and speeds. It starts in
+any layout, changes the batch at no cost, and pays the scenario's pause for a change of layout. Its
+segments are the intervals of the dynamics, within which no other time to switch is better.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from copus_ext.goodput.switch_rule import best_moves
 from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.oracle import Optimum, optima
 from copus_ext.simulate.run import Run, simulate
 from copus_ext.simulate.scenario import Scenario
+from copus_ext.simulate.speeds import Speeds
 
 _PAPERS = ("static", "cbs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """The best way to one target."""
+
+    seconds: float
+    """From the start."""
+    relayouts: int
+    """Changes of layout on it."""
+
+
+def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[list[float]], list]:
+    """[segments][layouts] seconds at the best batch, and the layouts.
+
+    Args:
+        scenario: its course.
+        speeds: of all configurations.
+        target: progress at which the last segment ends.
+
+    Raises:
+        ValueError: a truth with a `rate_exponent`: what a segment takes would depend on the way to
+            it.
+    """
+    if scenario.truth.rate_exponent:
+        raise ValueError("the oracle does not know the schedule of the learning rate")
+    course = scenario.course
+    edges = np.array(course.edges)
+    lengths = np.clip(target - edges[:-1], 0.0, np.diff(edges))
+    lengths = lengths[lengths > 0]
+    columns = []
+    for layout in speeds.layouts:
+        rows = [row for b in speeds.batches if (row := speeds.at(layout, b)) is not None]
+        rates = [course.rates(r.global_batch_size) * r.samples_per_s for r in rows]
+        columns.append(lengths / np.max(rates, axis=0)[: len(lengths)])
+    return np.stack(columns, axis=1).tolist(), speeds.layouts
+
+
+def optimum(scenario: Scenario, speeds: Speeds, target: float) -> Optimum:
+    """The least time to a progress."""
+    times, layouts = segments(scenario, speeds, target)
+    best = Optimum(seconds=math.inf, relayouts=0)
+    for start in range(len(layouts)):
+        path, seconds = best_moves(times, scenario.switch_cost_s, start)
+        if seconds < best.seconds:
+            moves = sum(a != b for a, b in zip([start, *path], path))
+            best = Optimum(seconds=seconds, relayouts=moves)
+    return best
+
+
+def optima(scenario: Scenario, seed: int = 0) -> dict[str, Optimum]:
+    """The least time to every target, each by itself: together they are no single run."""
+    speeds = scenario.speeds(seed)
+    return {name: optimum(scenario, speeds, at) for name, at in scenario.targets.items()}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -26,9 +89,7 @@ class Score:
     """One contender over all seeds."""
 
     name: str
-    """Of the contender."""
     is_baseline: bool
-    """Whether it is one of those that the others are measured by."""
     times_s: dict[str, float | None]
     """Median seconds to each target; None where a seed did not reach it."""
     saved: list[float | None]
@@ -43,9 +104,8 @@ class Score:
     oracle_share: float | None
     """Mean saving over that of the oracle."""
     relayouts: float
-    """Changes of layout, median."""
     resizes: float
-    """Changes of the batch, median."""
+    """Changes of layout and of batch, median of the seeds."""
 
     @property
     def mean_saved(self) -> float | None:
@@ -55,18 +115,15 @@ class Score:
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Who did what."""
+    """The runs of all contenders."""
 
     scenario: Scenario
-    """Of what."""
     seeds: tuple[int, ...]
-    """Of the estimates' noise and the speeds' errors."""
     runs: dict[str, list[Run]] = field(default_factory=dict)
     """By contender, one for each seed."""
     baselines: set[str] = field(default_factory=set)
-    """Names of the baselines."""
     best: list[dict[str, Optimum]] = field(default_factory=list)
-    """The oracle's, by seed."""
+    """The oracle, by seed."""
 
     def fastest(self, target: str, i: int, among: tuple[str, ...] = ("",)) -> float | None:
         """Seconds of the fastest baseline at a target with the i-th seed, None without one.
@@ -139,7 +196,10 @@ class Comparison:
             "targets": s.targets,
             "switch_cost_s": s.switch_cost_s,
             "assumed_cost_s": s.prior_cost_s,
-            "truth": {"objective": s.truth.objective, "calibration": s.truth.calibration},
+            "truth": {
+                "objective": s.truth.objective,
+                "noise_scale_multiplier": s.truth.noise_scale_multiplier,
+            },
             "speed_error": s.speed_error,
             "oracle": [{t: vars(o) for t, o in one.items()} for one in self.best],
             "oracle_saved": [self.oracle_saved(i) for i in range(len(self.seeds))],

@@ -1,4 +1,4 @@
-"""Who runs against whom: every policy as the controller's flags, and where it starts."""
+"""The contenders: every policy as flags of the controller, and its first layout."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ORACLE = "oracle"
 
 
 class UnknownPolicy(ValueError):
-    """A name that means nothing; one line."""
+    """An unknown name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,13 @@ class Contender:
     """One way to run."""
 
     name: str
-    """As shown."""
     is_baseline: bool = False
-    """Whether it is one of the ways that people use or publish without changing the layout."""
+    """Whether it is a published or common way that keeps the layout."""
     batch: int | None = None
-    """Of a static batch, on the layout that is fastest with it; no controller."""
+    """A static batch on its fastest layout, without a controller."""
     start: Start = "small"
-    """Layout to start from: the fastest of the first batch, or of the largest."""
+    """First layout: the fastest of the first batch, or of the largest."""
     flags: CopusConfig | None = None
-    """Of the controller."""
 
 
 def _flags(policy: str, **more: Any) -> CopusConfig:
@@ -43,11 +41,11 @@ def _flags(policy: str, **more: Any) -> CopusConfig:
 def contenders(
     batches: Sequence[int], *, noise_scale_multiplier: float | None = None
 ) -> dict[str, Contender]:
-    """Everybody, by name.
+    """All contenders, by name.
 
     Args:
-        batches: grid of the scenario, ascending; the first is that of the first step.
-        noise_scale_multiplier: c that the policies take for granted; None: each its default.
+        batches: batch sizes of the scenario, ascending.
+        noise_scale_multiplier: as the policies assume; None: the default of each.
     """
     c: dict[str, Any] = {
         "copus_noise_scale_multiplier": noise_scale_multiplier,

@@ -73,7 +73,8 @@ def show(result: Comparison, console: Any) -> None:
     s = result.scenario
     title = (
         f"{s.name}: {s.model}, {s.cluster.world_size} x {s.cluster.gpu.name}; a change of layout "
-        f"takes {s.switch_cost_s:g} s; truth {s.truth.objective}, c = {s.truth.calibration:g}"
+        f"takes {s.switch_cost_s:g} s; truth {s.truth.objective}, "
+        f"noise scale multiplier {s.truth.noise_scale_multiplier:g}"
     )
     table = Table(title=title, title_justify="left")
     for i, head in enumerate(heads(result)):

@@ -22,7 +22,7 @@ from copus_ext.goodput.state import (
     config_key,
 )
 from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.gauge import NoiseEstimatorModel
+from copus_ext.simulate.noise_trajectory import NoiseEstimatorModel
 from copus_ext.simulate.scenario import Scenario
 from megatron.training.config.layout import Layout
 

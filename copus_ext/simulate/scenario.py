@@ -1,4 +1,4 @@
-"""What a simulation is of: machine, model, batches, the course of the training, the costs."""
+"""A scenario: machine, model, batches, training dynamics, and costs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from copus_ext.goodput import costs
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from copus_ext.simulate.course import GroundTruth, TrainingDynamics
-from copus_ext.simulate.schedule import RateSchedule
+from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
-from copus_ext.simulate.trajectory import NoiseTrajectory, power_law
+from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 
 _DATA = Path(__file__).parent / "data"
 BEYOND = 1.5
-"""The course is known up to so many times the progress of the last target."""
+"""The dynamics are known up to this multiple of the progress of the last target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,49 +30,40 @@ class Scenario:
     """One machine, one model, one recipe."""
 
     name: str
-    """What to call it."""
     model: str
     """Name of the model's preset."""
     seq_length: int
-    """Tokens of a sample."""
     cluster: ClusterSpec
-    """Machine."""
     batches: tuple[int, ...]
-    """Grid, ascending; the first is that of the first step, for which the rates were chosen."""
+    """Batch sizes, ascending; the learning rate was chosen for the first."""
     total_samples: int
-    """Samples of the run: beyond it nothing is reached, and the controller counts on it."""
     warmup_samples: int
-    """Samples over which the learning rate warms up; nobody decides before."""
+    """Samples of the warm-up of the learning rate; the controller does not decide in it."""
     targets: dict[str, float]
     """Progress at which a loss is reached, samples, by the loss."""
     trajectory: NoiseTrajectory
-    """Noise scale over progress."""
     truth: GroundTruth
-    """What a sample is worth."""
     switch_cost_s: float
-    """Seconds that a change of layout takes."""
+    """Seconds of a change of layout."""
     assumed_cost_s: float | None = None
-    """Seconds that the controller takes it to cost before it saw one; None: what it would work out
-    for this model and machine."""
+    """Seconds that the controller predicts for it before the first; None: as for a real run."""
     limits: Limits = field(default_factory=Limits)
-    """Configurations that are left out."""
     timings: tuple[Timing, ...] = ()
-    """Measured step times, if there are some."""
+    """Measured step times for the planner."""
     measured: Speeds | None = None
-    """Speeds to take as they are instead of asking the planner."""
+    """Speeds to use instead of the planner's."""
     beta2: float = 0.95
-    """Of Adam: how long the learning rate follows a larger batch."""
+    """Of Adam."""
     lr_decay: float = 0.1
-    """Part of the learning rate that a cosine leaves at the end; `seesaw` looks at it, and a truth
-    with a `rate_exponent`."""
+    """Part of the learning rate at the end of its cosine."""
     gns_interval: int | None = None
     """Steps between measurements of the noise scale; None: as the controller does."""
     speed_error: float = 0.0
     """Relative error of the speeds that are known before the run."""
     known_sd: float | None = PROFILED_SD
-    """Relative uncertainty that the controller takes those to have; None: the planner's."""
+    """Their relative uncertainty, as the controller assumes; None: the planner's."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Where the numbers are from."""
+    """Sources of the numbers."""
 
     @cached_property
     def planner(self) -> Planner:
@@ -102,13 +92,13 @@ class Scenario:
 
     @cached_property
     def course(self) -> TrainingDynamics:
-        """What gets how far."""
+        """The progress of batches."""
         end = BEYOND * self.last
         return TrainingDynamics(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)
 
     @cached_property
     def schedule(self) -> RateSchedule:
-        """What the learning rate makes of a sample."""
+        """The learning rate."""
         return RateSchedule(
             warmup_samples=self.warmup_samples,
             total_samples=self.total_samples,
@@ -123,7 +113,7 @@ class Scenario:
 
     @property
     def prior_cost_s(self) -> float:
-        """Seconds that the controller takes a change of layout to cost."""
+        """Seconds that the controller predicts for a change of layout."""
         if self.assumed_cost_s is not None:
             return self.assumed_cost_s
         m, cluster = self.planner.model, self.cluster
@@ -148,19 +138,18 @@ class Scenario:
         """The same with other values."""
         return dataclasses.replace(self, **values)
 
-    def recalibrated(self, calibration: float) -> Scenario:
-        """The same course of Phi where the noise scale that is measured stands for another part of
-        it: samples get as far, and the controller sees something else."""
-        factor = self.truth.calibration / calibration
+    def recalibrated(self, multiplier: float) -> Scenario:
+        """The same critical batch sizes with another noise scale multiplier: samples get as far,
+        and the controller measures another noise scale."""
+        factor = self.truth.noise_scale_multiplier / multiplier
         phi = tuple(factor * x for x in self.trajectory.phi)
         return self.change(
             trajectory=dataclasses.replace(self.trajectory, phi=phi),
-            truth=dataclasses.replace(self.truth, calibration=calibration),
+            truth=dataclasses.replace(self.truth, noise_scale_multiplier=multiplier),
         )
 
     def follow(self, trajectory: NoiseTrajectory) -> Scenario:
-        """The same with another course of the noise, stretched to the progress of this one; its
-        own losses are not taken over."""
+        """The same with another noise scale, stretched to the progress of this one."""
         return self.change(trajectory=trajectory.stretched(self.last))
 
 
@@ -205,7 +194,8 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
             exponent=noise["exponent"],
         ),
         truth=GroundTruth(
-            calibration=data["calibration"], reference_batch=float(data["batches"][0])
+            noise_scale_multiplier=data["noise_scale_multiplier"],
+            reference_batch=float(data["batches"][0]),
         ),
         switch_cost_s=data["switch_cost_s"],
         limits=Limits(

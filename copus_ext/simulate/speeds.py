@@ -1,9 +1,10 @@
-"""How fast every configuration of a scenario is, and what a run knows of it."""
+"""The speed of every configuration of a scenario, and what a run knows of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -14,17 +15,17 @@ from megatron.training.config.layout import Layout
 
 Key = tuple[Layout, int]
 PROFILED_SD = 0.03
-"""Relative uncertainty of a row that was timed before the run over one of another layout."""
+"""Relative uncertainty of two profiled layouts."""
 _MEASURED_SD = 0.01
-"""Of two rows that the run has timed itself."""
+"""Of two configurations that the run has timed itself."""
 _SAME_LAYOUT = 1 / 3
-"""Part of it that two batches of one layout have against each other."""
+"""Part of it between two batches of one layout."""
 _LAYOUTS = 8
 _ASKED = 400
 
 
 class NoSpeed(ValueError):
-    """No configuration of a batch; one line."""
+    """A batch that no configuration can run."""
 
 
 class Speeds:
@@ -38,18 +39,18 @@ class Speeds:
     def __init__(
         self, rows: Sequence[ConfigThroughput], known: Sequence[ConfigThroughput] | None = None
     ) -> None:
-        self._true = {(row.layout, row.global_batch_size): row for row in rows}
-        self._known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
+        self.actual = {(row.layout, row.global_batch_size): row for row in rows}
+        self.known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
         self.batches = sorted({row.global_batch_size for row in rows})
         self.layouts = sorted({row.layout for row in rows}, key=lambda x: x.sizes)
 
     def true(self, row: ConfigThroughput) -> ConfigThroughput:
         """A configuration as it is."""
-        return self._true[row.layout, row.global_batch_size]
+        return self.actual[row.layout, row.global_batch_size]
 
     def at(self, layout: Layout, batch: int) -> ConfigThroughput | None:
         """A configuration as it is, None where there is none."""
-        return self._true.get((layout, batch))
+        return self.actual.get((layout, batch))
 
     def fastest(self, batch: int, layout: Layout | None = None) -> ConfigThroughput:
         """The fastest of a batch, of a layout if given.
@@ -57,7 +58,7 @@ class Speeds:
         Raises:
             NoSpeed: there is none.
         """
-        rows = [r for (where, b), r in self._true.items() if b == batch]
+        rows = [r for (where, b), r in self.actual.items() if b == batch]
         rows = [r for r in rows if layout in (None, r.layout)]
         if not rows:
             raise NoSpeed(f"no layout can run a batch of {batch}")
@@ -78,35 +79,26 @@ class Speeds:
             layouts: to choose from.
             now: present one, over whose speed the others are uncertain.
         """
-        present = now.layout, now.global_batch_size
-        return _table(self, tuple(batches), frozenset(used), tuple(layouts), present)
-
-    def _row(self, key: Key, used: Collection[Key], present: Key) -> ConfigThroughput:
-        """One configuration as a run knows it."""
-        row, source = self._known[key], self._known[key].source
-        sd = row.relative_sd * (_SAME_LAYOUT if key[0] == present[0] else 1.0)
-        if key in used:
-            row, source = self._true[key], "measured"
-            sd = _MEASURED_SD if present in used else sd
-        sd = 0.0 if key == present else sd
-        return dataclasses.replace(row, relative_sd=sd, source=source)
-
-    def _rows(
-        self,
-        batches: Sequence[int],
-        used: Collection[Key],
-        layouts: Sequence[Layout],
-        present: Key,
-    ) -> list[ConfigThroughput]:
-        keys = [(layout, batch) for batch in batches for layout in layouts]
-        return [self._row(key, used, present) for key in keys if key in self._known]
+        current = now.layout, now.global_batch_size
+        return _table(self, tuple(batches), frozenset(used), tuple(layouts), current)
 
 
 @functools.lru_cache(maxsize=4096)
 def _table(
-    speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple, present: Key
+    speeds: Speeds, batches: tuple, used: frozenset, layouts: tuple, current: Key
 ) -> tuple[list[ConfigThroughput], dict[Key, int]]:
-    rows = speeds._rows(batches, used, layouts, present)
+    rows: list[ConfigThroughput] = []
+    for batch, layout in itertools.product(batches, layouts):
+        key = (layout, batch)
+        if (row := speeds.known.get(key)) is None:
+            continue
+        source = row.source
+        sd = row.relative_sd * (_SAME_LAYOUT if layout == current[0] else 1.0)
+        if key in used:
+            row, source = speeds.actual[key], "measured"
+            sd = _MEASURED_SD if current in used else sd
+        sd = 0.0 if key == current else sd
+        rows.append(dataclasses.replace(row, relative_sd=sd, source=source))
     return rows, {(row.layout, row.global_batch_size): i for i, row in enumerate(rows)}
 
 

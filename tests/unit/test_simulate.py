@@ -17,16 +17,19 @@ from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.gns.estimators import predicted_spread
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
-from copus_ext.simulate.compare import compare
+from copus_ext.simulate.compare import compare, optima, optimum
 from copus_ext.simulate.contenders import contenders
-from copus_ext.simulate.course import GroundTruth, TrainingDynamics
-from copus_ext.simulate.gauge import NoiseEstimatorModel
-from copus_ext.simulate.oracle import optima, optimum
+from copus_ext.simulate.noise_trajectory import (
+    NoiseEstimatorModel,
+    NoiseTrajectory,
+    TrajectoryError,
+    from_journal,
+    power_law,
+)
 from copus_ext.simulate.run import simulate
 from copus_ext.simulate.scenario import Scenario, preset, presets
-from copus_ext.simulate.schedule import RateSchedule
 from copus_ext.simulate.speeds import Speeds
-from copus_ext.simulate.trajectory import NoiseTrajectory, TrajectoryError, from_journal, power_law
+from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 from megatron.training.config.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -43,7 +46,7 @@ def small(**values: Any) -> Scenario:
         "total_samples": 40_000,
         "warmup_samples": 500,
         "trajectory": trajectory,
-        "truth": GroundTruth(calibration=2.0, reference_batch=16.0),
+        "truth": GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0),
         "switch_cost_s": 5.0,
         "assumed_cost_s": 5.0,
     }
@@ -71,7 +74,7 @@ def test_a_preset_can_be_run(name: str) -> None:
 
 
 def test_a_truth_is_the_curve_that_published_runs_follow() -> None:
-    truth = GroundTruth(calibration=2.0)
+    truth = GroundTruth(noise_scale_multiplier=2.0)
     for batch, phi in ((16, 10.0), (512, 100.0)):
         assert truth.per_sample(batch, phi) == pytest.approx(1 / (1 + batch / (2 * phi)))
     # With the rate that was chosen for the reference batch all of them agree there.
@@ -109,7 +112,7 @@ def test_a_schedule_says_what_samples_are_worth() -> None:
 
 
 def test_a_sample_of_a_low_rate_gets_less_far() -> None:
-    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    truth = GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0, rate_exponent=0.5)
     scenario, without = small(truth=truth), small()
     who = contenders(scenario.batches)["static_16"]
     course, times = scenario.course, simulate(scenario, who, seed=0).times_s
@@ -129,7 +132,7 @@ def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.simulate.contenders import Contender
 
-    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=1.0)
+    truth = GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0, rate_exponent=1.0)
     scenario = small(truth=truth)
     flags = CopusConfig(copus=True, copus_policy="static", copus_max_global_batch_size=128)
     stays = simulate(scenario, Contender(name="stays", flags=flags), seed=0)
@@ -140,7 +143,7 @@ def test_a_controller_that_stays_is_the_static_batch_at_every_rate() -> None:
 
 
 def test_the_oracle_refuses_a_schedule() -> None:
-    truth = GroundTruth(calibration=2.0, reference_batch=16.0, rate_exponent=0.5)
+    truth = GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0, rate_exponent=0.5)
     with pytest.raises(ValueError, match="schedule of the learning rate"):
         optima(small(truth=truth))
 

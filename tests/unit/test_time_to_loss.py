@@ -12,7 +12,7 @@ import pytest
 from bench.time_to_loss import clock, curves, policies, real, replay
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import rate_rules_of
-from copus_ext.simulate.course import GroundTruth, TrainingDynamics
+from copus_ext.simulate.training_dynamics import GroundTruth, TrainingDynamics
 
 SAMPLES = [100 * i for i in range(1, 33)]
 RECIPE = policies.Recipe()
@@ -141,7 +141,7 @@ def test_a_round_slow_for_all_and_a_disturbed_configuration_change_no_ratio() ->
 
 def run_of(batch: int, c: float, exponent: float) -> dict[str, Any]:
     """A run whose losses lie on one curve over progress, with a noise scale that grows."""
-    truth = GroundTruth(calibration=c)
+    truth = GroundTruth(noise_scale_multiplier=c)
     course = TrainingDynamics(phi_at=lambda p: 2.0 + 0.02 * np.asarray(p), truth=truth, end=4096.0)
     schedule, progress = replay.schedule_of(RECIPE, exponent), 0.0
     evaluations, samples, phis = [], [], []

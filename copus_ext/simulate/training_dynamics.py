@@ -1,9 +1,9 @@
-"""The ground truth of a simulation: how far a step gets at a point of the training.
+"""The ground truth of a simulation: the progress of a step at any point of the training.
 
-A sample of a batch B gets as far as 1 / (1 + B/Phi) samples of small batches: the form of E(B) =
-E_min (1 + B/B_c), arXiv 1812.06162, which published runs keep to 3 % (bench/efficiency_curve.py).
-Progress is cut into intervals within which Phi stands still, so that seconds and samples are sums
-without error, and an optimum over all switches between intervals is one over all switches.
+A sample of a batch B is worth 1 / (1 + B / B_crit) samples of small batches: the form of E(B) =
+E_min (1 + B / B_crit), arXiv 1812.06162, which published runs keep to 3 %. Progress is cut into
+intervals of constant noise scale. So seconds and samples are sums without error, and an optimum
+over all switches between intervals is one over all switches.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,28 @@ import numpy as np
 from copus_ext.goodput import objectives
 
 _LEAST = 1e-4
-"""Progress of a sample where a truth says that there is none, or that it goes back."""
+"""Lower bound of the progress of a sample: some truths have none or negative progress."""
 _INTERVALS = 600
+_SCHEDULE_POINTS = 8192
 _FIRST = 1e-4
 """End of the first interval over that of the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroundTruth:
-    """What a sample is worth; the controller may believe something else."""
+    """The progress of a sample; the controller may assume another."""
 
     objective: str = "goodput"
-    """`goodput`: the learning rate is at its best at every batch. `lr_model`: it is so at the
-    reference batch, and goes with sqrt(B) from there (arXiv 2405.14578). `copus`: progress is in
-    proportion to the learning rate, too (eq. 8 of arXiv 2604.26687)."""
-    calibration: float = 2.0
-    """c: Phi is this times the noise scale that is measured."""
+    """`goodput`: the learning rate is optimal at every batch. `lr_model`: it is optimal at the
+    reference batch and scales with sqrt(B) (arXiv 2405.14578). `copus`: progress is proportional to
+    the learning rate too (eq. 8 of arXiv 2604.26687)."""
+    noise_scale_multiplier: float = 2.0
+    """The critical batch size over the measured noise scale."""
     reference_batch: float = 1.0
     """Batch for which the learning rate was chosen, samples."""
     rate_exponent: float = 0.0
-    """A sample is worth this power of what the schedule leaves of the learning rate
-    (`schedule.RateSchedule`); `per_sample` does not count it."""
+    """A sample is worth this power of the scheduled learning rate (`RateSchedule`); `per_sample`
+    leaves it out."""
 
     def per_sample(self, batch: Any, phi: Any) -> Any:
         """Progress of one sample.
@@ -47,7 +49,7 @@ class GroundTruth:
             batch: it is part of, samples.
             phi: noise scale as measured, samples.
         """
-        noise = self.calibration * np.asarray(phi, dtype=float)
+        noise = self.noise_scale_multiplier * np.asarray(phi, dtype=float)
         worth = objectives.goodput(
             self.objective, 1.0, batch, noise, reference_batch=self.reference_batch
         )
@@ -110,3 +112,52 @@ class TrainingDynamics:
         wanted = self.samples(batch, progress) + samples
         i = bisect.bisect_right(spent, wanted) - 1
         return self.edges[i] + (wanted - spent[i]) * rates[i]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSchedule:
+    """Linear warm-up, then a cosine to a part of the peak, and its effect on a sample.
+
+    To first order, progress is proportional to the learning rate, and less than that near the best
+    rate. Both phases are counted in samples, so that the worth of a sample depends only on the
+    number of samples before it.
+    """
+
+    warmup_samples: int
+    """Samples until the peak."""
+    total_samples: int
+    """Samples of the run: the cosine ends there."""
+    end_part: float
+    """Rate at the end over that at the peak."""
+    exponent: float = 0.0
+    """A sample is worth this power of the rate over its peak; 0: the same at every rate."""
+
+    def rate(self, samples: Any) -> Any:
+        """Rate over its peak after so many samples."""
+        n = np.asarray(samples, dtype=float)
+        decaying = max(self.total_samples - self.warmup_samples, 1)
+        done = np.clip((n - self.warmup_samples) / decaying, 0.0, 1.0)
+        decayed = self.end_part + (1 - self.end_part) * (1 + np.cos(np.pi * done)) / 2
+        return np.minimum(n / max(self.warmup_samples, 1), 1.0) * decayed
+
+    @cached_property
+    def _sums(self) -> tuple[Any, Any]:
+        """Samples, and the worth of all up to there."""
+        edges = np.linspace(0.0, self.total_samples, _SCHEDULE_POINTS + 1)
+        middle = (edges[1:] + edges[:-1]) / 2
+        parts = np.diff(edges) * self.rate(middle) ** self.exponent
+        return edges, np.concatenate(([0.0], np.cumsum(parts)))
+
+    def worth(self, samples: Any) -> Any:
+        """The worth of the first so many samples of the run, in samples at the peak rate; those
+        beyond its end are worth nothing."""
+        if not self.exponent:
+            return samples
+        return np.interp(samples, *self._sums)
+
+    def samples(self, worth: float) -> float:
+        """The number of first samples of that worth; infinity if all of the run are worth less."""
+        if not self.exponent:
+            return worth
+        edges, sums = self._sums
+        return float(np.interp(worth, sums, edges, right=np.inf))

@@ -1,7 +1,8 @@
-"""How gradient noise and loss go as training gets on: a power law, a file, or a run's journal.
+"""The noise scale over the training (a power law, a file, or a run's journal), and the estimates of
+it that a run sees.
 
-Progress is counted in samples of a run of small batches: those that it would have needed to get as
-far (`course.Truth` says how many a larger batch needs).
+Progress is counted in samples of a run with small batches: the number that it needs to get as far
+(`GroundTruth` says how many a larger batch needs).
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import numpy as np
 
 from copus_ext.controller.decision_log import read_journal
 from copus_ext.cost_model.spec_file import read_json
+from copus_ext.gns.estimators import Estimate
 from copus_ext.goodput.inputs import DecisionInputs
-from copus_ext.simulate.course import GroundTruth
+from copus_ext.simulate.training_dynamics import GroundTruth
 
 _LARGEST = 1e15
+DIMENSION = 200
+"""Effective directions of the noise; the tests of `bench/noise_accuracy.py` had 170."""
+_AHEAD = 256
 
 
 class TrajectoryError(ValueError):
@@ -144,3 +149,51 @@ def _power(at: Any, x: Sequence[float], y: Sequence[float]) -> Any:
     i = np.clip(np.searchsorted(lx, at) - 1, 0, len(lx) - 2)
     slope = (ly[i + 1] - ly[i]) / (lx[i + 1] - lx[i])
     return np.exp(ly[i] + slope * (at - lx[i]))
+
+
+class NoiseEstimatorModel:
+    """A stream of one-step estimates.
+
+    Gradient noise is Gaussian and alike in `dimension` directions. So the squared norm of the batch
+    is a non-central chi-square, and the scatter of the micro-batches around it an independent
+    chi-square. Real noise has tr(Sigma)^2 / tr(Sigma^2) such directions.
+
+    Args:
+        seed: of the draws.
+        dimension: effective directions of the noise.
+    """
+
+    def __init__(self, seed: int, *, dimension: int = DIMENSION) -> None:
+        self._random = np.random.default_rng([seed, 0x6E5])
+        self.dimension = dimension
+        self._drawn: dict[int, Any] = {}
+
+    def read(self, phi: float, batch: int, groups: int) -> Estimate | None:
+        """The estimates of one step, in units of the noise's trace; None with a single group.
+
+        Args:
+            phi: noise scale, samples.
+            batch: samples of the step.
+            groups: small gradients that are compared, of equal size.
+        """
+        if groups < 2:
+            return None
+        along, across, scatter = self._next(groups)
+        # In every direction the mean gradient has variance 1/(B d); |G|^2 is 1/phi.
+        unit = batch * self.dimension
+        shift = math.sqrt(unit / phi)
+        big = ((along + shift) ** 2 + across) / unit
+        v = scatter / (self.dimension * (groups - 1))
+        return Estimate(g2=big - v / batch, v=v)
+
+    def _next(self, groups: int) -> tuple[float, float, float]:
+        stock = self._drawn.get(groups)
+        if not stock:
+            d = self.dimension
+            columns = (
+                self._random.standard_normal(_AHEAD),
+                self._random.chisquare(d - 1, _AHEAD),
+                self._random.chisquare(d * (groups - 1), _AHEAD),
+            )
+            stock = self._drawn[groups] = list(zip(*(column.tolist() for column in columns)))
+        return stock.pop()
