@@ -153,6 +153,16 @@ def test_another_layout_copies_the_tensors_and_rewrites_the_flags(
     assert [p.name for p in tmp_path.iterdir() if "unfinished" in p.name] == []
 
 
+def test_uneven_stages_stay_until_the_pipeline_changes(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"pipeline_model_parallel_size": 2, "layers_of_chunks": [1, 3]}
+    source = make_checkpoint(tmp_path / "a", **flags, pipeline_model_parallel_layout="Et|tttL")
+    for number, (changes, partition) in enumerate(((Changes(dp=4), (1, 3)), (Changes(pp=4), None))):
+        convert(source, tmp_path / str(number), changes)
+        arguments = open_archive(tmp_path / str(number), step=None).arguments
+        assert arguments["layers_of_chunks"] == partition
+        assert (arguments["pipeline_model_parallel_layout"] is None) is (partition is None)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_plain_to_distributed_and_back_keeps_every_bit(tmp_path: Path, dtype: str) -> None:
     source = make_checkpoint(tmp_path / "a", dtype=dtype, optimizer="plain")

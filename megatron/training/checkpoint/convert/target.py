@@ -88,15 +88,17 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
         UsageError: a virtual pipeline without a pipeline.
     """
     stored = stored_layout(arguments)
-    sizes = {name: getattr(changes, name) for name in ("tp", "pp", "vpp", "dp")}
-    merged = {**stored.to_json(), **{n: s for n, s in sizes.items() if s is not None}}
-    if merged["pp"] == 1 and changes.vpp is None:
-        merged["vpp"] = 1
-    if (merged["pp"], merged["vpp"]) != (stored.pp, stored.vpp):
-        merged.pop("cut", None)
-    if merged["vpp"] > 1 and merged["pp"] == 1:
-        raise UsageError(f"--vpp {merged['vpp']} needs a pipeline; give --pp of at least 2")
-    return Layout(**merged)
+    pp = changes.pp or stored.pp
+    vpp = changes.vpp or (stored.vpp if pp > 1 else 1)
+    if vpp > 1 and pp == 1:
+        raise UsageError(f"--vpp {vpp} needs a pipeline; give --pp of at least 2")
+    return Layout(
+        tp=changes.tp or stored.tp,
+        pp=pp,
+        vpp=vpp,
+        dp=changes.dp or stored.dp,
+        layer_partition=stored.layer_partition if (pp, vpp) == (stored.pp, stored.vpp) else None,
+    )
 
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
