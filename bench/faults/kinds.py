@@ -331,7 +331,7 @@ def _stop_rank(run: Run, case: Case) -> Seen:
     seen = Seen(what=f"{case.drawn['victim']} stopped at step {step}")
     if wait_s is None:
         seen.seconds, seen.problems = goes_on(run, launches)
-        said = "leaves with 86" if "and leaves with 86" in run.log else "a collective's time-out"
+        said = "exits with 86" if "and exits with 86" in run.log else "a collective's time-out"
         seen.what += f", seen by {said}"
         if "was ended by SIGKILL" in run.log or " hung: it did not answer" not in run.log:
             seen.problems.append("what was told is not that it hung")

@@ -138,7 +138,7 @@ def test_when_a_rank_hangs_the_others_say_where_and_leave(tmp_path: Path) -> Non
     beside.check()
     assert result.codes == (86, -signal.SIGKILL), result.tail()
     lines = [line for line in result.stderr.splitlines() if line.startswith("copus: rank 0, ")]
-    assert len(lines) == 2 and "no progress" in lines[0] and "leaves with 86" in lines[1]
+    assert len(lines) == 2 and "no progress" in lines[0] and "exits with 86" in lines[1]
     stacks = (tmp_path / STACKS / "job.0.0.0.txt").read_text()
     assert "in train_step" in stacks
     assert read_request(tmp_path, launch="job.0.0") is None, "a crash"

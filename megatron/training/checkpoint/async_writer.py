@@ -1,8 +1,8 @@
-"""The processes that write a checkpoint: started, watched, and ended when they hang.
+"""Starts and watches the processes that write a checkpoint, and ends them when they hang.
 
-megatron-core forks a process on each rank that has something to write. It may be killed, or wait
-for a file system that never answers. Then the save has failed, on all ranks, and the next one
-starts afresh.
+megatron-core forks a process on each rank that has something to write. Such a process may be
+killed, or wait for a file system that never answers. Then the save fails on all ranks, and the next
+save starts afresh.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _POLL_S = 0.05
 
 
 class WriteResults:
-    """What the process of one save hands to the one that forked it, once; a queue to megatron-core.
+    """Carries the results of one save from the forked process to its parent, once.
 
-    It is a file without a name: it holds any number of bytes, nobody waits for it, and what a
-    killed process has left in it concerns no later save.
+    It stands in for megatron-core's queue. As a file without a name it holds any number of bytes
+    and blocks nobody. A killed process leaves nothing in it that a later save could read.
     """
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class WriteResults:
 
 
 def _unnamed_file() -> IO[bytes]:
-    """In memory where the system can, as a full disk is no reason not to save to another."""
+    """In memory where the system can: the disk of temporary files may be full."""
     with contextlib.suppress(AttributeError, OSError):
         return open(os.memfd_create("written"), "w+b")
     return tempfile.TemporaryFile()
 
 
 class SaveProcess:
-    """One save under way: this rank's process, and what all ranks know together.
+    """One save under way: this rank's process, and the state that all ranks agree on.
 
     Args:
         request: what megatron-core's save returned.
@@ -146,7 +146,7 @@ class SaveProcess:
         return f"the process of rank {rank} that writes it ended with {process.exitcode}"
 
     def end(self) -> None:
-        """Kills what may still run of it on this rank. Call whatever became of it."""
+        """Kills the process on this rank if it still runs. Call it after every save."""
         atexit.unregister(self.end)
         process = self._caller.process
         if process is not None and process.pid is not None and process.is_alive():
@@ -156,8 +156,7 @@ class SaveProcess:
 
 
 def _write(rank: int, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Runs in the process that writes: neither it nor those it starts outlive their parent, whose
-    results nobody would take.
+    """Runs in the process that writes. Neither it nor its children outlive the rank.
 
     Args:
         rank: process id of the rank.

@@ -1,5 +1,4 @@
-"""The files of a checkpoint directory: which checkpoints are complete, which is latest, whether
-bytes are intact.
+"""The files of a checkpoint directory: complete checkpoints, the latest one, and their checksums.
 
     <save>/latest_checkpointed_iteration.txt      replaced last, atomically
     <save>/iter_0000100/                          metadata.json marks a finished write,
@@ -102,8 +101,7 @@ def is_complete(root: Path, iteration: int) -> bool:
 
 
 def was_ever_complete(root: Path) -> bool:
-    """Whether a checkpoint was once written to the end, whatever has become of it; a first save
-    that was cut short is none."""
+    """Whether any checkpoint was ever written to the end, even if it is damaged now."""
     return any(
         (folder_of(root, i) / MANIFEST).exists() and not _mark_of(root, i).exists()
         for i in _iterations(root)
@@ -127,8 +125,8 @@ def _mark_of(root: Path, iteration: int) -> Path:
 def begin(root: Path, iteration: int) -> Path:
     """Makes an empty folder for the checkpoint of an iteration, marked unfinished.
 
-    What is left there of an earlier try goes, and so does a checkpoint of the iteration, complete
-    or damaged, after the tracker names the one before it.
+    Deletes an earlier partial, complete or damaged checkpoint of that iteration. Before that, the
+    tracker steps back to the checkpoint before it.
 
     Raises:
         FileExistsError: there is a folder of that name that is no such checkpoint.
@@ -257,8 +255,10 @@ def damage(folder: Path, *, rank: int = 0, world_size: int = 1, contents: bool =
 
 
 def _torn(path: Path) -> list[str]:
-    """What is wrong with the archive of a common state, by the checksums that every zip file holds:
-    torch does not compare them, and one changed byte may hide who wrote it."""
+    """What is wrong with the zip archive of a common state, by its own checksums.
+
+    torch does not compare them, and one changed byte may hide which trainer wrote it.
+    """
     if not zipfile.is_zipfile(path):
         return []  # torch says why it cannot read it
     try:
@@ -272,8 +272,7 @@ def _torn(path: Path) -> list[str]:
 
 
 def unverified(folder: Path, common: Mapping[str, Any], names: Collection[str] = ()) -> str | None:
-    """Why a checkpoint counts as damaged though no byte is known to be: COPUS wrote it, and its
-    manifest is gone or lists only a part.
+    """Why a checkpoint of COPUS counts as damaged if its manifest is gone or incomplete.
 
     Args:
         folder: of one iteration.
@@ -326,8 +325,10 @@ def little_room(root: Path, *, stored: int, free: int | None) -> str | None:
 
 
 def remove(root: Path, iteration: int) -> None:
-    """Removes one checkpoint folder of `root`, as far as the file system lets it; a kill on the way
-    leaves it marked unfinished. Links are not followed: one in place of the folder stays."""
+    """Deletes one checkpoint folder of `root`, as far as the file system allows.
+
+    A kill on the way leaves it marked unfinished. A link in place of the folder stays.
+    """
     folder = folder_of(root, iteration)
     if folder.is_symlink():
         return
@@ -347,11 +348,10 @@ def discard(root: Path, iteration: int) -> None:
 
 
 def retire(root: Path, *, newest: int, retain_interval: int | None) -> list[int]:
-    """Removes what a new checkpoint makes superfluous. Call after the tracker names `newest`.
+    """Deletes checkpoints that a new one replaces. Call it after the tracker names `newest`.
 
-    Folders marked unfinished go always. With a retain interval, complete checkpoints go unless they
-    are a multiple of it, the newest, or the one before the newest, which is what a damaged newest
-    falls back to.
+    Folders marked unfinished always go. With a retain interval, complete checkpoints go too, except
+    its multiples, the newest, and the one before the newest, to fall back to.
 
     Returns:
         The iterations removed.

@@ -142,7 +142,7 @@ def await_closed() -> None:
 
 
 def _forget_model() -> None:
-    """Ends what a model leaves behind in this process."""
+    """Frees what a model leaves behind in this process."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -184,7 +184,7 @@ def use_groups(idle: IdleGroups) -> ProcessGroupCollection:
 
 
 def release_model() -> None:
-    """What `destroy_groups` does to a model that is gone, where the groups stay. All ranks."""
+    """Frees what a deleted model leaves behind, and keeps the groups. All ranks."""
     _forget_model()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""What a rank holds of the run's global tensors, as rectangles. Pure arithmetic on names and
-shapes."""
+"""The rectangles of the run's global tensors that a rank holds: arithmetic on names and shapes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which rank is slow, in a job whose ranks all take as long as the slowest.
+"""Finds slow ranks, in a job where every step takes as long as the slowest rank.
 
-The wall time of a step is the same everywhere. What differs is a rank's own part: reading its data
-and its forward and backward passes, until it begins to wait for the gradients of the other
-replicas. Ranks that share a layer or a pipeline wait for each other on the way, so that a slow one
-makes its whole replica look slow; with one replica nothing shows.
+The wall time of a step is the same on all ranks. A rank's own part differs: it reads data and runs
+its forward and backward passes until it waits for the gradients of the other replicas. Ranks of one
+replica wait for each other on the way, so a slow rank makes its whole replica look slow. With one
+replica nothing shows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from megatron.training.common.trace import Trace
 
 WINDOW = 100
-"""Steps whose mean is looked at."""
+"""Steps per mean."""
 LIMIT = 1.5
-"""Times the median from which on a rank is slow."""
+"""A rank is slow from this multiple of the median on."""
 
 
 class StepClock:
@@ -35,7 +35,7 @@ class StepClock:
         """The step begins.
 
         Args:
-            trace: told of the reduction that ends the rank's own part.
+            trace: gets the reduction that ends the rank's own part as a span.
         """
         self._marks = [self._mark()]
         self._trace = trace
@@ -68,14 +68,14 @@ class StepClock:
 
 
 class RankTimes:
-    """Adds up what ranks need for their own part."""
+    """Adds up the time that ranks need for their own part."""
 
     def __init__(self) -> None:
         self._total: torch.Tensor | None = None
         self._steps = 0
 
     def add(self, own_s: torch.Tensor) -> None:
-        """Takes in one step.
+        """Adds one step.
 
         Args:
             own_s: [world size], seconds.

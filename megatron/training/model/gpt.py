@@ -1,4 +1,4 @@
-"""The GPT of a configuration, built on the process groups of one layout and wrapped for data
+"""Builds the GPT of a configuration on the process groups of a layout, wrapped for data
 parallelism."""
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ def build_model(
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
-    """Builds a model that is only to be run: without gradients, and without values until a
-    checkpoint brings them.
+    """Builds a model for inference: without gradients, and without values until a checkpoint is
+    loaded.
 
     Args:
         config: resolved configuration; its layout has no virtual stages.
@@ -350,8 +350,8 @@ def _build_chunk(
 
 
 def _let_go_of_values(chunk: torch.nn.Module) -> None:
-    """Leaves parameters without memory: the wrapper for data parallelism gives each its place in a
-    buffer, and would otherwise copy there what nobody has set."""
+    """Frees the memory of parameters. The data-parallel wrapper places each in a buffer, and would
+    otherwise copy uninitialised values there."""
     for param in chunk.parameters():
         if type(param.data) is torch.Tensor and param.requires_grad:
             no_strides = [0] * param.dim()

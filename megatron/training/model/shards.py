@@ -1,5 +1,5 @@
-"""The fp32 state that this rank holds: master weights and both moments, as flat shards, and which
-rectangles of the global tensors they are."""
+"""The fp32 state of this rank: master weights and both moments, as flat shards, with the rectangles
+of the global tensors that they hold."""
 
 from __future__ import annotations
 

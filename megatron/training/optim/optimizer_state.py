@@ -1,9 +1,9 @@
 """The optimizer's part of a checkpoint, written as the rectangles that each rank holds.
 
 megatron-core's own writer for this format gathers a replica's buckets and cuts the parameters out
-again, at places that leave out the padding between buckets: with several buckets and padding inside
-it stores shifted state without an error (docs/decisions/015). Here nothing is gathered and nothing
-cut; the stored tensors are the same, and megatron-core loads them.
+again. It ignores the padding between buckets and so stores shifted state without an error
+(docs/decisions/015). This writer gathers nothing. The stored tensors are the same, and
+megatron-core loads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refuses an environment in which the run would break later or, worse, run other code than this."""
+"""Refuses an environment in which the run would break later, or would run other code than this."""
 
 from __future__ import annotations
 
@@ -141,8 +141,7 @@ def set_process_defaults() -> None:
     """Sets environment variables that torch reads at start, unless the user set them.
 
     A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch
-    issue 135712). That megatron-core falls back without Transformer Engine or apex, and calls torch
-    by older names, is known here.
+    issue 135712). Warnings about known fallbacks and old names in megatron-core are hidden.
     """
     for known in (
         ".*Apex.*",

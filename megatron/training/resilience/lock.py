@@ -61,8 +61,8 @@ class Holder:
         return f"process {self.pid} on {self.host}, launch {self.launch}"
 
     def follows(self, other: Holder) -> bool:
-        """Whether who started this one has seen the end of the other: a job that was queued again,
-        or the same supervisor."""
+        """Whether the starter of this process has seen the end of the other: the scheduler that
+        queued the job again, or the same supervisor."""
         if job_of(other.launch) != job_of(self.launch):
             return False
         return other.supervisor == self.supervisor or restarts_of(other.launch) < restarts_of(
@@ -87,8 +87,7 @@ def machine() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine was started, in ticks since the machine was; None if it is
-    dead, a zombie included."""
+    """Start of a process of this machine, in ticks since boot; None if it is dead or a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if state in "ZX" else rest[18]
@@ -97,14 +96,13 @@ def process_start(pid: int) -> str | None:
 
 
 class Lock:
-    """A directory that this process alone writes; held inside `with`.
+    """Makes this process the only one that writes a directory, while inside `with`.
 
     Args:
         directory: made if missing.
         flag: that named it, for messages.
         launch: of this process.
-        is_supervised: whether a supervisor vouches that the launch before this one of the same job
-            is over.
+        is_supervised: whether a supervisor knows that the previous launch of this job is over.
         force_unlock: `--force-unlock`.
         touch_s: seconds between two touches.
         stale_s: see `STALE_S`.
@@ -249,7 +247,7 @@ class Lock:
             raise UsageError(f"{who}, and another one just now; end that run first")
 
     def _is_touched(self, holder: Holder) -> bool:
-        """Watches for longer than a holder takes between two touches: an age may be wrong, where
+        """Watches for longer than a holder waits between two touches. An age alone may be wrong if
         the clock of the file system was set."""
         try:
             before = self._path.stat().st_mtime_ns
@@ -272,8 +270,10 @@ class Lock:
         return self._new.stat().st_mtime - path.stat().st_mtime
 
     def _remove(self, holder: Holder) -> None:
-        """Removes the lock of a dead holder, and no other that has come in its place meanwhile:
-        one run at a time removes, and looks again before. Does nothing while another is at it."""
+        """Removes the lock of a dead holder, but not one that has replaced it meanwhile.
+
+        One run at a time removes, and reads the lock again before. Others return at once.
+        """
         mark = self._path.with_name(_CLEARING)
         try:
             os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
@@ -291,7 +291,7 @@ class Lock:
             mark.unlink(missing_ok=True)
 
     def _keep(self) -> None:
-        """Shows signs of life as long as the lock is held."""
+        """Touches the lock as long as it is held."""
         while not self._ended.wait(self._touch_s):
             try:
                 holder = _read(self._path)

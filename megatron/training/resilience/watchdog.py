@@ -1,7 +1,7 @@
-"""Notices that a rank makes no progress: writes stacks, and in the end lets go of the job.
+"""Notices that a rank makes no progress: writes its stacks, and in the end stops the process.
 
-Every rank watches itself. A rank that waits in a collective for one that hangs makes no progress
-either, so that the stacks of all that still run appear.
+Every rank watches itself. A rank that waits in a collective for a hanging one makes no progress
+either, so the stacks of all running ranks appear.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.training.common.errors import UsageError
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 86
-"""What a process leaves with that makes no progress any more."""
+"""Exit code of a process that makes no progress any more."""
 VARIABLE = "COPUS_WATCHDOG_S"
 """Environment variable: seconds without progress before stacks are written, and behind a colon
 seconds before the process leaves; 0 watches nothing."""
@@ -78,10 +78,9 @@ NEVER = WatchdogLimits(stall_s=0.0, exit_s=0.0)
 class Watchdog:
     """Watches one rank while inside `with`; outside it only counts.
 
-    Time counts as far as this process was running to see it pass: one that was stopped and goes on
-    has not hung, and clocks that are set do not matter. Before the first step, and in phases that
-    may take long, stacks come late and the process never leaves: there the time-outs of collectives
-    end what hangs.
+    Only time in which this process runs counts: a process that was stopped and goes on has not
+    hung. Before the first step and in patient phases, stacks come late and the process never
+    exits. There the time-outs of collectives end a hang.
 
     Args:
         run_dir: of the run; None writes no files.
@@ -89,7 +88,7 @@ class Watchdog:
         rank: of this process.
         world_size: heartbeats get rarer with it.
         limits: how long to wait.
-        note: told (kind, fields) of what is noticed; called from a thread.
+        note: called from a thread with (kind, fields) of each event.
     """
 
     def __init__(
@@ -131,16 +130,16 @@ class Watchdog:
         self._beats += 1
 
     def reset_step_times(self) -> None:
-        """What steps took so far says nothing about the next."""
+        """Forgets the durations of past steps, as the next ones differ."""
         self._steps_s.clear()
 
     @contextlib.contextmanager
     def phase(self, doing: str, *, patient: bool = False) -> Iterator[None]:
-        """Does something else than training.
+        """A phase other than training.
 
         Args:
-            doing: what, for messages.
-            patient: it may take long, and gives no sign meanwhile.
+            doing: its name, for messages.
+            patient: it may take long without progress.
         """
         before = self._doing, self._is_patient
         self._doing, self._is_patient = doing, patient or self._is_patient
@@ -159,7 +158,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Watches no more, and takes the heartbeat away."""
+        """Stops watching and deletes the heartbeat."""
         self._ended.set()
         self._to_write.put(None)
         for thread in self._threads:
@@ -204,7 +203,7 @@ class Watchdog:
         self._to_write.put(lambda: self._note("alert", alert="no progress", line=line))
 
     def _exit_process(self, waited_s: float) -> None:
-        what = f"has made no progress for {waited_s:.0f} s and leaves with {EXIT_CODE}"
+        what = f"has made no progress for {waited_s:.0f} s and exits with {EXIT_CODE}"
         written = threading.Event()
         self._to_write.put(lambda: self._dump_stacks(what))
         line = self._report(what)
@@ -266,8 +265,7 @@ class Watchdog:
 
 
 def exit_immediately(code: int) -> None:
-    """Ends this process where nothing can be cancelled, and its children: what ends them at a
-    proper exit does not run here."""
+    """Ends this process and its children at once. Handlers of a normal exit do not run."""
     try:
         kill_children(os.getpid())
     finally:

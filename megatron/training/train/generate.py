@@ -1,4 +1,5 @@
-"""Text from a checkpoint of any layout, on one process, through megatron-core's inference classes.
+"""Generates text from a checkpoint of any layout, on one process, with megatron-core's inference
+classes.
 
 `GPTInferenceWrapper` runs the model with a cache of keys and values in a `StaticInferenceContext`,
 and `TextGenerationController` picks the tokens. They run on a CPU inside `device.use_device`. The
@@ -138,7 +139,7 @@ class TextGenerator:
         return tokens
 
     def generate(self, prompt: str, params: SamplingParams, seed: int) -> Generated:
-        """Goes on from one prompt, to the end of the document or as far as asked for.
+        """Continues one prompt to the end of the document, or for as many tokens as asked for.
 
         Args:
             prompt: that `tokens_of` accepts.
@@ -201,7 +202,7 @@ class _WithoutPadding(GPTInferenceWrapper):
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Refuses what makes no sense, before megatron-core's assertions do.
+    """Refuses sampling parameters that make no sense.
 
     Args:
         params: `top_k` 0 and `top_p` 0 filter nothing; `top_k` 1 is greedy.

@@ -1,4 +1,4 @@
-"""Proofs that a checkpoint is complete, each refusing with the key or the file."""
+"""Proves that a checkpoint is complete; an error names the key or the file."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def check_contents(archive: Archive) -> Contents:
 
 
 def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
-    """Proves the weights, whatever the optimizer's state is worth. Reads no tensor.
+    """Proves the weights, and ignores damage of the optimizer's state. Reads no tensor.
 
     Args:
         archive: the checkpoint.
-        dtype: number format that is asked for; None keeps the stored one. Another one is made from
-            the masters, if there are any, which then are proved too.
+        dtype: number format of the target; None keeps the stored one. Another one is made from the
+            masters, if there are any, and then those are proved too.
 
     Returns:
         The weights, as if there were no optimizer; with masters, as if there were no moments.

@@ -1,4 +1,4 @@
-"""What a checkpoint of a GPT must hold: its tensors by name and shape, from its own flags."""
+"""The tensors that a checkpoint of a GPT must hold, by name and shape, from its own flags."""
 
 from __future__ import annotations
 

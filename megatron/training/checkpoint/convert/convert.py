@@ -1,7 +1,7 @@
-"""From one `torch_dist` checkpoint to another: layout, vocabulary, number format, optimizer.
+"""Converts a `torch_dist` checkpoint: layout, vocabulary, number format, optimizer.
 
-Stored tensors are global, so another layout rewrites none of them: the files are copied, the flags
-in the common state change, and what has to be proved is that the target loads.
+Stored tensors are global, so another layout rewrites none of them. The files are copied, the flags
+in the common state change, and the checks prove that the target loads.
 """
 
 from __future__ import annotations
