@@ -32,11 +32,11 @@ from bench.nodes import Nodes
 from bench.support import QUICKSTART_MODEL, ROOT, TRAINER, arguments, origin, read_run
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.placement.uneven_nodes import Site
+from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from copus_ext.planner.uneven import Site
 from megatron.training.config.layout import Layout
 from tests.helpers.star import DEVICE, address, star
 

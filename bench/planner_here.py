@@ -26,7 +26,7 @@ from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.fit import fit_constants
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.planner.answers import Ranked
+from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing, read_profile
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits, points_of, to_rows

@@ -99,8 +99,8 @@ def planner_of(args: argparse.Namespace) -> Any:
 
 def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
     """What the configuration asked for gives, or why it is none; and the exit code."""
-    from copus_ext.planner.answers import Ranked
     from copus_ext.planner.configuration import RECOMPUTE, Configuration
+    from copus_ext.planner.plan import Ranked
     from megatron.training.config.layout import Layout
 
     given = sizes("--explain", args.explain, ("recompute", "sp", "zero"))
@@ -158,7 +158,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
 
 def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
     """The same answer with the order of nodes, if that is asked for."""
-    from copus_ext.planner.mapping import order_for
+    from copus_ext.planner.placement.node_order import order_for
 
     if not args.order:
         return found
@@ -168,11 +168,11 @@ def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
 
 def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
     """The hosts in the order of the first answer, where a file is asked for."""
-    from copus_ext.planner.fitted import Fitted
+    from copus_ext.planner.placement.uneven_nodes import FittedLayout
 
     if args.hostfile is None or not found:
         return
-    orders = [x.names if isinstance(x, Fitted) else list(x.order.hosts) for x in found]
+    orders = [x.names if isinstance(x, FittedLayout) else list(x.order.hosts) for x in found]
     hosts = orders[0]
     if any(other != hosts for other in orders):
         raise UsageProblem("--hostfile: the batches want different orders; ask for one batch")
@@ -184,14 +184,14 @@ def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
 
 def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
-    from copus_ext.planner.needed import gpus_needed
+    from copus_ext.planner.search import min_gpus
 
     where = f"global batch {plan.global_batch_size}"
     if plan.status == "no_legal":
         worst = min(plan.rejected, key=lambda r: (r.code == "memory", -r.count))
         return f"{where}: {worst.detail}; {worst.fix}"
     memory = next(r for r in plan.rejected if r.code == "memory")
-    needed = gpus_needed(planner, plan.global_batch_size)
+    needed = min_gpus(planner, plan.global_batch_size)
     more = f"needs about {needed} GPUs of this kind" if needed else "more of these GPUs do not help"
     return f"{where}: {memory.count} legal configurations, none fits: {memory.detail}; {more}"
 
@@ -223,9 +223,9 @@ def answer(args: argparse.Namespace) -> int:
             constants=about,
             warnings=[missing] if about["residual"] is None else [],
             elapsed_s=None if args.output else time.monotonic() - started,
-            recuts=recut,
+            repartitions=recut,
             fitted=fitted,
-            resplits=resplit,
+            unequal_micro_batches=resplit,
             top=args.top,
         )
         _put(report.dump(record), args.output)
@@ -282,27 +282,29 @@ def cuts_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[An
     """The fastest cuts of every plan, if they were asked for."""
     if not args.cuts:
         return None
-    from copus_ext.planner.recut import recuts
+    from copus_ext.planner.partition.layers import repartitions
 
-    return [recuts(planner, plan) for plan in plans]
+    return [repartitions(planner, plan) for plan in plans]
 
 
 def splits_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
     """The best unequal micro-batches of every plan, if they were asked for."""
     if not args.micro_split:
         return None
-    from copus_ext.planner.micro_split import resplits
+    from copus_ext.planner.partition.micro_batches import unequal_micro_batches
 
-    return [resplits(planner, plan) for plan in plans]
+    return [unequal_micro_batches(planner, plan) for plan in plans]
 
 
 def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
     """Every plan over links and nodes as they are, if that was asked for."""
     if not args.uneven:
         return None
-    from copus_ext.planner.uneven import refit
+    from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
 
-    return [refit(planner, p.global_batch_size) if p.status != "no_legal" else [] for p in plans]
+    return [
+        rank_on_nodes(planner, p.global_batch_size) if p.status != "no_legal" else [] for p in plans
+    ]
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
@@ -325,7 +327,7 @@ def _put(text: str, output: Path | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
-    from copus_ext.cost_model.model_spec import SpecError
+    from copus_ext.cost_model.spec_file import SpecError
     from megatron.training.common.errors import UsageError
 
     try:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, preset
-from copus_ext.cost_model.gpus import quantity
-from copus_ext.cost_model.model_spec import SpecError
+from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.probe import session
 from copus_ext.probe.findings import find, table
 from copus_ext.probe.record import LinkRecord, cluster_text

@@ -179,7 +179,7 @@ def _gpu() -> str:
     import torch
 
     from copus_ext.cost_model.cluster_spec import kind_of, preset
-    from copus_ext.cost_model.model_spec import SpecError
+    from copus_ext.cost_model.spec_file import SpecError
 
     if not torch.cuda.is_available():
         return "CPU-rank"
@@ -207,7 +207,7 @@ def model_of(flags: list[str], world: int) -> Any:
 
 def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
-    from copus_ext.cost_model.model_spec import SpecError
+    from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.launch.rank_side import adopt_srun
     from copus_ext.planner.profile import ForeignProfile, ProfileStore
     from megatron.training.common.errors import UsageError

@@ -203,7 +203,7 @@ def _write(path: Path, flag: str, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
-    from copus_ext.cost_model.model_spec import SpecError
+    from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.planner import request
     from copus_ext.simulate.contenders import UnknownPolicy
     from copus_ext.simulate.speeds import NoSpeed

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
-from copus_ext.cost_model.model_spec import ModelSpec, SpecError
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, Timing, read_profile

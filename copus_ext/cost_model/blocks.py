@@ -12,17 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import comm, compute
+from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
     buffer_bytes,
+    end_parameters,
     head_bytes,
     layer_bytes,
+    layer_parameters,
     message_bytes,
 )
-from copus_ext.cost_model.params import end_parameters, layer_parameters
 from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
 from copus_ext.cost_model.step import end_of_step
 
@@ -106,9 +107,13 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
         raise ValueError(
             "recompute=block has no cost per layer to cut by; use none, selective or full"
         )
-    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
-    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
-    first_s, last_s = comm.tp_ends_s(rows, c)
+    layer, head, table = (
+        layer_time.layer(rows, c),
+        layer_time.head(rows, c),
+        layer_time.embedding(rows, c),
+    )
+    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
+    first_s, last_s = layer_time.tp_ends_s(rows, c)
     kept, working = layer_bytes(rows)
     first, last = end_parameters(rows)
     of = functools.partial(_blocks, int(rows.num_layers[0]))
@@ -117,7 +122,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     owned = state / rows.dp[0] if rows.use_distributed_optimizer[0] else state
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
-    ring = functools.partial(comm.ring_s, rows, c)
+    ring = functools.partial(layer_time.ring_s, rows, c)
 
     def end(held: Any, backward: Any) -> Any:
         return sum(end_of_step(rows, c, held, backward).seconds(ring))
@@ -137,7 +142,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),
-        hop_s=comm.hop_s(rows, c)[:, 0],
+        hop_s=layer_time.hop_s(rows, c)[:, 0],
         fixed_bytes=float(context_bytes + FRAGMENTATION * buffer_bytes(rows)[0]),
         chunk_bytes=float(own_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
         end_of_step=end,

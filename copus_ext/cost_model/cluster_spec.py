@@ -2,18 +2,298 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.gpus import GPUS, GpuSpec, checked, gpu_named, is_positive, quantity
-from copus_ext.cost_model.links import Links
-from copus_ext.cost_model.model_spec import SpecError
-from copus_ext.cost_model.nodes import NodeSpec, nodes_from_json, nodes_to_json
-from copus_ext.cost_model.spec_file import read_json
+from copus_ext.cost_model.spec_file import SpecError, checked, is_positive, quantity, read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpec:
+    """One kind of GPU (or CPU rank)."""
+
+    name: str
+    """What to call it."""
+    memory_bytes: float
+    """Memory of one."""
+    peak_flops: float
+    """Dense bf16 peak, FLOP/s."""
+    hbm_bytes_per_s: float
+    """Memory bandwidth."""
+    num_sms: int
+    """Multiprocessors."""
+    fp32_peak_flops: float | None = None
+    """Peak in fp32 (TF32 where that is the default); None: half of the bf16 one."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise SpecError(f"gpu.name {str(self.name)[:60]!r} must be a text")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            may_lack = field.name == "fp32_peak_flops" and value is None
+            if not may_lack and field.name != "name" and not is_positive(value):
+                raise SpecError(f"gpu.{field.name} {str(value)[:60]!r} must be positive")
+
+    def peak(self, precision: str) -> float:
+        """Dense peak at a precision."""
+        if precision != "fp32":
+            return self.peak_flops
+        return self.fp32_peak_flops or self.peak_flops / 2
+
+
+def _gpu(name: str, gib: float, tflops: float, tbps: float, sms: int, fp32: float) -> GpuSpec:
+    return GpuSpec(
+        name=name,
+        memory_bytes=gib * 2**30,
+        peak_flops=tflops * 1e12,
+        hbm_bytes_per_s=tbps * 1e12,
+        num_sms=sms,
+        fp32_peak_flops=fp32 * 1e12,
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100-40GB", 40, 312, 1.555, 108, 156),
+        _gpu("A100-80GB", 80, 312, 2.039, 108, 156),
+        _gpu("H100-80GB", 80, 989, 3.35, 132, 494),
+        _gpu("H200-141GB", 141, 989, 4.8, 132, 494),
+        _gpu("B200-180GB", 180, 2250, 8.0, 148, 1125),
+        _gpu("MI210-64GB", 64, 181, 1.6, 104, 22.6),
+        _gpu("MI250-128GB", 128, 362, 3.2, 208, 45.3),
+        _gpu("CPU-rank", 8, 0.06, 0.01, 1, 0.06),
+    )
+}
+"""Data sheets: memory GiB, dense bf16 TFLOP/s, TB/s, multiprocessors, TF32 or fp32 TFLOP/s."""
+
+
+def gpu_named(name: str) -> GpuSpec:
+    """A GPU of the list.
+
+    Raises:
+        SpecError: it is not there.
+    """
+    if name not in GPUS:
+        raise SpecError(
+            f"--gpu {name}: unknown; known: {', '.join(GPUS)}, or give --cluster with memory_bytes "
+            "and peak_flops"
+        )
+    return GPUS[name]
+
+
+_NODE_KEYS = ("count", "gpu", "speed", "memory_bytes", "constants")
+_MOST_NODES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """One node; all of its GPUs are alike."""
+
+    gpu: GpuSpec
+    """What its ranks run on."""
+    speed: float = 1.0
+    """Work per second over what such a GPU usually does."""
+    constants: str | None = None
+    """Name of the fitted constants of its kind; None: those of the cluster."""
+
+    def __post_init__(self) -> None:
+        if not is_positive(self.speed) or not 1e-3 <= self.speed <= 1e3:
+            raise SpecError(f"nodes.speed {str(self.speed)[:60]!r} must be from 0.001 to 1000")
+
+
+def nodes_from_json(data: Any, usual: GpuSpec) -> tuple[NodeSpec, ...]:
+    """Reads the `nodes` of a cluster file.
+
+    Args:
+        data: a list of objects, each for `count` (1) nodes one after the other: `gpu`, a name or a
+            description, `speed`, `memory_bytes`, `constants`; what is left out is as usual.
+        usual: the cluster's GPU.
+
+    Raises:
+        SpecError: an unknown key or a bad value.
+    """
+    if data is None:
+        return ()
+    if not isinstance(data, list) or not all(isinstance(one, dict) for one in data):
+        raise SpecError('cluster.nodes must be a list of objects such as {"count": 2, "speed": 1}')
+    found: list[NodeSpec] = []
+    for one in data:
+        if unknown := sorted(set(one) - set(_NODE_KEYS)):
+            raise SpecError(
+                f"unknown nodes keys: {', '.join(unknown)}; known: {', '.join(_NODE_KEYS)}"
+            )
+        count = one.get("count", 1)
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_NODES:
+            raise SpecError(f"nodes.count {str(count)[:60]} must be a whole number from 1")
+        if len(found) + count > _MOST_NODES:
+            raise SpecError(f"nodes describes more than {_MOST_NODES} nodes")
+        found += [_node(one, usual)] * count
+    return tuple(found)
+
+
+def _node(one: dict[str, Any], usual: GpuSpec) -> NodeSpec:
+    gpu = one.get("gpu")
+    if gpu is None:
+        spec = usual
+    elif isinstance(gpu, str):
+        spec = gpu_named(gpu)
+    elif isinstance(gpu, dict):
+        spec = GpuSpec(**checked(GpuSpec, gpu, "nodes.gpu"))
+    else:
+        raise SpecError("nodes.gpu must name a GPU or describe one")
+    memory = one.get("memory_bytes")
+    if memory is not None:
+        spec = replace(spec, memory_bytes=quantity(memory) if isinstance(memory, str) else memory)
+    constants = one.get("constants")
+    if constants is not None and not isinstance(constants, str):
+        raise SpecError(f"nodes.constants {str(constants)[:60]} must be a name")
+    return NodeSpec(gpu=spec, speed=one.get("speed", 1.0), constants=constants)
+
+
+def nodes_to_json(nodes: Sequence[NodeSpec]) -> list[dict[str, Any]]:
+    """What `nodes_from_json` reads."""
+    told = []
+    for node, same in itertools.groupby(nodes):
+        record = {"count": len(list(same)), "gpu": asdict(node.gpu), "speed": node.speed}
+        told.append(record | ({"constants": node.constants} if node.constants else {}))
+    return told
+
+
+_LINK_KEYS = ("bytes_per_s", "latency_s", "hosts")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_RANGES = {"bytes_per_s": (1, 1e18, "bytes/s"), "latency_s": (0, 1e6, "seconds")}
+_SHOWN = 60
+
+Matrix = tuple[tuple[float, ...], ...]
+"""[nodes][nodes], from the node of the row to that of the column; the diagonal is 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What was measured between all pairs of nodes; need not be symmetric."""
+
+    bytes_per_s: Matrix
+    """Bandwidth from node to node while nothing else is sent; the diagonal says nothing."""
+    latency_s: Matrix
+    """Time of an empty message from node to node; the diagonal says nothing."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes in the order of rows and columns; none: they have only numbers."""
+
+    def __post_init__(self) -> None:
+        num = len(self.bytes_per_s)
+        for name in ("bytes_per_s", "latency_s"):
+            matrix = getattr(self, name)
+            if len(matrix) != num:
+                raise SpecError(
+                    f"links.{name} has {len(matrix)} rows and links.bytes_per_s {num}; give both "
+                    "one row and one column per node"
+                )
+            for i, row in enumerate(matrix):
+                if len(row) != num:
+                    raise SpecError(
+                        f"links.{name} row {i} has {len(row)} values and there are {num} rows; "
+                        "give one row and one column per node"
+                    )
+                for j, value in enumerate(row):
+                    _check(f"links.{name}[{i}][{j}]", value, own=i == j, kind=name)
+        if self.hosts:
+            self._check_hosts(num)
+
+    def _check_hosts(self, num: int) -> None:
+        if len(self.hosts) != num:
+            raise SpecError(
+                f"links.hosts has {len(self.hosts)} names for {num} nodes; name every node once"
+            )
+        for host in self.hosts:
+            if not isinstance(host, str) or not _HOST.fullmatch(host):
+                raise SpecError(
+                    f"links.hosts {_short(host)} is no host name; use letters, digits, '-', '.'"
+                )
+            if self.hosts.count(host) > 1:
+                raise SpecError(f"links.hosts names {host} twice; name every node once")
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that were measured."""
+        return len(self.bytes_per_s)
+
+    def name(self, node: int) -> str:
+        """What to call a node: its host name, or its number."""
+        return self.hosts[node] if self.hosts else str(node)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = {n: [list(row) for row in getattr(self, n)] for n in ("bytes_per_s", "latency_s")}
+        return {**data, "hosts": list(self.hosts)} if self.hosts else dict(data)
+
+    @classmethod
+    def from_json(cls, data: Any, quantity: Callable[[str], float]) -> Links:
+        """Reads what `to_json` wrote.
+
+        Args:
+            data: `bytes_per_s` a matrix of numbers or texts such as `10GB/s`; `latency_s` a matrix,
+                one number for all pairs, or left out; `hosts` may be left out; anything may stand
+                on the diagonals, also null.
+            quantity: turns a text into a number.
+
+        Raises:
+            SpecError: an unknown key or a bad value.
+        """
+        if not isinstance(data, dict):
+            raise SpecError('cluster.links must be an object with "bytes_per_s" and "latency_s"')
+        if unknown := sorted(set(data) - set(_LINK_KEYS)):
+            raise SpecError(
+                f"unknown links keys: {', '.join(unknown)}; known: {', '.join(_LINK_KEYS)}"
+            )
+        if "bytes_per_s" not in data:
+            raise SpecError("links lacks bytes_per_s; give one row and one column per node")
+        speeds = _matrix("bytes_per_s", data["bytes_per_s"], quantity)
+        latency = data.get("latency_s", 0.0)
+        if not isinstance(latency, list):
+            num = len(speeds)
+            latency = [[latency if i != j else 0.0 for j in range(num)] for i in range(num)]
+        hosts = data.get("hosts", [])
+        if not isinstance(hosts, list):
+            raise SpecError(f"links.hosts {_short(hosts)} must be a list of host names")
+        latencies = _matrix("latency_s", latency, None)
+        return cls(bytes_per_s=speeds, latency_s=latencies, hosts=tuple(hosts))
+
+
+def _matrix(name: str, rows: Any, quantity: Callable[[str], float] | None) -> Matrix:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise SpecError(f"links.{name} {_short(rows)} must be a list of rows, one per node")
+
+    def number(i: int, j: int, value: Any) -> Any:
+        if i == j:
+            return 0.0
+        return quantity(value) if quantity is not None and isinstance(value, str) else value
+
+    return tuple(
+        tuple(number(i, j, value) for j, value in enumerate(row)) for i, row in enumerate(rows)
+    )
+
+
+def _check(what: str, value: Any, *, own: bool, kind: str) -> None:
+    least, most, unit = _RANGES[kind]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if own and not (is_number and value == 0):
+        raise SpecError(f"{what} is {_short(value)}; it must be 0: no node has a link to itself")
+    # Comparisons, as a whole number may be too large for a float.
+    if not own and not (is_number and least <= value <= most):
+        raise SpecError(f"{what} is {_short(value)}; use {least:g} to {most:g} {unit}")
+
+
+def _short(value: Any) -> str:
+    return repr(str(value)[:_SHOWN]) if isinstance(value, str) else str(value)[:_SHOWN]
+
 
 _CONSTANTS = Path(__file__).parent / "data"
 _MOST_GPUS = 1 << 20

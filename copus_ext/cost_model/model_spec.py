@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.spec_file import read_json
+from copus_ext.cost_model.spec_file import SpecError, read_json
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 from megatron.training.model.flops import LatentWidths
 
@@ -24,10 +24,6 @@ _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_int
 
 _LARGEST = 1 << 31
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
-
-
-class SpecError(ValueError):
-    """A model or cluster that cannot be described; one line that names field, value and fix."""
 
 
 @dataclass(frozen=True, kw_only=True)

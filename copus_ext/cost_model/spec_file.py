@@ -1,10 +1,19 @@
-"""Reading JSON that people wrote."""
+"""Reading descriptions of models and machines that people wrote."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+class SpecError(ValueError):
+    """A model or cluster that cannot be described; one line that names field, value and fix."""
 
 
 def read_json(path: Path) -> Any:
@@ -18,3 +27,46 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > 0
+
+
+def checked(kind: type, data: dict[str, Any], what: str) -> dict[str, Any]:
+    """The fields of a dataclass from JSON, texts with units as numbers.
+
+    Args:
+        kind: the dataclass.
+        data: what was read.
+        what: to call it in an error.
+
+    Raises:
+        SpecError: an unknown key, or one that is missing.
+    """
+    names = {f.name: f for f in fields(kind)}  # pyright: ignore[reportArgumentType]
+    unknown = sorted(set(data) - set(names))
+    if unknown:
+        raise SpecError(f"unknown {what} keys: {', '.join(unknown)}")
+    missing = [n for n, f in names.items() if n not in data and f.default is f.default_factory]
+    if missing:
+        raise SpecError(f"{what} lacks {', '.join(missing)}")
+    texts = ("name", "constants")
+    return {n: quantity(v) if isinstance(v, str) and n not in texts else v for n, v in data.items()}
+
+
+def quantity(text: str) -> float:
+    """Bytes, bytes per second or FLOP/s of a text such as `80GiB`, `400Gb/s` (bits) or `50GB/s`.
+
+    Raises:
+        SpecError: not such a text.
+    """
+    found = re.fullmatch(
+        r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(k|[KMGT]i|[MGT])?(b|B|FLOP)?(/s)?", text.strip()
+    )
+    if not found:
+        raise SpecError(f"{text!r} is no size; write 80GiB, 400Gb/s (bits) or 50GB/s (bytes)")
+    number, prefix, unit, _ = found.groups()
+    return float(number) * _UNITS[prefix or ""] / (8 if unit == "b" else 1)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import comm, compute
+from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.params import stage_parameters
+from copus_ext.cost_model.memory import stage_parameters
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
 
@@ -123,12 +123,12 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         at = np.flatnonzero(rows.pp == pp)
         part = rows.take(at)
         stages = _stages(part, c, int(pp))
-        hop = comm.hop_s(part, c)
+        hop = layer_time.hop_s(part, c)
         down = stages.forward / part.vpp + hop
         up = stages.backward / part.vpp + hop
         work = part.num_microbatches * (stages.forward + stages.backward)
         own = work + np.cumsum(down, axis=0) - down
-        ring = functools.partial(comm.ring_s, part, c)
+        ring = functools.partial(layer_time.ring_s, part, c)
         end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(ring), axis=0)
         back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
         least[at] = np.maximum((own + end).max(axis=0), back + end[0]) + c.step_s
@@ -137,11 +137,11 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
 
 def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     stages = _stages(rows, c, pp)
-    hop = comm.hop_s(rows, c)
+    hop = layer_time.hop_s(rows, c)
     count = rows.num_microbatches.astype(np.int64)
     forward, backward = _chunks(rows, c, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
-    ring = functools.partial(comm.ring_s, rows, c)
+    ring = functools.partial(layer_time.ring_s, rows, c)
     reduce, gather, optimizer = _end_of_step(rows, c, stages, pp).seconds(ring)
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
@@ -168,9 +168,13 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
 
 
 def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
-    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
-    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
-    first_s, last_s = comm.tp_ends_s(rows, c)
+    layer, head, table = (
+        layer_time.layer(rows, c),
+        layer_time.head(rows, c),
+        layer_time.embedding(rows, c),
+    )
+    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
+    first_s, last_s = layer_time.tp_ends_s(rows, c)
     layers = rows.num_layers / rows.pp
     stage = np.arange(pp)[:, None]
     first, last = stage == 0, stage == pp - 1
@@ -197,9 +201,13 @@ def _chunks(rows: Rows, c: Constants, stages: _Stages, pp: int, vpp: int) -> tup
     """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last."""
     if vpp == 1:
         return stages.forward[:, None], stages.backward[:, None]
-    layer, head, table = compute.layer(rows, c), compute.head(rows, c), compute.embedding(rows, c)
-    tp_forward, tp_backward, tp_again = comm.tp_layer_s(rows, c)
-    first_s, last_s = comm.tp_ends_s(rows, c)
+    layer, head, table = (
+        layer_time.layer(rows, c),
+        layer_time.head(rows, c),
+        layer_time.embedding(rows, c),
+    )
+    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
+    first_s, last_s = layer_time.tp_ends_s(rows, c)
     layers = rows.layers_of_chunk
     shape = (pp, vpp, len(rows))
     forward = np.broadcast_to(layers * (layer.forward + tp_forward), shape).copy()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import SpecError
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.goodput.state import WINDOW_STEPS
 from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.monitor.controller_status import ControllerStatus, controller_status

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron.training.config import layer_partition
@@ -11,20 +11,6 @@ from megatron.training.config.layout import Layout
 Recompute = Literal["none", "selective", "full", "block"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "block")
 """By the codes of `copus_ext.cost_model.rows`."""
-REJECTION_CODES = (
-    "heads",
-    "query_groups",
-    "ffn",
-    "sequence",
-    "layers",
-    "virtual",
-    "batch",
-    "interleave_microbatches",
-    "cross_node_tp",
-    "memory",
-    "dominated",
-)
-"""Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +54,10 @@ class Configuration:
         flags = ["--tensor-model-parallel-size", str(layout.tp)]
         flags += ["--pipeline-model-parallel-size", str(layout.pp)]
         if layout.layer_partition:
-            flags += [layer_partition.FLAG, layer_partition.text_of_cut(layout.layer_partition)]
+            flags += [
+                layer_partition.FLAG,
+                layer_partition.text_of_partition(layout.layer_partition),
+            ]
         elif layout.vpp > 1:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
         flags += ["--micro-batch-size", str(self.micro_batch_size)]
@@ -135,72 +124,3 @@ class Configuration:
             "rank_order": "tp-cp-ep-dp-pp",
             "node_order": None,
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """Seconds and bytes of a configuration."""
-
-    step_s: float
-    """Seconds of a step."""
-    samples_per_s: float
-    """Throughput of all ranks."""
-    tokens_per_s: float
-    """The same in tokens."""
-    tflops_per_gpu: float
-    """Model arithmetic per GPU as Megatron logs it, TFLOP/s."""
-    mfu: float
-    """That over the peak."""
-    step_rel_sd: float
-    """Relative uncertainty of `step_s`."""
-    source: str
-    """`profiled`: times of this layout and micro-batch were measured; `corrected` by those of
-    others; or `predicted`."""
-    blind: bool
-    """Whether the noise scale cannot be measured there."""
-    time_s: dict[str, float]
-    """Seconds by part, along the stage that finishes last; they add up to `step_s`."""
-    peak_bytes: float
-    """Bytes of the stage that needs most."""
-    worst_stage: int
-    """Which stage that is."""
-    limit_bytes: float
-    """Bytes that may be used."""
-    fit_probability: float
-    """That the peak is below the limit."""
-    stage_bytes: list[dict[str, float]] = field(default_factory=list)
-    """Bytes by kind, for every stage."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        data = asdict(self)
-        names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
-        memory = {name: data.pop(name) for name in names}
-        memory["stages"] = data.pop("stage_bytes")
-        return {**data, "memory": memory}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejected:
-    """Configurations that are no candidates, for one reason."""
-
-    code: str
-    """One of `REJECTION_CODES`."""
-    count: int
-    """How many."""
-    example: Configuration
-    """One of them; with `memory` the one that needs least."""
-    detail: str
-    """The numbers."""
-    fix: str
-    """What would help."""
-    members: list[Configuration] | None = None
-    """All of them, where they were asked for."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        data: dict[str, Any] = {"code": self.code, "count": self.count, "detail": self.detail}
-        data |= {"fix": self.fix, "example": self.example.to_json()}
-        if self.members is not None:
-            data["members"] = [c.to_json() for c in self.members]
-        return data

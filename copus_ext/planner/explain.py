@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from copus_ext.cost_model.model_spec import ModelSpec, SpecError, divisors
+from copus_ext.cost_model.model_spec import ModelSpec, divisors
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 
 GIB = 2.0**30

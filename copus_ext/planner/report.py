@@ -15,11 +15,11 @@ from rich.table import Table
 from copus_ext import __version__
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.planner.answers import Plan, Ranked
 from copus_ext.planner.explain import GIB
-from copus_ext.planner.fitted import Fitted
-from copus_ext.planner.micro_split import Resplit
-from copus_ext.planner.recut import Recut, lines
+from copus_ext.planner.partition.layers import Repartition, lines
+from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
+from copus_ext.planner.placement.uneven_nodes import FittedLayout
+from copus_ext.planner.plan import Plan, Ranked
 
 SCHEMA, EXPLAINED = "copus.plan/1", "copus.explain/1"
 _SHOWN = 10
@@ -43,9 +43,9 @@ def to_json(
     constants: dict[str, Any],
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
-    recuts: Sequence[Sequence[Recut]] | None = None,
-    fitted: Sequence[Sequence[Fitted]] | None = None,
-    resplits: Sequence[Sequence[Resplit]] | None = None,
+    repartitions: Sequence[Sequence[Repartition]] | None = None,
+    fitted: Sequence[Sequence[FittedLayout]] | None = None,
+    unequal_micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None,
     top: int = 10,
 ) -> dict[str, Any]:
     """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
@@ -79,11 +79,11 @@ def to_json(
             for plan in plans
         ],
     }
-    for record, found in zip(answer["plans"], recuts or []):
+    for record, found in zip(answer["plans"], repartitions or []):
         record["cuts"] = [x.to_json() for x in found]
     for record, found in zip(answer["plans"], fitted or []):
         record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(found[:top])]
-    for record, splits in zip(answer["plans"], resplits or []):
+    for record, splits in zip(answer["plans"], unequal_micro_batches or []):
         record["micro_splits"] = [x.to_json() for x in splits]
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
@@ -112,9 +112,9 @@ def cells(rank: int, answer: Ranked) -> list[str]:
 def table(
     plans: Sequence[Plan],
     console: Console,
-    recuts: Sequence[Sequence[Recut]] | None = None,
-    fitted: Sequence[Sequence[Fitted]] | None = None,
-    resplits: Sequence[Sequence[Resplit]] | None = None,
+    repartitions: Sequence[Sequence[Repartition]] | None = None,
+    fitted: Sequence[Sequence[FittedLayout]] | None = None,
+    unequal_micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None,
     *,
     top: int = 10,
 ) -> None:
@@ -134,10 +134,14 @@ def table(
                 console.print(line, highlight=False, markup=False)
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
-        for line in lines(recuts[number]) if recuts is not None else []:
+        for line in lines(repartitions[number]) if repartitions is not None else []:
             console.print(line, highlight=False, markup=False)
-        if resplits is not None:
-            for text in map(str, resplits[number]) if resplits[number] else _NO_SPLIT:
+        if unequal_micro_batches is not None:
+            for text in (
+                map(str, unequal_micro_batches[number])
+                if unequal_micro_batches[number]
+                else _NO_SPLIT
+            ):
                 console.print(text, highlight=False, markup=False)
         if fitted is not None:
             _uneven(fitted[number], console, top=top)
@@ -152,7 +156,7 @@ def table(
                 console.print(f"  {c}", style="dim", highlight=False, markup=False)
 
 
-def _uneven(found: Sequence[Fitted], console: Console, *, top: int) -> None:
+def _uneven(found: Sequence[FittedLayout], console: Console, *, top: int) -> None:
     if not found:
         console.print("over these links and nodes: nothing that was tried fits", highlight=False)
         return

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
-from copus_ext.cost_model.gpus import quantity
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.profile import read_profile
 from megatron.training.common.program import program_name
 from megatron.training.config.layout import Layout

@@ -1,6 +1,6 @@
 """Ranks the whole space of configurations by predicted throughput, for many global batches at once.
 
-Order of work: rules, bytes, domination (`dominate`), a lower bound of the time, then the exact
+Order of work: rules, bytes, pruning (`prune_dominated`), a lower bound of the time, then the exact
 simulation of those that could still be among the best. The ranking is that of simulating all that
 no other dominates.
 """
@@ -25,25 +25,21 @@ from copus_ext.cost_model.memory import (
     peak_bytes,
     static_bytes,
 )
-from copus_ext.cost_model.model_spec import ModelSpec, SpecError
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
-from copus_ext.planner.answers import Plan, Ranked
-from copus_ext.planner.configuration import (
-    REJECTION_CODES,
-    Configuration,
-    Prediction,
-    Rejected,
-)
-from copus_ext.planner.dominate import dominated
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import check_block, reason
-from copus_ext.planner.measured import Measured
-from copus_ext.planner.profile import Timing
+from copus_ext.planner.plan import Plan, Prediction, Ranked, Rejected
+from copus_ext.planner.profile import Measured, Timing
 from copus_ext.planner.space import (
     LEGAL,
+    REJECTION_CODES,
     Limits,
     Points,
     enumerate_points,
     joined,
+    prune_dominated,
     to_rows,
 )
 from megatron.training.model.flops import training_flops_per_sample
@@ -53,6 +49,7 @@ MEMORY_MARGIN = 0.04
 """Share of a GPU's memory that is left alone."""
 _LOOKED_AT = 64
 _SPACES_KEPT = 4
+_NODE = 8
 Z_SURE, Z_DOMINATES = 1.2816, 2.3263
 """Standard deviations for a probability of 90 % to fit, asked of a candidate, and of 99 %, asked of
 one because of which others are left out."""
@@ -182,7 +179,7 @@ class Planner:
         points.code[np.nan_to_num(peaks, nan=0.0) > self.safe_bytes] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        beaten = dominated(some, peaks[fits] <= self._sure_bytes, self._measured.points)
+        beaten = prune_dominated(some, peaks[fits] <= self._sure_bytes, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
@@ -381,3 +378,20 @@ class Planner:
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
         return planner._rejected(space, only)[0]
+
+
+def min_gpus(planner: Planner, batch: int) -> int | None:
+    """A number of GPUs of this kind on which some configuration fits, trying multiples; None if 64
+    times as many are not enough."""
+    cluster = planner.cluster
+    if cluster.num_nodes == 1:
+        cluster = replace(cluster, gpus_per_node=max(cluster.gpus_per_node, _NODE))
+    world = planner.cluster.world_size
+    for times in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64):
+        if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
+            continue
+        larger = planner.on(cluster.resize(world * times))
+        dividing = batch if batch % (world * times) == 0 else batch * times
+        if larger.rank([dividing], top=1)[0].num_ranked:
+            return world * times
+    return None

@@ -13,11 +13,31 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.model_spec import ModelSpec, SpecError, divisors
-from copus_ext.cost_model.rows import RECOMPUTE_BLOCK, Rows
-from copus_ext.planner.configuration import RECOMPUTE, REJECTION_CODES, Configuration
+from copus_ext.cost_model.model_spec import ModelSpec, divisors
+from copus_ext.cost_model.rows import (
+    RECOMPUTE_BLOCK,
+    RECOMPUTE_FULL,
+    RECOMPUTE_SELECTIVE,
+    Rows,
+)
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from megatron.training.config.layout import Layout
 
+REJECTION_CODES = (
+    "heads",
+    "query_groups",
+    "ffn",
+    "sequence",
+    "layers",
+    "virtual",
+    "batch",
+    "interleave_microbatches",
+    "cross_node_tp",
+    "memory",
+    "dominated",
+)
+"""Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
 LEGAL = -1
 """Code of a point that no rule speaks against."""
 LAYOUT = ("tp", "pp", "vpp", "dp")
@@ -276,3 +296,50 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         overlap_grad_reduce=True,
         overlap_param_gather=sharded,
     )
+
+
+_ALL = 1 << 30
+"""Recomputed layers of a chunk, if it is all of them."""
+
+
+def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
+    """Marks the points that an equal one with less recomputation beats.
+
+    Nothing, the first layers of a chunk, more of them, all: each does what the one before does and
+    more; so do nothing, the core of the attention, everything.
+
+    Args:
+        points: legal ones that fit.
+        surely_fits: [n] bool, those that may beat others.
+        measured: where times are known, which follow no order: their kin are left alone.
+
+    Returns:
+        [n] bool.
+    """
+    lines = _numbered(points, measured, ("tp", "pp", "vpp", "dp", "micro_batch_size"))
+    own, known = lines[: len(points)], lines[len(points) :]
+    key = np.stack([own, points.asked_batch_size], axis=1)
+    _, group = np.unique(key, axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    num_groups = int(group.max(initial=-1)) + 1
+    selective = points.recompute == RECOMPUTE_SELECTIVE
+    layers = np.where(points.recompute == RECOMPUTE_BLOCK, points.recompute_num_layers, 0)
+    layers = np.where(points.recompute == RECOMPUTE_FULL, _ALL, layers)
+    least = np.full(num_groups, _ALL + 1)
+    np.minimum.at(least, group, np.where(surely_fits & ~selective, layers, _ALL + 1))
+    by_selective = np.zeros(num_groups, dtype=bool)
+    np.logical_or.at(by_selective, group, surely_fits & selective)
+    beaten = np.where(selective, least[group] == 0, layers > least[group])
+    beaten |= (layers == _ALL) & by_selective[group]
+    return beaten & ~np.isin(own, known)
+
+
+def _numbered(points: Points, others: Points, names: tuple[str, ...]) -> Any:
+    """[n + m] a number for every kind of configuration, equal for those that differ only in
+    recomputation and batch."""
+    columns = [np.concatenate([getattr(x, name) for x in (points, others)]) for name in names]
+    zero = [x.use_distributed_optimizer.astype(np.int64) for x in (points, others)]
+    table = np.stack([*columns, np.concatenate(zero)], axis=1)
+    if not len(table):
+        return np.zeros(0, dtype=np.int64)
+    return np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)

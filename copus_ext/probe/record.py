@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.links import Links
+from copus_ext.cost_model.cluster_spec import ClusterSpec, Links
 from copus_ext.probe.findings import usual
 from copus_ext.probe.link_fit import Timed
 from megatron.training.checkpoint.files import read_text, write_atomically

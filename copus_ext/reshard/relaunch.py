@@ -242,7 +242,7 @@ def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
     if layout.layer_partition:
         # Its text says how many chunks a stage has.
-        text = layer_partition.text_of_cut(layout.layer_partition, mtp_num_layers)
+        text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
         flags += [layer_partition.FLAG, text]
     elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.model_spec import PRESETS, SpecError
-from copus_ext.cost_model.spec_file import read_json
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.goodput import costs
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner

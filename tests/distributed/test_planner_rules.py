@@ -38,8 +38,7 @@ def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
 
 def rejected_examples(world: int) -> list[Any]:
     """One configuration for every rule that rejects some."""
-    from copus_ext.planner.configuration import REJECTION_CODES
-    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+    from copus_ext.planner.space import LEGAL, REJECTION_CODES, Limits, enumerate_points
 
     found = []
     for batch, limits in (

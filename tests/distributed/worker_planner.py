@@ -64,7 +64,7 @@ def main(output: Path) -> None:
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.params import stage_parameters
+    from copus_ext.cost_model.memory import stage_parameters
     from copus_ext.planner.space import to_rows
     from megatron.training.train.callbacks import Callback, CallbackContext
 

@@ -22,8 +22,7 @@ from copus_ext.controller.rules import (
     tensor_parallel_sizes,
 )
 from copus_ext.controller.throughput_table import ThroughputTable
-from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.gpus import GPUS
+from copus_ext.cost_model.cluster_spec import GPUS, preset
 from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide

@@ -18,10 +18,17 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.cut_problem import CutProblem
-from copus_ext.planner.cut_search import branch_and_bound, search
-from copus_ext.planner.cuts import Cut, NoCut, best_cut, price_cut, problem_of
-from copus_ext.planner.recut import lines, recuts
+from copus_ext.planner.partition.layers import (
+    LayerPartition,
+    NoPartition,
+    best_partition,
+    lines,
+    price_partition,
+    problem_of,
+    repartitions,
+)
+from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.search import branch_and_bound, search
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -42,7 +49,7 @@ def blocks(forward: Any, *, kept: float = 1.0, static: float = 1.0) -> Blocks:
     )
 
 
-def brute(p: CutProblem) -> tuple[float, float]:
+def brute(p: PartitionProblem) -> tuple[float, float]:
     """The shortest step of all cuts that fit, and the fewest bytes that any lacks, one by one."""
     best, lacks = np.inf, np.inf
     layers, least = p.blocks.num_layers, p.least_layers
@@ -85,7 +92,7 @@ def ways(layers: int, least: list[int]) -> Iterator[list[int]]:
             yield [first, *rest]
 
 
-def most_in_flight(p: CutProblem, r: int, saved: Any) -> float:
+def most_in_flight(p: PartitionProblem, r: int, saved: Any) -> float:
     """Plays the passes of a stage and adds up what it keeps."""
     if p.vpp == 1:
         return min(p.pp - r, p.num_microbatches) * saved[0]
@@ -115,7 +122,7 @@ numbers = st.integers(1, 9).map(lambda x: x / 3)
 
 
 @st.composite
-def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> CutProblem:
+def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> PartitionProblem:
     pp = draw(st.integers(2 if vpp > 1 else 1, 5 if vpp == 1 else 3))
     layers = draw(st.integers(pp * vpp, most_layers))
     work = draw(st.lists(numbers, min_size=layers + 2, max_size=layers + 2))
@@ -123,7 +130,7 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> CutProblem:
     # No sum of these bytes is a limit, so that rounding does not decide what fits.
     limit = draw(st.sampled_from([1e9, 60.0, 40.0, 25.0])) + 0.0123
     share = draw(st.lists(st.sampled_from([0.7, 1.0, 1.3]), min_size=pp, max_size=pp))
-    return CutProblem(
+    return PartitionProblem(
         pp=pp,
         vpp=vpp,
         num_microbatches=count * pp if vpp > 1 else count,
@@ -139,9 +146,9 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> CutProblem:
     )
 
 
-def equals_brute(problem: CutProblem, most_cuts: int) -> None:
+def equals_brute(problem: PartitionProblem, most_partitions: int) -> None:
     best, lacks = brute(problem)
-    found = search(problem, most_cuts=most_cuts)
+    found = search(problem, most_partitions=most_partitions)
     if np.isfinite(best):
         assert found.step_s == pytest.approx(best, rel=1e-9)
         assert found.excess_bytes <= 0
@@ -153,20 +160,20 @@ def equals_brute(problem: CutProblem, most_cuts: int) -> None:
 
 @SOME
 @given(problems())
-def test_looking_at_all_cuts_is_exhaustive(problem: CutProblem) -> None:
+def test_looking_at_all_cuts_is_exhaustive(problem: PartitionProblem) -> None:
     equals_brute(problem, 10**6)
 
 
 @SOME
 @given(problems(most_layers=8, vpp=2))
-def test_chunks_are_cut_exhaustively_too(problem: CutProblem) -> None:
+def test_chunks_are_cut_exhaustively_too(problem: PartitionProblem) -> None:
     equals_brute(problem, 10**6)
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems())
-def test_branch_and_bound_equals_looking_at_all(problem: CutProblem) -> None:
-    every = search(problem, most_cuts=10**6)
+def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> None:
+    every = search(problem, most_partitions=10**6)
     # More branches than cuts: none is dropped, and fewer than that leaves a bound that holds.
     found = branch_and_bound(problem, 10**6)
     assert found.proved == every.proved
@@ -182,16 +189,16 @@ def test_branch_and_bound_equals_looking_at_all(problem: CutProblem) -> None:
 
 @SOME
 @given(st.one_of(problems(), problems(vpp=2), problems(vpp=3)))
-def test_no_cut_beats_its_lower_bound(problem: CutProblem) -> None:
-    cuts = problem.all_cuts()[:500]
+def test_no_cut_beats_its_lower_bound(problem: PartitionProblem) -> None:
+    cuts = problem.all_partitions()[:500]
     priced = problem.price(cuts)
     assert (problem.least_step_s(priced) <= problem.step_s(priced) * (1 + 1e-9)).all()
 
 
 @SOME
 @given(problems(most_layers=12, vpp=2))
-def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: CutProblem) -> None:
-    every, near = search(problem, most_cuts=10**6), search(problem, most_cuts=0)
+def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: PartitionProblem) -> None:
+    every, near = search(problem, most_partitions=10**6), search(problem, most_partitions=0)
     if np.isfinite(near.step_s):
         # Random problems reach 1.504; the search says that it has proved nothing there.
         assert every.step_s * (1 - 1e-9) <= near.step_s <= every.step_s * 1.75
@@ -208,7 +215,7 @@ def test_chunks_in_flight_are_those_of_the_schedule(pp: int, vpp: int, groups: i
         counts = in_flight_chunks(pp, vpp, groups * pp, r)
         want = min(2 * (pp - r - 1) + (vpp - 1) * pp + 1, groups * pp * vpp)
         assert counts.sum(axis=1).max() == want
-        problem = CutProblem(
+        problem = PartitionProblem(
             pp=pp,
             vpp=vpp,
             num_microbatches=groups * pp,
@@ -243,7 +250,7 @@ def test_an_even_cut_costs_what_the_cost_model_says(
     cluster, spec = preset(kind), PRESETS[model]
     c = dataclasses.replace(c, sequence_parallel=c.layout.tp > 1)
     problem = problem_of(spec, cluster, c, limit_bytes=1e15)
-    even = price_cut(problem, [spec.num_layers // problem.num_chunks] * problem.num_chunks)
+    even = price_partition(problem, [spec.num_layers // problem.num_chunks] * problem.num_chunks)
     rows = to_rows(spec, cluster, points_of([c])).full()
     assert even.step_s == pytest.approx(
         step_time(rows, cluster.load_constants()).step_s[0], rel=1e-9
@@ -252,50 +259,50 @@ def test_an_even_cut_costs_what_the_cost_model_says(
     np.testing.assert_allclose(even.peak_bytes, stages, rtol=1e-9)
 
 
-def even_problem(num_layers: int, pp: int, **values: Any) -> CutProblem:
+def even_problem(num_layers: int, pp: int, **values: Any) -> PartitionProblem:
     given = {"num_microbatches": 16, "hop_s": 0.01, "limit_bytes": 1e9, **values}
     layers = np.ones(num_layers + 2)
     layers[[0, -1]] = 0.0, given.pop("head", 0.0)
-    return CutProblem(pp=pp, blocks=blocks(layers), **given)
+    return PartitionProblem(pp=pp, blocks=blocks(layers), **given)
 
 
 def test_slow_stages_get_fewer_layers_and_early_ones_no_more_than_they_can_hold() -> None:
     for slow in range(4):
         speed = np.where(np.arange(4) == slow, 0.5, 1.0)
-        cut = best_cut(even_problem(21, 4, speed=speed))
-        assert isinstance(cut, Cut)
+        cut = best_partition(even_problem(21, 4, speed=speed))
+        assert isinstance(cut, LayerPartition)
         others = [n for r, n in enumerate(cut.layers) if r != slow]
         assert cut.layers[slow] < min(others), cut
-    tight = best_cut(even_problem(20, 4, limit_bytes=[24.0, 1e9, 1e9, 1e9]))
-    assert isinstance(tight, Cut)
+    tight = best_partition(even_problem(20, 4, limit_bytes=[24.0, 1e9, 1e9, 1e9]))
+    assert isinstance(tight, LayerPartition)
     assert tight.layers[0] < 5 and tight.peak_bytes[0] <= 24.0
-    assert tight.step_s > price_cut(even_problem(20, 4), [5, 5, 5, 5]).step_s
+    assert tight.step_s > price_partition(even_problem(20, 4), [5, 5, 5, 5]).step_s
 
 
 def test_a_head_takes_layers_off_the_last_stage_and_may_stand_alone() -> None:
-    cut = best_cut(even_problem(22, 4, head=2.0))
-    assert isinstance(cut, Cut) and cut.layers[-1] < max(cut.layers)
-    alone = best_cut(even_problem(12, 4, head=4.0, bare_ends=True))
-    assert isinstance(alone, Cut) and alone.layers == (4, 4, 4, 0)
+    cut = best_partition(even_problem(22, 4, head=2.0))
+    assert isinstance(cut, LayerPartition) and cut.layers[-1] < max(cut.layers)
+    alone = best_partition(even_problem(12, 4, head=4.0, bare_ends=True))
+    assert isinstance(alone, LayerPartition) and alone.layers == (4, 4, 4, 0)
     assert alone.to_flags()[-1] == "E(t*4|)*3L"
 
 
 def test_dear_layers_stand_with_fewer_others() -> None:
     """Three dense layers, then experts that cost three times as much."""
     work = np.array([0.0, *[1.0] * 9, *[3.0] * 9, 0.0])
-    cut = best_cut(
-        CutProblem(pp=4, num_microbatches=32, blocks=blocks(work), hop_s=0.0, limit_bytes=1e9)
+    cut = best_partition(
+        PartitionProblem(pp=4, num_microbatches=32, blocks=blocks(work), hop_s=0.0, limit_bytes=1e9)
     )
-    assert isinstance(cut, Cut) and cut.layers == (9, 3, 3, 3) and cut.proved
+    assert isinstance(cut, LayerPartition) and cut.layers == (9, 3, 3, 3) and cut.proved
 
 
 def test_why_there_is_no_cut() -> None:
-    few = best_cut(even_problem(3, 4))
-    assert isinstance(few, NoCut) and few.code == "layers"
+    few = best_partition(even_problem(3, 4))
+    assert isinstance(few, NoPartition) and few.code == "layers"
     assert few.detail == "3 layers cannot fill 4 chunks (pp=4 vpp=1)" and "at most 3" in few.fix
     for most in (0, 10**6):
-        small = best_cut(even_problem(12, 3, limit_bytes=5 * 2.0**0), most_cuts=most)
-        assert isinstance(small, NoCut) and small.code == "memory" and small.proved
+        small = best_partition(even_problem(12, 3, limit_bytes=5 * 2.0**0), most_partitions=most)
+        assert isinstance(small, NoPartition) and small.code == "memory" and small.proved
         assert "stage" in small.detail and "too much" in small.fix
 
 
@@ -323,12 +330,12 @@ def test_blocks_must_agree() -> None:
         c = dataclasses.replace(CONFIGURATIONS[0], recompute="block", recompute_num_layers=1)
         problem_of(PRESETS["llama-2-7b"], preset("h100-80g:16"), c, limit_bytes=1e12)
     with pytest.raises(ValueError, match="add up"):
-        price_cut(even_problem(8, 2), [4, 5])
+        price_partition(even_problem(8, 2), [4, 5])
 
 
 def flags_of(layers: tuple[int, ...], pp: int) -> list[str]:
     vpp = len(layers) // pp
-    cut = Cut(
+    cut = LayerPartition(
         pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
     )
     return cut.to_flags()[2:]
@@ -354,7 +361,7 @@ def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: A
     layers = data.draw(st.lists(few, min_size=pp * vpp, max_size=pp * vpp).map(tuple))
     if len(layers) > 1 and data.draw(st.booleans()):
         layers = (0, *layers[1:])
-    cut = Cut(
+    cut = LayerPartition(
         pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
     )
     read = core.PipelineParallelLayerLayout(cut.layout, pp)
@@ -377,8 +384,8 @@ def test_a_large_search_is_never_worse_than_even_stages(
     )
     cluster = preset("h100-80g:64")
     problem = problem_of(PRESETS["llama-3-70b"], cluster, c, limit_bytes=1e12, speed=speed)
-    cut, even = best_cut(problem), price_cut(problem, [20 // vpp] * 4 * vpp)
-    assert isinstance(cut, Cut)
+    cut, even = best_partition(problem), price_partition(problem, [20 // vpp] * 4 * vpp)
+    assert isinstance(cut, LayerPartition)
     assert cut.least_step_s <= cut.step_s <= even.step_s
     if speed is not None:
         totals = [sum(stage) for stage in cut.stages]
@@ -396,8 +403,8 @@ def test_ninety_six_layers_over_sixteen_stages() -> None:
         sequence_parallel=True,
     )
     problem = problem_of(model, preset("a100-80g:1024"), c, limit_bytes=76 * 2.0**30)
-    cut, even = best_cut(problem), price_cut(problem, [6] * 16)
-    assert isinstance(cut, Cut)
+    cut, even = best_partition(problem), price_partition(problem, [6] * 16)
+    assert isinstance(cut, LayerPartition)
     assert cut.least_step_s <= cut.step_s <= even.step_s
     assert max(cut.peak_bytes) <= 76 * 2.0**30
 
@@ -405,14 +412,14 @@ def test_ninety_six_layers_over_sixteen_stages() -> None:
 def test_layers_that_do_not_divide_are_cut() -> None:
     model = ModelSpec(num_layers=13, hidden_size=512, num_attention_heads=8, seq_length=256)
     c = Configuration(layout=Layout(tp=1, pp=4, dp=2), micro_batch_size=1, global_batch_size=16)
-    cut = best_cut(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
-    assert isinstance(cut, Cut) and sum(cut.layers) == 13 and cut.proved
+    cut = best_partition(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
+    assert isinstance(cut, LayerPartition) and sum(cut.layers) == 13 and cut.proved
 
 
 def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
     planner = Planner(PRESETS["llama-3-70b"], preset("a100-80g:64"))
     plan = planner.rank([64], top=8)[0]
-    found = recuts(planner, plan)
+    found = repartitions(planner, plan)
     assert found and all(x.gain >= 0 and x.configuration.layout.pp > 1 for x in found)
     for x in found:
         ranked = plan.ranked[x.rank - 1]

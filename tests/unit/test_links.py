@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.links import Links
-from copus_ext.cost_model.model_spec import SpecError
+from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, preset
+from copus_ext.cost_model.spec_file import SpecError
 
 CLUSTER = preset("h100-80g:24")
 

@@ -12,16 +12,22 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.links import Links, Matrix
-from copus_ext.cost_model.model_spec import PRESETS, SpecError
+from copus_ext.cost_model.cluster_spec import Links, Matrix, preset
+from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
-from copus_ext.planner import mapping
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.mapping import alike, find_order, job_of, network_of, order_for
-from copus_ext.planner.orders import every_order
-from copus_ext.planner.placement import Job, Network, Placement
+from copus_ext.planner.placement import node_order
+from copus_ext.planner.placement.node_order import (
+    equivalent_nodes,
+    find_order,
+    job_of,
+    network_of,
+    order_for,
+)
+from copus_ext.planner.placement.orders import every_order
+from copus_ext.planner.placement.pricing import Job, Network, Placement
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
@@ -235,7 +241,9 @@ def test_what_symmetry_leaves_out_costs_the_same(case: tuple[Job, Network]) -> N
     placement, num = Placement(work, net), net.links.num_nodes
     speed, latency = np.array(net.links.bytes_per_s), np.array(net.links.latency_s)
     even = np.array_equal(speed, speed.T) and np.array_equal(latency, latency.T)
-    kept = every_order(num, alike=alike(net), turning=placement.turning, reversible=even)
+    kept = every_order(
+        num, equivalent=equivalent_nodes(net), turning=placement.turning, reversible=even
+    )
     every = every_order(num)
     np.testing.assert_array_equal(
         np.unique(placement.step_s(kept)).min(), placement.step_s(every).min()
@@ -245,7 +253,7 @@ def test_what_symmetry_leaves_out_costs_the_same(case: tuple[Job, Network]) -> N
 
 def test_equal_links_leave_one_order() -> None:
     net = network(np.full((7, 7), 1e10))
-    assert alike(net) == [list(range(7))]
+    assert equivalent_nodes(net) == [list(range(7))]
     found = find_order(job(4, 7, 1), net)
     assert found.num_priced == 1 and found.is_given and found.gain == 0.0
 
@@ -341,7 +349,7 @@ def test_a_search_finds_what_no_greedy_order_is_near(
     net = network(rng.uniform(1e9, 40e9, (8, 8)), rng.uniform(0, 1e-4, (8, 8)))
     work = job(2, 2, 8, count=6)
     best = find_order(work, net).after_s
-    monkeypatch.setattr(mapping, "EXACT_NODES", 7)
+    monkeypatch.setattr(node_order, "EXACT_NODES", 7)
     found = find_order(work, net, evaluations=3000)
     assert not found.exact and found.after_s <= 1.01 * best < found.before_s
 

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS
-from copus_ext.planner.micro_split import best_split, best_tail, resplits, seconds_by_size
+from copus_ext.planner.partition.micro_batches import (
+    best_split,
+    best_tail,
+    seconds_by_size,
+    unequal_micro_batches,
+)
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from tests.helpers.launch import ROOT
@@ -61,7 +66,7 @@ def test_the_planner_offers_what_a_prime_batch_needs() -> None:
     )
     plan = planner.rank([2 * 37], top=50)[0]
     assert {r.configuration.num_microbatches for r in plan.ranked} <= {1, 37}
-    found = resplits(planner, plan)
+    found = unequal_micro_batches(planner, plan)
     assert found
     for one in found:
         assert sum(one.split.sizes) == 37 and one.saved_s > 0

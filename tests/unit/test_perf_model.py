@@ -14,9 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec, here, kind_of, preset
+from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.gpus import GpuSpec, quantity
 from copus_ext.cost_model.memory import (
     KINDS,
     fit_probability,
@@ -24,8 +23,9 @@ from copus_ext.cost_model.memory import (
     memory,
     peak_bytes,
 )
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows, concatenate
+from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import PARTS, least_step_s, step_time
 from copus_ext.monitor import summary
 from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows

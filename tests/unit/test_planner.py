@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.model_spec import PRESETS, ModelSpec, SpecError
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
-from copus_ext.planner.answers import Ranked
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, to_rows

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layer_partition import (
-    cut_of_ends,
-    cut_of_text,
-    cut_with_ends_counted,
-    text_of_cut,
+    partition_of_ends,
+    partition_of_text,
+    partition_with_ends_counted,
+    text_of_partition,
 )
 from megatron.training.config.layout import Layout
 
@@ -45,17 +45,17 @@ def test_texts_mean_what_megatron_core_takes_them_to_mean(inner: str) -> None:
     if not legal:
         if layers:
             with pytest.raises(UsageError):
-                cut_of_text(text, num_layers=layers)
+                partition_of_text(text, num_layers=layers)
         return
     wanted = tuple(chunk.count(core.LayerType.decoder) for chunk in theirs)
-    assert cut_of_text(text, num_layers=layers) == wanted
+    assert partition_of_text(text, num_layers=layers) == wanted
     with pytest.raises(UsageError, match=f"--num-layers {layers + 1}"):
-        cut_of_text(text, num_layers=layers + 1)
+        partition_of_text(text, num_layers=layers + 1)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=24).filter(any))
 def test_a_text_comes_back(cut: list[int]) -> None:
-    assert cut_of_text(text_of_cut(cut), num_layers=sum(cut)) == tuple(cut)
+    assert partition_of_text(text_of_partition(cut), num_layers=sum(cut)) == tuple(cut)
 
 
 def _core_counts(layers: int, layout: Layout, **how: Any) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def test_ends_are_those_of_megatron_core(vpp: int, first: Any, last: Any) -> Non
     given_ends = [n for n in (first, last) if n]
     layout = Layout(pp=4, vpp=vpp)
     layers = sum(given_ends) + (4 - len(given_ends)) * 4
-    cut = cut_of_ends(num_layers=layers, pp=4, vpp=vpp, first=first, last=last)
+    cut = partition_of_ends(num_layers=layers, pp=4, vpp=vpp, first=first, last=last)
     assert cut == _core_counts(
         layers,
         layout,
@@ -107,7 +107,9 @@ def test_ends_are_those_of_megatron_core(vpp: int, first: Any, last: Any) -> Non
 def test_counted_ends_are_those_of_megatron_core(vpp: int, embedding: bool, loss: bool) -> None:
     layout = Layout(pp=2, vpp=vpp)
     layers = 8 - embedding - loss
-    cut = cut_with_ends_counted(num_layers=layers, pp=2, vpp=vpp, embedding=embedding, loss=loss)
+    cut = partition_with_ends_counted(
+        num_layers=layers, pp=2, vpp=vpp, embedding=embedding, loss=loss
+    )
     assert cut == _core_counts(
         layers,
         layout,

@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.links import Links
-from copus_ext.cost_model.model_spec import PRESETS, SpecError
-from copus_ext.cost_model.nodes import NodeSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, preset
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.mapping import job_of
-from copus_ext.planner.recut import recuts
+from copus_ext.planner.partition.layers import repartitions
+from copus_ext.planner.placement.node_order import job_of
+from copus_ext.planner.placement.uneven_nodes import Site, rank_on_nodes, slowness_of, spread
 from copus_ext.planner.search import Planner
-from copus_ext.planner.uneven import Site, refit, slowness_of, spread
 from megatron.training.config.layout import Layout
 from tests.helpers.launch import ROOT
 from tests.unit.test_plan_command import run
@@ -88,9 +87,9 @@ def test_the_cut_over_even_nodes_is_that_of_the_search_for_cuts() -> None:
     alike = dataclasses.replace(cluster(4), nodes=())
     planner = Planner(MODEL, alike)
     plan = planner.rank([16], top=200)[0]
-    ours = {str(x.configuration): x for x in refit(planner, 16)}
+    ours = {str(x.configuration): x for x in rank_on_nodes(planner, 16)}
     seen = 0
-    for other in recuts(planner, plan):
+    for other in repartitions(planner, plan):
         c = other.configuration
         mine = ours.get(str(c))
         # With several stages in a node the table takes all of its GPUs to send at once.
@@ -194,7 +193,7 @@ def test_tensor_parallelism_never_spans_nodes() -> None:
     planner = Planner(MODEL, cluster(2, speeds=[1.0, 0.5]))
     with pytest.raises(SpecError, match="tp does not divide"):
         Site(planner, what(4, 1, 1))
-    assert {x.configuration.layout.tp for x in refit(planner, 16)} <= {1, 2}
+    assert {x.configuration.layout.tp for x in rank_on_nodes(planner, 16)} <= {1, 2}
 
 
 @given(st.integers(1, 40), st.integers(1, 8))

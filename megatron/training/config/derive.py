@@ -16,7 +16,7 @@ from megatron.training.config.layout import (
 )
 from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.config.model_flags import derive_features
-from megatron.training.config.pipeline_flags import cut_of_flags, virtual_size
+from megatron.training.config.pipeline_flags import partition_of_flags, virtual_size
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -262,7 +262,7 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
 def _derive_layout(draft: Draft, environment: Environment) -> None:
     tp, pp = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
     layout = Layout.from_world(environment.world_size, tp, pp, virtual_size(draft, pp))
-    layout = dataclasses.replace(layout, layer_partition=cut_of_flags(draft, layout))
+    layout = dataclasses.replace(layout, layer_partition=partition_of_flags(draft, layout))
     draft["world_size"] = layout.world_size
     draft["data_parallel_size"] = layout.dp
     draft["virtual_pipeline_model_parallel_size"] = layout.vpp

@@ -13,7 +13,7 @@ _MOST_CHARACTERS = 100_000
 _TOKEN = re.compile(r"\*\d{1,6}|[A-Za-z|()]")
 
 
-def cut_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) -> tuple[int, ...]:
+def partition_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) -> tuple[int, ...]:
     """Layers of every chunk from the value of `--pipeline-model-parallel-layout`.
 
     E is the embedding, t a layer, m a layer of `--mtp-num-layers`, L the head; | stands between
@@ -47,7 +47,7 @@ def cut_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) -> tuple
     return tuple(chunk.count("t") for chunk in chunks)
 
 
-def text_of_cut(cut: Sequence[int], mtp_num_layers: int = 0) -> str:
+def text_of_partition(cut: Sequence[int], mtp_num_layers: int = 0) -> str:
     """The value of `--pipeline-model-parallel-layout` for the layers of every chunk."""
     texts = []
     for n, run in itertools.groupby(cut[:-1]):
@@ -56,7 +56,7 @@ def text_of_cut(cut: Sequence[int], mtp_num_layers: int = 0) -> str:
     return "E" + "".join(texts) + _letters(cut[-1]) + "m" * mtp_num_layers + "L"
 
 
-def cut_of_ends(
+def partition_of_ends(
     *, num_layers: int, pp: int, vpp: int, first: int | None, last: int | None
 ) -> tuple[int, ...]:
     """Layers of every chunk where those of the first and the last stage are given.
@@ -93,7 +93,7 @@ def cut_of_ends(
     return tuple(n // vpp for n in sizes) * vpp
 
 
-def cut_with_ends_counted(
+def partition_with_ends_counted(
     *, num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool
 ) -> tuple[int, ...]:
     """Layers of every chunk where embedding or loss count as a layer,

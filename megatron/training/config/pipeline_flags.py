@@ -6,9 +6,9 @@ from megatron.training.common.errors import UsageError
 from megatron.training.config.draft import Draft
 from megatron.training.config.layer_partition import (
     FLAG,
-    cut_of_ends,
-    cut_of_text,
-    cut_with_ends_counted,
+    partition_of_ends,
+    partition_of_text,
+    partition_with_ends_counted,
 )
 from megatron.training.config.layout import Layout
 
@@ -43,7 +43,7 @@ def virtual_size(draft: Draft, pp: int) -> int:
     return counted // (pp * layers)
 
 
-def cut_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
+def partition_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
     """Layers of every chunk; None where the flags leave them equal.
 
     Args:
@@ -62,10 +62,10 @@ def cut_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
         return cut
     first, last = (draft[name] for name in _ENDS)
     if first is not None or last is not None:
-        return cut_of_ends(**shared, first=first, last=last)
+        return partition_of_ends(**shared, first=first, last=last)
     embedding, loss = (draft[name] for name in _COUNTED)
     if embedding or loss:
-        return cut_with_ends_counted(**shared, embedding=embedding, loss=loss)
+        return partition_with_ends_counted(**shared, embedding=embedding, loss=loss)
     return None
 
 
@@ -82,7 +82,7 @@ def _chunks_of_text(draft: Draft, pp: int) -> int:
 
 def _cut_of_text(draft: Draft, text: str) -> tuple[int, ...]:
     further = draft["mtp_num_layers"] or 0
-    return cut_of_text(text, num_layers=draft["num_layers"], mtp_num_layers=further)
+    return partition_of_text(text, num_layers=draft["num_layers"], mtp_num_layers=further)
 
 
 def _exclude(draft: Draft) -> None:

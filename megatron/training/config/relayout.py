@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError
-from megatron.training.config.layer_partition import text_of_cut
+from megatron.training.config.layer_partition import text_of_partition
 from megatron.training.config.layout import (
     Layout,
     further_sizes,
@@ -90,7 +90,9 @@ def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": (
-            text_of_cut(layout.layer_partition, mtp_num_layers) if layout.layer_partition else None
+            text_of_partition(layout.layer_partition, mtp_num_layers)
+            if layout.layer_partition
+            else None
         ),
         "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None,

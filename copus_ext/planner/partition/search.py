@@ -1,12 +1,11 @@
-"""Finds the fastest cut that fits: all of them where they are few, else branch and bound.
+"""Finds the fastest layer partition that fits: all of them where they are few, else a search.
 
-Plain 1F1B: a stage's work, bytes and end depend on where it starts and stops only, so that dynamic
-programmes over (stage, first block) give lower bounds of all ways to go on from there that fit.
-They start the search, prove that nothing fits, and cut branches off. (A scan of thresholds of the
-slowest stage has nothing to choose on equal GPUs: all cuts have the same sum of stages.)
+In plain 1F1B the work, bytes and end of a stage depend only on where the stage starts and stops.
+Dynamic programs over (stage, first block) bound all ways to continue from there that fit. The
+bounds start a branch and bound, prune its branches, and prove where nothing fits.
 
-Chunks of one stage depend on each other: there, beyond `MOST_CUTS`, the search climbs from balanced
-cuts, one layer moved at a time, and proves little.
+Chunks of one stage depend on each other. Beyond `MOST_PARTITIONS` the search climbs from balanced
+partitions, moves one layer at a time, and proves little.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.planner.cut_problem import CutProblem
+from copus_ext.planner.partition.problem import PartitionProblem
 
-MOST_CUTS = 50_000
+MOST_PARTITIONS = 50_000
 """Up to so many cuts are all priced, and so many branches are kept."""
 _AT_ONCE = 2_000
 _SAME = 1e-9
@@ -48,7 +47,7 @@ class Found:
 class _Best:
     """The fastest cut so far."""
 
-    problem: CutProblem
+    problem: PartitionProblem
     cut: Any = None
     step_s: float = np.inf
     share: float = np.inf
@@ -115,22 +114,22 @@ class _Best:
         )
 
 
-def search(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Found:
+def search(problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS) -> Found:
     """The fastest cut within every stage's memory.
 
     Args:
-        problem: with at least one cut (`CutProblem.num_cuts`).
-        most_cuts: up to so many are all looked at, and so many branches are kept at a time.
+        problem: with at least one cut (`PartitionProblem.num_partitions`).
+        most_partitions: up to so many are all looked at, and so many branches are kept at a time.
     """
-    if problem.num_cuts <= most_cuts:
+    if problem.num_partitions <= most_partitions:
         return _exhaustive(problem)
     if problem.vpp == 1:
-        return branch_and_bound(problem, most_cuts)
+        return branch_and_bound(problem, most_partitions)
     return _from_balanced(problem)
 
 
-def _exhaustive(problem: CutProblem) -> Found:
-    cuts = problem.all_cuts()
+def _exhaustive(problem: PartitionProblem) -> Found:
+    cuts = problem.all_partitions()
     excess = problem.excess(problem.price(cuts))
     if excess.min() > 0:
         return _nothing(problem, cuts[int(excess.argmin())], proved=True)
@@ -139,7 +138,7 @@ def _exhaustive(problem: CutProblem) -> Found:
     return best.found(best.step_s, True)
 
 
-def _nothing(problem: CutProblem, cut: Any, proved: bool) -> Found:
+def _nothing(problem: PartitionProblem, cut: Any, proved: bool) -> Found:
     best = _Best(problem=problem)
     best.try_all(cut[None])
     if best.cut is not None:
@@ -164,7 +163,7 @@ class _Tables:
     micro-batch takes there and back, `turns[r, i]` the least of the greatest `turn_s`.
     """
 
-    def __init__(self, problem: CutProblem) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
         p, num = problem, problem.blocks.num_layers + 2
         self.problem, self.num = p, num
         at = np.arange(num + 1)
@@ -247,7 +246,7 @@ def _layers(places: Any) -> Any:
     return layers
 
 
-def branch_and_bound(problem: CutProblem, most_branches: int) -> Found:
+def branch_and_bound(problem: PartitionProblem, most_branches: int) -> Found:
     """The fastest cut of whole stages, branch by branch, the most promising first.
 
     Args:
@@ -260,7 +259,7 @@ def branch_and_bound(problem: CutProblem, most_branches: int) -> Found:
     if not np.isfinite(tables.ahead[0, 0]):
         return _nothing(problem, tables.least_excess(), proved=True)
     best = _Best(problem=problem)
-    best.climb(np.concatenate([_balanced_cuts(problem), tables.start()[None]]))
+    best.climb(np.concatenate([_balanced_partitions(problem), tables.start()[None]]))
     places = np.zeros((1, 1), dtype=np.int64)
     low, end, down, shift, turn = (np.full(1, x) for x in (-np.inf, 0.0, 0.0, 0.0, 0.0))
     dropped = np.inf
@@ -292,15 +291,15 @@ def branch_and_bound(problem: CutProblem, most_branches: int) -> Found:
     return best.found(dropped, not dropped < best.step_s * (1 - _SAME))
 
 
-def _neighbours(problem: CutProblem, cut: Any) -> Any:
+def _neighbours(problem: PartitionProblem, cut: Any) -> Any:
     """[n, chunks] the cut with one layer taken from one chunk and given to another."""
     one = np.eye(len(cut), dtype=np.int64)
     moved = cut + (one[None] - one[:, None]).reshape(-1, len(cut))
     return moved[(moved >= problem.least_layers).all(axis=1) & (moved != cut).any(axis=1)]
 
 
-def _from_balanced(problem: CutProblem) -> Found:
-    starts, best = _balanced_cuts(problem), _Best(problem=problem)
+def _from_balanced(problem: PartitionProblem) -> Found:
+    starts, best = _balanced_partitions(problem), _Best(problem=problem)
     best.climb(starts)
     if best.cut is None:
         cut = _made_to_fit(problem, starts)
@@ -311,13 +310,13 @@ def _from_balanced(problem: CutProblem) -> Found:
     return best.found(least, best.step_s <= least * (1 + _SAME))
 
 
-def _balanced_cuts(problem: CutProblem) -> Any:
+def _balanced_partitions(problem: PartitionProblem) -> Any:
     """[n, chunks] where to start: equal chunks in the middle with all sizes of the ends, and the
     chunks whose slowest is fastest."""
     return np.unique(np.concatenate([_ends_varied(problem), _balanced(problem)]), axis=0)
 
 
-def _ends_varied(problem: CutProblem) -> Any:
+def _ends_varied(problem: PartitionProblem) -> Any:
     """[n, chunks] cuts of all sizes of the first and the last chunk, as even as can be between."""
     chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.least_layers
     most, cuts = 2 * -(-layers // chunks) + 1, []
@@ -333,7 +332,7 @@ def _ends_varied(problem: CutProblem) -> Any:
     return np.array(cuts, dtype=np.int64).reshape(-1, chunks)
 
 
-def _balanced(problem: CutProblem) -> Any:
+def _balanced(problem: PartitionProblem) -> Any:
     """[1, chunks] the cut whose slowest chunk is fastest."""
     p, num = problem, problem.blocks.num_layers + 2
     work = p.prefix["forward_s"] + p.prefix["backward_s"]
@@ -355,7 +354,7 @@ def _balanced(problem: CutProblem) -> Any:
     return _layers(np.array([places]))
 
 
-def _made_to_fit(problem: CutProblem, starts: Any) -> Any:
+def _made_to_fit(problem: PartitionProblem, starts: Any) -> Any:
     """[chunks] the cut that lacks the fewest bytes among those that moving layers leads to."""
     cut, lacks = None, np.inf
     cuts = starts
@@ -370,7 +369,7 @@ def _made_to_fit(problem: CutProblem, starts: Any) -> Any:
     return cut
 
 
-def _least_of_all(problem: CutProblem) -> Any:
+def _least_of_all(problem: PartitionProblem) -> Any:
     """Seconds that no cut beats: all work on all stages at once."""
     fastest = (problem.of_stages("forward_s") + problem.of_stages("backward_s")).min(axis=0)
     work = problem.num_microbatches * fastest.sum() / problem.speed.sum()

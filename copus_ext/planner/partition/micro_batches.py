@@ -13,8 +13,8 @@ from typing import Any
 
 from copus_ext.cost_model.memory import peak_bytes
 from copus_ext.cost_model.step import stage_work
-from copus_ext.planner.answers import Plan
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 
@@ -117,7 +117,7 @@ def seconds_by_size(planner: Planner, configuration: Configuration, most: int) -
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resplit:
+class UnequalMicroBatches:
     """A ranked layout without a pipeline and its best micro-batches."""
 
     rank: int
@@ -159,7 +159,9 @@ class Resplit:
         }
 
 
-def resplits(planner: Planner, plan: Plan, *, largest: int = 64) -> list[Resplit]:
+def unequal_micro_batches(
+    planner: Planner, plan: Plan, *, largest: int = 64
+) -> list[UnequalMicroBatches]:
     """Of a plan's layouts without a pipeline those that uneven micro-batches make faster.
 
     Args:
@@ -183,7 +185,7 @@ def resplits(planner: Planner, plan: Plan, *, largest: int = 64) -> list[Resplit
         step_s = ranked.prediction.step_s
         if saved > _NO_GAIN * step_s:
             found.append(
-                Resplit(
+                UnequalMicroBatches(
                     rank=i + 1,
                     configuration=c,
                     split=split,

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from copus_ext.cost_model.links import Links
-from copus_ext.cost_model.model_spec import SpecError
+from copus_ext.cost_model.cluster_spec import Links
 from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
 from megatron.training.config.layout import Layout
 

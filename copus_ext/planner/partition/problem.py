@@ -45,7 +45,7 @@ class Priced:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutProblem:
+class PartitionProblem:
     """Layers, stages, and what limits them.
 
     Raises:
@@ -124,19 +124,19 @@ class CutProblem:
         return least
 
     @property
-    def num_cuts(self) -> int:
+    def num_partitions(self) -> int:
         """How many cuts there are, fitting or not."""
         spare = self.blocks.num_layers - int(self.least_layers.sum())
         if spare < 0:
             return 0
         return math.comb(spare + self.num_chunks - 1, self.num_chunks - 1)
 
-    def all_cuts(self) -> Any:
+    def all_partitions(self) -> Any:
         """[n, chunks] layers of every chunk, of every cut."""
         spare = self.blocks.num_layers - int(self.least_layers.sum())
         places, bars = spare + self.num_chunks - 1, self.num_chunks - 1
         chosen = itertools.chain.from_iterable(itertools.combinations(range(places), bars))
-        at = np.fromiter(chosen, dtype=np.int64).reshape(self.num_cuts, bars)
+        at = np.fromiter(chosen, dtype=np.int64).reshape(self.num_partitions, bars)
         edges = np.full((len(at), 1), -1), np.full((len(at), 1), places)
         return np.diff(np.concatenate([edges[0], at, edges[1]], axis=1)) - 1 + self.least_layers
 

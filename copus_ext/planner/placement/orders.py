@@ -38,13 +38,17 @@ class Found:
 
 
 def every_order(
-    num: int, *, alike: Sequence[Sequence[int]] = (), turning: int = 1, reversible: bool = False
+    num: int,
+    *,
+    equivalent: Sequence[Sequence[int]] = (),
+    turning: int = 1,
+    reversible: bool = False,
 ) -> Orders:
     """All orders, but only one of those that symmetry makes equal.
 
     Args:
         num: things to order.
-        alike: groups of things that can be exchanged without any effect.
+        equivalent: groups of things whose exchange has no effect.
         turning: q, where to turn places k q to k q + q - 1, for all k together, has no effect.
         reversible: whether to reverse all these has none either.
 
@@ -55,7 +59,7 @@ def every_order(
     keep = np.ones(len(orders), dtype=bool)
     place = np.argsort(orders, axis=1)
     # The least of all equal orders, compared place by place, passes every one of these tests.
-    for group in alike:
+    for group in equivalent:
         for a, b in itertools.pairwise(sorted(group)):
             keep &= place[:, a] < place[:, b]
     if turning > 1:

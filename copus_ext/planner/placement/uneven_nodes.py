@@ -9,34 +9,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from copus_ext.cost_model.blocks import costs_by_block
-from copus_ext.cost_model.cluster_spec import ClusterSpec, of_gpu
-from copus_ext.cost_model.comm import hop_bytes
+from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.gpus import GPUS
+from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.nodes import NodeSpec
 from copus_ext.cost_model.step import end_of_step
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.cut_problem import CutProblem
-from copus_ext.planner.cuts import Cut, best_cut, price_cut
-from copus_ext.planner.fitted import Fitted
-from copus_ext.planner.mapping import (
+from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
+from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.placement.node_order import (
     EVALUATIONS,
-    alike,
+    Limit,
+    equivalent_nodes,
     find_order,
     limits,
     network_of,
+    told,
     uniform_links,
 )
-from copus_ext.planner.orders import every_order
-from copus_ext.planner.placement import Job, Placement
+from copus_ext.planner.placement.orders import every_order
+from copus_ext.planner.placement.pricing import Job, Placement
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 
@@ -50,6 +51,106 @@ _CLOSELY = 6
 """Layouts that get a whole search where there are many nodes."""
 _QUICK = 1500
 _ENOUGH = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedLayout:
+    """A configuration with the order of nodes and the cut of layers that suit it best."""
+
+    configuration: Configuration
+    """Layout, batch and memory options, as for even nodes."""
+    order: tuple[int, ...]
+    """Node at every place, by its number in the cluster file."""
+    hosts: tuple[str, ...]
+    """Names of the nodes by number; empty if they have none."""
+    cut: LayerPartition
+    """Layers of every chunk."""
+    even: tuple[int, ...]
+    """Layers of every chunk cut evenly."""
+    given_s: float
+    """Seconds of a step with the nodes as given and even stages."""
+    ordered_s: float
+    """The same with the best order of nodes alone."""
+    recut_s: float | None
+    """The same with the best cut alone; None where none fits."""
+    step_s: float
+    """With both."""
+    fits_as_given: bool
+    """Whether the nodes as given have the memory for even stages."""
+    slowness: tuple[float, ...]
+    """[pp] seconds of a layer on the slowest node of a stage over those on a usual one."""
+    places: tuple[tuple[int, ...], ...]
+    """[pp, dp] place of every stage of every replica."""
+    limits: tuple[Limit, ...]
+    """Links that the slowest stage waits for."""
+
+    @property
+    def gain(self) -> float:
+        """Part of the step that order and cut save."""
+        return 1.0 - self.step_s / self.given_s
+
+    @property
+    def names(self) -> list[str]:
+        """The nodes in their order."""
+        return [self.name(node) for node in self.order]
+
+    @property
+    def recut(self) -> Configuration:
+        """The configuration with its cut."""
+        layout = dataclasses.replace(self.configuration.layout, layer_partition=self.cut.layers)
+        return dataclasses.replace(self.configuration, layout=layout)
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's flags."""
+        return self.recut.to_flags()
+
+    def name(self, node: int) -> str:
+        """What a node is called."""
+        return self.hosts[node] if self.hosts else str(node)
+
+    def lines(self) -> list[str]:
+        """What was found and why, for people."""
+        alone = "" if self.recut_s is None else f", the best cut alone {self.recut_s:.4g} s"
+        lines = [
+            f"nodes as given and even stages take {self.given_s:.4g} s"
+            f"{'' if self.fits_as_given else ' and do not fit'}, the best order alone "
+            f"{self.ordered_s:.4g} s{alone}, both {self.step_s:.4g} s: "
+            f"{100 * self.gain:.1f} % less",
+            f"  nodes: {','.join(self.names)}",
+        ]
+        pp, vpp = self.configuration.layout.pp, self.configuration.layout.vpp
+        for stage in range(pp):
+            now, even = (sum(cut[stage::pp]) for cut in (self.cut.layers, self.even))
+            nodes = sorted({self.order[place] for place in self.places[stage]})
+            slow = self.slowness[stage]
+            if now == even and not slow > 1.001:
+                continue
+            pace = f" at {1 / slow:.2f} of the usual speed" if abs(slow - 1) > 1e-3 else ""
+            chunks = f" in {vpp} chunks" if vpp > 1 else ""
+            which = "node" if len(nodes) == 1 else "nodes"
+            names = ",".join(self.name(node) for node in nodes)
+            instead = f" instead of {even}" if now != even else ""
+            lines.append(f"  stage {stage} on {which} {names}{pace}: {now} layers{chunks}{instead}")
+        lines += [f"  limit: {told(limit, self.name)}" for limit in self.limits]
+        return [*lines, f"  flags: {shlex.join(self.flags)}"]
+
+    def to_json(self, rank: int) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "rank": rank,
+            "configuration": {**self.recut.to_json(), "node_order": self.names},
+            "flags": self.flags,
+            "order": self.names,
+            "cut": self.cut.to_json(),
+            "given_s": self.given_s,
+            "ordered_s": self.ordered_s,
+            "recut_s": self.recut_s,
+            "step_s": self.step_s,
+            "gain": self.gain,
+            "fits_as_given": self.fits_as_given,
+            "slowness": list(self.slowness),
+        }
 
 
 class Site:
@@ -88,7 +189,7 @@ class Site:
         context = self.planner.context_bytes
         return costs_by_block(self.rows, self.constants, context_bytes=context)
 
-    def problem(self, order: Any) -> CutProblem:
+    def problem(self, order: Any) -> PartitionProblem:
         """The cuts where nodes stand in some order: [places] nodes.
 
         Every stage is as slow and as small as the worst of its nodes, every hop as slow as that of
@@ -108,7 +209,7 @@ class Site:
             reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(same, size))
             return reduce + gather + optimizer * slow
 
-        return CutProblem(
+        return PartitionProblem(
             pp=c.layout.pp,
             vpp=c.layout.vpp,
             num_microbatches=c.num_microbatches,
@@ -124,7 +225,7 @@ class Site:
 
     def _job(self, layers: Sequence[int]) -> Job:
         c, costs = self.configuration, self._costs
-        plain = CutProblem(
+        plain = PartitionProblem(
             pp=c.layout.pp,
             vpp=c.layout.vpp,
             num_microbatches=c.num_microbatches,
@@ -161,10 +262,10 @@ class Site:
         """The fastest cut for an order of the nodes; None where none fits."""
         if self.configuration.layout.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
-        found = best_cut(self.problem(order))
-        return found.layers if isinstance(found, Cut) else None
+        found = best_partition(self.problem(order))
+        return found.layers if isinstance(found, LayerPartition) else None
 
-    def fit(self, *, evaluations: int = EVALUATIONS, every: bool = True) -> Fitted | None:
+    def fit(self, *, evaluations: int = EVALUATIONS, every: bool = True) -> FittedLayout | None:
         """The order and the cut with the shortest step; None where nothing that was tried fits.
 
         Up to `EVERY_ORDER_NODES` nodes the best cut of every order is searched. Beyond, order and
@@ -195,11 +296,11 @@ class Site:
         alone = self.best_layers(given)
         placement = self.placement(layers)
         hosts = self.network.links.hosts
-        return Fitted(
+        return FittedLayout(
             configuration=self.configuration,
             order=order,
             hosts=tuple(hosts),
-            cut=price_cut(self.problem(order), layers),
+            cut=price_partition(self.problem(order), layers),
             even=self.layers,
             given_s=given_s,
             ordered_s=ordered.after_s,
@@ -216,8 +317,10 @@ class Site:
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Orders with cuts that fit."""
         if every and self.num_nodes <= EVERY_ORDER_NODES:
-            same = [g for g in alike(self.network) if len(set(self._limit_bytes[g])) == 1]
-            for order in every_order(self.num_nodes, alike=same, turning=self._places.turning):
+            same = [
+                g for g in equivalent_nodes(self.network) if len(set(self._limit_bytes[g])) == 1
+            ]
+            for order in every_order(self.num_nodes, equivalent=same, turning=self._places.turning):
                 if layers := self.best_layers(order):
                     yield tuple(int(n) for n in order), layers
             return
@@ -287,7 +390,7 @@ def spread(num_layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (k < left) for k in range(chunks))
 
 
-def refit(planner: Planner, batch: int) -> list[Fitted]:
+def rank_on_nodes(planner: Planner, batch: int) -> list[FittedLayout]:
     """The configurations of a batch on nodes and links as they are, fastest first.
 
     Times are the cost model's: measured ones are of the nodes as they stood, and are not used.
@@ -327,7 +430,7 @@ def _proposed(planner: Planner, batch: int) -> list[Configuration]:
     return list(itertools.chain.from_iterable(list(kept.values())[:_LAYOUTS]))
 
 
-def _fitted(planner: Planner, proposed: Sequence[Configuration], **how: Any) -> list[Fitted]:
+def _fitted(planner: Planner, proposed: Sequence[Configuration], **how: Any) -> list[FittedLayout]:
     # No thread for one bar: a program that uses this function may mind signals.
     tqdm.monitor_interval = 0
     some = tqdm(proposed, unit="layout", delay=2, leave=False)
@@ -335,6 +438,6 @@ def _fitted(planner: Planner, proposed: Sequence[Configuration], **how: Any) -> 
     return sorted((x for x in found if x is not None), key=_seconds_per_sample)
 
 
-def _seconds_per_sample(x: Fitted) -> float:
+def _seconds_per_sample(x: FittedLayout) -> float:
     """A layout that cannot split the batch may have taken a smaller one."""
     return x.step_s / x.configuration.global_batch_size

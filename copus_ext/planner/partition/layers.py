@@ -1,13 +1,15 @@
 """Which stage runs which layers: the fastest cut of uneven layers over equal or mixed GPUs.
 
-The schedule is simulated exactly (`perf/schedule.py`); every stage has its own speed and memory.
-Up to `cut_search.MOST_CUTS` cuts all are looked at, beyond that `Cut.proved` says whether the
-answer is surely the best.
+The schedule is simulated exactly (`copus_ext.cost_model.schedule`); every stage has its own speed
+and memory. Up to `search.MOST_PARTITIONS` partitions are all priced. Beyond that,
+`LayerPartition.proved` says whether the answer is surely the best.
 """
 
 from __future__ import annotations
 
 import itertools
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +20,18 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.cut_problem import CutProblem
-from copus_ext.planner.cut_search import MOST_CUTS, search
+from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.search import MOST_PARTITIONS, search
+from copus_ext.planner.plan import Plan
+from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
-from megatron.training.config.layer_partition import text_of_cut
+from megatron.training.config.layer_partition import text_of_partition
 
 GIB = 2.0**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class LayerPartition:
     """Layers of every chunk, and what they cost."""
 
     pp: int
@@ -60,7 +64,7 @@ class Cut:
     @property
     def layout(self) -> str:
         """The value of `--pipeline-model-parallel-layout`."""
-        return text_of_cut(self.layers)
+        return text_of_partition(self.layers)
 
     def __str__(self) -> str:
         """Short text such as `5,4x18,3`."""
@@ -94,7 +98,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoCut:
+class NoPartition:
     """Why there is none; the codes are those of `Rejected`."""
 
     code: str
@@ -107,30 +111,32 @@ class NoCut:
     """Whether surely none fits; else none was found."""
 
 
-def best_cut(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Cut | NoCut:
+def best_partition(
+    problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS
+) -> LayerPartition | NoPartition:
     """The cut with the shortest simulated step among those that fit on every stage.
 
     Of equally fast ones that were looked at, that with the most memory to spare.
 
     Args:
         problem: layers, stages and limits.
-        most_cuts: up to so many are all looked at.
+        most_partitions: up to so many are all looked at.
     """
     layers, chunks = problem.blocks.num_layers, problem.num_chunks
-    if not problem.num_cuts:
-        return NoCut(
+    if not problem.num_partitions:
+        return NoPartition(
             code="layers",
             detail=(
                 f"{layers} layers cannot fill {chunks} chunks (pp={problem.pp} vpp={problem.vpp})"
             ),
             fix=f"use at most {layers} chunks",
         )
-    found = search(problem, most_cuts=most_cuts)
+    found = search(problem, most_partitions=most_partitions)
     peaks = problem.price(found.cut[None]).peak_bytes[:, 0]
     if found.excess_bytes > 0:
         worst = int(np.argmax(peaks - problem.limit_bytes))
         cut = ",".join(map(str, found.cut))
-        return NoCut(
+        return NoPartition(
             code="memory",
             detail=(
                 f"{'no cut' if found.proved else 'no cut that was tried'} of {layers} layers over "
@@ -144,7 +150,7 @@ def best_cut(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Cut | NoCut:
             ),
             proved=found.proved,
         )
-    return Cut(
+    return LayerPartition(
         pp=problem.pp,
         vpp=problem.vpp,
         layers=tuple(int(n) for n in found.cut),
@@ -156,7 +162,9 @@ def best_cut(problem: CutProblem, *, most_cuts: int = MOST_CUTS) -> Cut | NoCut:
     )
 
 
-def price_cut(problem: CutProblem, layers: tuple[int, ...] | list[int]) -> Cut:
+def price_partition(
+    problem: PartitionProblem, layers: tuple[int, ...] | list[int]
+) -> LayerPartition:
     """A cut that was not searched for, such as the even one; it need not fit.
 
     Raises:
@@ -172,7 +180,7 @@ def price_cut(problem: CutProblem, layers: tuple[int, ...] | list[int]) -> Cut:
         raise ValueError(f"a cut of {given} leaves a chunk empty; give every chunk a layer")
     priced = problem.price([given])
     step_s = float(problem.step_s(priced)[0])
-    return Cut(
+    return LayerPartition(
         pp=problem.pp,
         vpp=problem.vpp,
         layers=tuple(given),
@@ -192,7 +200,7 @@ def problem_of(
     constants: Constants | None = None,
     speed: Any = None,
     bare_ends: bool = False,
-) -> CutProblem:
+) -> PartitionProblem:
     """The cuts of one configuration; its layers need not divide by its stages.
 
     Args:
@@ -209,7 +217,7 @@ def problem_of(
     """
     rows = to_rows(model, cluster, points_of([configuration]))
     costs = costs_by_block(rows, constants or cluster.load_constants())
-    return CutProblem(
+    return PartitionProblem(
         pp=configuration.layout.pp,
         vpp=configuration.layout.vpp,
         num_microbatches=configuration.num_microbatches,
@@ -223,3 +231,90 @@ def problem_of(
         fixed_s=costs.fixed_s,
         bare_ends=bare_ends,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repartition:
+    """A ranked configuration and its fastest cut."""
+
+    rank: int
+    """Place in the ranking, from 1."""
+    configuration: Configuration
+    """What was ranked, cut evenly."""
+    even_step_s: float
+    """Seconds of its step."""
+    cut: LayerPartition
+    """The fastest that fits, which may be the even one."""
+
+    @property
+    def gain(self) -> float:
+        """Share of the even step that the cut saves."""
+        return 1 - self.cut.step_s / self.even_step_s
+
+    @property
+    def flags(self) -> list[str]:
+        """Megatron's flags of the configuration with the cut."""
+        flags, own = self.configuration.to_flags(), self.cut.to_flags()
+        for name in (own[0], "--num-virtual-stages-per-pipeline-rank"):
+            if name in flags:
+                at = flags.index(name)
+                del flags[at : at + 2]
+        return [*flags[:2], *own, *flags[2:]]
+
+    def __str__(self) -> str:
+        """One line for a table."""
+        surely = "" if self.cut.proved else f", at best {self.cut.least_step_s:.4g} s"
+        return (
+            f"rank {self.rank} cut {self.cut}: {self.cut.step_s:.4g} s instead of "
+            f"{self.even_step_s:.4g} s ({100 * self.gain:.1f} % less{surely}): "
+            f"{shlex.join(self.cut.to_flags())}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "rank": self.rank,
+            "even_step_s": self.even_step_s,
+            "gain": self.gain,
+            "cut": self.cut.to_json(),
+            "flags": self.flags,
+        }
+
+
+def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
+    """The fastest cuts of a plan's pipelines; those recomputed by blocks are left as they are.
+
+    Args:
+        planner: that made the plan.
+        plan: what it ranked.
+    """
+    found = []
+    for i, ranked in enumerate(plan.ranked):
+        c = ranked.configuration
+        if c.layout.pp == 1 or c.recompute == "block":
+            continue
+        problem = problem_of(
+            planner.model,
+            planner.cluster,
+            c,
+            limit_bytes=planner.safe_bytes,
+            constants=planner.constants,
+        )
+        each = planner.model.num_layers // problem.num_chunks
+        even = price_partition(problem, [each] * problem.num_chunks)
+        cut = best_partition(problem)
+        # None fits where a measured peak, not the predicted one, let the even cut in.
+        if isinstance(cut, LayerPartition):
+            better = cut if cut.step_s < even.step_s else even
+            found.append(
+                Repartition(rank=i + 1, configuration=c, even_step_s=even.step_s, cut=better)
+            )
+    return found
+
+
+def lines(found: Sequence[Repartition]) -> list[str]:
+    """What a table says of them, the fastest first."""
+    uneven = [x for x in found if not x.cut.is_even]
+    same = len(found) - len(uneven)
+    told = [str(x) for x in sorted(uneven, key=lambda x: (x.cut.step_s, x.rank))]
+    return [*told, f"{same} of {len(found)} ranked pipelines are fastest with even stages"]

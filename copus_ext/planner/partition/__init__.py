@@ -1,0 +1,1 @@
+"""Which stage runs which layers, and which micro-batches a replica runs."""

@@ -1,0 +1,127 @@
+"""What a search answers: a plan for every global batch. JSON for tools and for the controller."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.placement.node_order import NodeOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Seconds and bytes of a configuration."""
+
+    step_s: float
+    """Seconds of a step."""
+    samples_per_s: float
+    """Throughput of all ranks."""
+    tokens_per_s: float
+    """The same in tokens."""
+    tflops_per_gpu: float
+    """Model arithmetic per GPU as Megatron logs it, TFLOP/s."""
+    mfu: float
+    """That over the peak."""
+    step_rel_sd: float
+    """Relative uncertainty of `step_s`."""
+    source: str
+    """`profiled`: times of this layout and micro-batch were measured; `corrected` by those of
+    others; or `predicted`."""
+    blind: bool
+    """Whether the noise scale cannot be measured there."""
+    time_s: dict[str, float]
+    """Seconds by part, along the stage that finishes last; they add up to `step_s`."""
+    peak_bytes: float
+    """Bytes of the stage that needs most."""
+    worst_stage: int
+    """Which stage that is."""
+    limit_bytes: float
+    """Bytes that may be used."""
+    fit_probability: float
+    """That the peak is below the limit."""
+    stage_bytes: list[dict[str, float]] = field(default_factory=list)
+    """Bytes by kind, for every stage."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data = asdict(self)
+        names = ("peak_bytes", "worst_stage", "limit_bytes", "fit_probability")
+        memory = {name: data.pop(name) for name in names}
+        memory["stages"] = data.pop("stage_bytes")
+        return {**data, "memory": memory}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """Configurations that are no candidates, for one reason."""
+
+    code: str
+    """One of `REJECTION_CODES`."""
+    count: int
+    """How many."""
+    example: Configuration
+    """One of them; with `memory` the one that needs least."""
+    detail: str
+    """The numbers."""
+    fix: str
+    """What would help."""
+    members: list[Configuration] | None = None
+    """All of them, where they were asked for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        data: dict[str, Any] = {"code": self.code, "count": self.count, "detail": self.detail}
+        data |= {"fix": self.fix, "example": self.example.to_json()}
+        if self.members is not None:
+            data["members"] = [c.to_json() for c in self.members]
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A candidate and what is predicted for it."""
+
+    configuration: Configuration
+    """How to run."""
+    prediction: Prediction
+    """What it gives."""
+    against_rel_sd: float | None = None
+    """Relative uncertainty of its step over that of the configuration that all were compared with,
+    if any."""
+    order: NodeOrder | None = None
+    """Which node goes where, if that was asked for."""
+
+    def to_json(self, rank: int) -> dict[str, Any]:
+        """Plain JSON types."""
+        answer = {
+            "rank": rank,
+            "flags": self.configuration.to_flags(),
+            "configuration": self.configuration.to_json(),
+            "prediction": self.prediction.to_json(),
+        }
+        if self.order is not None:
+            answer["configuration"]["node_order"] = self.order.names
+            answer["order"] = self.order.to_json()
+        return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer for one global batch."""
+
+    global_batch_size: int
+    """Samples of a step."""
+    ranked: list[Ranked]
+    """The best, fastest first."""
+    num_ranked: int
+    """Configurations that are legal and fit."""
+    rejected: list[Rejected]
+    """The others, by reason."""
+
+    @property
+    def status(self) -> str:
+        """`ok`, `no_legal` or `none_fits`."""
+        if self.num_ranked:
+            return "ok"
+        return "none_fits" if any(r.code == "memory" for r in self.rejected) else "no_legal"
