@@ -1,7 +1,9 @@
 """Plans a training run before it is launched: which layout, will it fit, how fast.
 
-python tools/plan.py --model gpt3-175b --cluster a100-80g:1024 --global-batch-size 1536
+    copus plan --model gpt3-175b --cluster a100-80g:1024 --global-batch-size 1536
+    copus plan explain tp8.pp8.dp16,micro_batch=1 --model gpt3-175b ...
 
+The word behind `plan` says what to find; without one it ranks all configurations (`search`).
 Exit codes: 0 every batch has a configuration, 2 wrong flags, 3 some batch has no legal one, 4 some
 batch has legal ones but none fits, 5 an input file cannot be used.
 """
@@ -14,7 +16,7 @@ import io
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from copus_ext.planner.request import (
     InputProblem,
@@ -23,16 +25,141 @@ from copus_ext.planner.request import (
     cluster_of,
     is_number,
     model_of,
-    parser,
     sizes,
     timings_of,
 )
-from megatron.training.common.program import close_output, tell
+from megatron.training.common.program import close_output, program_name, tell
 
+COMMANDS = {
+    "search": "rank all configurations; the default",
+    "explain": "price one configuration part by part, or say why it is none",
+    "partition": "search, and split the layers of every ranked pipeline unevenly",
+    "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
+    "order": "search, and say which node goes where for the best of every batch",
+    "nodes": "search, and rank again over unequal links and nodes as they are",
+}
+_FORMER = {
+    "cuts": ("--cuts", "partition"),
+    "micro_split": ("--micro-split", "micro-batches"),
+    "order": ("--order", "order"),
+    "uneven": ("--uneven", "nodes"),
+}
+"""Flags of before, which a command has replaced; read for one release."""
+_FLAG_OF = {command: name for name, (_, command) in _FORMER.items()}
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
 _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageProblem(message)
+
+
+def parser(command: str = "search") -> argparse.ArgumentParser:
+    """The flags of one of `COMMANDS`."""
+    name = program_name("plan.py")
+    others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
+    p = _Parser(
+        prog=name if command == "search" else f"{name} {command}",
+        description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
+        epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    former: dict[str, Any] = dict.fromkeys(_FORMER, False)
+    p.set_defaults(explain=None, hostfile=None, rejected=False, plot=None, top=10, **former)
+    if command in ("explain", "order"):
+        needed = None if command == "explain" else "?"
+        words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
+        p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
+    _add_inputs(p)
+    out = p.add_argument_group("answer")
+    formats = ["table", "json", *(["flags"] if command == "search" else [])]
+    out.add_argument("--format", choices=formats, default="table")
+    out.add_argument("--json", action="store_const", const="json", dest="format")
+    out.add_argument("--output", type=Path, help="write the answer to this file")
+    if command != "explain":
+        out.add_argument("--top", type=int, default=10, help="how many to show per batch")
+    if command in ("order", "nodes", "search"):
+        words = "write the hosts in the order found, one a line"
+        shown = argparse.SUPPRESS if command == "search" else words
+        out.add_argument("--hostfile", type=Path, help=shown)
+    if command == "search":
+        words = "name every rejected configuration"
+        out.add_argument("--rejected", action="store_true", help=words)
+        words = "draw throughput against batch"
+        out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
+        out.add_argument("--explain", help=argparse.SUPPRESS)
+        for flag, _ in _FORMER.values():
+            out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    elif command in _FLAG_OF:
+        p.set_defaults(**{_FLAG_OF[command]: True})
+    return p
+
+
+def _add_inputs(p: argparse.ArgumentParser) -> None:
+    """Flags that every command has: model, cluster, and what to search."""
+    model = p.add_argument_group("model")
+    model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
+    model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
+    model.add_argument("--seq-length", type=int, help="tokens of a sample")
+    where = p.add_argument_group("cluster")
+    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
+    where.add_argument("--nodes", type=int)
+    where.add_argument("--gpus-per-node", type=int, default=8)
+    where.add_argument("--gpu", help="such as H100-80GB")
+    where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
+    where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
+    search = p.add_argument_group("search")
+    search.add_argument(
+        "--global-batch-size", required=True, help="512, or 64,128, or 64:4096:x2, or 64:256:+64"
+    )
+    search.add_argument("--fix", default="", help="sizes to keep, such as tp=4,pp=2")
+    search.add_argument("--max", default="", help="largest sizes, such as tp=8,micro_batch=16")
+    search.add_argument(
+        "--recompute", default="none,selective,full,block", help="kinds of recomputation to try"
+    )
+    search.add_argument(
+        "--decrease-batch-size-if-needed",
+        action="store_true",
+        help="let a layout that cannot split the batch take the next smaller one",
+    )
+    search.add_argument(
+        "--allow-cross-node-tp", action="store_true", help="let tensor parallelism span nodes"
+    )
+    search.add_argument(
+        "--memory-margin", type=float, default=0.04, help="share of the memory to leave free"
+    )
+    search.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
+    search.add_argument("--constants", type=Path, help="JSON with fitted constants")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The flags of the command that is named first, or of a search; warns of flags of before.
+
+    Raises:
+        UsageProblem: wrong flags, or flags that exclude each other.
+    """
+    command = argv[0] if argv and argv[0] in COMMANDS else "search"
+    args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
+    if command == "search":
+        given = [(flag, to) for name, (flag, to) in _FORMER.items() if getattr(args, name)]
+        given += [("--explain", "explain")] if args.explain is not None else []
+        if given:
+            named = ", ".join(f"{flag} is now the command `{to}`" for flag, to in given)
+            tell("plan.py", f"warning: {named}; the flag will be removed in the next release")
+    more = args.cuts or args.micro_split or args.uneven
+    if args.format == "flags" and (more or args.order or args.rejected or args.explain):
+        raise UsageProblem("--format flags goes with a plain search; use a table or --json")
+    if args.explain is not None and (more or args.rejected):
+        raise UsageProblem("one configuration is not searched; drop --explain or the other flags")
+    if args.uneven and args.order:
+        raise UsageProblem("`nodes` searches the order of nodes, too; drop --order")
+    if args.hostfile is not None and not (args.order or args.uneven):
+        raise UsageProblem("--hostfile goes with the commands `order` and `nodes`; use one")
+    return args
 
 
 def planner_of(args: argparse.Namespace) -> Any:
@@ -49,20 +176,6 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
     if args.top < 1:
         raise UsageProblem(f"--top {args.top} must be at least 1")
-    if args.rejected and (args.format == "flags" or args.explain is not None):
-        raise UsageProblem("--rejected goes with a table or --json of a search; drop one")
-    if args.cuts and (args.format == "flags" or args.explain is not None):
-        raise UsageProblem("--cuts goes with a table or --json of a search; drop one")
-    if args.micro_split and (args.format == "flags" or args.explain is not None):
-        raise UsageProblem("--micro-split goes with a table or --json of a search; drop one")
-    if args.order and args.format == "flags":
-        raise UsageProblem("--order goes with a table, --json or --explain; drop --format flags")
-    if args.uneven and (args.format == "flags" or args.explain is not None):
-        raise UsageProblem("--uneven goes with a table or --json of a search; drop one")
-    if args.uneven and args.order:
-        raise UsageProblem("--uneven searches the order of nodes, too; drop --order")
-    if args.hostfile is not None and not (args.order or args.uneven):
-        raise UsageProblem("--hostfile goes with --order or --uneven; add one")
     constants = None
     if args.constants is not None:
         try:
@@ -79,10 +192,10 @@ def planner_of(args: argparse.Namespace) -> Any:
     )
     cluster = cluster_of(args)
     if args.order and cluster.links is None:
-        raise UsageProblem('--order needs measured "links" in --cluster FILE.json; add them')
+        raise UsageProblem('an order needs measured "links" in --cluster FILE.json; add them')
     if args.uneven and cluster.links is None and not cluster.nodes:
         raise UsageProblem(
-            '--uneven needs "links" or "nodes" in --cluster FILE.json; without, all nodes are alike'
+            '`nodes` needs "links" or "nodes" in --cluster FILE.json; all nodes are alike without'
         )
     hosts = cluster.links.hosts if cluster.links is not None else ()
     if args.hostfile is not None and not hosts:
@@ -103,23 +216,21 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
     from copus_ext.planner.plan import Ranked
     from megatron.training.config.layout import Layout
 
-    given = sizes("--explain", args.explain, ("recompute", "sp", "zero"))
+    given = sizes("CONFIG", args.explain, ("recompute", "sp", "zero"))
     tp, pp, world = given.get("tp", 1), given.get("pp", 1), planner.cluster.world_size
     dp = world // (tp * pp)
     if world % (tp * pp) or given.get("dp", dp) != dp:
-        raise UsageProblem(f"--explain {args.explain}: tp x pp x dp is not {world} GPUs")
+        raise UsageProblem(f"{args.explain}: tp x pp x dp is not {world} GPUs")
     recompute, _, layers = given.get("recompute", "none").partition(":")
     if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
         ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
-        raise UsageProblem(f"--explain {args.explain}: recompute is one of {ways}")
+        raise UsageProblem(f"{args.explain}: recompute is one of {ways}")
     if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
-        raise UsageProblem(
-            f"--explain {args.explain}: sp goes with tp, which is {tp}; leave it out"
-        )
+        raise UsageProblem(f"{args.explain}: sp goes with tp, which is {tp}; leave it out")
     try:
         layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp)
     except ValueError as error:
-        raise UsageProblem(f"--explain {args.explain}: {error}") from error
+        raise UsageProblem(f"{args.explain}: {error}") from error
     configuration = Configuration(
         layout=layout,
         micro_batch_size=given.get("micro_batch", 1),
@@ -158,10 +269,10 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
 
 def ordered(args: argparse.Namespace, planner: Any, found: Any) -> Any:
     """The same answer with the order of nodes, if that is asked for."""
-    from copus_ext.planner.placement.node_order import order_for
-
     if not args.order:
         return found
+    from copus_ext.planner.placement.node_order import order_for
+
     order = order_for(planner.model, planner.cluster, found.configuration, planner.constants)
     return dataclasses.replace(found, order=order)
 
@@ -196,6 +307,34 @@ def failure(plan: Any, planner: Any) -> str:
     return f"{where}: {memory.count} legal configurations, none fits: {memory.detail}; {more}"
 
 
+def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[Any, list[Any]]:
+    """What was asked for, and the plans that a figure is drawn from."""
+    from copus_ext.planner.report import Answer
+
+    plotted = ranked(args, planner, wanted)
+    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
+    for plan in plans:
+        plan.ranked[:1] = [ordered(args, planner, first) for first in plan.ranked[:1]]
+    partitions = micro_batches = nodes = None
+    if args.uneven:
+        from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
+
+        nodes = [
+            rank_on_nodes(planner, p.global_batch_size) if p.status != "no_legal" else []
+            for p in plans
+        ]
+    if args.cuts:
+        from copus_ext.planner.partition.layers import repartitions
+
+        partitions = [repartitions(planner, plan) for plan in plans]
+    if args.micro_split:
+        from copus_ext.planner.partition.micro_batches import unequal_micro_batches
+
+        micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
+    found = Answer(plans=plans, partitions=partitions, micro_batches=micro_batches, nodes=nodes)
+    return found, plotted
+
+
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
     from copus_ext.planner import report
@@ -205,55 +344,54 @@ def answer(args: argparse.Namespace) -> int:
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
-    plotted = ranked(args, planner, wanted)
-    plans = [dataclasses.replace(p, ranked=p.ranked[: args.top]) for p in plotted]
-    for plan in plans:
-        plan.ranked[:1] = [ordered(args, planner, first) for first in plan.ranked[:1]]
-    fitted = fitted_of(args, planner, plans)
-    firsts = [plan.ranked[0] for plan in plans if plan.ranked]
-    write_hosts(args, firsts if fitted is None else [best[0] for best in fitted if best])
-    recut, resplit = cuts_of(args, planner, plans), splits_of(args, planner, plans)
+    found, plotted = search(args, planner, wanted)
+    firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
+    write_hosts(args, firsts if found.nodes is None else [best[0] for best in found.nodes if best])
     if args.format == "json":
         about = constants_of(args, planner)
         missing = f"no measured step times of its own behind constants {about['name']}"
         record = report.to_json(
             planner.model,
             planner.cluster,
-            plans,
+            found,
             constants=about,
             warnings=[missing] if about["residual"] is None else [],
             elapsed_s=None if args.output else time.monotonic() - started,
-            repartitions=recut,
-            fitted=fitted,
-            unequal_micro_batches=resplit,
             top=args.top,
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
-        lines = [" ".join(p.ranked[0].configuration.to_flags()) for p in plans if p.ranked]
+        lines = [" ".join(first.configuration.to_flags()) for first in firsts]
         _put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
-        report.table(plans, console, recut, fitted, resplit, top=args.top)
+        report.table(found, console, top=args.top)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
-    fits = [bool(best) for best in fitted] if fitted is not None else [False] * len(plans)
-    failed = [plan for plan, also in zip(plans, fits) if plan.status != "ok" and not also]
+    fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]
+    failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
         tell("plan.py", f"error: {failure(plan, planner)}")
     if args.plot is not None:
-        try:
-            report.plot(plotted, args.plot)
-        except ImportError:
-            raise UsageProblem('--plot needs plotly; run: pip install -e ".[report]"') from None
-        except OSError as error:
-            raise UsageProblem(f"--plot {args.plot}: {error}") from error
-    if len(plans) < len(wanted):
+        draw(plotted, args.plot)
+    if len(found.plans) < len(wanted):
         return 130
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
+
+
+def draw(plotted: list[Any], path: Path) -> None:
+    """Writes the figure."""
+    from copus_ext.planner import report
+
+    try:
+        report.plot(plotted, path)
+    except ImportError:
+        raise UsageProblem('--plot needs plotly; run: pip install -e ".[report]"') from None
+    except OSError as error:
+        raise UsageProblem(f"--plot {path}: {error}") from error
 
 
 def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[Any]:
@@ -276,35 +414,6 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
                 break
             bar.update(len(some))
     return plans
-
-
-def cuts_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
-    """The fastest cuts of every plan, if they were asked for."""
-    if not args.cuts:
-        return None
-    from copus_ext.planner.partition.layers import repartitions
-
-    return [repartitions(planner, plan) for plan in plans]
-
-
-def splits_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
-    """The best unequal micro-batches of every plan, if they were asked for."""
-    if not args.micro_split:
-        return None
-    from copus_ext.planner.partition.micro_batches import unequal_micro_batches
-
-    return [unequal_micro_batches(planner, plan) for plan in plans]
-
-
-def fitted_of(args: argparse.Namespace, planner: Any, plans: list[Any]) -> list[Any] | None:
-    """Every plan over links and nodes as they are, if that was asked for."""
-    if not args.uneven:
-        return None
-    from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
-
-    return [
-        rank_on_nodes(planner, p.global_batch_size) if p.status != "no_legal" else [] for p in plans
-    ]
 
 
 def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
@@ -331,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     from megatron.training.common.errors import UsageError
 
     try:
-        return answer(parser((__doc__ or "").splitlines()[0]).parse_args(argv))
+        return answer(parse(sys.argv[1:] if argv is None else argv))
     except (UsageProblem, SpecError, UsageError) as error:
         tell("plan.py", f"error: {error}")
         return 2

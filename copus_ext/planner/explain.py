@@ -69,7 +69,7 @@ def reason(
     }
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
-        return less, f"price it with --explain {c}"
+        return less, f"price it with `copus plan explain {c}`"
     if code == "memory":
         assert peak_bytes is not None
         return (

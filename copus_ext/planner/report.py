@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,21 +36,35 @@ _UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What `copus plan` found for every batch; None for what was not asked for."""
+
+    plans: Sequence[Plan]
+    """The ranking."""
+    partitions: Sequence[Sequence[Repartition]] | None = None
+    """The fastest layer partition of the ranked pipelines."""
+    micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None
+    """The best unequal micro-batches of ranked layouts without a pipeline."""
+    nodes: Sequence[Sequence[FittedLayout]] | None = None
+    """Layouts fitted to the links and nodes as they are, fastest first."""
+
+
 def to_json(
     model: ModelSpec,
     cluster: ClusterSpec,
-    plans: Sequence[Plan],
+    found: Answer,
     *,
     constants: dict[str, Any],
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
-    repartitions: Sequence[Sequence[Repartition]] | None = None,
-    fitted: Sequence[Sequence[FittedLayout]] | None = None,
-    unequal_micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None,
     top: int = 10,
 ) -> dict[str, Any]:
-    """The answer of `tools/plan.py --json`, as `docs/plan.schema.json` has it; a change of meaning
-    changes `SCHEMA`."""
+    """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
+
+    A change of meaning changes `SCHEMA`.
+    """
+    plans = found.plans
     rejected: dict[str, int] = {}
     for plan in plans:
         for r in plan.rejected:
@@ -79,12 +94,12 @@ def to_json(
             for plan in plans
         ],
     }
-    for record, found in zip(answer["plans"], repartitions or []):
-        record["cuts"] = [x.to_json() for x in found]
-    for record, found in zip(answer["plans"], fitted or []):
-        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(found[:top])]
-    for record, splits in zip(answer["plans"], unequal_micro_batches or []):
-        record["micro_splits"] = [x.to_json() for x in splits]
+    for record, some in zip(answer["plans"], found.partitions or []):
+        record["cuts"] = [x.to_json() for x in some]
+    for record, some in zip(answer["plans"], found.nodes or []):
+        record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(some[:top])]
+    for record, some in zip(answer["plans"], found.micro_batches or []):
+        record["micro_splits"] = [x.to_json() for x in some]
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer
@@ -109,18 +124,9 @@ def cells(rank: int, answer: Ranked) -> list[str]:
     ]
 
 
-def table(
-    plans: Sequence[Plan],
-    console: Console,
-    repartitions: Sequence[Sequence[Repartition]] | None = None,
-    fitted: Sequence[Sequence[FittedLayout]] | None = None,
-    unequal_micro_batches: Sequence[Sequence[UnequalMicroBatches]] | None = None,
-    *,
-    top: int = 10,
-) -> None:
-    """Prints all plans, and of each the fastest cuts, the best unequal micro-batches and what
-    uneven nodes make of it if there are such; every row is one line."""
-    for number, plan in enumerate(plans):
+def table(found: Answer, console: Console, *, top: int = 10) -> None:
+    """Prints all plans with what was found for each; every row is one line."""
+    for number, plan in enumerate(found.plans):
         if number:
             console.print()
         if plan.ranked:
@@ -134,17 +140,13 @@ def table(
                 console.print(line, highlight=False, markup=False)
         else:
             console.print(f"global batch {plan.global_batch_size}: {plan.status}")
-        for line in lines(repartitions[number]) if repartitions is not None else []:
+        for line in lines(found.partitions[number]) if found.partitions is not None else []:
             console.print(line, highlight=False, markup=False)
-        if unequal_micro_batches is not None:
-            for text in (
-                map(str, unequal_micro_batches[number])
-                if unequal_micro_batches[number]
-                else _NO_SPLIT
-            ):
+        if found.micro_batches is not None:
+            for text in map(str, found.micro_batches[number] or _NO_SPLIT):
                 console.print(text, highlight=False, markup=False)
-        if fitted is not None:
-            _uneven(fitted[number], console, top=top)
+        if found.nodes is not None:
+            _uneven(found.nodes[number], console, top=top)
         console.print(
             f"{plan.num_ranked} configurations ranked for global batch {plan.global_batch_size}",
             highlight=False,

@@ -1,4 +1,4 @@
-"""Turns the texts of `tools/plan.py`'s flags into what the planner takes."""
+"""Reads the texts of the planner's flags: batches, sizes, model, cluster, profile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import argparse
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.profile import read_profile
-from megatron.training.common.program import program_name
 from megatron.training.config.layout import Layout
 
 LARGEST = 2**31
@@ -26,72 +25,6 @@ class UsageProblem(Exception):
 
 class InputProblem(Exception):
     """A file that is missing, unreadable or inconsistent."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageProblem(message)
-
-
-def parser(description: str = "") -> argparse.ArgumentParser:
-    """The command line of `tools/plan.py`; `description` is one line."""
-    p = _Parser(prog=program_name("plan.py"), description=description, allow_abbrev=False)
-    model = p.add_argument_group("model")
-    model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
-    model.add_argument("--megatron-args", metavar="FLAGS", help="Megatron's flags in one text")
-    model.add_argument("--seq-length", type=int, help="tokens of a sample")
-    where = p.add_argument_group("cluster")
-    where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
-    where.add_argument("--nodes", type=int)
-    where.add_argument("--gpus-per-node", type=int, default=8)
-    where.add_argument("--gpu", help="such as H100-80GB")
-    where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
-    where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
-    search = p.add_argument_group("search")
-    search.add_argument(
-        "--global-batch-size", required=True, help="512, or 64,128, or 64:4096:x2, or 64:256:+64"
-    )
-    search.add_argument("--top", type=int, default=10, help="how many to show per batch")
-    search.add_argument("--fix", default="", help="such as tp=4,pp=2")
-    search.add_argument("--max", default="", help="such as tp=8,micro_batch=16")
-    search.add_argument("--recompute", default="none,selective,full,block")
-    search.add_argument(
-        "--decrease-batch-size-if-needed",
-        action="store_true",
-        help="let a layout that cannot split the batch take the next smaller one",
-    )
-    search.add_argument("--allow-cross-node-tp", action="store_true")
-    search.add_argument("--memory-margin", type=float, default=0.04)
-    search.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
-    search.add_argument("--constants", type=Path, help="JSON with fitted constants")
-    out = p.add_argument_group("answer")
-    out.add_argument("--explain", metavar="CONFIG", help="such as tp=2,pp=4,micro_batch=1")
-    out.add_argument("--format", choices=("table", "json", "flags"), default="table")
-    out.add_argument("--json", action="store_const", const="json", dest="format")
-    out.add_argument(
-        "--cuts", action="store_true", help="also the fastest uneven stages of what is shown"
-    )
-    out.add_argument(
-        "--micro-split",
-        action="store_true",
-        help="also the best micro-batches of unequal size of what is shown without a pipeline",
-    )
-    out.add_argument(
-        "--uneven",
-        action="store_true",
-        help="also rank over the links and nodes of --cluster FILE.json as they are, each layout "
-        "with the order of nodes and the cut of layers that suit it",
-    )
-    out.add_argument("--rejected", action="store_true", help="name every rejected configuration")
-    out.add_argument("--output", type=Path, help="write the answer there")
-    out.add_argument(
-        "--order",
-        action="store_true",
-        help="also say which node goes where, for the best of every batch (needs links)",
-    )
-    out.add_argument("--hostfile", type=Path, help="with --order or --uneven: write the hosts")
-    out.add_argument("--plot", type=Path, metavar="FILE.html", help="throughput against batch")
-    return p
 
 
 def batches(text: str) -> list[int]:

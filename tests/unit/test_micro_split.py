@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +18,6 @@ from copus_ext.planner.partition.micro_batches import (
 )
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from tests.helpers.launch import ROOT
-from tests.unit.test_plan_command import run
 
 times = st.dictionaries(st.integers(1, 7), st.floats(0.01, 10), min_size=1)
 
@@ -74,19 +70,3 @@ def test_the_planner_offers_what_a_prime_batch_needs() -> None:
         assert "--allow-uneven-micro-batches" in one.flags and "%" in str(one)
         seconds = seconds_by_size(planner, one.configuration, 37)
         assert max(one.split.sizes) in seconds
-
-
-COMMAND = "--model llama-2-7b --cluster h100-80g:8 --fix pp=1,tp=4 --top 3 --micro-split"
-
-
-def test_the_command_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 74")
-    assert code == 0 and "rank 1 micro-batches 19+18: " in text and "--micro-batch-size 19" in text
-    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 26")
-    assert code == 0 and "unequal micro-batches make nothing" in text
-    code, text, _ = run(capsys, f"{COMMAND} --global-batch-size 74 --json")
-    record = json.loads(text)
-    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
-    assert record["plans"][0]["micro_splits"][0]["sizes"] == [19, 18]
-    code, _, error = run(capsys, f"{COMMAND} --global-batch-size 74 --format flags")
-    assert code == 2 and "--micro-split" in error

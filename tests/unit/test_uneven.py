@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,8 +21,6 @@ from copus_ext.planner.placement.node_order import job_of
 from copus_ext.planner.placement.uneven_nodes import Site, rank_on_nodes, slowness_of, spread
 from copus_ext.planner.search import Planner
 from megatron.training.config.layout import Layout
-from tests.helpers.launch import ROOT
-from tests.unit.test_plan_command import run
 
 MODEL = dataclasses.replace(PRESETS["llama-2-7b"], num_layers=8)
 GPU = preset("h100-80g:8").gpu
@@ -240,68 +236,3 @@ def test_nodes_that_make_no_sense(nodes: Any, words: str) -> None:
     data = {**dataclasses.replace(cluster(4), nodes=()).to_json(), "nodes": nodes}
     with pytest.raises(SpecError, match=words):
         ClusterSpec.from_json(data)
-
-
-def uneven_file(folder: Path) -> Path:
-    speed = [[2e9 if {0, 1} == {i, j} else 4e10 for j in range(4)] for i in range(4)]
-    path = folder / "cluster.json"
-    data = {
-        **preset("h100-80g:32").to_json(),
-        "nodes": [{}, {"speed": 0.5}, {"count": 2}],
-        "links": {"bytes_per_s": speed, "latency_s": 2e-5, "hosts": ["a", "b", "c", "d"]},
-    }
-    path.write_text(json.dumps(data))
-    return path
-
-
-COMMAND = "--model llama-2-13b --global-batch-size 64 --top 2 --fix tp=8,pp=4,vpp=1"
-
-
-def test_the_command_ranks_uneven_nodes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path, hosts = uneven_file(tmp_path), tmp_path / "hosts"
-    code, text, _ = run(capsys, f"{COMMAND} --cluster {path} --uneven --hostfile {hosts}")
-    even = run(capsys, f"{COMMAND} --cluster h100-80g:32")[1]
-    assert code == 0 and text.startswith(even.splitlines()[0])
-    assert "% less" in text and "of the usual speed" in text
-    lines = text.splitlines()
-    first = lines[lines.index("over these links and nodes:") + 2].split()
-    assert first[:6] == ["1", "64", "8", "4", "1", "1"], "rank, batch and layout"
-    assert first[7] in ("none", "selective", "full")
-    assert sorted(hosts.read_text().split()) == ["a", "b", "c", "d"]
-    assert f"nodes: {','.join(hosts.read_text().split())}" in text
-    code, text, _ = run(capsys, f"{COMMAND} --cluster {path} --uneven --json")
-    record = json.loads(text)
-    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
-    first, second = record["plans"][0]["uneven"]
-    assert first["step_s"] <= second["step_s"] and first["gain"] > 0.1
-    assert first["order"] == hosts.read_text().split()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--uneven --cluster h100-80g:32", '"links" or "nodes"'),
-        ("--uneven --order --cluster FILE", "drop --order"),
-        ("--uneven --format flags --cluster FILE", "--json"),
-        ("--hostfile x --cluster FILE", "--order or --uneven"),
-    ],
-)
-def test_flags_that_do_not_go_together(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: str, words: str
-) -> None:
-    path = uneven_file(tmp_path)
-    code, _, error = run(capsys, f"{COMMAND} {flags.replace('FILE', str(path))}")
-    assert code == 2 and words in error
-
-
-def test_a_small_node_does_not_end_the_search(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "cluster.json"
-    base = dataclasses.replace(preset("h100-80g:8"), gpus_per_node=1, num_nodes=4).to_json()
-    base["nodes"] = [{"count": 3}, {"memory_bytes": "12GiB"}]
-    path.write_text(json.dumps(base))
-    words = f"--model llama-3.2-3b --global-batch-size 16 --cluster {path} --recompute none"
-    assert run(capsys, words)[0] == 4, "of even stages none fits any node"
-    code, text, _ = run(capsys, f"{words} --uneven --top 2")
-    assert code == 0 and "and do not fit" in text
