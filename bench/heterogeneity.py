@@ -125,8 +125,8 @@ def even(cluster: Path) -> Path:
 
 
 def plan(cluster: Path) -> dict[str, Any]:
-    """The best of `tools/plan.py --uneven` on a cluster file, with its words."""
-    words = [sys.executable, str(ROOT / "tools/plan.py"), "--cluster", str(cluster), "--uneven"]
+    """The best of `tools/plan.py nodes` on a cluster file, with its words."""
+    words = [sys.executable, str(ROOT / "tools/plan.py"), "nodes", "--cluster", str(cluster)]
     words += ["--megatron-args", f"{' '.join(MODEL.split())} --vocab-size 257"]
     words += ["--global-batch-size", str(BATCH), "--recompute", "none", "--top", "3"]
     done = [

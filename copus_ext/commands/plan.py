@@ -31,7 +31,7 @@ from copus_ext.planner.request import (
 from megatron.training.common.program import close_output, program_name, tell
 
 COMMANDS = {
-    "search": "rank all configurations; the default",
+    "search": "rank all configurations (also without a command)",
     "explain": "price one configuration part by part, or say why it is none",
     "partition": "search, and split the layers of every ranked pipeline unevenly",
     "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
