@@ -172,11 +172,12 @@ def test_every_script_and_flag_that_readme_and_guide_name_exists() -> None:
     files += ["copus_ext/launch/options.py", "copus_ext/planner/request.py"]
     files += map(str, (ROOT / "copus_ext/commands").glob("*.py"))
     tools = "".join((ROOT / file).read_text() for file in files)
-    named = ("user-guide", "index", "quickstart", "concepts", "tutorial", "faq")
+    named = ("user-guide", "monitoring", "index", "quickstart", "concepts", "tutorial", "faq")
     for page in ("README.md", *(f"docs/{name}.md" for name in named)):
         words = (ROOT / page).read_text()
         for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+[a-z0-9]", words)):
             others = ("--nproc-per-node", "--no-python", "--help", "--version")
+            others += ("--bind", "--directory")  # of http.server
             also = flag in others or f'"{flag}"' in tools
             assert flag in known or also, f"{page} names {flag}"
         for path in set(re.findall(r"(?:scripts|tools|bench|docs)/[\w./-]+\.(?:sh|py|md)", words)):

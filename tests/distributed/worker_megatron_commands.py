@@ -5,6 +5,7 @@ worker_megatron_commands.py OUTPUT_DIR NAME...
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -12,19 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.jobs import join, run
-from tests.helpers.launch import ROOT
 from tests.helpers.scaled_commands import launches, read_commands, scaled
 
 
 def write_text(folder: Path) -> None:
-    """A GPT-2 style vocabulary of about 300 tokens, and a data set of a page made with it."""
+    """A GPT-2 style vocabulary of about 300 tokens, and a data set of a module made with it."""
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from tokenizers.implementations import ByteLevelBPETokenizer
 
     folder.mkdir()
-    page = str(ROOT / "docs" / "user-guide.md")
+    page = argparse.__file__
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train([page], vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
     tokenizer.save_model(str(folder))

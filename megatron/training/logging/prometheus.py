@@ -108,7 +108,7 @@ class PrometheusSink:
             # Copies, as a thread may record an alert meanwhile.
             for name, values in named.copy().items():
                 labels = [label for label, _ in next(iter(values))]
-                metric = family(name, "see docs/user-guide.md of COPUS", labels=["run", *labels])
+                metric = family(name, "see docs/monitoring.md of COPUS", labels=["run", *labels])
                 for known, value in values.copy().items():
                     metric.add_metric([self._run, *(text for _, text in known)], value)
                 yield metric
