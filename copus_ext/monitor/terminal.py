@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from copus_ext.monitor.controller_status import ChangeStatus, ControllerStatus
+from copus_ext.monitor.explain import percent, seconds
 from copus_ext.monitor.liveness import State
 from copus_ext.monitor.run_status import RunStatus
 from megatron.training.common.errors import counted
@@ -40,7 +40,7 @@ def screen(status: RunStatus) -> RenderableType:
     if status.controller is not None and status.controller.changes:
         parts.append(_changes(status.controller))
     for alarm in status.alarms:
-        when = "" if alarm.age_s is None else f" ({duration(alarm.age_s)} ago)"
+        when = "" if alarm.age_s is None else f" ({seconds(alarm.age_s)} ago)"
         parts.append(Text(f"! {alarm.line}{when}", style="red"))
     return Group(*parts)
 
@@ -53,7 +53,7 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     yield "state", state
     if status.state not in ("empty", "training") and status.silent_s is not None:
         label = "ended" if status.state in ("done", "stopped") else "last sign"
-        yield label, f"{duration(status.silent_s)} ago"
+        yield label, f"{seconds(status.silent_s)} ago"
     if status.launch:
         yield "launch", _launches(status)
     if status.iteration is not None:
@@ -61,7 +61,7 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     if status.share_done is not None:
         yield "", ProgressBar(total=1.0, completed=min(status.share_done, 1.0), width=40)
     if status.left_s is not None:
-        yield "time left", duration(status.left_s)
+        yield "time left", seconds(status.left_s)
     if status.loss is not None or status.valid_loss is not None:
         yield "loss", _loss(status)
     if status.step_s is not None:
@@ -141,8 +141,8 @@ def _decisions(
         yield "goodput", f"{_short(controller.goodput)} useful samples/s"
     if (best := controller.best) is not None:
         worth = "" if best.goodput is None else f", {_short(best.goodput)} useful samples/s"
-        needs = "" if best.needed is None else f", needs {_percent(best.needed)}"
-        gain = "" if best.gain is None else f": gains {_percent(best.gain)}{needs}"
+        needs = "" if best.needed is None else f", needs {percent(best.needed)}"
+        gain = "" if best.gain is None else f": gains {percent(best.gain)}{needs}"
         told = gain.removeprefix(": ")
         kept = "" if best.verdict == told else f"; {best.verdict}"
         sizes = _sizes(best.global_batch_size, best.micro_batch_size)
@@ -154,7 +154,7 @@ def _saved(status: RunStatus) -> str:
         return "none"
     ago = status.saved.steps_ago
     steps = "" if ago is None else ", 1 step" if ago == 1 else f", {ago:,} steps"
-    return f"of step {status.saved.iteration:,}, {duration(status.saved.age_s)}{steps} ago"
+    return f"of step {status.saved.iteration:,}, {seconds(status.saved.age_s)}{steps} ago"
 
 
 def _changes(controller: ControllerStatus) -> Table:
@@ -191,24 +191,6 @@ def _sizes(batch: int, micro_batch: int | None) -> str:
     return f"batch {batch:,}" + ("" if micro_batch is None else f" in {micro_batch:,}")
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
-
-
 def _short(value: float) -> str:
     """Three digits that count, all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the two units that count."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    s = max(round(seconds), 0)
-    if s < 60:
-        return f"{s} s"
-    if s < 3600:
-        return f"{s // 60} min" + (f" {s % 60} s" if s < 600 and s % 60 else "")
-    if s < 48 * 3600:
-        return f"{s // 3600} h {s % 3600 // 60} min"
-    return f"{s // 86400} d {s % 86400 // 3600} h"

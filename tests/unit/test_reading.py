@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from copus_ext.commands import report, status, trace
+from copus_ext.commands import replay, report, status, trace
 from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.monitor.report import ReportData, script_json
 from copus_ext.monitor.run_status import read_status
 from copus_ext.reshard.checked import read_value
 from megatron.training.logging.metrics import METRICS_FILE
 from megatron.training.logging.tail_reader import Tail, last_lines
+from tests.helpers.launch import ROOT
 from tests.helpers.written_runs import LAYOUTS, WrittenRun, usual_run, write_change
 
 
@@ -207,12 +208,11 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
     assert states == ["not done: ended", "under way", "being measured"]
 
 
-def test_of_a_large_journal_only_the_end_is_read(tmp_path: Path) -> None:
-    run = usual_run(tmp_path / "run")
-    known = read_status(run.path).controller
-    lines = (run.path / JOURNAL).read_bytes()
-    with (run.path / JOURNAL).open("wb") as file:
-        file.seek(1 << 31)
-        file.write(b"\n" + lines)
-    assert known is not None and known.best is not None and len(known.changes) == 3
-    assert read_status(run.path).controller == known
+@pytest.mark.parametrize("name", ["act_run", "slow_link"])
+def test_a_journal_of_version_1_is_read(name: str) -> None:
+    path = ROOT / "docs" / "results" / f"{name}.journal.jsonl"
+    assert '"obeyed": true' in path.read_text()
+    payload = payload_of(path)
+    assert len(payload["landscapes"][0]["path"]) > 1, "changes were made"
+    assert all(item["layouts"] for item in payload["landscapes"][0]["items"])
+    assert replay.main([str(path)]) == 0
