@@ -89,7 +89,7 @@ def test_a_failed_change_leaves_the_run_as_it_was(results: dict[str, Any]) -> No
 
 
 def test_a_resumed_run_knows_of_the_change(results: dict[str, Any]) -> None:
-    account = json.loads(results["resumed"]["states"][0][0])["layouts"]
+    account = json.loads(results["resumed"]["states"][0][0])["layout_costs"]
     (switch,) = of_kind(results["moved"], "switch")
     assert account["pauses_s"][0] == switch["outcome"]["pause_s"]
     assert account["last_iteration"] == switch["iteration"]
