@@ -60,7 +60,7 @@ def worker(kind: str, output: Path, flags: list[str]) -> None:
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
-    from copus_ext.gns.parameters import group_of
+    from copus_ext.gns.hooks import group_of
     from megatron.training.config.arguments import parse_args, resolve
     from megatron.training.train.callbacks import Callback, CallbackContext
     from megatron.training.train.pretrain import pretrain
@@ -137,8 +137,8 @@ def judge(steps: list[dict[str, Any]], truth: dict[str, float]) -> dict[str, Any
     """Bias of the one-step estimates in standard errors, and coverage of the interval."""
     pairs = [step["noise"]["step"]["layers"] for step in steps if step["noise"]["measured"]]
     result: dict[str, Any] = {"steps": len(pairs)}
-    for name in ("g2", "v"):
-        values = [pair[name] for pair in pairs]
+    for name, field in (("g2", "grad_norm_sq"), ("v", "grad_variance_trace")):
+        values = [pair[field] for pair in pairs]
         error = statistics.stdev(values) / math.sqrt(len(values))
         result[name] = {
             "mean_over_truth": statistics.fmean(values) / truth[name],
@@ -160,7 +160,7 @@ def coverage(pairs: list[dict[str, float]], phi: float, *, runs: int = 4000, ste
         state = Smoothed()
         for i in rng.integers(len(pairs), size=steps):
             state = state.update(Estimate(**pairs[i]), tokens=1.0, half_life=20.0)
-        interval = state.read()
+        interval = state.interval()
         bounded += interval.high is not None
         low, high = interval.low or 0.0, interval.high or math.inf
         held += low <= phi <= high

@@ -23,8 +23,7 @@ import numpy as np
 
 from bench.support import arguments, origin, write
 from copus_ext.gns.estimators import Estimate
-from copus_ext.gns.interval import Z_95
-from copus_ext.gns.smoothing import Smoothed, half_life_tokens
+from copus_ext.gns.smoothing import Z_95, Smoothed, half_life_tokens
 
 SEED = 1000
 """Of the draws that are reported; those by which the interval was chosen had seeds below 10."""
@@ -102,12 +101,14 @@ def misses(
     for step in range(1, case.measurements + 1):
         half_life = case.half_life or half_life_tokens(step, 1.0)
         g2, v = one_step(case, rng, draws)
-        states = states.update(Estimate(g2=g2, v=v), tokens=1.0, half_life=half_life)
+        states = states.update(
+            Estimate(grad_norm_sq=g2, grad_variance_trace=v), tokens=1.0, half_life=half_life
+        )
     columns = {name: np.broadcast_to(x, draws).tolist() for name, x in vars(states).items()}
     truth = case.noise_scale_over_batch * case.batch
     above = below = unbounded = 0
     for values in zip(*columns.values(), strict=True):
-        interval = Smoothed(**dict(zip(columns, values))).read(z or Z_95)
+        interval = Smoothed(**dict(zip(columns, values))).interval(z or Z_95)
         assert interval.low is not None
         above += interval.low > truth
         below += interval.high is not None and interval.high < truth

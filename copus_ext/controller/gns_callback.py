@@ -10,10 +10,16 @@ import torch.distributed as dist
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable
-from copus_ext.gns.hooks import GradientNormHooks, StepNorms, choose, unavailable
-from copus_ext.gns.observer import NoiseObserver
-from copus_ext.gns.parameters import CONTROL_SET, GROUPS, unavailable_groups
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.hooks import (
+    CONTROL_SET,
+    GROUPS,
+    GradientNormHooks,
+    StepNorms,
+    choose,
+    unavailable,
+    unavailable_groups,
+)
+from copus_ext.gns.observer import NoiseObserver, NoiseScale
 from megatron.training.common.errors import UsageError
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.train.callbacks import Callback, CallbackContext
@@ -41,7 +47,7 @@ class GradientNoiseCallback(Callback):
             "per_step": flags.copus_policy == "copus" and half_life is None,
         }
         self.observer = NoiseObserver(**self._smoothing)
-        self.tap: GradientNormHooks | None = None
+        self.hooks: GradientNormHooks | None = None
         self._handle: Any = None
         self._norms: StepNorms | None = None
 
@@ -74,7 +80,7 @@ class GradientNoiseCallback(Callback):
         self.sets["layers"] = CONTROL_SET
         if not left_out:
             self.sets["all"] = GROUPS
-        self.tap = GradientNormHooks(
+        self.hooks = GradientNormHooks(
             context.model,
             context.groups,
             per_token=config.batch.calculate_per_token_loss,
@@ -108,8 +114,8 @@ class GradientNoiseCallback(Callback):
             raise UsageError(f"gns_estimator {wanted} cannot measure here: {why}; use auto")
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Opens the tap for a step that is to be measured."""
-        assert self.tap is not None and context.global_batch_size is not None
+        """Prepares the hooks for a step that is to be measured."""
+        assert self.hooks is not None and context.global_batch_size is not None
         due = (context.state.iteration + 1) % self.observer.interval_at(
             context.global_batch_size
         ) == 0
@@ -124,21 +130,21 @@ class GradientNoiseCallback(Callback):
         is_open = due and not self.observer.is_broken
         is_even = sizes[0] == sizes[-1]
         shares = None if is_even else [size / own for size in sizes]
-        self.tap.begin(estimator if is_open else None, num_microbatches, shares)
+        self.hooks.begin(estimator if is_open else None, num_microbatches, shares)
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         """Reads the reduced gradients before they are clipped."""
-        assert self.tap is not None
-        self._handle = self.tap.reduce(context.microbatch_tokens)
+        assert self.hooks is not None
+        self._handle = self.hooks.reduce(context.microbatch_tokens)
         if self._handle is not None:
             self._loss_scale = context.optimizer.get_loss_scale()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Takes the measurement in and hands the noise scale to the record."""
-        assert self.tap is not None and context.step is not None
+        assert self.hooks is not None and context.step is not None
         norms, self._norms = None, None
         if self._handle is not None:
-            norms = self.tap.finish(
+            norms = self.hooks.finish(
                 self._handle,
                 global_batch_size=context.step.global_batch_size,
                 loss_scale=float(self._loss_scale),
@@ -151,7 +157,7 @@ class GradientNoiseCallback(Callback):
             estimates = {}
         if norms is not None and estimates:
             self._norms = norms
-            self.observer.take(
+            self.observer.update(
                 estimates,
                 estimator=norms.estimator,
                 global_batch_size=context.step.global_batch_size,
@@ -180,7 +186,10 @@ class GradientNoiseCallback(Callback):
             estimates = {name: norms.estimate(names) for name, names in self.sets.items()}
         except NoiseNotIdentifiable:
             return {}
-        v, limit = norms.estimate(CONTROL_SET).v, _NEGATIVE_TOLERANCE * norms.all_squares
+        v, limit = (
+            norms.estimate(CONTROL_SET).grad_variance_trace,
+            _NEGATIVE_TOLERANCE * norms.all_squares,
+        )
         if norms.are_small_equal and v < -limit * context.step.global_batch_size:
             raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
         return estimates
@@ -225,9 +234,9 @@ class GradientNoiseCallback(Callback):
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Takes the hooks out."""
-        if self.tap is not None:
-            self.tap.close()
-            self.tap = None
+        if self.hooks is not None:
+            self.hooks.close()
+            self.hooks = None
 
 
 def noise_scalars(noise: NoiseScale) -> dict[str, float]:

@@ -33,9 +33,9 @@ class Estimate:
     """Signal and noise of one step's gradient. Single steps are noisy, and the signal may be
     negative: average before use."""
 
-    g2: float
+    grad_norm_sq: float
     """|G|^2, squared norm of the expected gradient."""
-    v: float
+    grad_variance_trace: float
     """V = tr(Sigma), trace of the covariance of one sample's gradient, in |gradient|^2 samples."""
 
 
@@ -65,7 +65,7 @@ def estimate_gns(
     if not a_small > a_big * (1 + 1e-9):
         raise NoiseNotIdentifiable("the small groups hold the whole batch")
     v = (q_small - q_big) / (a_small - a_big)
-    return Estimate(g2=q_big - a_big * v, v=v)
+    return Estimate(grad_norm_sq=q_big - a_big * v, grad_variance_trace=v)
 
 
 def equal_weights(samples_per_group: float, num_groups: int = 1) -> Weights:
@@ -112,9 +112,9 @@ def group_weights(
 class Spread:
     """Variances of a one-step estimate."""
 
-    g2: float
+    grad_norm_sq: float
     """Var(|G|^2 estimate)."""
-    v: float
+    grad_variance_trace: float
     """Var(V estimate)."""
     covariance: float
     """Cov of the two."""
@@ -153,4 +153,4 @@ def predicted_spread(
     var_v = (g * b / (b - g)) ** 2 * (4 * line * gap + 2 * square * spread + excess * heavy)
     pure = var_v if excess == 0 else (g * b / (b - g)) ** 2 * (4 * line * gap + 2 * square * spread)
     var_g2 = var_big + pure / b**2 + excess * gap / (b - g) ** 2
-    return Spread(g2=var_g2, v=var_v, covariance=-pure / b)
+    return Spread(grad_norm_sq=var_g2, grad_variance_trace=var_v, covariance=-pure / b)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from copus_ext.gns.estimators import Estimate
 from copus_ext.gns.smoothing import (
@@ -13,12 +14,56 @@ from copus_ext.gns.smoothing import (
     half_life_tokens,
     measuring_interval,
 )
-from copus_ext.gns.types import NoiseScale, NoiseStatus
 
 VERSION = 1
 CONTROL = "layers"
-_BATCH_DOUBT = 2.0
+_NEW_BATCH_VARIANCE = 2.0
 _PAPER_FACTORS, _PAPER_TOKENS = (0.95, 0.99), 8e6
+
+
+NoiseStatus = Literal["ok", "lower_bound_only", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale:
+    """The gradient noise scale phi = tr(Sigma)/|G|^2 as known after a step (arXiv 1812.06162)."""
+
+    status: NoiseStatus
+    """`ok`; `lower_bound_only` when the upper end is unbounded; `none` before any measurement."""
+    phi_samples: float | None
+    """phi in samples: the batch at which noise and signal are equal. None while |G|^2 is
+    not positive."""
+    low_samples: float | None
+    """Lower end of the 95 % interval, samples. None when nothing was measured."""
+    high_samples: float | None
+    """Upper end, samples; None when unbounded."""
+    grad_norm_sq: float | None
+    """Smoothed |G|^2, of the control set."""
+    grad_variance_trace: float | None
+    """Smoothed tr(Sigma), |gradient|^2 samples."""
+    tokens_per_sample: float
+    """Loss tokens of a sample, smoothed: phi_tokens = phi_samples x this."""
+    effective_steps: float
+    """Measured steps that the average is worth."""
+    estimator: str
+    """`micro`, `rank`, `half`, or `none` where the layout allows no measurement."""
+    age_tokens: float
+    """Tokens trained since the last measurement."""
+
+    @property
+    def phi_tokens(self) -> float | None:
+        """phi in loss tokens."""
+        return None if self.phi_samples is None else self.phi_samples * self.tokens_per_sample
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NoiseScale:
+        """Inverse of `to_json`; the names `g2` and `v` are read for one release."""
+        names = {"g2": "grad_norm_sq", "v": "grad_variance_trace"}
+        return cls(**{names.get(name, name): value for name, value in data.items()})
 
 
 class NoiseObserver:
@@ -58,7 +103,7 @@ class NoiseObserver:
         self.num_skipped = 0
         """Steps without one."""
 
-    def take(
+    def update(
         self,
         estimates: dict[str, Estimate],
         *,
@@ -91,11 +136,11 @@ class NoiseObserver:
             since = consumed_samples - self._measured_at.get(name, consumed_samples)
             gap = max(since - usual_samples, 0) * per_sample
             if gap and average.weight:
-                average = average.drift(tokens=gap, half_life=half_life)
+                average = average.add_drift_variance(tokens=gap, half_life=half_life)
                 average = average.decay(tokens=gap, half_life=half_life)
             if changed:
                 # The optimizer now moves through other curvature: half the evidence.
-                average = average.doubt(_BATCH_DOUBT)
+                average = average.inflate_variance(_NEW_BATCH_VARIANCE)
             self._averages[name] = average.update(estimate, tokens=usual, half_life=half_life)
             self._measured_at[name] = consumed_samples
         if CONTROL in estimates:
@@ -142,8 +187,10 @@ class NoiseObserver:
         """The noise scale of a parameter set as known now."""
         average = Smoothed() if self.is_broken else self._averages.get(name, Smoothed())
         if self.age_tokens and average.weight:
-            average = average.drift(tokens=self.age_tokens, half_life=self._last_half_life)
-        interval = average.read()
+            average = average.add_drift_variance(
+                tokens=self.age_tokens, half_life=self._last_half_life
+            )
+        interval = average.interval()
         status: NoiseStatus = "none"
         if average.weight:
             status = "ok" if interval.high is not None else "lower_bound_only"
@@ -153,8 +200,8 @@ class NoiseObserver:
             phi_samples=interval.ratio,
             low_samples=interval.low,
             high_samples=interval.high,
-            grad_norm_sq=average.g2 if average.weight else None,
-            grad_variance_trace=average.v if average.weight else None,
+            grad_norm_sq=average.grad_norm_sq if average.weight else None,
+            grad_variance_trace=average.grad_variance_trace if average.weight else None,
             tokens_per_sample=self._tokens_per_sample,
             effective_steps=average.effective_steps,
             estimator=known if known and self.layout_estimator and not self.is_broken else "none",

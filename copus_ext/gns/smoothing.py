@@ -1,8 +1,13 @@
 """Averages the one-step estimates over tokens, with the interval of their ratio.
 
-Numerator and denominator are averaged apart and divided when read, never clamped before: with the
-usual spread a quarter of the one-step signals is negative, and cutting those off would make the
-noise scale a fifth too small.
+Numerator and denominator are averaged apart, divided when read, and never clamped before. With the
+usual scatter a quarter of the one-step signals is negative; without them the noise scale would come
+out a fifth too small.
+
+Both averages are noisy and correlated, and the few large directions of the gradient's noise make
+them skewed. The interval is Fieller's (J. R. Stat. Soc. B 16, 1954), with a quantile for each end:
+Student's, after the transformation that removes skewness from a studentised mean (P. Hall, J. R.
+Stat. Soc. B 54, 1992). Without that one end misses far more often than the other.
 """
 
 from __future__ import annotations
@@ -12,13 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from copus_ext.gns.estimators import Estimate
-from copus_ext.gns.interval import (
-    Z_95,
-    Interval,
-    ratio_interval,
-    skewed_bounds,
-    student_quantile,
-)
 
 MIN_HALF_LIFE_TOKENS = 0.44e6
 """What the paper's factor 0.95 per step amounts to at its first batch (16 x 2,048 tokens)."""
@@ -28,9 +26,11 @@ MAX_HALF_LIFE_FRACTION = 0.25
 MIN_HALF_LIFE_STEPS = 16
 ENOUGH_MEASUREMENTS, LARGEST_INTERVAL = 64, 16
 """In a half-life, if every step is not measured; and the most steps from one to the next."""
+Z_95 = 1.959963984540054
+"""Two-sided 95 % of a normal distribution."""
 ENOUGH_FOR_AN_INTERVAL = 4.0
 """Measurements that an average must be worth before their scatter says anything."""
-_BLIND_DRIFT = 0.05
+_UNMEASURED_DRIFT = 0.05
 _NEAR_SHARE = 0.25
 """Of the newest measurement in the average of the last few."""
 _OFF_NEAR = (2 / (2 - _NEAR_SHARE)) ** 1.5
@@ -60,6 +60,90 @@ def half_life_of_factor(alpha: float, tokens_per_step: float) -> float:
     """The half-life in tokens of an average `x <- alpha x + (1 - alpha) new` per step (the paper's
     form)."""
     return tokens_per_step * math.log(0.5) / math.log(alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The ratio V/|G|^2 and how well it is known."""
+
+    ratio: float | None
+    """Smoothed V over smoothed |G|^2; None when that is not positive."""
+    low: float | None
+    """Lower end; None when nothing was measured."""
+    high: float | None
+    """Upper end; None when unbounded."""
+
+
+def student_quantile(z: float, freedom: float) -> float:
+    """Student's quantile at the level of the normal quantile `z`, by its expansion in 1/freedom.
+
+    Good to 1 % from 2 degrees of freedom on.
+    """
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**k for k, term in enumerate(terms, start=1))
+
+
+def skewed_bounds(quantile: float, skewness: float) -> tuple[float, float]:
+    """The values of a studentised mean that stand for -quantile and +quantile.
+
+    Solves Hall's t + s t^2/3 + s^2 t^3/27 + s/6 = +-quantile for t, with s the skewness.
+
+    Args:
+        quantile: of a statistic without skewness.
+        skewness: of the mean, not of what it averages.
+    """
+    if abs(skewness) < 1e-9:
+        return -quantile, quantile
+    least, most = (1 + skewness * (end - skewness / 6) for end in (-quantile, quantile))
+    return 3 * (_cube_root(least) - 1) / skewness, 3 * (_cube_root(most) - 1) / skewness
+
+
+def _cube_root(x: float) -> float:
+    return math.copysign(abs(x) ** (1 / 3), x)
+
+
+def ratio_interval(
+    g2: float,
+    v: float,
+    var_g2: float,
+    var_v: float,
+    covariance: float,
+    *,
+    bounds: tuple[float, float],
+) -> Interval:
+    """Fieller's interval of v/g2: all ratios r for which v - r g2 lies within the bounds.
+
+    Args:
+        g2: estimate of |G|^2, which may be negative.
+        v: estimate of V; a negative one counts as 0.
+        var_g2: variance of g2.
+        var_v: variance of v.
+        covariance: of the two.
+        bounds: the least (negative) and the most (positive) that v - r g2 may be, in standard
+            deviations. The upper end is unbounded where g2 is not above 0 by the least.
+    """
+    v = max(v, 0.0)
+    least, most = bounds
+    ratio = v / g2 if g2 > 0 else None
+    # (v - r g2)^2 = z^2 (var_v - 2 r cov + r^2 var_g2) is p r^2 - 2 q r + s = 0.
+    zz = most * most
+    q, s = g2 * v - zz * covariance, v * v - zz * var_v
+    root = q * q - (g2 * g2 - zz * var_g2) * s
+    if g2 > 0:  # the ratio itself lies within: below 0 is rounding
+        root = max(root, 0.0)
+    low = 0.0
+    if s > 0 and root >= 0 and q + math.sqrt(root) > 0:
+        low = s / (q + math.sqrt(root))
+    zz = least * least
+    p, q, s = g2 * g2 - zz * var_g2, g2 * v - zz * covariance, v * v - zz * var_v
+    if g2 <= 0 or p <= 0:
+        return Interval(ratio=ratio, low=low, high=None)
+    high = (q + math.sqrt(max(q * q - p * s, 0.0))) / p
+    return Interval(ratio=ratio, low=low, high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +191,12 @@ class Smoothed:
     """See `m_gg`."""
 
     @property
-    def g2(self) -> float:
+    def grad_norm_sq(self) -> float:
         """Bias-corrected average of |G|^2."""
         return self.sum_g2 / self.weight
 
     @property
-    def v(self) -> float:
+    def grad_variance_trace(self) -> float:
         """Bias-corrected average of V."""
         return self.sum_v / self.weight
 
@@ -131,16 +215,19 @@ class Smoothed:
         """
         a = -math.expm1(-tokens / half_life * math.log(2))
         if not self.weight:
-            sums = {"sum_g2": a * new.g2, "sum_v": a * new.v}
-            near = {"near_g2": new.g2, "near_v": new.v}
+            sums = {"sum_g2": a * new.grad_norm_sq, "sum_v": a * new.grad_variance_trace}
+            near = {"near_g2": new.grad_norm_sq, "near_v": new.grad_variance_trace}
             return Smoothed(**sums, **near, weight=a, weight2=a**2, weight3=a**3)
         old = self._scaled(1 - a)
         weight = old.weight + a
-        sum_g2, sum_v = old.sum_g2 + a * new.g2, old.sum_v + a * new.v
-        g_old, g_new = new.g2 - self.g2, new.g2 - sum_g2 / weight
-        v_old, v_new = new.v - self.v, new.v - sum_v / weight
+        sum_g2, sum_v = old.sum_g2 + a * new.grad_norm_sq, old.sum_v + a * new.grad_variance_trace
+        g_old, g_new = new.grad_norm_sq - self.grad_norm_sq, new.grad_norm_sq - sum_g2 / weight
+        v_old, v_new = (
+            new.grad_variance_trace - self.grad_variance_trace,
+            new.grad_variance_trace - sum_v / weight,
+        )
         # Off what came just before: what changes slowly is no scatter, and would look skewed.
-        g, v = new.g2 - self.near_g2, new.v - self.near_v
+        g, v = new.grad_norm_sq - self.near_g2, new.grad_variance_trace - self.near_v
         share = max(_NEAR_SHARE, 1 / (1 + self.effective_steps))
         return Smoothed(
             sum_g2=sum_g2,
@@ -173,26 +260,34 @@ class Smoothed:
         against what comes does not."""
         return self._scaled(2.0 ** (-tokens / half_life))
 
-    def doubt(self, factor: float) -> Smoothed:
+    def inflate_variance(self, factor: float) -> Smoothed:
         """Widens the covariance: by 2 after a change of batch or learning rate, by 4 after one of
         the data."""
         return replace(
             self, p_gg=self.p_gg * factor, p_vv=self.p_vv * factor, p_gv=self.p_gv * factor
         )
 
-    def drift(self, *, tokens: float, half_life: float) -> Smoothed:
+    def add_drift_variance(self, *, tokens: float, half_life: float) -> Smoothed:
         """Widens the covariance for tokens trained without a measurement."""
         if not self.weight:
             return self
-        grow = tokens / half_life * _BLIND_DRIFT**2 * self.weight**2
-        return replace(self, p_gg=self.p_gg + grow * self.g2**2, p_vv=self.p_vv + grow * self.v**2)
+        grow = tokens / half_life * _UNMEASURED_DRIFT**2 * self.weight**2
+        return replace(
+            self,
+            p_gg=self.p_gg + grow * self.grad_norm_sq**2,
+            p_vv=self.p_vv + grow * self.grad_variance_trace**2,
+        )
 
     @property
     def ratio(self) -> float | None:
         """V over |G|^2; None while that is not positive."""
-        return max(self.v, 0.0) / self.g2 if self.weight and self.g2 > 0 else None
+        return (
+            max(self.grad_variance_trace, 0.0) / self.grad_norm_sq
+            if self.weight and self.grad_norm_sq > 0
+            else None
+        )
 
-    def read(self, z: float = Z_95) -> Interval:
+    def interval(self, z: float = Z_95) -> Interval:
         """The ratio with its interval, whose ends miss as often as a normal tail beyond `z`.
 
         Unbounded above when |G|^2 is not known to be positive. The scatter of few measurements is
@@ -208,7 +303,12 @@ class Smoothed:
         w2 = self.weight**2 * (n - 1) / n
         bounds = skewed_bounds(student_quantile(z, n / 2), self._skewness())
         return ratio_interval(
-            self.g2, self.v, self.p_gg / w2, self.p_vv / w2, self.p_gv / w2, bounds=bounds
+            self.grad_norm_sq,
+            self.grad_variance_trace,
+            self.p_gg / w2,
+            self.p_vv / w2,
+            self.p_gv / w2,
+            bounds=bounds,
         )
 
     def _skewness(self) -> float:
@@ -217,7 +317,9 @@ class Smoothed:
 
         That of single measurements, times what averaging leaves of it.
         """
-        x, y = (self.v, self.g2) if self.g2 > 0 else (1.0, 0.0)
+        x, y = (
+            (self.grad_variance_trace, self.grad_norm_sq) if self.grad_norm_sq > 0 else (1.0, 0.0)
+        )
         square = y * y * self.m_vv - 2 * x * y * self.m_gv + x * x * self.m_gg
         if not square > 0:
             return 0.0
@@ -236,5 +338,5 @@ class Smoothed:
         """Inverse of `to_json`; a record of before knows nothing of the last few measurements."""
         state = cls(**data)
         if state.weight and "near_g2" not in data:
-            state = replace(state, near_g2=state.g2, near_v=state.v)
+            state = replace(state, near_g2=state.grad_norm_sq, near_v=state.grad_variance_trace)
         return state

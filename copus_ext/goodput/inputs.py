@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout

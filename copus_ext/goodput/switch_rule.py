@@ -7,7 +7,6 @@ both; `paper` (Algorithm 2 of arXiv 2604.26687) looks at the time spent so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 Z = 1.28
 """Standard deviations that a gain must be above what is needed: right nine times of ten."""
@@ -86,35 +85,3 @@ def relayout_blocked_reason(
     if paused_s > MOST_PAUSED * elapsed_s + cost_s:
         return f"pauses already took {paused_s:.0f} of {elapsed_s:.0f} s"
     return ""
-
-
-def best_moves(
-    times: Sequence[Sequence[float]], cost_s: float, start: int
-) -> tuple[list[int], float]:
-    """The layouts of all segments of the rest of the run that take least time together.
-
-    Args:
-        times: for each segment its seconds under each layout.
-        cost_s: seconds of a change between two segments, or before the first.
-        start: the present layout.
-
-    Returns:
-        A layout for every segment, and the seconds.
-    """
-    num = len(times[0])
-    best = [0.0 if layout == start else cost_s for layout in range(num)]
-    choices: list[list[int]] = []
-    for segment, row in enumerate(times):
-        came = list(range(num))
-        if segment:
-            least = min(range(num), key=lambda j: best[j])
-            came = [j if best[j] <= best[least] + cost_s else least for j in range(num)]
-            best = [min(best[j], best[least] + cost_s) for j in range(num)]
-        best = [b + t for b, t in zip(best, row)]
-        choices.append(came)
-    at = min(range(num), key=lambda j: best[j])
-    total, path = best[at], [at]
-    for came in reversed(choices[1:]):
-        at = came[at]
-        path.append(at)
-    return path[::-1], total

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.goodput.switch_rule import best_moves
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.run import Run, simulate
 from copus_ext.simulate.scenario import Scenario
@@ -58,6 +57,38 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
         rates = [course.rates(r.global_batch_size) * r.samples_per_s for r in rows]
         columns.append(lengths / np.max(rates, axis=0)[: len(lengths)])
     return np.stack(columns, axis=1).tolist(), speeds.layouts
+
+
+def best_moves(
+    times: Sequence[Sequence[float]], cost_s: float, start: int
+) -> tuple[list[int], float]:
+    """The layouts of all segments of the rest of the run that take least time together.
+
+    Args:
+        times: for each segment its seconds under each layout.
+        cost_s: seconds of a change between two segments, or before the first.
+        start: the present layout.
+
+    Returns:
+        A layout for every segment, and the seconds.
+    """
+    num = len(times[0])
+    best = [0.0 if layout == start else cost_s for layout in range(num)]
+    choices: list[list[int]] = []
+    for segment, row in enumerate(times):
+        came = list(range(num))
+        if segment:
+            least = min(range(num), key=lambda j: best[j])
+            came = [j if best[j] <= best[least] + cost_s else least for j in range(num)]
+            best = [min(best[j], best[least] + cost_s) for j in range(num)]
+        best = [b + t for b, t in zip(best, row)]
+        choices.append(came)
+    at = min(range(num), key=lambda j: best[j])
+    total, path = best[at], [at]
+    for came in reversed(choices[1:]):
+        at = came[at]
+        path.append(at)
+    return path[::-1], total
 
 
 def optimum(scenario: Scenario, speeds: Speeds, target: float) -> Optimum:

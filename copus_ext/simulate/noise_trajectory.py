@@ -184,7 +184,7 @@ class NoiseEstimatorModel:
         shift = math.sqrt(unit / phi)
         big = ((along + shift) ** 2 + across) / unit
         v = scatter / (self.dimension * (groups - 1))
-        return Estimate(g2=big - v / batch, v=v)
+        return Estimate(grad_norm_sq=big - v / batch, grad_variance_trace=v)
 
     def _next(self, groups: int) -> tuple[float, float, float]:
         stock = self._drawn.get(groups)

@@ -191,7 +191,7 @@ class _Runner:
         if estimate is None:
             self.observer.skip(self.consumed)
             return
-        self.observer.take(
+        self.observer.update(
             {CONTROL: estimate},
             estimator="micro",
             global_batch_size=batch,

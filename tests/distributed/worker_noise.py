@@ -218,15 +218,15 @@ class _counting_norms_on_every_rank:
     """A mistake that the comparison of layouts is there to find."""
 
     def __enter__(self) -> None:
-        from copus_ext.gns import parameters
+        from copus_ext.gns import hooks
 
-        self.right = parameters.param_is_not_tensor_parallel_duplicate
-        parameters.param_is_not_tensor_parallel_duplicate = lambda _param: True
+        self.right = hooks.param_is_not_tensor_parallel_duplicate
+        hooks.param_is_not_tensor_parallel_duplicate = lambda _param: True
 
     def __exit__(self, *_: object) -> None:
-        from copus_ext.gns import parameters
+        from copus_ext.gns import hooks
 
-        parameters.param_is_not_tensor_parallel_duplicate = self.right
+        hooks.param_is_not_tensor_parallel_duplicate = self.right
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import noise_scalars
 from copus_ext.controller.rules import rules_of
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange, ControllerState

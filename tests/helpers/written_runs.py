@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.controller.decision_log import DecisionLog
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.planner.configuration import Configuration

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap

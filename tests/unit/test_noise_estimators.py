@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from copus_ext.gns.estimators import (
-    Estimate,
     NoiseNotIdentifiable,
     Weights,
     equal_weights,
@@ -32,8 +31,8 @@ def test_it_inverts_the_expected_norms_exactly() -> None:
             small.signal * g2 + small.noise * v, small, big.signal * g2 + big.noise * v, big
         )
         tolerance = 1e-12 * (g2 + v * small.noise / small.signal)
-        assert abs(got.g2 - g2) < tolerance * 10
-        assert abs(got.v - v) < 10 * tolerance / (
+        assert abs(got.grad_norm_sq - g2) < tolerance * 10
+        assert abs(got.grad_variance_trace - v) < 10 * tolerance / (
             small.noise / small.signal - big.noise / big.signal
         )
 
@@ -41,8 +40,8 @@ def test_it_inverts_the_expected_norms_exactly() -> None:
 def test_with_equal_groups_it_is_algorithm_1_of_the_paper() -> None:
     q_s, q_b, n, batch = 3.7, 1.9, 8, 32
     got = estimate_gns(n * q_s, equal_weights(batch / n, n), q_b, equal_weights(batch))
-    assert got.g2 == pytest.approx((n * q_b - q_s) / (n - 1), rel=1e-12)
-    assert got.v == pytest.approx((q_s - q_b) * batch / (n - 1), rel=1e-12)
+    assert got.grad_norm_sq == pytest.approx((n * q_b - q_s) / (n - 1), rel=1e-12)
+    assert got.grad_variance_trace == pytest.approx((q_s - q_b) * batch / (n - 1), rel=1e-12)
 
 
 def test_one_group_is_refused() -> None:
@@ -79,7 +78,10 @@ def test_micro_batches_of_different_sizes_stay_unbiased(kind: str, per_token: bo
     divisor = own * dp * tokens if per_token else dp
     whole = ((grads.sum(axis=(1, 2)) / divisor) ** 2).sum(axis=1)
     found = [estimate_gns(s, small, b, equal_weights(own * dp)) for s, b in zip(squares, whole)]
-    for name, truth in (("g2", (g**2).sum()), ("v", float(dim))):
+    for name, truth in (
+        ("grad_norm_sq", (g**2).sum()),
+        ("grad_variance_trace", float(dim)),
+    ):
         values = np.array([getattr(x, name) for x in found])
         error = values.std() / np.sqrt(draws)
         assert abs(values.mean() - truth) < 4 * error, name
@@ -121,8 +123,8 @@ def simulate(
         q_small, q_big = small_squares(x, kind, m, b, k), (x.mean(axis=(1, 2)) ** 2).sum(axis=1)
         for s, g in zip(q_small, q_big):
             estimate = estimate_gns(s, small, g, big)
-            g2s.append(estimate.g2)
-            vs.append(estimate.v)
+            g2s.append(estimate.grad_norm_sq)
+            vs.append(estimate.grad_variance_trace)
     truth = {
         "g2": float(mean @ mean),
         "v": float(sigma2.sum()),
@@ -160,10 +162,12 @@ def test_the_spread_is_the_predicted_one(kind: str, d: int, m: int, b: int, k: i
     group, num = groups_of(kind, d, m, b, k)
     truth.pop("g2")
     want = predicted_spread(**truth, batch=d * m * b, group=group, num_groups=num)
-    assert g2.std() == pytest.approx(math.sqrt(want.g2), rel=0.06)
-    assert v.std() == pytest.approx(math.sqrt(want.v), rel=0.06)
+    assert g2.std() == pytest.approx(math.sqrt(want.grad_norm_sq), rel=0.06)
+    assert v.std() == pytest.approx(math.sqrt(want.grad_variance_trace), rel=0.06)
     covariance = float(np.cov(g2, v)[0, 1])
-    assert covariance == pytest.approx(want.covariance, abs=0.15 * math.sqrt(want.g2 * want.v))
+    assert covariance == pytest.approx(
+        want.covariance, abs=0.15 * math.sqrt(want.grad_norm_sq * want.grad_variance_trace)
+    )
 
 
 def test_heavy_tailed_samples_hurt_only_the_half_estimate() -> None:
@@ -195,8 +199,8 @@ def test_unequal_token_counts_stay_unbiased(per_token: bool) -> None:
     q_small, q_big = (held**2).sum(axis=(1, 2)), (held.sum(axis=1) ** 2).sum(axis=1)
     got = [estimate_gns(s, small, g, big) for s, g in zip(q_small, q_big)]
     for values, truth in (
-        (np.array([e.g2 for e in got]), float(mean @ mean)),
-        (np.array([e.v for e in got]), dim / 50.0),
+        (np.array([e.grad_norm_sq for e in got]), float(mean @ mean)),
+        (np.array([e.grad_variance_trace for e in got]), dim / 50.0),
     ):
         assert abs(values.mean() - truth) < 3 * values.std() / math.sqrt(draws)
 
@@ -217,7 +221,3 @@ def test_equal_token_counts_are_the_sample_form(per_token: bool) -> None:
     whole = group_weights(tokens, divisor=divisor, per_token=per_token, tokens_per_sample=seq)
     assert whole.signal == pytest.approx(1, rel=1e-12)
     assert whole.noise == pytest.approx(1 / (num * per_group), rel=1e-12)
-
-
-def test_estimates_are_plain_values() -> None:
-    assert Estimate(g2=1.0, v=2.0) == Estimate(g2=1.0, v=2.0)

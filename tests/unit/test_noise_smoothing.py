@@ -11,15 +11,18 @@ import pytest
 
 from bench import noise_interval
 from copus_ext.gns.estimators import Estimate
-from copus_ext.gns.interval import Z_95, ratio_interval, skewed_bounds, student_quantile
 from copus_ext.gns.observer import CONTROL, NoiseObserver
 from copus_ext.gns.smoothing import (
     ENOUGH_MEASUREMENTS,
     LARGEST_INTERVAL,
+    Z_95,
     Smoothed,
     half_life_of_factor,
     half_life_tokens,
     measuring_interval,
+    ratio_interval,
+    skewed_bounds,
+    student_quantile,
 )
 
 H = 1000.0
@@ -28,31 +31,35 @@ H = 1000.0
 def feed(values: list[tuple[float, float]], *, tokens: float = 100.0, h: float = H) -> Smoothed:
     state = Smoothed()
     for g2, v in values:
-        state = state.update(Estimate(g2=g2, v=v), tokens=tokens, half_life=h)
+        state = state.update(
+            Estimate(grad_norm_sq=g2, grad_variance_trace=v), tokens=tokens, half_life=h
+        )
     return state
 
 
 def test_a_constant_is_returned_from_the_first_value_on() -> None:
     for count in (1, 2, 50):
         state = feed([(0.3, 7.0)] * count)
-        assert state.g2 == pytest.approx(0.3, rel=1e-12)
-        assert state.v == pytest.approx(7.0, rel=1e-12)
+        assert state.grad_norm_sq == pytest.approx(0.3, rel=1e-12)
+        assert state.grad_variance_trace == pytest.approx(7.0, rel=1e-12)
         assert state.p_gg == pytest.approx(0, abs=1e-24)
 
 
 def test_one_step_of_twice_the_tokens_is_two_steps() -> None:
     start = feed([(1.0, 2.0), (3.0, 1.0)])
-    new = Estimate(g2=-2.0, v=5.0)
+    new = Estimate(grad_norm_sq=-2.0, grad_variance_trace=5.0)
     twice = start.update(new, tokens=100, half_life=H).update(new, tokens=100, half_life=H)
     once = start.update(new, tokens=200, half_life=H)
-    assert (once.g2, once.v) == pytest.approx((twice.g2, twice.v), rel=1e-12)
+    assert (once.grad_norm_sq, once.grad_variance_trace) == pytest.approx(
+        (twice.grad_norm_sq, twice.grad_variance_trace), rel=1e-12
+    )
     assert once.weight == pytest.approx(twice.weight, rel=1e-12)
 
 
 def test_after_a_half_life_a_value_counts_half() -> None:
     state = Smoothed(sum_g2=1.0, sum_v=1.0, weight=1.0, weight2=1.0)
-    after = state.update(Estimate(g2=0.0, v=0.0), tokens=H, half_life=H)
-    assert after.g2 == pytest.approx(0.5, abs=1e-12)
+    after = state.update(Estimate(grad_norm_sq=0.0, grad_variance_trace=0.0), tokens=H, half_life=H)
+    assert after.grad_norm_sq == pytest.approx(0.5, abs=1e-12)
 
 
 def test_half_lives() -> None:
@@ -71,8 +78,10 @@ def test_the_first_steps_are_forgotten_in_time() -> None:
     for step in range(1, 301):
         g2 = 100.0 if step <= 30 else 1.0
         half_life = half_life_tokens(step * tokens, tokens)
-        state = state.update(Estimate(g2=g2, v=50.0), tokens=tokens, half_life=half_life)
-    assert state.read().ratio == pytest.approx(50.0, rel=0.25)
+        state = state.update(
+            Estimate(grad_norm_sq=g2, grad_variance_trace=50.0), tokens=tokens, half_life=half_life
+        )
+    assert state.interval().ratio == pytest.approx(50.0, rel=0.25)
 
 
 def test_negatives_are_kept_and_clamping_them_would_bias() -> None:
@@ -80,8 +89,8 @@ def test_negatives_are_kept_and_clamping_them_would_bias() -> None:
     draws = rng.normal(1.0, 1.6, 20_000)
     state = feed([(x, 1.0) for x in draws], tokens=1.0, h=1e5)
     clamped = feed([(max(x, 0.0), 1.0) for x in draws], tokens=1.0, h=1e5)
-    assert abs(state.g2 - 1.0) < 3 * 1.6 / math.sqrt(state.effective_steps)
-    assert clamped.g2 == pytest.approx(1.26, abs=0.05)
+    assert abs(state.grad_norm_sq - 1.0) < 3 * 1.6 / math.sqrt(state.effective_steps)
+    assert clamped.grad_norm_sq == pytest.approx(1.26, abs=0.05)
 
 
 def test_without_signal_only_the_lower_end_is_known() -> None:
@@ -90,7 +99,7 @@ def test_without_signal_only_the_lower_end_is_known() -> None:
     # The lower end is what a signal at its upper end would give.
     assert 50 / (0.1 + 1.645 * 1.1) < interval.low < 50 / (0.1 + 1.645 * 0.9)
     assert ratio_interval(-5.0, 50.0, 1.0, 4.0, 0.0, bounds=(-1.645, 1.645)).high is None
-    assert Smoothed().read().low is None
+    assert Smoothed().interval().low is None
 
 
 def test_fieller_is_the_delta_method_where_all_is_known_well() -> None:
@@ -118,7 +127,9 @@ def test_the_weights_are_those_of_the_measurements() -> None:
     state, offs = Smoothed(), []
     for g2, trace, u in zip(g.tolist(), v.tolist(), tokens.tolist()):
         offs.append((g2 - state.near_g2, trace - state.near_v) if state.weight else (0.0, 0.0))
-        state = state.update(Estimate(g2=g2, v=trace), tokens=u, half_life=H)
+        state = state.update(
+            Estimate(grad_norm_sq=g2, grad_variance_trace=trace), tokens=u, half_life=H
+        )
     keep = 0.5 ** (tokens / H)
     weights = np.array([(1 - keep[i]) * np.prod(keep[i + 1 :]) for i in range(6)])
     assert [state.weight, state.weight2, state.weight3] == pytest.approx(
@@ -129,16 +140,18 @@ def test_the_weights_are_those_of_the_measurements() -> None:
         powers = g_off ** name.count("g") * v_off ** name.count("v")
         assert getattr(state, f"m_{name}") == pytest.approx((weights * powers).sum()), name
     older = state.decay(tokens=H, half_life=H)
-    assert (older.g2, older.v, older.near_g2) == pytest.approx((state.g2, state.v, state.near_g2))
-    assert older.read().low == pytest.approx(state.read().low)
-    assert older.read().high == pytest.approx(state.read().high)
+    assert (older.grad_norm_sq, older.grad_variance_trace, older.near_g2) == pytest.approx(
+        (state.grad_norm_sq, state.grad_variance_trace, state.near_g2)
+    )
+    assert older.interval().low == pytest.approx(state.interval().low)
+    assert older.interval().high == pytest.approx(state.interval().high)
 
 
 def test_what_changes_slowly_does_not_look_skewed() -> None:
     """|G|^2 falls by a factor of ten: its largest values come first and are no rare events."""
     rng = np.random.default_rng(8)
     values = [(10.0 * 0.98**i * (1 + 0.05 * rng.normal()), 5.0) for i in range(120)]
-    interval = feed(values).read()
+    interval = feed(values).interval()
     assert interval.ratio and interval.low and interval.high
     assert interval.high / interval.ratio > interval.ratio / interval.low
 
@@ -147,8 +160,10 @@ def test_a_record_of_before_is_taken_over() -> None:
     state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 4.8)] * 20)
     names = ("sum_g2", "sum_v", "weight", "weight2", "p_gg", "p_vv", "p_gv")
     old = Smoothed.from_json({name: getattr(state, name) for name in names})
-    assert old.read().ratio == state.read().ratio
-    later = old.update(Estimate(g2=1.0, v=5.0), tokens=100.0, half_life=H)
+    assert old.interval().ratio == state.interval().ratio
+    later = old.update(
+        Estimate(grad_norm_sq=1.0, grad_variance_trace=5.0), tokens=100.0, half_life=H
+    )
     assert later.m_vv < 1.0, "the first measurement after it is not far off"
 
 
@@ -187,9 +202,9 @@ def test_another_level_is_kept_as_well() -> None:
 
 def test_doubt_and_drift_widen_and_change_no_value() -> None:
     state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 4.8)] * 20)
-    base = state.read()
-    for wider in (state.doubt(2), state.drift(tokens=500, half_life=H)):
-        read = wider.read()
+    base = state.interval()
+    for wider in (state.inflate_variance(2), state.add_drift_variance(tokens=500, half_life=H)):
+        read = wider.interval()
         assert read.ratio == base.ratio
         assert read.low and base.low and read.high and base.high
         assert read.low < base.low and read.high > base.high
@@ -229,8 +244,8 @@ def test_an_observer_measures_less_often_in_time_and_says_the_same() -> None:
             if (i + 1) % observer.interval_at(8):
                 observer.skip(8 * (i + 1))
                 continue
-            observer.take(
-                {CONTROL: Estimate(g2=g2, v=v)},
+            observer.update(
+                {CONTROL: Estimate(grad_norm_sq=g2, grad_variance_trace=v)},
                 estimator="micro",
                 global_batch_size=8,
                 consumed_samples=8 * (i + 1),

@@ -130,30 +130,6 @@ def test_certainty_is_part_of_what_is_needed() -> None:
     assert unsure == pytest.approx(math.expm1(0.02 + 0.128))
 
 
-def test_best_moves_equal_brute_force() -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        segments, layouts = int(rng.integers(1, 7)), int(rng.integers(1, 5))
-        times = rng.uniform(1, 10, (segments, layouts)).tolist()
-        cost, start = float(rng.uniform(0, 6)), int(rng.integers(layouts))
-
-        def total(path: tuple[int, ...], times: list, cost: float, start: int) -> float:
-            moves = sum(a != b for a, b in itertools.pairwise((start, *path)))
-            return sum(times[i][j] for i, j in enumerate(path)) + cost * moves
-
-        every = itertools.product(range(layouts), repeat=segments)
-        least = min(total(path, times, cost, start) for path in every)
-        path, seconds = switch_rule.best_moves(times, cost, start)
-        assert seconds == pytest.approx(least)
-        assert total(tuple(path), times, cost, start) == pytest.approx(least)
-
-
-def test_waiting_can_be_better_than_two_moves() -> None:
-    # The second layout wins now by little, the third from the next segment on by much.
-    times = [[10.0, 9.0, 14.0], [10.0, 9.0, 2.0], [10.0, 9.0, 2.0]]
-    assert switch_rule.best_moves(times, 3.0, 0)[0] == [0, 2, 2]
-
-
 def test_cool_down_and_budget_of_pauses() -> None:
     blocked = switch_rule.relayout_blocked_reason
     quiet = {"cost_s": 30.0, "elapsed_s": 9000.0, "paused_s": 30.0}

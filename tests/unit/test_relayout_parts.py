@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from copus_ext.gns.types import NoiseScale
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.costs import BUILD_S, prior_s
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
