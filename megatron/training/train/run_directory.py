@@ -106,7 +106,7 @@ def _lock(folder: Path, flag: str, launch: str, config: Config) -> Lock:
 
 def _leave(line: str) -> None:
     """Two runs that write one checkpoint directory would spoil it."""
-    print(f"copus: {line}: this run leaves with {EXIT_CODE}", file=sys.stderr, flush=True)
+    print(f"copus: {line}: this run exits with {EXIT_CODE}", file=sys.stderr, flush=True)
     exit_immediately(EXIT_CODE)
 
 

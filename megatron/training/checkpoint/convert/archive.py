@@ -61,6 +61,11 @@ class Chunk:
         return tuple(o + s for o, s in zip(self.offset, self.size))
 
     @property
+    def stored(self) -> ChunkStorageMetadata:
+        """The rectangle as an index of torch names it."""
+        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
+
+    @property
     def volume(self) -> int:
         """Number of elements."""
         return math.prod(self.size)
@@ -176,9 +181,7 @@ class Archive:
         stored = self.tensors[key]
         part = part or Chunk.whole(stored.shape)
         target = torch.empty(part.size, dtype=stored.dtype)
-        wanted = ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
-        entry = self._entry(key, part)
-        items = create_read_items_for_chunk_list(key, entry, [wanted])
+        items = create_read_items_for_chunk_list(key, self._entry(key, part), [part.stored])
         self._run(key, LoadPlan(items), _Into(target))
         return target if dtype is None else target.to(dtype)
 

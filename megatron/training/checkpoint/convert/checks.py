@@ -95,7 +95,7 @@ def check_contents(archive: Archive) -> Contents:
     _check_optimizer_format(archive)
     _check_coverage(archive, archive.tensors)
     for key in archive.blobs:
-        if not is_known_blob(key):
+        if not contents.is_known_blob(key):
             raise Refused(f"{archive.folder} holds the object {key}, which is unknown")
     weights, dtype = _checked_weights(archive)
     found = Contents(weights=weights, optimizer=_optimizer_of(archive), dtype=dtype)
@@ -133,11 +133,6 @@ def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
         _check_states(archive, found, (found.master,))
         _check_coverage(archive, {key: archive.tensors[key] for key in masters})
     return found
-
-
-def is_known_blob(key: str) -> bool:
-    """Whether a stored object is one that can be kept or left out."""
-    return contents.is_extra_state(key) or contents.is_per_layout(key)
 
 
 def _checked_weights(archive: Archive) -> tuple[dict[str, StoredTensor], torch.dtype]:
@@ -196,7 +191,7 @@ def _check_coverage(archive: Archive, tensors: Mapping[str, StoredTensor]) -> No
             is_state = contents.kind_of(tensor.key) is not None
             raise Refused(f"{tensor.key} in {archive.folder}: {problem}{_ALONE * is_state}")
     places = [MetadataIndex(t.key, chunk.offset) for t in tensors.values() for chunk in t.chunks]
-    places += [MetadataIndex(key) for key in archive.blobs if is_known_blob(key)]
+    places += [MetadataIndex(key) for key in archive.blobs if contents.is_known_blob(key)]
     for index in places:
         where = storage.get(index)
         if where is None:

@@ -17,8 +17,6 @@ import torch
 from megatron.training.checkpoint.convert import contents
 from megatron.training.common.errors import Refused
 
-DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -343,7 +341,7 @@ def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> d
         "rope_theta": theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
         "rope_parameters": rope,
-        "torch_dtype": DTYPE_NAMES[dtype],
+        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 

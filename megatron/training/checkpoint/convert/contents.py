@@ -52,15 +52,15 @@ def state_key(kind: str, weight: str) -> str:
     return f"{STATE}{kind}.{weight}"
 
 
-def is_extra_state(key: str) -> bool:
-    """Whether a stored object is the extra state of a layer (FP8 scales), which no layout
-    changes."""
-    return _EXTRA_STATE.fullmatch(key) is not None
-
-
 def is_per_layout(key: str) -> bool:
     """Whether a stored object is one per rank of a layout: random streams of another trainer."""
     return _PER_LAYOUT.fullmatch(key) is not None
+
+
+def is_known_blob(key: str) -> bool:
+    """Whether a stored object can be kept or left out: it is one per rank, or the FP8 scales of a
+    layer, which no layout changes."""
+    return is_per_layout(key) or _EXTRA_STATE.fullmatch(key) is not None
 
 
 def query_groups(arguments: Mapping[str, Any]) -> int:

@@ -24,7 +24,6 @@ from megatron.training.checkpoint.convert.checks import (
     check_files,
     check_truth,
     check_weights,
-    is_known_blob,
     num_different,
     pieces,
 )
@@ -217,7 +216,7 @@ def _copy_tensors(archive: Archive, folder: Path) -> None:
 def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]) -> Recipe:
     is_derived = target.dtype != found.dtype or target.optimizer != found.optimizer
     made: list[Piece] = []
-    kept = [key for key in archive.blobs if is_known_blob(key) and key not in dropped]
+    kept = [key for key in archive.blobs if contents.is_known_blob(key) and key not in dropped]
     for weight in sorted(found.weights):
         for key, dtype, origin in _states(weight, found, target):
             made += _pieces_of(archive, key, dtype, archive.tensors[origin], target)

@@ -35,7 +35,6 @@ from megatron.training.checkpoint.convert.convert import (
 from megatron.training.checkpoint.convert.safetensors_files import (
     SafetensorsFolder,
     write_folder,
-    write_json,
 )
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
@@ -130,7 +129,8 @@ def save(
         notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
     tensors = _exported(archive, found, dtype, vocab)
     with staged(source, destination) as folder:
-        write_json(folder / CONFIG, config)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (folder / CONFIG).write_text(text)
         write_folder(folder, tensors, shard_bytes=shard_bytes)
         _check_written(folder, tensors, verify=verify)
         num_bytes = files.stored_bytes(folder)

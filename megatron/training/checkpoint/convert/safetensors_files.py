@@ -1,12 +1,11 @@
-"""Reading and writing folders of safetensors, one tensor in memory at a time."""
+"""Reads and writes folders of safetensors, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +139,7 @@ def write_folder(folder: Path, tensors: Sequence[Piece], *, shard_bytes: int) ->
         weight_map.update({t.key: name for t in shard})
     total = sum(t.num_bytes for t in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_json(folder / INDEX, index)
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes a JSON file to the disk."""
-    with path.open("w") as file:
-        file.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _write_file(path: Path, tensors: Sequence[Piece]) -> None:
@@ -170,5 +161,3 @@ def _write_file(path: Path, tensors: Sequence[Piece]) -> None:
             data = tensor.make().contiguous()
             assert data.dtype == tensor.dtype and tuple(data.shape) == tensor.shape, tensor.key
             file.write(data.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -19,7 +19,6 @@ from megatron.training.config.layout import Layout, further_sizes, layout_proble
 from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OPTIMIZERS = ("distributed", "plain", "none")
 
 
 @dataclass(frozen=True, kw_only=True)

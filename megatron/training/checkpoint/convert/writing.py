@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -96,8 +95,8 @@ def write_tensors(
 ) -> None:
     """Writes tensors and opaque objects, several to a file.
 
-    Holds in memory the pieces of one file, which are `file_bytes` or one piece, and what making the
-    next piece needs: about twice the largest piece.
+    Needs memory for the pieces of one file, which are `file_bytes` or one piece, and for making the
+    next piece: about twice the largest piece.
 
     Args:
         folder: exists and is empty.
@@ -126,15 +125,11 @@ def _item_of(piece: Piece) -> WriteItem:
         MetadataIndex(piece.key, piece.part.offset),
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(
-            chunk=_chunk(piece.part),
+            chunk=piece.part.stored,
             properties=TensorProperties(dtype=piece.dtype),
             size=torch.Size(piece.shape),
         ),
     )
-
-
-def _chunk(part: Chunk) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.size))
 
 
 def grouped(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
@@ -157,25 +152,22 @@ def _index(pieces: Sequence[Piece], blobs: Mapping[str, Any]) -> dict[str, Any]:
         if piece.key not in index:
             properties = TensorProperties(dtype=piece.dtype)
             index[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
-        index[piece.key].chunks.append(_chunk(piece.part))
+        index[piece.key].chunks.append(piece.part.stored)
     return index
 
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
     """Writes the common state and the mark that says which format this is."""
-    with (folder / COMMON).open("wb") as file:
-        torch.save(dict(common), file)
-        file.flush()
-        os.fsync(file.fileno())
+    torch.save(dict(common), folder / COMMON)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 @contextmanager
 def staged(source: Path, destination: Path) -> Iterator[Path]:
-    """Gives an empty folder that becomes `destination` if the block ends well, and is removed if
-    not. Every file in it is on the disk before it gets its name.
+    """Gives an empty folder that becomes `destination` if the block succeeds, else is deleted.
 
-    A kill leaves `.NAME.unfinished-PID` beside it, never a part of `destination`.
+    Every file is on the disk before the folder gets its name. A kill leaves `.NAME.unfinished-PID`
+    beside it, never a part of `destination`.
 
     Args:
         source: folder that is read; must not hold the destination, nor lie in it.
