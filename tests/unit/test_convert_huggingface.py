@@ -14,7 +14,7 @@ from megatron.training.checkpoint import files
 from megatron.training.checkpoint.convert import config_json, contents, huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.target import Changes
-from tests.helpers.checkpoints import FLAGS, make_checkpoint
+from tests.helpers.checkpoints import FLAGS, command, make_checkpoint
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -37,8 +37,8 @@ LLAMA3 = {**SCALING, "original_max_position_embeddings": 8192}
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str]:
-    code = convert_checkpoint.main([str(a) for a in args])
-    return code, capsys.readouterr().err
+    code, _, err = command(capsys, convert_checkpoint, *args)
+    return code, err
 
 
 def make_model(
@@ -232,6 +232,8 @@ def test_damaged_files_are_refused_by_name(
     for path in model.glob("*.safetensors"):
         path.rename(model / f"{path.stem}.bin")
     refused("pickles")
+    (model / "adapter_config.json").write_text("{}")
+    refused("merge the adapter")
     (model / "config.json").write_text("{")
     refused("config.json is damaged")
 
@@ -279,12 +281,3 @@ def test_scaled_rotary_positions_go_both_ways() -> None:
     assert config_json.arguments_of(config) == arguments
     kept = {"rope_scaling": SCALING, "max_position_embeddings": 8192}  # as transformers 5 takes it
     assert config_json.arguments_of({**CONFIG, **kept})["rope_scaling_factor"] == 16.0
-
-
-def test_an_adapter_beside_the_model_is_not_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_model(tmp_path / "hf")
-    (tmp_path / "hf" / "adapter_config.json").write_text("{}")
-    code, err = run(capsys, tmp_path / "hf", tmp_path / "a")
-    assert code == 3 and "merge the adapter" in err and not (tmp_path / "a").exists()

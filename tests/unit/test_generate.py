@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
 
-from copus_ext.commands import convert_checkpoint
-from copus_ext.commands import generate as command
+from copus_ext.commands import convert_checkpoint, generate
 from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.writing import Piece
 from megatron.training.checkpoint.load import Stored
 from megatron.training.common.errors import TrainingFailure, UsageError
@@ -32,7 +32,7 @@ from megatron.training.train.generate import (
     check_sampling,
     open_generator,
 )
-from tests.helpers.checkpoints import ITERATION, index_of, make_checkpoint
+from tests.helpers.checkpoints import ITERATION, command, index_of, make_checkpoint
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "padded_vocab_size": 384, "vocab_size": None}
 GPT2 = {
@@ -108,19 +108,12 @@ def test_greedy_takes_what_the_whole_model_finds_most_likely(kind: str, tmp_path
     assert len(found.generated_tokens) == 16 and len(set(found.generated_tokens)) > 1
 
 
-def test_the_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
-    kept: dict[str, torch.Tensor] = {}
-
-    def keep(pieces: list[Piece]) -> None:
-        quiet(pieces)
-        at = index_of(pieces, "output_layer.weight")
-        kept["head"] = pieces[at].make()
-
-    with open_generator(written(tmp_path / "c", keep)) as model:
-        bare = model._wrapper.model
-        weights = dict(bare.named_parameters())
-        assert torch.equal(weights["output_layer.weight"], kept["head"])
-        assert not any(p.requires_grad for p in bare.parameters())
+def test_the_weights_are_those_of_the_checkpoint(checkpoint: Path) -> None:
+    stored = open_archive(checkpoint, step=None).read("output_layer.weight")
+    with open_generator(checkpoint) as model:
+        weights = dict(model._wrapper.model.named_parameters())
+        assert torch.equal(weights["output_layer.weight"], stored)
+        assert not any(p.requires_grad for p in weights.values())
 
 
 def test_another_layout_on_disk_gives_the_same_text(checkpoint: Path, tmp_path: Path) -> None:
@@ -230,9 +223,7 @@ def test_choices_that_make_no_sense_are_refused(given: dict[str, Any], said: str
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
-    code = command.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return command(capsys, generate, *words)
 
 
 def test_the_command_prints_text_and_writes_json(
@@ -255,13 +246,13 @@ def test_the_command_prints_text_and_writes_json(
     assert (code, text) == (2, "")
     greedy = [*words[:-2], "--greedy", "--prompt", "zero", "three"]
     code, text, _ = call(capsys, *greedy)
-    shown = command.harmless(records[0]["generated_text"])
+    shown = generate.harmless(records[0]["generated_text"])
     assert code == 0 and text.startswith(f"--- 1 of 2\nzero{shown}\n--- 2 of 2\nthree")
 
 
 def test_a_terminal_is_told_nothing() -> None:
-    assert command.harmless("a\x1b[2J\tb\n\u00e9") == "a\ufffd[2J\tb\n\u00e9"
-    assert command.harmless("\r\x00\x9b\u3000") == "\ufffd" * 3 + "\u3000"
+    assert generate.harmless("a\x1b[2J\tb\n\u00e9") == "a\ufffd[2J\tb\n\u00e9"
+    assert generate.harmless("\r\x00\x9b\u3000") == "\ufffd" * 3 + "\u3000"
 
 
 def refused(words: str, said: str, **others: Any) -> Any:
@@ -288,6 +279,12 @@ def refused(words: str, said: str, **others: Any) -> Any:
         refused("--prompt 7 --tokenizer-type NullTokenizer", "--vocab-size"),
         refused("--prompt a --output /nowhere/x", "there is no folder /nowhere"),
         refused("--prompt a --top-q 3", "unrecognized arguments"),
+        pytest.param(
+            "--prompt a --device cuda",
+            "--device cuda needs a GPU",
+            {},
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -352,14 +349,6 @@ def test_damage_is_passed_over_and_told(tmp_path: Path, capsys: pytest.CaptureFi
     flip(whole)
     code, out, err = call(capsys, *words)
     assert (code, out) == (1, "") and "checkpoint is damaged" in err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_gpu_that_is_not_there_is_refused(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = call(capsys, "--load", checkpoint, "--prompt", "a", "--device", "cuda")
-    assert code == 2 and "--device cuda needs a GPU" in err
 
 
 def test_a_world_of_several_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

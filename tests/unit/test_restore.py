@@ -51,23 +51,21 @@ def save(tmp_path: Path) -> Path:
 
 
 def test_the_latest_comes_first_and_older_ones_stand_in_for_it(save: Path) -> None:
-    assert iterations_to_try(save, step=None, fallback=True) == ([6, 4, 2], [])
-    assert iterations_to_try(save, step=None, fallback=False) == ([6], [])
-    assert iterations_to_try(save, step=4, fallback=True) == ([4], [])
+    def tries(step: int | None, fallback: bool) -> list[int]:
+        return iterations_to_try(save, step=step, fallback=fallback)[0]
+
+    assert tries(None, True) == [6, 4, 2] and tries(None, False) == [6] and tries(4, True) == [4]
+    with pytest.raises(TrainingFailure, match=r"missing.*--ckpt-step 6"):
+        tries(5, True)
     files.write_atomically(save / files.TRACKER, "4\n")
-    assert iterations_to_try(save, step=None, fallback=True) == ([4, 2], []), "6 is no history of 4"
-
-
-def test_what_is_half_written_or_missing_is_passed_over_or_refused(save: Path) -> None:
+    assert tries(None, True) == [4, 2], "6 is no history of 4"
+    files.write_atomically(save / files.TRACKER, "6\n")
     (files.folder_of(save, 6) / files.CORE_MARK).unlink()
-    tries, problems = iterations_to_try(save, step=None, fallback=True)
-    assert tries == [4, 2] and "half-written" in problems[0]
-    with pytest.raises(TrainingFailure, match=r"half-written.*--ckpt-step 4"):
-        iterations_to_try(save, step=None, fallback=False)
-    with pytest.raises(TrainingFailure, match=r"half-written.*--ckpt-step 4"):
-        iterations_to_try(save, step=6, fallback=True)
-    with pytest.raises(TrainingFailure, match=r"missing.*--ckpt-step 4"):
-        iterations_to_try(save, step=5, fallback=True)
+    found, problems = iterations_to_try(save, step=None, fallback=True)
+    assert found == [4, 2] and "half-written" in problems[0]
+    for step, fallback in ((None, False), (6, True)):
+        with pytest.raises(TrainingFailure, match=r"half-written.*--ckpt-step 4"):
+            tries(step, fallback)
 
 
 def test_an_older_format_is_named_with_what_converts_it(tmp_path: Path) -> None:
@@ -109,12 +107,6 @@ def test_a_run_starts_from_scratch_only_where_nothing_was_ever_saved(tmp_path: P
             (tmp_path / files.TRACKER).unlink()
         with pytest.raises(TrainingFailure, match="no complete checkpoint"):
             iterations_to_try(tmp_path, step=None, fallback=True)
-
-
-def test_saving_again_what_was_passed_over_replaces_it(save: Path) -> None:
-    (files.folder_of(save, 6) / files.CORE_MARK).unlink()
-    make(save, 6)
-    assert iterations_to_try(save, step=None, fallback=True) == ([6, 4, 2], [])
 
 
 def data_set(prefix: Path, *, documents: int, text: bytes = b"text") -> str:
