@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import other_command, program_name, tell
 
 if TYPE_CHECKING:
     from megatron.training.resilience.exit_status import RunOutcome
@@ -106,7 +106,8 @@ def leave_course(outcome: "RunOutcome", code: int) -> None:
     try:
         from copus_ext.monitor import trace
     except Exception as error:  # the run is done all the same
-        logger.warning("--profile: no trace of decisions, tools/trace.py makes it: %r", error)
+        trace_command = other_command("trace.py")
+        logger.warning("--profile: no trace of decisions, %s makes it: %r", trace_command, error)
         return
     trace.leave_trace(outcome.run_dir)
 

@@ -28,7 +28,7 @@ from copus_ext.probe.record import LinkRecord, cluster_text
 from copus_ext.probe.session import Place, Settings, Silence
 from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.errors import UsageError
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import other_command, program_name, tell
 
 _SIZES = {
     "gloo": "8,4KiB,64KiB,1MiB,4MiB,16MiB",
@@ -169,7 +169,9 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
         return 3
     write_atomically(args.output, cluster_text(record.cluster(base)))
     record.done()
-    print(f"{args.output}: links of {len(hosts)} nodes, for --cluster of tools/plan.py")
+    print(
+        f"{args.output}: links of {len(hosts)} nodes, for --cluster of {other_command('plan.py')}"
+    )
     return 1 if lines and args.strict else 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.goodput.objectives import OBJECTIVES
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import other_command, program_name, tell
 
 _MOST_SEEDS = 10_000
 
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=3, help="how many; each draws other estimates")
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--trajectory", type=Path, help="noise scale over progress: JSON, or a journal")
-    p.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
+    p.add_argument("--profile", type=Path, help=f"times from {other_command('profile_layouts.py')}")
     p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
     p.add_argument(
         "--assumed-cost-s", type=float, help="seconds that the controller predicts for it"

@@ -21,7 +21,7 @@ from copus_ext.controller.decision_log import NAME as JOURNAL
 from copus_ext.monitor.run_files import CONFIG_FILE, END_BYTES, RunReader
 from copus_ext.monitor.run_status import RunStatus, status_of
 from copus_ext.monitor.terminal import screen
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import other_command, program_name, tell
 from megatron.training.logging.metrics import METRICS_FILE, encode
 
 _EVERY_S = 2.0
@@ -36,9 +36,9 @@ class _Served(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         """Says what to use instead."""
         parser.error(
-            f"{'/'.join(self.option_strings)} was removed; use `python tools/report.py RUN -o FILE "
-            "--follow` for a page that updates itself, and `python -m http.server --bind 127.0.0.1 "
-            "--directory FOLDER` to reach it through ssh -L"
+            f"{'/'.join(self.option_strings)} was removed; use `{other_command('report.py')} RUN "
+            "-o FILE --follow` for a page that updates itself, and `python -m http.server --bind "
+            "127.0.0.1 --directory FOLDER` to reach it through ssh -L"
         )
 
 

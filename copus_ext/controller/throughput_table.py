@@ -21,6 +21,7 @@ from copus_ext.planner.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.common.errors import UsageError
+from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout, batch_problems
 from megatron.training.config.relayout import with_layout
 
@@ -326,6 +327,7 @@ def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list
     if measured != own or theirs.num_parameters != model.num_parameters:
         raise UsageError(
             f"--copus-profile {path} is of another model or machine ({measured[0]} x "
-            f"{measured[1]}, here {own[0]} x {own[1]}); measure with tools/profile_layouts.py"
+            f"{measured[1]}, here {own[0]} x {own[1]}); measure with "
+            f"{other_command('profile_layouts.py')}"
         )
     return timings

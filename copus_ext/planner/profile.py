@@ -24,6 +24,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Points, joined, points_of, to_rows
+from megatron.training.common.program import other_command
 from megatron.training.config.layout import Layout
 
 _SIZES = ("tp", "pp", "vpp", "dp")
@@ -164,7 +165,7 @@ class ProfileStore:
         if others and not own:
             raise ForeignProfile(
                 f"{self.path} was measured with another model, machine or software; measure again "
-                "with tools/profile_layouts.py or name another file"
+                f"with {other_command('profile_layouts.py')} or name another file"
             )
         return own
 
@@ -181,7 +182,8 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
         if "machine" in record:
             machine = record["machine"]
     if not machine or not isinstance(machine, dict):
-        raise ForeignProfile(f"{path} is no profile; make one with tools/profile_layouts.py")
+        measure = other_command("profile_layouts.py")
+        raise ForeignProfile(f"{path} is no profile; make one with {measure}")
     own, others = _sorted_out(path, fingerprint(machine))
     if others:
         raise ForeignProfile(f"{path} mixes machines; measure into a file of its own")

@@ -107,8 +107,7 @@ def place_of(env: Mapping[str, str], *, every_rank: bool) -> Place:
         local_rank = int(env.get("LOCAL_RANK", "0"))
     except (KeyError, ValueError):
         raise UsageError(
-            "start it on every node with torchrun or srun, such as srun --ntasks-per-node 1 "
-            "python tools/probe_links.py --output cluster.json"
+            "start it on every node with torchrun or srun --ntasks-per-node 1"
         ) from None
     # SLURM's name is the one that its commands take.
     name = env.get("SLURMD_NODENAME") or socket.gethostname()

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy
 
 from megatron.training.common.errors import UsageError
+from megatron.training.common.program import other_command
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -73,7 +74,7 @@ def open_corpus(prefix: str, flag: str) -> Corpus:
     for path in (idx, bin_):
         if not path.is_file():
             raise UsageError(f"{flag} {prefix}: there is no file {path}{_hint(prefix)}")
-    remake = f"make it again with tools/preprocess_data.py, or correct {flag}"
+    remake = f"make it again with {other_command('preprocess_data.py')}, or correct {flag}"
     size = idx.stat().st_size
     with idx.open("rb") as stream:
         header = stream.read(_HEADER.size)
@@ -173,4 +174,5 @@ def _hint(prefix: str) -> str:
         return f"; leave out {path.suffix}"
     if Path(prefix + "_text_document.idx").is_file():
         return f"; did you mean {prefix}_text_document"
-    return "; give the path without .bin and .idx, as tools/preprocess_data.py prints it"
+    command = other_command("preprocess_data.py")
+    return f"; give the path without .bin and .idx, as {command} prints it"

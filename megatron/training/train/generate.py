@@ -307,7 +307,7 @@ def _config_of(stored: Stored, flags: Sequence[str]) -> Config:
     if length is None:
         raise TrainingFailure(
             f"checkpoint {stored.folder} does not hold the flags that it was trained with, so that "
-            "its model cannot be built; continue it once with pretrain_gpt.py, which writes them"
+            "its model cannot be built; continue the run once, which writes them"
         )
     precision = [f"--{name}" for name in ("bf16", "fp16") if stored.arguments.get(name)]
     own = [*flags, *precision, "--seq-length", str(length), "--finetune", "--mock-data"]
