@@ -173,7 +173,7 @@ _RANGES = {"bytes_per_s": (1, 1e18, "bytes/s"), "latency_s": (0, 1e6, "seconds")
 _SHOWN = 60
 
 Matrix = tuple[tuple[float, ...], ...]
-"""[nodes][nodes], from the node of the row to that of the column; the diagonal is 0."""
+"""`[nodes][nodes]`, from the node of the row to that of the column; the diagonal is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

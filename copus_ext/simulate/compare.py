@@ -34,7 +34,7 @@ class Optimum:
 
 
 def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[list[float]], list]:
-    """[segments][layouts] seconds at the best batch, and the layouts.
+    """`[segments][layouts]` seconds at the best batch, and the layouts.
 
     Args:
         scenario: its course.
