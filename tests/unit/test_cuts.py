@@ -146,28 +146,17 @@ def problems(draw: Any, most_layers: int = 12, vpp: int = 1) -> PartitionProblem
     )
 
 
-def equals_brute(problem: PartitionProblem, most_partitions: int) -> None:
+@settings(max_examples=40, deadline=None)
+@given(st.one_of(problems(), problems(most_layers=8, vpp=2)))
+def test_a_search_of_all_equals_brute_force(problem: PartitionProblem) -> None:
     best, lacks = brute(problem)
-    found = search(problem, most_partitions=most_partitions)
+    found = search(problem, most_partitions=10**6)
+    assert found.proved
     if np.isfinite(best):
-        assert found.step_s == pytest.approx(best, rel=1e-9)
-        assert found.excess_bytes <= 0
+        assert found.step_s == pytest.approx(best, rel=1e-9) and found.excess_bytes <= 0
         assert found.least_step_s <= best * (1 + 1e-9)
     else:
         assert found.excess_bytes == pytest.approx(lacks, rel=1e-9, abs=1e-9) and lacks > 0
-    assert found.proved
-
-
-@SOME
-@given(problems())
-def test_looking_at_all_cuts_is_exhaustive(problem: PartitionProblem) -> None:
-    equals_brute(problem, 10**6)
-
-
-@SOME
-@given(problems(most_layers=8, vpp=2))
-def test_chunks_are_cut_exhaustively_too(problem: PartitionProblem) -> None:
-    equals_brute(problem, 10**6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -266,36 +255,6 @@ def even_problem(num_layers: int, pp: int, **values: Any) -> PartitionProblem:
     return PartitionProblem(pp=pp, blocks=blocks(layers), **given)
 
 
-def test_slow_stages_get_fewer_layers_and_early_ones_no_more_than_they_can_hold() -> None:
-    for slow in range(4):
-        speed = np.where(np.arange(4) == slow, 0.5, 1.0)
-        cut = best_partition(even_problem(21, 4, speed=speed))
-        assert isinstance(cut, LayerPartition)
-        others = [n for r, n in enumerate(cut.layers) if r != slow]
-        assert cut.layers[slow] < min(others), cut
-    tight = best_partition(even_problem(20, 4, limit_bytes=[24.0, 1e9, 1e9, 1e9]))
-    assert isinstance(tight, LayerPartition)
-    assert tight.layers[0] < 5 and tight.peak_bytes[0] <= 24.0
-    assert tight.step_s > price_partition(even_problem(20, 4), [5, 5, 5, 5]).step_s
-
-
-def test_a_head_takes_layers_off_the_last_stage_and_may_stand_alone() -> None:
-    cut = best_partition(even_problem(22, 4, head=2.0))
-    assert isinstance(cut, LayerPartition) and cut.layers[-1] < max(cut.layers)
-    alone = best_partition(even_problem(12, 4, head=4.0, bare_ends=True))
-    assert isinstance(alone, LayerPartition) and alone.layers == (4, 4, 4, 0)
-    assert alone.to_flags()[-1] == "E(t*4|)*3L"
-
-
-def test_dear_layers_stand_with_fewer_others() -> None:
-    """Three dense layers, then experts that cost three times as much."""
-    work = np.array([0.0, *[1.0] * 9, *[3.0] * 9, 0.0])
-    cut = best_partition(
-        PartitionProblem(pp=4, num_microbatches=32, blocks=blocks(work), hop_s=0.0, limit_bytes=1e9)
-    )
-    assert isinstance(cut, LayerPartition) and cut.layers == (9, 3, 3, 3) and cut.proved
-
-
 def test_why_there_is_no_cut() -> None:
     few = best_partition(even_problem(3, 4))
     assert isinstance(few, NoPartition) and few.code == "layers"
@@ -351,6 +310,7 @@ def test_flags_are_the_least_that_says_it() -> None:
     layout = ["--pipeline-model-parallel-layout", "Et*5|t*6|t|t*3L"]
     assert flags_of((5, 6, 1, 3), 4) == layout
     assert flags_of((1, 2, 2, 1), 2)[0] == "--pipeline-model-parallel-layout"
+    assert flags_of((4, 4, 4, 0), 4)[-1] == "E(t*4|)*3L"
 
 
 @SOME
@@ -368,52 +328,6 @@ def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: A
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=None)
     counts = [[chunk.count(core.LayerType.decoder) for chunk in stage] for stage in read.layout]
     assert counts == cut.stages and read.virtual_pipeline_model_parallel_size == vpp
-
-
-@pytest.mark.parametrize("vpp", [1, 2, 4])
-@pytest.mark.parametrize("micro_batches", [8, 32, 128])
-@pytest.mark.parametrize("speed", [None, [1.0, 1.0, 0.7, 1.0]])
-def test_a_large_search_is_never_worse_than_even_stages(
-    vpp: int, micro_batches: int, speed: list[float] | None
-) -> None:
-    c = Configuration(
-        layout=Layout(tp=8, pp=4, vpp=vpp, dp=2),
-        micro_batch_size=1,
-        global_batch_size=2 * micro_batches,
-        sequence_parallel=True,
-    )
-    cluster = preset("h100-80g:64")
-    problem = problem_of(PRESETS["llama-3-70b"], cluster, c, limit_bytes=1e12, speed=speed)
-    cut, even = best_partition(problem), price_partition(problem, [20 // vpp] * 4 * vpp)
-    assert isinstance(cut, LayerPartition)
-    assert cut.least_step_s <= cut.step_s <= even.step_s
-    if speed is not None:
-        totals = [sum(stage) for stage in cut.stages]
-        assert totals[2] == min(totals) and cut.step_s < 0.95 * even.step_s
-    if vpp == 1 and micro_batches > 8:
-        assert cut.proved
-
-
-def test_ninety_six_layers_over_sixteen_stages() -> None:
-    model = PRESETS["gpt3-175b"]
-    c = Configuration(
-        layout=Layout(tp=8, pp=16, dp=8),
-        micro_batch_size=1,
-        global_batch_size=512,
-        sequence_parallel=True,
-    )
-    problem = problem_of(model, preset("a100-80g:1024"), c, limit_bytes=76 * 2.0**30)
-    cut, even = best_partition(problem), price_partition(problem, [6] * 16)
-    assert isinstance(cut, LayerPartition)
-    assert cut.least_step_s <= cut.step_s <= even.step_s
-    assert max(cut.peak_bytes) <= 76 * 2.0**30
-
-
-def test_layers_that_do_not_divide_are_cut() -> None:
-    model = ModelSpec(num_layers=13, hidden_size=512, num_attention_heads=8, seq_length=256)
-    c = Configuration(layout=Layout(tp=1, pp=4, dp=2), micro_batch_size=1, global_batch_size=16)
-    cut = best_partition(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
-    assert isinstance(cut, LayerPartition) and sum(cut.layers) == 13 and cut.proved
 
 
 def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
@@ -437,3 +351,42 @@ def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
     said = lines(found)
     uneven = [x for x in found if not x.cut.is_even]
     assert len(said) == len(uneven) + 1 and "ranked pipelines" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "pp", "vpp", "batch", "speed"),
+    [
+        ("llama-3-70b", 4, 1, 256, None),
+        ("llama-3-70b", 4, 4, 16, None),
+        ("llama-3-70b", 4, 1, 64, [1.0, 1.0, 0.7, 1.0]),
+        ("llama-3-70b", 4, 2, 64, [1.0, 1.0, 0.7, 1.0]),
+        ("gpt3-175b", 16, 1, 128, None),
+    ],
+)
+def test_a_large_search_is_never_worse_than_even_stages(
+    model: str, pp: int, vpp: int, batch: int, speed: list[float] | None
+) -> None:
+    spec, limit = PRESETS[model], 76 * 2.0**30
+    c = Configuration(
+        layout=Layout(tp=8, pp=pp, vpp=vpp, dp=2),
+        micro_batch_size=1,
+        global_batch_size=batch,
+        sequence_parallel=True,
+    )
+    cluster = preset(f"h100-80g:{16 * pp}")
+    problem = problem_of(spec, cluster, c, limit_bytes=limit, speed=speed)
+    each = spec.num_layers // (pp * vpp)
+    cut, even = best_partition(problem), price_partition(problem, [each] * (pp * vpp))
+    assert isinstance(cut, LayerPartition) and max(cut.peak_bytes) <= limit
+    assert cut.least_step_s <= cut.step_s <= even.step_s
+    assert cut.proved or vpp > 1 or pp > 4
+    if speed is not None:
+        totals = [sum(stage) for stage in cut.stages]
+        assert totals[2] == min(totals) and cut.step_s < 0.95 * even.step_s
+
+
+def test_layers_that_do_not_divide_are_split() -> None:
+    model = ModelSpec(num_layers=13, hidden_size=512, num_attention_heads=8, seq_length=256)
+    c = Configuration(layout=Layout(pp=4, dp=2), micro_batch_size=1, global_batch_size=16)
+    cut = best_partition(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
+    assert isinstance(cut, LayerPartition) and sum(cut.layers) == 13 and cut.proved

@@ -23,12 +23,6 @@ def read(links: Any) -> ClusterSpec:
     return ClusterSpec.from_json({**CLUSTER.to_json(), "links": links})
 
 
-def test_a_cluster_without_links_is_written_as_before() -> None:
-    assert CLUSTER.links is None
-    assert "links" not in CLUSTER.to_json()
-    assert read(None) == CLUSTER
-
-
 def test_links_go_to_json_and_back() -> None:
     speeds = [[0, 5e10, 4e10], [3e10, 0, 2e10], [1e10, 6e10, 0]]
     links = {"bytes_per_s": speeds, "latency_s": matrix(1e-5), "hosts": ["n1", "n2", "n-3.x"]}
@@ -36,9 +30,7 @@ def test_links_go_to_json_and_back() -> None:
     assert cluster.links is not None and cluster.links.name(2) == "n-3.x"
     again = ClusterSpec.from_json(json.loads(json.dumps(cluster.to_json())))
     assert again == cluster and hash(again.links) == hash(cluster.links)
-
-
-def test_short_forms_mean_the_same() -> None:
+    assert "links" not in CLUSTER.to_json() and read(None) == CLUSTER
     long = read({"bytes_per_s": matrix(5e10), "latency_s": matrix(2e-5)})
     short = {"bytes_per_s": matrix("400Gb/s"), "latency_s": 2e-5}
     short["bytes_per_s"][1][1] = None
@@ -46,6 +38,8 @@ def test_short_forms_mean_the_same() -> None:
     assert long.links is not None and long.links.name(2) == "2"
     silent = read({"bytes_per_s": matrix(5e10)}).links
     assert silent is not None and silent.latency_s == tuple(map(tuple, matrix(0.0)))
+    with pytest.raises(SpecError, match=r"latency_s\[1\]\[1\] is 1.0; it must be 0"):
+        Links(bytes_per_s=((0, 1), (1, 0)), latency_s=((0, 0), (0, 1.0)))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +80,6 @@ def test_bad_links_are_refused_in_one_line(links: Any, said: str, tmp_path: Path
     path.write_text(json.dumps({**CLUSTER.to_json(), "links": links}))
     with pytest.raises(SpecError, match="^cluster.json: .*" + said):
         ClusterSpec.load(path)
-
-
-def test_the_diagonal_of_own_links_is_zero() -> None:
-    with pytest.raises(SpecError, match=r"latency_s\[1\]\[1\] is 1.0; it must be 0"):
-        Links(bytes_per_s=((0, 1), (1, 0)), latency_s=((0, 0), (0, 1.0)))
 
 
 def test_links_stay_with_their_nodes_only() -> None:

@@ -217,23 +217,6 @@ def test_up_to_eight_nodes_the_order_is_the_best_of_all(case: tuple[Job, Network
     assert by_hand(work, net, found.order) == pytest.approx(found.after_s, rel=1e-9)
 
 
-@given(cases(), st.randoms(use_true_random=False))
-@SLOW
-def test_nodes_with_other_numbers_have_the_same_best(case: Any, random: Any) -> None:
-    work, net = case
-    names = list(range(net.links.num_nodes))
-    random.shuffle(names)
-    swap = np.ix_(names, names)
-    again = network(
-        np.array(net.links.bytes_per_s)[swap],
-        np.array(net.links.latency_s)[swap],
-        gpus_per_node=net.gpus_per_node,
-        slowness=tuple(net.slowness[i] for i in names) if net.slowness else (),
-    )
-    # An order that gains less than a billionth does not replace the given one.
-    assert find_order(work, again).after_s == pytest.approx(find_order(work, net).after_s, rel=1e-8)
-
-
 @given(cases())
 @SLOW
 def test_what_symmetry_leaves_out_costs_the_same(case: tuple[Job, Network]) -> None:
@@ -293,7 +276,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     assert hops[0] < hops[1]
 
 
-@pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 4), (16, 16), (32, 8), (32, 32), (64, 8)])
+@pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 16), (32, 8), (64, 8)])
 def test_a_planted_order_is_found_again(nodes: int, pp: int) -> None:
     rng = np.random.default_rng(nodes + pp)
     work = job(4, pp, nodes // pp, count=2 * pp)
@@ -379,22 +362,15 @@ def test_units_do_not_matter() -> None:
 def test_a_node_with_slow_links_goes_to_an_end_of_the_pipeline(slow: int) -> None:
     speed = np.full((5, 5), 40e9)
     speed[slow] = speed[:, slow] = 2e9
-    found = find_order(job(4, 5, 1, count=16), network(speed))
+    net = network(speed)
+    net = replace(net, links=replace(net.links, hosts=tuple("abcde")))
+    found = find_order(job(4, 5, 1, count=16), net)
     # One slow hop instead of two.
     assert slow in (found.order[0], found.order[-1])
+    assert found.hosts == tuple("abcde"[i] for i in found.order)
     (limit,) = found.limits_after
     assert limit.kind == "pipeline" and slow in (limit.source, limit.target)
     assert limit.bytes_per_s == 2e9 and limit.seconds > 2e7 * 4 / 2e9
-
-
-def test_a_slow_node_takes_the_stage_with_the_least_work() -> None:
-    work = job(4, 4, 1, count=16)
-    light = 2
-    work = replace(work, forward_s=np.array([[0.02], [0.02], [0.01], [0.02]]))
-    work = replace(work, backward_s=2 * np.array(work.forward_s))
-    net = network(np.full((4, 4), 40e9), slowness=(1.0, 1.5, 1.0, 1.0))
-    found = find_order(work, net)
-    assert found.order[light] == 1 and found.gain > 0.2
 
 
 def test_slow_links_stay_out_of_rings() -> None:
@@ -411,15 +387,6 @@ def test_slow_links_stay_out_of_rings() -> None:
     assert limit.bytes_per_s == 1e9
     (limit,) = [x for x in found.limits_after if x.kind == "replicas"]
     assert limit.bytes_per_s == 40e9
-
-
-def test_hosts_come_in_the_order_found() -> None:
-    speed = np.full((3, 3), 40e9)
-    speed[1] = speed[:, 1] = 2e9
-    net = network(speed)
-    net = replace(net, links=replace(net.links, hosts=("a", "b", "c")))
-    found = find_order(job(4, 3, 1, count=16), net)
-    assert found.hosts == tuple("abc"[i] for i in found.order) and found.hosts[1] != "b"
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -43,28 +43,13 @@ from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
 
-def some_rows(batch: int = 96) -> Rows:
-    points = enumerate_points(MODEL, CLUSTER, batch, Limits(max_micro_batch=4))
+def some_rows() -> Rows:
+    points = enumerate_points(MODEL, CLUSTER, 96, Limits(max_micro_batch=4))
     legal = points.take(points.code == LEGAL)
     return to_rows(MODEL, CLUSTER, legal).full()
 
 
 ROWS = some_rows()
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("gpt3-175b", 174.6),
-        ("llama-3.2-3b", 3.21),
-        ("llama-2-7b", 6.74),
-        ("llama-2-13b", 13.02),
-        ("qwen2.5-32b", 32.76),
-        ("llama-3-70b", 70.55),
-    ],
-)
-def test_known_models_have_their_known_size(name: str, billions: float) -> None:
-    assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
 
 
 WITHOUT_SIZE = {"--tokenizer-type": "ByteLevelTokenizer", "--vocab-size": None}
@@ -140,37 +125,6 @@ def test_a_step_takes_at_least_its_lower_bound() -> None:
     assert np.median(least / exact) > 0.85
 
 
-@pytest.mark.parametrize(
-    ("field", "faster"),
-    [
-        ("gemm_efficiency", 1.1),
-        ("attention_efficiency", 1.5),
-        ("memory_factor", 0.5),
-        ("launch_s", 0.5),
-        ("exchange_s", 0.5),
-        ("tp_bytes_per_s", 2.0),
-        ("tp_latency_s", 0.5),
-        ("dp_bytes_per_s", 2.0),
-        ("nic_bytes_per_s", 2.0),
-        ("optimizer_factor", 0.5),
-        ("step_s", 0.5),
-    ],
-)
-def test_better_hardware_is_never_slower(field: str, faster: float) -> None:
-    base = Constants()
-    better = dataclasses.replace(base, **{field: getattr(base, field) * faster})
-    before, after = (step_time(ROWS, c).step_s for c in (base, better))
-    assert (after <= before * (1 + 1e-12)).all()
-    assert (after < before).any()
-
-
-def test_more_peak_and_bandwidth_of_the_data_sheet_too() -> None:
-    before = step_time(ROWS, Constants()).step_s
-    for name in ("peak_flops", "hbm_bytes_per_s", "nic_bytes_per_s", "intra_bytes_per_s"):
-        better = ROWS.change(**{name: getattr(ROWS, name) * 2})
-        assert (step_time(better, Constants()).step_s <= before * (1 + 1e-12)).all(), name
-
-
 def test_rows_are_priced_one_by_one_as_together() -> None:
     together = step_time(ROWS, Constants()).step_s
     for i in range(0, len(ROWS), 97):
@@ -196,6 +150,8 @@ def test_activations_follow_the_published_formula() -> None:
     n, h, t = rows.tokens, rows.hidden_size, rows.tp
     want = n * h * (10 + 24 / t + 5 * 16 * 512 / (h * t))
     np.testing.assert_allclose(layer_activation_bytes(rows), want, rtol=1e-12)
+    plain = ROWS.change(local=np.ones(len(ROWS), dtype=bool))
+    assert (layer_activation_bytes(plain) > 1.2 * layer_activation_bytes(ROWS)).all()
     split = layer_activation_bytes(rows.change(sequence_parallel=True))
     np.testing.assert_allclose(split, want - n * h * 10 * (1 - 1 / t), rtol=1e-12)
 
@@ -226,20 +182,6 @@ def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:
     assert found[0] > 0.999 and found[2] < 0.001
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("80GiB", 80 * 2**30), ("400Gb/s", 50e9), ("50GB/s", 50e9), ("1e12FLOP/s", 1e12), ("7", 7)],
-)
-def test_sizes_with_units(text: str, value: float) -> None:
-    assert quantity(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "GB", "10 apples", "-5GB", "1.2.3"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises((SpecError, ValueError)):
-        quantity(text)
-
-
 def test_specs_survive_json_and_refuse_nonsense() -> None:
     assert ClusterSpec.from_json(CLUSTER.to_json()) == CLUSTER
     assert ModelSpec.from_json(MODEL.to_json()) == MODEL
@@ -253,28 +195,7 @@ def test_specs_survive_json_and_refuse_nonsense() -> None:
         preset("h100-80g:12")
 
 
-@pytest.mark.parametrize(
-    ("name", "mib", "kind"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80g"),
-        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40g"),
-        ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
-        ("NVIDIA H200", 143771, "h200-141g"),
-    ],
-)
-def test_a_driver_name_finds_its_preset(name: str, mib: float, kind: str) -> None:
-    assert kind_of(name, mib) == kind
-
-
-def test_this_machine_is_a_cluster() -> None:
-    assert here().world_size >= 1
-    with pytest.raises(SpecError, match="RTX"):
-        kind_of("NVIDIA GeForce RTX 4090", 24564)
-
-
 def test_shipped_constants_say_where_they_come_from() -> None:
-    import json
-
     from copus_ext.cost_model import cluster_spec
 
     files = sorted(cluster_spec._CONSTANTS.glob("*.json"))
@@ -314,7 +235,42 @@ def test_the_peak_is_on_the_first_or_the_last_stage() -> None:
     np.testing.assert_allclose(peak_bytes(here), memory(here).peak_bytes, rtol=1e-12)
 
 
-def test_plain_torch_keeps_more_than_fused_layers() -> None:
-    rows = some_rows()
-    plain = rows.change(local=np.ones(len(rows), dtype=bool))
-    assert (layer_activation_bytes(plain) > 1.2 * layer_activation_bytes(rows)).all()
+def test_known_models_have_their_known_size() -> None:
+    known = {"gpt3-175b": 174.6, "llama-3.2-3b": 3.21, "llama-2-7b": 6.74, "llama-2-13b": 13.02}
+    for name, billions in {**known, "qwen2.5-32b": 32.76, "llama-3-70b": 70.55}.items():
+        assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+def test_better_hardware_is_never_slower() -> None:
+    before = step_time(ROWS, Constants()).step_s
+    better = {"gemm_efficiency": 1.1, "attention_efficiency": 1.5}
+    better |= dict.fromkeys(("tp_bytes_per_s", "dp_bytes_per_s", "nic_bytes_per_s"), 2.0)
+    less = ("memory_factor", "launch_s", "exchange_s", "tp_latency_s", "optimizer_factor", "step_s")
+    for field, times in {**better, **dict.fromkeys(less, 0.5)}.items():
+        c = dataclasses.replace(Constants(), **{field: getattr(Constants(), field) * times})
+        after = step_time(ROWS, c).step_s
+        assert (after <= before * (1 + 1e-12)).all() and (after < before).any(), field
+    for name in ("peak_flops", "hbm_bytes_per_s", "nic_bytes_per_s", "intra_bytes_per_s"):
+        rows = ROWS.change(**{name: getattr(ROWS, name) * 2})
+        assert (step_time(rows, Constants()).step_s <= before * (1 + 1e-12)).all(), name
+
+
+def test_sizes_with_units() -> None:
+    known = {"80GiB": 80 * 2**30, "400Gb/s": 50e9, "50GB/s": 50e9, "1e12FLOP/s": 1e12, "7": 7}
+    assert {text: quantity(text) for text in known} == known
+    for text in ("", "GB", "10 apples", "-5GB", "1.2.3"):
+        with pytest.raises(SpecError):
+            quantity(text)
+
+
+def test_a_driver_name_finds_its_preset() -> None:
+    for name, mib, kind in (
+        ("NVIDIA A100-SXM4-80GB", 81920, "a100-80g"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40g"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100-80g"),
+        ("NVIDIA H200", 143771, "h200-141g"),
+    ):
+        assert kind_of(name, mib) == kind
+    assert here().world_size >= 1
+    with pytest.raises(SpecError, match="RTX"):
+        kind_of("NVIDIA GeForce RTX 4090", 24564)
