@@ -163,7 +163,7 @@ def configurations(cluster: Path, layouts: Any) -> list[dict[str, Any]]:
             "as given": (given, priced.layers),
             "order": (order, priced.layers),
             "cut": (given, cut),
-            "both": (fitted.order, fitted.cut.layers),
+            "both": (fitted.order, fitted.partition.layers),
         }
         seen = set()
         for way, (order, layers) in ways.items():

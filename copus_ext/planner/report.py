@@ -32,7 +32,7 @@ _WIDE = 500
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
-_UNEVEN += ["given,s", "order,s", "cut,s", "both,s", "nodes", "layers"]
+_UNEVEN += ["given,s", "order,s", "layers,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 
@@ -177,8 +177,8 @@ def _uneven(found: Sequence[FittedLayout], console: Console, *, top: int) -> Non
         )
         alone = "-" if x.recut_s is None else f"{x.recut_s:.4g}"
         times = (f"{x.given_s:.4g}", f"{x.ordered_s:.4g}", alone, f"{x.step_s:.4g}")
-        cut = str(x.cut).replace(",", " ")
-        row = [*map(str, sizes), *times, ",".join(x.names), cut]
+        partition = str(x.partition).replace(",", " ")
+        row = [*map(str, sizes), *times, ",".join(x.names), partition]
         shown.add_row(*row, style="green" if i == 0 else None)
     console.print(shown)
     fast = min(

@@ -1,4 +1,4 @@
-"""Which stage runs which layers: the fastest cut of uneven layers over equal or mixed GPUs.
+"""Which stage runs which layers: the fastest partition of uneven layers over equal or mixed GPUs.
 
 The schedule is simulated exactly (`copus_ext.cost_model.schedule`); every stage has its own speed
 and memory. Up to `search.MOST_PARTITIONS` partitions are all priced. Beyond that,
@@ -43,7 +43,7 @@ class LayerPartition:
     step_s: float
     """Seconds of a step, simulated."""
     least_step_s: float
-    """No cut that fits is faster than this; `step_s` where `proved`."""
+    """No partition that fits is faster than this; `step_s` where `proved`."""
     proved: bool
     """Whether surely none is faster."""
     peak_bytes: tuple[float, ...]
@@ -114,7 +114,7 @@ class NoPartition:
 def best_partition(
     problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS
 ) -> LayerPartition | NoPartition:
-    """The cut with the shortest simulated step among those that fit on every stage.
+    """The partition with the shortest simulated step among those that fit on every stage.
 
     Of equally fast ones that were looked at, that with the most memory to spare.
 
@@ -132,15 +132,15 @@ def best_partition(
             fix=f"use at most {layers} chunks",
         )
     found = search(problem, most_partitions=most_partitions)
-    peaks = problem.price(found.cut[None]).peak_bytes[:, 0]
+    peaks = problem.price(found.partition[None]).peak_bytes[:, 0]
     if found.excess_bytes > 0:
         worst = int(np.argmax(peaks - problem.limit_bytes))
-        cut = ",".join(map(str, found.cut))
+        partition = ",".join(map(str, found.partition))
         return NoPartition(
             code="memory",
             detail=(
-                f"{'no cut' if found.proved else 'no cut that was tried'} of {layers} layers over "
-                f"pp={problem.pp} vpp={problem.vpp} fits: the nearest, {cut}, needs "
+                f"no partition{'' if found.proved else ' that was tried'} of {layers} layers over "
+                f"pp={problem.pp} vpp={problem.vpp} fits: the nearest, {partition}, needs "
                 f"{peaks[worst] / GIB:.1f} GiB of {problem.limit_bytes[worst] / GIB:.1f} GiB "
                 f"usable on stage {worst}"
             ),
@@ -153,7 +153,7 @@ def best_partition(
     return LayerPartition(
         pp=problem.pp,
         vpp=problem.vpp,
-        layers=tuple(int(n) for n in found.cut),
+        layers=tuple(int(n) for n in found.partition),
         step_s=found.step_s,
         least_step_s=found.least_step_s,
         proved=found.proved,
@@ -165,7 +165,7 @@ def best_partition(
 def price_partition(
     problem: PartitionProblem, layers: tuple[int, ...] | list[int]
 ) -> LayerPartition:
-    """A cut that was not searched for, such as the even one; it need not fit.
+    """A partition that was not searched for, such as the even one; it need not fit.
 
     Raises:
         ValueError: layers that are not those of the problem.
@@ -173,11 +173,11 @@ def price_partition(
     given = list(layers)
     if len(given) != problem.num_chunks or sum(given) != problem.blocks.num_layers:
         raise ValueError(
-            f"a cut of {given} is none of {problem.blocks.num_layers} layers into "
+            f"a partition of {given} is none of {problem.blocks.num_layers} layers into "
             f"{problem.num_chunks} chunks; give one number per chunk that add up"
         )
     if (np.array(given) < problem.least_layers).any():
-        raise ValueError(f"a cut of {given} leaves a chunk empty; give every chunk a layer")
+        raise ValueError(f"a partition of {given} leaves a chunk empty; give every chunk a layer")
     priced = problem.price([given])
     step_s = float(problem.step_s(priced)[0])
     return LayerPartition(
@@ -201,7 +201,7 @@ def problem_of(
     speed: Any = None,
     bare_ends: bool = False,
 ) -> PartitionProblem:
-    """The cuts of one configuration; its layers need not divide by its stages.
+    """The partitions of one configuration; its layers need not divide by its stages.
 
     Args:
         model: what is trained.
@@ -235,26 +235,26 @@ def problem_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Repartition:
-    """A ranked configuration and its fastest cut."""
+    """A ranked configuration and its fastest partition."""
 
     rank: int
     """Place in the ranking, from 1."""
     configuration: Configuration
-    """What was ranked, cut evenly."""
+    """What was ranked, with even stages."""
     even_step_s: float
     """Seconds of its step."""
-    cut: LayerPartition
+    partition: LayerPartition
     """The fastest that fits, which may be the even one."""
 
     @property
     def gain(self) -> float:
-        """Share of the even step that the cut saves."""
-        return 1 - self.cut.step_s / self.even_step_s
+        """Share of the even step that the partition saves."""
+        return 1 - self.partition.step_s / self.even_step_s
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's flags of the configuration with the cut."""
-        flags, own = self.configuration.to_flags(), self.cut.to_flags()
+        """Megatron's flags of the configuration with the partition."""
+        flags, own = self.configuration.to_flags(), self.partition.to_flags()
         for name in (own[0], "--num-virtual-stages-per-pipeline-rank"):
             if name in flags:
                 at = flags.index(name)
@@ -263,11 +263,11 @@ class Repartition:
 
     def __str__(self) -> str:
         """One line for a table."""
-        surely = "" if self.cut.proved else f", at best {self.cut.least_step_s:.4g} s"
+        surely = "" if self.partition.proved else f", at best {self.partition.least_step_s:.4g} s"
         return (
-            f"rank {self.rank} cut {self.cut}: {self.cut.step_s:.4g} s instead of "
-            f"{self.even_step_s:.4g} s ({100 * self.gain:.1f} % less{surely}): "
-            f"{shlex.join(self.cut.to_flags())}"
+            f"rank {self.rank} partition {self.partition}: {self.partition.step_s:.4g} s instead "
+            f"of {self.even_step_s:.4g} s ({100 * self.gain:.1f} % less{surely}): "
+            f"{shlex.join(self.partition.to_flags())}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -276,13 +276,13 @@ class Repartition:
             "rank": self.rank,
             "even_step_s": self.even_step_s,
             "gain": self.gain,
-            "cut": self.cut.to_json(),
+            "cut": self.partition.to_json(),
             "flags": self.flags,
         }
 
 
 def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
-    """The fastest cuts of a plan's pipelines; those recomputed by blocks are left as they are.
+    """The fastest partition of every pipeline of a plan, without those recomputed by blocks.
 
     Args:
         planner: that made the plan.
@@ -302,19 +302,19 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
         )
         each = planner.model.num_layers // problem.num_chunks
         even = price_partition(problem, [each] * problem.num_chunks)
-        cut = best_partition(problem)
-        # None fits where a measured peak, not the predicted one, let the even cut in.
-        if isinstance(cut, LayerPartition):
-            better = cut if cut.step_s < even.step_s else even
+        partition = best_partition(problem)
+        # None fits where a measured peak, not the predicted one, let the even partition in.
+        if isinstance(partition, LayerPartition):
+            better = partition if partition.step_s < even.step_s else even
             found.append(
-                Repartition(rank=i + 1, configuration=c, even_step_s=even.step_s, cut=better)
+                Repartition(rank=i + 1, configuration=c, even_step_s=even.step_s, partition=better)
             )
     return found
 
 
 def lines(found: Sequence[Repartition]) -> list[str]:
     """What a table says of them, the fastest first."""
-    uneven = [x for x in found if not x.cut.is_even]
+    uneven = [x for x in found if not x.partition.is_even]
     same = len(found) - len(uneven)
-    told = [str(x) for x in sorted(uneven, key=lambda x: (x.cut.step_s, x.rank))]
+    told = [str(x) for x in sorted(uneven, key=lambda x: (x.partition.step_s, x.rank))]
     return [*told, f"{same} of {len(found)} ranked pipelines are fastest with even stages"]

@@ -1,6 +1,6 @@
-"""What a cut of the layers costs: a pipeline whose stages may differ in work, speed and memory.
+"""What a layer partition costs where stages may differ in work, speed and memory.
 
-A cut gives every chunk its number of layers, in the order of the model: chunk k runs on stage
+A partition gives every chunk its number of layers, in the order of the model: chunk k runs on stage
 k mod pp. Embedding and head stay with the first and the last chunk.
 """
 
@@ -20,7 +20,7 @@ from copus_ext.cost_model.schedule import pipeline_time
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """What some cuts cost before their schedule is simulated."""
+    """What some partitions cost before their schedule is simulated."""
 
     forward_s: Any
     """[pp, vpp, n] seconds of a chunk and micro-batch."""
@@ -73,7 +73,7 @@ class PartitionProblem:
     end_of_step: SecondsBehind | None = None
     """Seconds behind the last backward pass; None: none."""
     fixed_s: float = 0.0
-    """Seconds of a step that no cut can change."""
+    """Seconds of a step that no partition can change."""
     bare_ends: bool = False
     """Whether the first chunk may hold the embedding alone, and the last the head alone."""
     prefix: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -125,14 +125,14 @@ class PartitionProblem:
 
     @property
     def num_partitions(self) -> int:
-        """How many cuts there are, fitting or not."""
+        """How many partitions there are, fitting or not."""
         spare = self.blocks.num_layers - int(self.least_layers.sum())
         if spare < 0:
             return 0
         return math.comb(spare + self.num_chunks - 1, self.num_chunks - 1)
 
     def all_partitions(self) -> Any:
-        """[n, chunks] layers of every chunk, of every cut."""
+        """[n, chunks] layers of every chunk, of every partition."""
         spare = self.blocks.num_layers - int(self.least_layers.sum())
         places, bars = spare + self.num_chunks - 1, self.num_chunks - 1
         chosen = itertools.chain.from_iterable(itertools.combinations(range(places), bars))
@@ -150,20 +150,22 @@ class PartitionProblem:
             most[:, i, i + 1 :] = np.maximum.accumulate(values[:, i:], axis=1)
         return most
 
-    def price(self, cuts: Any) -> Priced:
+    def price(self, partitions: Any) -> Priced:
         """Seconds and bytes of [n, chunks] layers of every chunk."""
-        cuts = np.asarray(cuts, dtype=np.int64)
-        assert cuts.shape[1] == self.num_chunks
-        assert (cuts.sum(axis=1) == self.blocks.num_layers).all(), "a cut has all layers"
+        partitions = np.asarray(partitions, dtype=np.int64)
+        assert partitions.shape[1] == self.num_chunks
+        assert (partitions.sum(axis=1) == self.blocks.num_layers).all(), (
+            "a partition has all layers"
+        )
         first = np.concatenate(
             [
-                np.zeros((len(cuts), 1), dtype=np.int64),
-                1 + np.cumsum(cuts, axis=1)[:, :-1],
-                np.full((len(cuts), 1), self.blocks.num_layers + 2),
+                np.zeros((len(partitions), 1), dtype=np.int64),
+                1 + np.cumsum(partitions, axis=1)[:, :-1],
+                np.full((len(partitions), 1), self.blocks.num_layers + 2),
             ],
             axis=1,
         )
-        shape = (self.vpp, self.pp, len(cuts))
+        shape = (self.vpp, self.pp, len(partitions))
         start, stop = first[:, :-1].T.reshape(shape), first[:, 1:].T.reshape(shape)
         stage = np.arange(self.pp)[None, :, None]
         parts = {
@@ -197,7 +199,7 @@ class PartitionProblem:
         return (clocks + priced.end_s).max(axis=0) + self.fixed_s
 
     def excess(self, priced: Priced) -> Any:
-        """[n] bytes that the worst stage lacks; at most 0 where a cut fits."""
+        """[n] bytes that the worst stage lacks; at most 0 where a partition fits."""
         return (priced.peak_bytes - self.limit_bytes[:, None]).max(axis=0)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ import numpy as np
 from copus_ext.planner.partition.problem import PartitionProblem
 
 MOST_PARTITIONS = 50_000
-"""Up to so many cuts are all priced, and so many branches are kept."""
+"""Up to so many partitions are all priced, and so many branches are kept."""
 _AT_ONCE = 2_000
 _SAME = 1e-9
 """Relative difference of two step times that are one."""
@@ -29,37 +29,37 @@ _MOST_ROUNDS, _CLIMBED = 200, 4
 class Found:
     """The end of a search."""
 
-    cut: Any
+    partition: Any
     """[chunks] layers of every chunk: the fastest that fits, else the one that lacks least."""
     step_s: float
     """Seconds of a step; NaN where nothing fits."""
     excess_bytes: float
     """Bytes that its worst stage lacks; at most 0 where it fits."""
     least_step_s: float
-    """No cut that fits is faster than this."""
+    """No partition that fits is faster than this."""
     proved: bool
-    """Whether no other cut is faster (or, where none fits, whether surely none does)."""
+    """Whether no other partition is faster (or, where none fits, whether surely none does)."""
     num_simulated: int
     """Cuts whose schedule was simulated."""
 
 
 @dataclass(kw_only=True)
 class _Best:
-    """The fastest cut so far."""
+    """The fastest partition so far."""
 
     problem: PartitionProblem
-    cut: Any = None
+    partition: Any = None
     step_s: float = np.inf
     share: float = np.inf
     """Of its memory that its fullest stage uses: decides between equally fast ones."""
     num_simulated: int = 0
 
-    def try_all(self, cuts: Any) -> None:
-        """Simulates those of [n, chunks] cuts that fit and could be faster."""
+    def try_all(self, partitions: Any) -> None:
+        """Simulates those of [n, chunks] partitions that fit and could be faster."""
         p = self.problem
-        if not len(cuts):
+        if not len(partitions):
             return
-        priced = p.price(cuts)
+        priced = p.price(partitions)
         fits = np.flatnonzero(p.excess(priced) <= 0)
         least = p.least_step_s(priced.take(fits))
         order = fits[np.argsort(least, kind="stable")]
@@ -73,11 +73,13 @@ class _Best:
             seconds = p.step_s(chosen)
             self.num_simulated += len(some)
             shares = (chosen.peak_bytes / p.limit_bytes[:, None]).max(axis=0)
-            self._take(cuts[some], seconds, shares)
+            self._take(partitions[some], seconds, shares)
 
     def climb(self, starts: Any) -> None:
-        """From the fastest of [n, chunks] cuts, moves one layer from a chunk to another while that
-        helps."""
+        """Moves one layer from a chunk to another while that helps.
+
+        Starts at the fastest of [n, chunks] partitions.
+        """
         p = self.problem
         starts = starts[p.excess(p.price(starts)) <= 0]
         if not len(starts):
@@ -89,25 +91,29 @@ class _Best:
             one.try_all(starts[i][None])
             for _ in range(_MOST_ROUNDS):
                 before = one.step_s
-                one.try_all(_neighbours(p, one.cut))
+                one.try_all(_neighbours(p, one.partition))
                 if not one.step_s < before * (1 - _SAME):
                     break
             self.num_simulated += one.num_simulated
-            self._take(one.cut[None], np.array([one.step_s]), np.array([one.share]))
+            self._take(one.partition[None], np.array([one.step_s]), np.array([one.share]))
 
-    def _take(self, cuts: Any, seconds: Any, shares: Any) -> None:
+    def _take(self, partitions: Any, seconds: Any, shares: Any) -> None:
         near = np.flatnonzero(seconds <= min(seconds.min(), self.step_s) * (1 + _SAME))
         if not len(near):
             return
-        i = near[np.lexsort((*cuts[near].T[::-1], shares[near]))[0]]
+        i = near[np.lexsort((*partitions[near].T[::-1], shares[near]))[0]]
         if seconds[i] < self.step_s * (1 - _SAME) or shares[i] < self.share * (1 - _SAME):
-            self.cut, self.step_s, self.share = cuts[i], float(seconds[i]), float(shares[i])
+            self.partition, self.step_s, self.share = (
+                partitions[i],
+                float(seconds[i]),
+                float(shares[i]),
+            )
 
     def found(self, least_step_s: float, proved: bool) -> Found:
         return Found(
-            cut=self.cut,
+            partition=self.partition,
             step_s=self.step_s,
-            excess_bytes=float(self.problem.excess(self.problem.price(self.cut[None]))[0]),
+            excess_bytes=float(self.problem.excess(self.problem.price(self.partition[None]))[0]),
             least_step_s=min(least_step_s, self.step_s),
             proved=proved,
             num_simulated=self.num_simulated,
@@ -115,10 +121,10 @@ class _Best:
 
 
 def search(problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS) -> Found:
-    """The fastest cut within every stage's memory.
+    """The fastest partition within every stage's memory.
 
     Args:
-        problem: with at least one cut (`PartitionProblem.num_partitions`).
+        problem: with at least one partition (`PartitionProblem.num_partitions`).
         most_partitions: up to so many are all looked at, and so many branches are kept at a time.
     """
     if problem.num_partitions <= most_partitions:
@@ -129,25 +135,25 @@ def search(problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS)
 
 
 def _exhaustive(problem: PartitionProblem) -> Found:
-    cuts = problem.all_partitions()
-    excess = problem.excess(problem.price(cuts))
+    partitions = problem.all_partitions()
+    excess = problem.excess(problem.price(partitions))
     if excess.min() > 0:
-        return _nothing(problem, cuts[int(excess.argmin())], proved=True)
+        return _nothing(problem, partitions[int(excess.argmin())], proved=True)
     best = _Best(problem=problem)
-    best.try_all(cuts[excess <= 0])
+    best.try_all(partitions[excess <= 0])
     return best.found(best.step_s, True)
 
 
-def _nothing(problem: PartitionProblem, cut: Any, proved: bool) -> Found:
+def _nothing(problem: PartitionProblem, partition: Any, proved: bool) -> Found:
     best = _Best(problem=problem)
-    best.try_all(cut[None])
-    if best.cut is not None:
+    best.try_all(partition[None])
+    if best.partition is not None:
         # Sums in another order: it was a rounding error that lacked.
         return best.found(0.0, False)
     return Found(
-        cut=cut,
+        partition=partition,
         step_s=np.nan,
-        excess_bytes=float(problem.excess(problem.price(cut[None]))[0]),
+        excess_bytes=float(problem.excess(problem.price(partition[None]))[0]),
         least_step_s=np.inf,
         proved=proved,
         num_simulated=0,
@@ -158,7 +164,7 @@ class _Tables:
     """Of a stage from one block to another, and of the best way to go on from there.
 
     `ahead[r, i]` is the least lower bound of what stages r and later take when r starts at block i:
-    over all ways to cut the rest that fit, the greatest of each stage's own work and messages
+    over all ways to partition the rest that fit, the greatest of each stage's own work and messages
     behind and before those of the stages from r up to it. `through[r, i]` is the least that one
     micro-batch takes there and back, `turns[r, i]` the least of the greatest `turn_s`.
     """
@@ -215,7 +221,7 @@ class _Tables:
         return self.forward[r] + self.backward[r] + 2 * hop
 
     def start(self) -> Any:
-        """[pp] the cut of the least lower bound."""
+        """[pp] the partition of the least lower bound."""
         return self.follow(self.next)
 
     def follow(self, following: Any) -> Any:
@@ -226,7 +232,7 @@ class _Tables:
         return _layers(np.array([places]))[0]
 
     def least_excess(self) -> Any:
-        """[pp] the cut whose worst stage lacks the fewest bytes."""
+        """[pp] the partition whose worst stage lacks the fewest bytes."""
         p = self.problem
         worst = np.full(self.num + 1, np.inf)
         worst[-1] = -np.inf
@@ -247,10 +253,10 @@ def _layers(places: Any) -> Any:
 
 
 def branch_and_bound(problem: PartitionProblem, most_branches: int) -> Found:
-    """The fastest cut of whole stages, branch by branch, the most promising first.
+    """The fastest partition of whole stages, branch by branch, the most promising first.
 
     Args:
-        problem: with vpp 1 and at least one cut.
+        problem: with vpp 1 and at least one partition.
         most_branches: how many are kept at a time; where more could still hold the best, the answer
             is not proved, but `Found.least_step_s` counts those left out.
     """
@@ -286,26 +292,26 @@ def branch_and_bound(problem: PartitionProblem, most_branches: int) -> Found:
         down = down[at] + tables.forward[r, i[at], to] + problem.hop_s[r]
         shift = shift[at] + way[at, to]
     best.try_all(_layers(places))
-    if best.cut is None:
+    if best.partition is None:
         return _nothing(problem, tables.least_excess(), proved=not np.isfinite(dropped))
     return best.found(dropped, not dropped < best.step_s * (1 - _SAME))
 
 
-def _neighbours(problem: PartitionProblem, cut: Any) -> Any:
-    """[n, chunks] the cut with one layer taken from one chunk and given to another."""
-    one = np.eye(len(cut), dtype=np.int64)
-    moved = cut + (one[None] - one[:, None]).reshape(-1, len(cut))
-    return moved[(moved >= problem.least_layers).all(axis=1) & (moved != cut).any(axis=1)]
+def _neighbours(problem: PartitionProblem, partition: Any) -> Any:
+    """[n, chunks] the partition with one layer taken from one chunk and given to another."""
+    one = np.eye(len(partition), dtype=np.int64)
+    moved = partition + (one[None] - one[:, None]).reshape(-1, len(partition))
+    return moved[(moved >= problem.least_layers).all(axis=1) & (moved != partition).any(axis=1)]
 
 
 def _from_balanced(problem: PartitionProblem) -> Found:
     starts, best = _balanced_partitions(problem), _Best(problem=problem)
     best.climb(starts)
-    if best.cut is None:
-        cut = _made_to_fit(problem, starts)
-        if problem.excess(problem.price(cut[None]))[0] > 0:
-            return _nothing(problem, cut, proved=False)
-        best.climb(cut[None])
+    if best.partition is None:
+        partition = _made_to_fit(problem, starts)
+        if problem.excess(problem.price(partition[None]))[0] > 0:
+            return _nothing(problem, partition, proved=False)
+        best.climb(partition[None])
     least = float(_least_of_all(problem))
     return best.found(least, best.step_s <= least * (1 + _SAME))
 
@@ -317,9 +323,9 @@ def _balanced_partitions(problem: PartitionProblem) -> Any:
 
 
 def _ends_varied(problem: PartitionProblem) -> Any:
-    """[n, chunks] cuts of all sizes of the first and the last chunk, as even as can be between."""
+    """[n, chunks] partitions of all sizes of both end chunks, as even as can be between."""
     chunks, layers, least = problem.num_chunks, problem.blocks.num_layers, problem.least_layers
-    most, cuts = 2 * -(-layers // chunks) + 1, []
+    most, partitions = 2 * -(-layers // chunks) + 1, []
     if chunks < 3:
         return np.zeros((0, chunks), dtype=np.int64)
     for first in range(int(least[0]), most):
@@ -328,12 +334,12 @@ def _ends_varied(problem: PartitionProblem) -> Any:
             if rest < middle:
                 continue
             more = np.arange(1, middle + 1) * rest // middle
-            cuts.append([first, *np.diff(more, prepend=0), last])
-    return np.array(cuts, dtype=np.int64).reshape(-1, chunks)
+            partitions.append([first, *np.diff(more, prepend=0), last])
+    return np.array(partitions, dtype=np.int64).reshape(-1, chunks)
 
 
 def _balanced(problem: PartitionProblem) -> Any:
-    """[1, chunks] the cut whose slowest chunk is fastest."""
+    """[1, chunks] the partition whose slowest chunk is fastest."""
     p, num = problem, problem.blocks.num_layers + 2
     work = p.prefix["forward_s"] + p.prefix["backward_s"]
     least = p.least_layers.copy()
@@ -355,22 +361,22 @@ def _balanced(problem: PartitionProblem) -> Any:
 
 
 def _made_to_fit(problem: PartitionProblem, starts: Any) -> Any:
-    """[chunks] the cut that lacks the fewest bytes among those that moving layers leads to."""
-    cut, lacks = None, np.inf
-    cuts = starts
+    """[chunks] the partition that lacks the fewest bytes of all that moving layers reaches."""
+    partition, lacks = None, np.inf
+    partitions = starts
     for _ in range(_MOST_ROUNDS):
-        excess = problem.excess(problem.price(cuts))
+        excess = problem.excess(problem.price(partitions))
         if not excess.min() < lacks or lacks <= 0:
             break
-        cut, lacks = cuts[int(excess.argmin())], float(excess.min())
-        cuts = _neighbours(problem, cut)
-        if not len(cuts):
+        partition, lacks = partitions[int(excess.argmin())], float(excess.min())
+        partitions = _neighbours(problem, partition)
+        if not len(partitions):
             break
-    return cut
+    return partition
 
 
 def _least_of_all(problem: PartitionProblem) -> Any:
-    """Seconds that no cut beats: all work on all stages at once."""
+    """Seconds that no partition beats: all work on all stages at once."""
     fastest = (problem.of_stages("forward_s") + problem.of_stages("backward_s")).min(axis=0)
     work = problem.num_microbatches * fastest.sum() / problem.speed.sum()
     return work + problem.fixed_s

@@ -1,7 +1,7 @@
 """Layouts on nodes and links that differ: which node goes where, and which layers it gets.
 
-Order and cut are searched together, since a slow node may cost less at another place or with fewer
-layers there. The ranking of even nodes proposes the layouts; all of them are priced anew.
+The search takes order and partition together, since a slow node may cost less at another place or
+with fewer layers there. The ranking of even nodes proposes the layouts, and all are priced anew.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 
 EVERY_ORDER_NODES = 5
-"""Up to so many nodes the best cut of every order is searched."""
+"""Up to so many nodes the best partition of every order is searched."""
 _ROUNDS = 4
 _OF_A_LAYOUT = 2
 """Configurations of a layout that are looked at."""
@@ -55,7 +55,7 @@ _ENOUGH = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class FittedLayout:
-    """A configuration with the order of nodes and the cut of layers that suit it best."""
+    """A configuration with the order of nodes and the partition of layers that suit it best."""
 
     configuration: Configuration
     """Layout, batch and memory options, as for even nodes."""
@@ -63,16 +63,16 @@ class FittedLayout:
     """Node at every place, by its number in the cluster file."""
     hosts: tuple[str, ...]
     """Names of the nodes by number; empty if they have none."""
-    cut: LayerPartition
+    partition: LayerPartition
     """Layers of every chunk."""
     even: tuple[int, ...]
-    """Layers of every chunk cut evenly."""
+    """Layers of every chunk with even stages."""
     given_s: float
     """Seconds of a step with the nodes as given and even stages."""
     ordered_s: float
     """The same with the best order of nodes alone."""
     recut_s: float | None
-    """The same with the best cut alone; None where none fits."""
+    """The same with the best partition alone; None where none fits."""
     step_s: float
     """With both."""
     fits_as_given: bool
@@ -86,7 +86,7 @@ class FittedLayout:
 
     @property
     def gain(self) -> float:
-        """Part of the step that order and cut save."""
+        """Part of the step that order and partition save."""
         return 1.0 - self.step_s / self.given_s
 
     @property
@@ -95,15 +95,17 @@ class FittedLayout:
         return [self.name(node) for node in self.order]
 
     @property
-    def recut(self) -> Configuration:
-        """The configuration with its cut."""
-        layout = dataclasses.replace(self.configuration.layout, layer_partition=self.cut.layers)
+    def repartitioned(self) -> Configuration:
+        """The configuration with its partition."""
+        layout = dataclasses.replace(
+            self.configuration.layout, layer_partition=self.partition.layers
+        )
         return dataclasses.replace(self.configuration, layout=layout)
 
     @property
     def flags(self) -> list[str]:
         """Megatron's flags."""
-        return self.recut.to_flags()
+        return self.repartitioned.to_flags()
 
     def name(self, node: int) -> str:
         """What a node is called."""
@@ -111,7 +113,7 @@ class FittedLayout:
 
     def lines(self) -> list[str]:
         """What was found and why, for people."""
-        alone = "" if self.recut_s is None else f", the best cut alone {self.recut_s:.4g} s"
+        alone = "" if self.recut_s is None else f", the best partition alone {self.recut_s:.4g} s"
         lines = [
             f"nodes as given and even stages take {self.given_s:.4g} s"
             f"{'' if self.fits_as_given else ' and do not fit'}, the best order alone "
@@ -121,7 +123,9 @@ class FittedLayout:
         ]
         pp, vpp = self.configuration.layout.pp, self.configuration.layout.vpp
         for stage in range(pp):
-            now, even = (sum(cut[stage::pp]) for cut in (self.cut.layers, self.even))
+            now, even = (
+                sum(partition[stage::pp]) for partition in (self.partition.layers, self.even)
+            )
             nodes = sorted({self.order[place] for place in self.places[stage]})
             slow = self.slowness[stage]
             if now == even and not slow > 1.001:
@@ -139,10 +143,10 @@ class FittedLayout:
         """Plain JSON types."""
         return {
             "rank": rank,
-            "configuration": {**self.recut.to_json(), "node_order": self.names},
+            "configuration": {**self.repartitioned.to_json(), "node_order": self.names},
             "flags": self.flags,
             "order": self.names,
-            "cut": self.cut.to_json(),
+            "cut": self.partition.to_json(),
             "given_s": self.given_s,
             "ordered_s": self.ordered_s,
             "recut_s": self.recut_s,
@@ -190,7 +194,7 @@ class Site:
         return costs_by_block(self.rows, self.constants, context_bytes=context)
 
     def problem(self, order: Any) -> PartitionProblem:
-        """The cuts where nodes stand in some order: [places] nodes.
+        """The partitions where nodes stand in some order: [places] nodes.
 
         Every stage is as slow and as small as the worst of its nodes, every hop as slow as that of
         the slowest replica.
@@ -246,7 +250,7 @@ class Site:
         )
 
     def placement(self, layers: Sequence[int]) -> Placement:
-        """Prices orders for a cut."""
+        """Prices orders for a partition."""
         return Placement(self._job(layers), self.network)
 
     def step_s(self, order: Sequence[int], layers: Sequence[int]) -> float:
@@ -259,22 +263,23 @@ class Site:
         return bool(problem.excess(problem.price([list(layers)]))[0] <= 0)
 
     def best_layers(self, order: Any) -> tuple[int, ...] | None:
-        """The fastest cut for an order of the nodes; None where none fits."""
+        """The fastest partition for an order of the nodes; None where none fits."""
         if self.configuration.layout.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
         found = best_partition(self.problem(order))
         return found.layers if isinstance(found, LayerPartition) else None
 
     def fit(self, *, evaluations: int = EVALUATIONS, every: bool = True) -> FittedLayout | None:
-        """The order and the cut with the shortest step; None where nothing that was tried fits.
+        """The order and partition with the shortest step; None where nothing that was tried fits.
 
-        Up to `EVERY_ORDER_NODES` nodes the best cut of every order is searched. Beyond, order and
-        cut are improved in turn from the order given, the best for even stages, and those in which
-        fast nodes come first or last. Never worse than as given, if that fits.
+        Up to `EVERY_ORDER_NODES` nodes it searches the best partition of every order. Beyond, it
+        improves order and partition in turn. It starts from the order given, from the best for even
+        stages, and with the fast nodes first or last. The answer is never worse than as given, if
+        that fits.
 
         Args:
             evaluations: orders to price in each search for one, about.
-            every: search the best cut of every order where there are few nodes.
+            every: search the best partition of every order where there are few nodes.
         """
         given = tuple(range(self.num_nodes))
         ordered = find_order(self._job(self.layers), self.network, evaluations=evaluations)
@@ -300,7 +305,7 @@ class Site:
             configuration=self.configuration,
             order=order,
             hosts=tuple(hosts),
-            cut=price_partition(self.problem(order), layers),
+            partition=price_partition(self.problem(order), layers),
             even=self.layers,
             given_s=given_s,
             ordered_s=ordered.after_s,
@@ -315,7 +320,7 @@ class Site:
     def _tried(
         self, given: tuple[int, ...], ordered: tuple[int, ...], evaluations: int, every: bool
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Orders with cuts that fit."""
+        """Orders with partitions that fit."""
         if every and self.num_nodes <= EVERY_ORDER_NODES:
             same = [
                 g for g in equivalent_nodes(self.network) if len(set(self._limit_bytes[g])) == 1
@@ -412,7 +417,7 @@ def rank_on_nodes(planner: Planner, batch: int) -> list[FittedLayout]:
 
 def _proposed(planner: Planner, batch: int) -> list[Configuration]:
     """The best few configurations of every layout on even nodes with the most memory there is; of
-    those whose layers can be cut, and no two that differ in the optimizer's sharding alone."""
+    those whose layers can be split, and no two that differ in the optimizer's sharding alone."""
     cluster = planner.cluster
     memory = max([cluster.gpu.memory_bytes, *(n.gpu.memory_bytes for n in cluster.nodes)])
     even = dataclasses.replace(

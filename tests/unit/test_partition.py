@@ -50,12 +50,12 @@ def blocks(forward: Any, *, kept: float = 1.0, static: float = 1.0) -> Blocks:
 
 
 def brute(p: PartitionProblem) -> tuple[float, float]:
-    """The shortest step of all cuts that fit, and the fewest bytes that any lacks, one by one."""
+    """The shortest step of all partitions that fit, and the fewest bytes that any lacks."""
     best, lacks = np.inf, np.inf
     layers, least = p.blocks.num_layers, p.least_layers
     b, slow = p.blocks, 1 / p.speed
-    for cut in ways(layers, list(least)):
-        stops = [*(1 + np.cumsum(cut))[:-1], layers + 2]
+    for partition in ways(layers, list(least)):
+        stops = [*(1 + np.cumsum(partition))[:-1], layers + 2]
         of_chunk = [range(i, k) for i, k in zip([0, *stops[:-1]], stops)]
         f, g = np.zeros((p.pp, p.vpp)), np.zeros((p.pp, p.vpp))
         saved = np.zeros((p.pp, p.vpp))
@@ -163,7 +163,7 @@ def test_a_search_of_all_equals_brute_force(problem: PartitionProblem) -> None:
 @given(problems())
 def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> None:
     every = search(problem, most_partitions=10**6)
-    # More branches than cuts: none is dropped, and fewer than that leaves a bound that holds.
+    # More branches than partitions: none is dropped, and fewer than that leaves a bound that holds.
     found = branch_and_bound(problem, 10**6)
     assert found.proved == every.proved
     np.testing.assert_allclose(found.step_s, every.step_s, rtol=1e-9)
@@ -179,8 +179,8 @@ def test_branch_and_bound_equals_looking_at_all(problem: PartitionProblem) -> No
 @SOME
 @given(st.one_of(problems(), problems(vpp=2), problems(vpp=3)))
 def test_no_cut_beats_its_lower_bound(problem: PartitionProblem) -> None:
-    cuts = problem.all_partitions()[:500]
-    priced = problem.price(cuts)
+    partitions = problem.all_partitions()[:500]
+    priced = problem.price(partitions)
     assert (problem.least_step_s(priced) <= problem.step_s(priced) * (1 + 1e-9)).all()
 
 
@@ -294,10 +294,10 @@ def test_blocks_must_agree() -> None:
 
 def flags_of(layers: tuple[int, ...], pp: int) -> list[str]:
     vpp = len(layers) // pp
-    cut = LayerPartition(
+    partition = LayerPartition(
         pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
     )
-    return cut.to_flags()[2:]
+    return partition.to_flags()[2:]
 
 
 def test_flags_are_the_least_that_says_it() -> None:
@@ -321,13 +321,13 @@ def test_megatron_core_reads_the_layout_as_we_mean_it(pp: int, vpp: int, data: A
     layers = data.draw(st.lists(few, min_size=pp * vpp, max_size=pp * vpp).map(tuple))
     if len(layers) > 1 and data.draw(st.booleans()):
         layers = (0, *layers[1:])
-    cut = LayerPartition(
+    partition = LayerPartition(
         pp=pp, vpp=vpp, layers=layers, step_s=1.0, least_step_s=1.0, proved=True, peak_bytes=()
     )
-    read = core.PipelineParallelLayerLayout(cut.layout, pp)
+    read = core.PipelineParallelLayerLayout(partition.layout, pp)
     read.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=None)
     counts = [[chunk.count(core.LayerType.decoder) for chunk in stage] for stage in read.layout]
-    assert counts == cut.stages and read.virtual_pipeline_model_parallel_size == vpp
+    assert counts == partition.stages and read.virtual_pipeline_model_parallel_size == vpp
 
 
 def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
@@ -339,17 +339,19 @@ def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
         ranked = plan.ranked[x.rank - 1]
         assert ranked.configuration == x.configuration
         assert x.even_step_s == pytest.approx(ranked.prediction.step_s, rel=1e-9)
-        assert max(x.cut.peak_bytes) <= planner.safe_bytes
+        assert max(x.partition.peak_bytes) <= planner.safe_bytes
         flags = x.flags
         assert flags.count("--pipeline-model-parallel-size") == 1
-        assert ("--pipeline-model-parallel-layout" in flags) != x.cut.is_even or x.cut.vpp == 1
-        if x.cut.is_even:
+        assert (
+            "--pipeline-model-parallel-layout" in flags
+        ) != x.partition.is_even or x.partition.vpp == 1
+        if x.partition.is_even:
             assert sorted(flags) == sorted(x.configuration.to_flags())
-        elif x.cut.vpp > 1:
+        elif x.partition.vpp > 1:
             assert "--num-virtual-stages-per-pipeline-rank" not in flags
     assert any(x.gain > 0.005 for x in found)
     said = lines(found)
-    uneven = [x for x in found if not x.cut.is_even]
+    uneven = [x for x in found if not x.partition.is_even]
     assert len(said) == len(uneven) + 1 and "ranked pipelines" in said[-1]
 
 
@@ -376,17 +378,19 @@ def test_a_large_search_is_never_worse_than_even_stages(
     cluster = preset(f"h100-80g:{16 * pp}")
     problem = problem_of(spec, cluster, c, limit_bytes=limit, speed=speed)
     each = spec.num_layers // (pp * vpp)
-    cut, even = best_partition(problem), price_partition(problem, [each] * (pp * vpp))
-    assert isinstance(cut, LayerPartition) and max(cut.peak_bytes) <= limit
-    assert cut.least_step_s <= cut.step_s <= even.step_s
-    assert cut.proved or vpp > 1 or pp > 4
+    partition, even = best_partition(problem), price_partition(problem, [each] * (pp * vpp))
+    assert isinstance(partition, LayerPartition) and max(partition.peak_bytes) <= limit
+    assert partition.least_step_s <= partition.step_s <= even.step_s
+    assert partition.proved or vpp > 1 or pp > 4
     if speed is not None:
-        totals = [sum(stage) for stage in cut.stages]
-        assert totals[2] == min(totals) and cut.step_s < 0.95 * even.step_s
+        totals = [sum(stage) for stage in partition.stages]
+        assert totals[2] == min(totals) and partition.step_s < 0.95 * even.step_s
 
 
 def test_layers_that_do_not_divide_are_split() -> None:
     model = ModelSpec(num_layers=13, hidden_size=512, num_attention_heads=8, seq_length=256)
     c = Configuration(layout=Layout(pp=4, dp=2), micro_batch_size=1, global_batch_size=16)
-    cut = best_partition(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
-    assert isinstance(cut, LayerPartition) and sum(cut.layers) == 13 and cut.proved
+    partition = best_partition(problem_of(model, preset("h100-80g:8"), c, limit_bytes=76 * 2.0**30))
+    assert (
+        isinstance(partition, LayerPartition) and sum(partition.layers) == 13 and partition.proved
+    )

@@ -91,7 +91,7 @@ def test_the_cut_over_even_nodes_is_that_of_the_search_for_cuts() -> None:
         # With several stages in a node the table takes all of its GPUs to send at once.
         if mine is not None and c.layout.tp * c.layout.dp % alike.gpus_per_node == 0:
             seen += 1
-            assert mine.step_s == pytest.approx(other.cut.step_s, rel=1e-9)
+            assert mine.step_s == pytest.approx(other.partition.step_s, rel=1e-9)
     assert seen
 
 
@@ -119,8 +119,8 @@ def test_one_replica_gets_the_best_of_all_orders_and_cuts(data: Any) -> None:
     assert (found is None) == (least is None)
     if found is not None and least is not None:
         assert found.step_s == pytest.approx(least, rel=1e-9)
-        assert site.fits(found.order, found.cut.layers)
-        assert sum(found.cut.layers) == 8
+        assert site.fits(found.order, found.partition.layers)
+        assert sum(found.partition.layers) == 8
 
 
 @FEW
@@ -138,7 +138,7 @@ def test_replicas_are_never_worse_off_than_as_given(data: Any) -> None:
     assert found is not None
     assert found.step_s <= min(found.given_s, found.ordered_s) * (1 + 1e-9)
     assert found.recut_s is not None and found.step_s <= found.recut_s * (1 + 1e-9)
-    assert found.step_s == pytest.approx(site.step_s(found.order, found.cut.layers))
+    assert found.step_s == pytest.approx(site.step_s(found.order, found.partition.layers))
     assert sorted(found.order) == list(range(num))
 
 
@@ -149,7 +149,7 @@ def test_a_slow_node_gets_fewer_layers_and_a_slow_link_few_bytes() -> None:
     found = Site(planner, what(2, 4, 1)).fit()
     assert found is not None
     at = found.order.index(1)
-    assert found.cut.layers[at] == min(found.cut.layers) < 2
+    assert found.partition.layers[at] == min(found.partition.layers) < 2
     assert abs(found.order.index(0) - at) > 1, "their link carries nothing"
     assert found.step_s < min(found.ordered_s, found.recut_s or np.inf) < found.given_s
     text = "\n".join(found.lines())
@@ -162,12 +162,12 @@ def test_a_small_node_gets_what_fits_it() -> None:
         return Site(Planner(MODEL, cluster(2, memory=[small, 80e9])), what(2, 2, 1))
 
     sizes = np.arange(20e9, 4e9, -0.5e9)
-    # Neither stage of an even cut fits the small node any more.
+    # Neither stage of an even partition fits the small node any more.
     site = next(s for s in map(of, sizes) if not (s.fits((0, 1), (4, 4)) or s.fits((1, 0), (4, 4))))
     found = site.fit()
     assert found is not None and not found.fits_as_given
-    assert found.cut.layers[found.order.index(0)] < 4
-    assert site.fits(found.order, found.cut.layers)
+    assert found.partition.layers[found.order.index(0)] < 4
+    assert site.fits(found.order, found.partition.layers)
     assert Site(Planner(MODEL, cluster(2, memory=[4e9, 4e9])), what(2, 2, 1)).fit() is None
 
 
