@@ -5,7 +5,7 @@
 Four network namespaces on this machine are the nodes, with one rank in each. Two ranks share a
 core, and each has a quota of processor time (cgroup), so that no rank slows down another. One node
 has half the quota of the others. Two nodes share a link a tenth as fast as the others.
-`tools/probe_links.py` measures the links and `tools/plan.py --uneven` plans on them. The trainer
+`tools/probe_links.py` measures the links and `tools/plan.py nodes` plans on them. The trainer
 then runs each layout with nodes as given and with the best order, with even stages and with the
 best cut. Predicted and measured seconds and ranks go to docs/results/heterogeneity.json. `--draw`
 prints the table of that file. It needs root, iproute2, two cores and nothing else running, and

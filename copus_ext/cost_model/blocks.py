@@ -1,6 +1,7 @@
-"""Seconds and bytes of a model block by block: embedding, every layer, head. What a cut is made of.
+"""Seconds and bytes of a model block by block: what a layer partition is made of.
 
-A block is what cannot be cut. Block 0 is the embedding, block L + 1 the final norm with the head.
+A block cannot be split. Block 0 is the embedding, blocks 1 to L are the layers, and block L + 1 is
+the final norm with the head.
 """
 
 from __future__ import annotations
@@ -104,9 +105,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     rows = rows.full()
     assert len(rows) == 1, "one configuration at a time"
     if rows.recompute[0] == RECOMPUTE_BLOCK:
-        raise ValueError(
-            "recompute=block has no cost per layer to cut by; use none, selective or full"
-        )
+        raise ValueError("recompute=block has no cost per layer; use none, selective or full")
     layer, head, table = (
         layer_time.layer(rows, c),
         layer_time.head(rows, c),

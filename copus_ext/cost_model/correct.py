@@ -1,12 +1,15 @@
 """Corrects predictions of configurations not measured by those that were.
 
-The logarithm of measured over predicted is a common factor, plus one for the tensor and one for
-the pipeline size, plus one for their pair that changes slowly with the micro-batch, plus one for
-each configuration and one for how it grows with its micro-batches, plus noise: independent
-Gaussians with mean zero. Their posterior is one small linear solve, the same in whatever order data
-come. The spread of the common factor is what the data make most likely, if that is more than was
-thought: a machine of another speed throughout says nothing about one layout against another. What
-was measured at an earlier time has one factor more in common, for what has changed since.
+ln(measured / predicted) is a sum of independent Gaussians with mean zero:
+
+- a factor that all configurations share, one for the tensor size and one for the pipeline size;
+- one for the pair of the two, which changes slowly with the micro-batch;
+- one for each configuration, and one for how it grows with its micro-batches;
+- noise, and for measurements of an earlier time a factor for what has changed since.
+
+One small linear solve gives their posterior, the same in whatever order data come. The spread of
+the shared factor is the likeliest one, if that is more than the prior. A machine of another speed
+throughout then says nothing about one layout against another.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Plain 1F1B exchanges messages in rendezvous: neighbours meet, both wait for the 
 transfer hides behind compute. The interleaved schedule sends eagerly: a message arrives one hop
 after the pass that made it. Arrays hold one configuration per column.
 
-The simulation is max-plus linear. Rounds of the steady phase repeat one list of operations, so that
-once a round moves every clock by the same amount all later rounds do, and the rest is a jump.
+The simulation is max-plus linear. Rounds of the steady phase repeat one list of operations. Once a
+round moves every clock by the same amount, all later rounds do, and the rest is a jump.
 """
 
 from __future__ import annotations

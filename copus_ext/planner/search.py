@@ -51,8 +51,8 @@ _LOOKED_AT = 64
 _SPACES_KEPT = 4
 _NODE = 8
 Z_SURE, Z_DOMINATES = 1.2816, 2.3263
-"""Standard deviations for a probability of 90 % to fit, asked of a candidate, and of 99 %, asked of
-one because of which others are left out."""
+"""Standard deviations for a probability to fit. A candidate needs 90 %. One that prunes others
+needs 99 %."""
 
 
 @dataclass(kw_only=True)

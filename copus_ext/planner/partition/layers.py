@@ -49,7 +49,7 @@ class LayerPartition:
     peak_bytes: tuple[float, ...]
     """Bytes that every stage needs."""
     num_simulated: int = 0
-    """Cuts that were simulated to find it."""
+    """Partitions that were simulated to find it."""
 
     @property
     def stages(self) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""How a replica's samples are best cut into micro-batches that need not be equal.
+"""How a replica's samples are best split into micro-batches that need not be equal.
 
 Micro-batches run one after the other: seconds add up, memory does not. Seconds of one are not
 linear in its size, as small ones wait for launches, so that the sizes are searched, exactly.

@@ -40,7 +40,7 @@ class Found:
     proved: bool
     """Whether no other partition is faster (or, where none fits, whether surely none does)."""
     num_simulated: int
-    """Cuts whose schedule was simulated."""
+    """Partitions whose schedule was simulated."""
 
 
 @dataclass(kw_only=True)

@@ -72,8 +72,8 @@ def every_order(
 def greedy_orders(traffic: Array, seconds: Array) -> Orders:
     """Orders that put things that are near each other where most is sent.
 
-    Places are filled one after the other, and of all ways so far the cheapest few are kept (a
-    beam), since which of two equal things is the right one shows only later.
+    A beam search fills one place after the other and keeps the cheapest few ways so far. Which of
+    two equal things is the right one shows only later.
 
     Args:
         traffic: [places, places] what is sent from place to place.
@@ -194,8 +194,10 @@ def _moved(order: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.
 
 
 def _polish(cost: Cost, found: Found, *, most: int) -> Found:
-    """Takes the best of all swaps until none helps, then the best of all turns of three, and so on
-    until neither helps, or about so many orders were priced."""
+    """Takes the best of all swaps until none helps, then the best of all turns of three.
+
+    Repeats both until neither helps, or until about `most` orders were priced.
+    """
     num, best, least = len(found.order), found.order, found.cost
     turns = num * (num - 1) * (num - 2) // 3
     near = [_cycles(num, size) for size in (2, 3) if size <= num and (size == 2 or turns <= most)]

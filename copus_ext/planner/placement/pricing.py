@@ -305,8 +305,8 @@ def _check(job: Job, network: Network) -> None:
 
 
 def _lanes(source: Any, target: Any, ranks: int) -> NDArray[np.int64]:
-    """[e, 2] how many ranks share the link of a message, and how many the network of a node at one
-    of its ends, where every message stands for so many ranks."""
+    """[e, 2] ranks that share the link of a message, and ranks that share the network of a node at
+    one of its ends. Every message stands for `ranks` ranks."""
     num = int(max(source.max(), target.max())) + 1
     away = source != target
     pairs = np.bincount(source * num + target, minlength=num * num)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import (
     Layout,
     further_sizes,
@@ -16,7 +17,6 @@ from megatron.training.config.layout import (
 )
 from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.config.model_flags import derive_features
-from megatron.training.config.pipeline_flags import partition_of_flags, virtual_size
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {

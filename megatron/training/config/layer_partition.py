@@ -1,4 +1,4 @@
-"""Which chunk of a pipeline runs which layers: flags that say so, and the text of one."""
+"""Which chunk of a pipeline runs which layers: the flags that say so, and the text of one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import re
 from collections.abc import Sequence
 
 from megatron.training.common.errors import UsageError
+from megatron.training.config.draft import Draft
+from megatron.training.config.layout import Layout
 
 FLAG = "--pipeline-model-parallel-layout"
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _MOST_CHARACTERS = 100_000
 _TOKEN = re.compile(r"\*\d{1,6}|[A-Za-z|()]")
 
@@ -47,13 +52,13 @@ def partition_of_text(text: str, *, num_layers: int, mtp_num_layers: int = 0) ->
     return tuple(chunk.count("t") for chunk in chunks)
 
 
-def text_of_partition(cut: Sequence[int], mtp_num_layers: int = 0) -> str:
+def text_of_partition(counts: Sequence[int], mtp_num_layers: int = 0) -> str:
     """The value of `--pipeline-model-parallel-layout` for the layers of every chunk."""
     texts = []
-    for n, run in itertools.groupby(cut[:-1]):
+    for n, run in itertools.groupby(counts[:-1]):
         times, one = len(list(run)), _letters(n) + "|"
         texts.append(f"({one})*{times}" if times > 2 else one * times)
-    return "E" + "".join(texts) + _letters(cut[-1]) + "m" * mtp_num_layers + "L"
+    return "E" + "".join(texts) + _letters(counts[-1]) + "m" * mtp_num_layers + "L"
 
 
 def partition_of_ends(
@@ -120,6 +125,90 @@ def partition_with_ends_counted(
     sizes[0] -= embedding
     sizes[-1] -= loss
     return tuple(sizes)
+
+
+def virtual_size(draft: Draft, pp: int) -> int:
+    """Model chunks of every pipeline rank.
+
+    Args:
+        draft: with its flags as they were given.
+        pp: stages.
+
+    Raises:
+        UsageError: flags that exclude each other, or layers that do not divide.
+    """
+    _exclude(draft)
+    if draft["pipeline_model_parallel_layout"] is not None:
+        return _chunks_of_text(draft, pp)
+    layers, stages = (draft[name] for name in _VIRTUAL)
+    if layers is None:
+        return stages or 1
+    counted = draft["num_layers"] + sum(draft[name] for name in _COUNTED)
+    if pp < 1 or counted % (pp * layers) != 0:
+        raise UsageError(
+            f"--num-layers {draft['num_layers']} cannot be split over {pp} pipeline ranks with "
+            f"chunks of --num-layers-per-virtual-pipeline-stage {layers}; choose a divisor of the "
+            f"layers per rank"
+        )
+    return counted // (pp * layers)
+
+
+def partition_of_flags(draft: Draft, layout: Layout) -> tuple[int, ...] | None:
+    """Layers of every chunk; None where the flags leave them equal.
+
+    Args:
+        draft: with its flags as they were given.
+        layout: their sizes.
+
+    Raises:
+        UsageError: a partition that does not fit this model.
+    """
+    shared = {"num_layers": draft["num_layers"], "pp": layout.pp, "vpp": layout.vpp}
+    text = draft["pipeline_model_parallel_layout"]
+    if text is not None:
+        counts = _partition_of_draft(draft, text)
+        if 0 in counts[1:-1]:
+            raise UsageError(f"{FLAG} {text}: every chunk but the first and the last needs a t")
+        return counts
+    first, last = (draft[name] for name in _ENDS)
+    if first is not None or last is not None:
+        return partition_of_ends(**shared, first=first, last=last)
+    embedding, loss = (draft[name] for name in _COUNTED)
+    if embedding or loss:
+        return partition_with_ends_counted(**shared, embedding=embedding, loss=loss)
+    return None
+
+
+def _chunks_of_text(draft: Draft, pp: int) -> int:
+    text = draft["pipeline_model_parallel_layout"]
+    chunks = len(_partition_of_draft(draft, text))
+    if pp < 1 or chunks % pp != 0 or (pp == 1 and chunks > 1):
+        raise UsageError(
+            f"{FLAG} {text} has {chunks} chunks, no multiple of --pipeline-model-parallel-size "
+            f"{pp}; change one of the two"
+        )
+    return chunks // pp
+
+
+def _partition_of_draft(draft: Draft, text: str) -> tuple[int, ...]:
+    further = draft["mtp_num_layers"] or 0
+    return partition_of_text(text, num_layers=draft["num_layers"], mtp_num_layers=further)
+
+
+def _exclude(draft: Draft) -> None:
+    """Raises: of flags that say the same in two ways, two were given."""
+    ways = [_VIRTUAL[:1], _VIRTUAL[1:]]
+    if draft["pipeline_model_parallel_layout"] is not None:
+        ways = [("pipeline_model_parallel_layout",), *ways, _ENDS, _COUNTED]
+    elif any(draft[name] is not None for name in _ENDS):
+        ways = [_ENDS, _VIRTUAL[:1], _COUNTED]
+    given = [
+        [f"--{name.replace('_', '-')}" for name in names if draft[name] not in (None, False)]
+        for names in ways
+    ]
+    told = [names[0] for names in given if names]
+    if len(told) > 1:
+        raise UsageError(f"{' and '.join(told)} exclude each other; drop one")
 
 
 def _letters(layers: int) -> str:

@@ -219,7 +219,7 @@ def layout_problems(
         )
     if num_layers % stages != 0 and not layout.layer_partition:
         problems.append(
-            f"--num-layers {num_layers} cannot be cut into {layout.pp} pipeline ranks x "
+            f"--num-layers {num_layers} cannot be split over {layout.pp} pipeline ranks x "
             f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
             "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
         )
@@ -329,7 +329,7 @@ def batch_problems(
     uneven: bool = False,
     group_size: int | None = None,
 ) -> list[str]:
-    """Lists why a global batch cannot be cut into micro-batches on this layout.
+    """Lists why a global batch cannot be split into micro-batches on this layout.
 
     Args:
         layout: the layout to judge.
@@ -355,7 +355,7 @@ def batch_problems(
             f"{layout.dp}; use {_nearest_multiples(global_batch_size, layout.dp)}"
         ]
     unit = micro_batch_size * layout.dp
-    # The interleaved schedule works on groups of PP micro-batches and cannot cut the last one.
+    # The interleaved schedule works on groups of PP micro-batches and cannot split the last one.
     group = layout.pp if layout.vpp > 1 else 1
     if global_batch_size % unit != 0:
         return [
