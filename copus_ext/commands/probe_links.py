@@ -56,13 +56,26 @@ def parser() -> argparse.ArgumentParser:
         help="GPUs and links inside nodes: KIND:GPUS such as h100-80g:64, a JSON file, or here",
     )
     p.add_argument("--backend", choices=("auto", *_SIZES), default="auto")
-    p.add_argument("--sizes", help="messages, such as 8,64KiB,16MiB; the first gives the latency")
-    p.add_argument("--repeats", type=int, default=7, help="messages of a size; the median counts")
-    p.add_argument("--pair-seconds", type=float, default=4.0, help="most that a pair may take")
-    p.add_argument("--timeout", type=float, default=30.0, help="seconds of silence, then give up")
-    p.add_argument("--expect", metavar="RATE", help="of every link, such as 25GB/s; half is slow")
+    p.add_argument(
+        "--sizes", help="message sizes, such as 8,64KiB,16MiB; the first gives the latency"
+    )
+    p.add_argument(
+        "--repeats", type=int, default=7, help="messages of each size; the median counts"
+    )
+    p.add_argument("--pair-seconds", type=float, default=4.0, help="limit for a pair")
+    p.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="seconds without an answer before a link is given up",
+    )
+    p.add_argument(
+        "--expect",
+        metavar="RATE",
+        help="expected bandwidth, such as 25GB/s; below half of it a link is slow",
+    )
     p.add_argument("--strict", action="store_true", help="exit with 1 if something is slow")
-    p.add_argument("--resume", action="store_true", help="go on with an interrupted probe")
+    p.add_argument("--resume", action="store_true", help="resume an interrupted probe")
     p.add_argument("--every-rank", action="store_true", help="count every process as a node")
     return p
 

@@ -1,9 +1,9 @@
-"""Decides again what a journal says was decided, from the journal alone.
+"""Repeats the decisions of a journal from the journal alone, and compares.
 
 python tools/replay.py runs/quickstart/journal.jsonl
 
-Exit codes: 0 every decision comes out the same, bit for bit; 1 some does not; 2 wrong usage; 5 the
-journal cannot be used.
+Exit codes: 0 all decisions are the same, bit for bit; 1 some differ; 2 wrong usage; 5 the journal
+cannot be used.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def parser() -> argparse.ArgumentParser:
         "--noise-scale-multiplier",
         "--calibration",
         type=float,
-        help="decide with another multiplier of the noise scale instead, and compare",
+        help="compare with decisions under another noise scale multiplier",
     )
-    p.add_argument("--objective", help="decide with another objective instead, and compare")
+    p.add_argument("--objective", help="compare with decisions under another objective")
     return p
 
 
 def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether a decision comes out as the journal has it, and how it comes out.
+    """Whether a repeated decision is that of the journal, and the repeated one.
 
     Args:
         record: a line of kind `decision`.
@@ -57,7 +57,7 @@ def replayed(record: dict[str, Any], changes: dict[str, Any]) -> tuple[bool, dic
 
 
 def _numbers(decision: dict[str, Any]) -> dict[str, Any]:
-    """A decision without its words, which another version may choose otherwise."""
+    """A decision without its texts, which another version may word in another way."""
     candidates = [
         {**c, "blocked_reason": c["blocked_reason"] == ""} for c in decision["candidates"]
     ]

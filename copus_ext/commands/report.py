@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         size = args.output.stat().st_size / 1e6
         print(f"{args.output}: {size:.1f} MB{', Ctrl-C ends it' if goes_on else ''}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            while goes_on:
+            while args.follow is not None and goes_on:
                 time.sleep(args.follow)
                 data.refresh()
                 goes_on = write(data, args.output, reload_s=args.follow)

@@ -3,9 +3,9 @@
 python tools/trace.py runs/quickstart                    # runs/quickstart/traces/decisions.json
 python tools/trace.py runs/quickstart -o whole.json.gz   # one file with the steps of --profile
 
-A run under --profile writes the first at its end by itself; this does it for one that goes on, was
-stopped or killed, or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no run, or a
-file cannot be read or written.
+A run with --profile writes the first file itself when it is done. This does it for a run that goes
+on, was stopped or killed, or had no --profile. Exit codes: 0 done, 2 wrong usage, 5 there is no
+run, or a file cannot be read or written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="write one FILE (.json or .json.gz) with these and the steps that --profile traced",
+        help="write one FILE (.json or .json.gz) that also holds the steps of --profile",
     )
     return p
 

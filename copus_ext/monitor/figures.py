@@ -1,8 +1,7 @@
-"""The figures of a report as data for plotly: traces and layouts, no drawing, no colours.
+"""The figures of a report as plotly's traces and layouts, without colours.
 
-A trace that runs along the course of training carries its positions in `meta.x` under `steps`,
-`hours` and `samples` (`meta.tokens` is the length of a sequence), so that a reader can choose the
-axis; and in `meta.color` which colour of the reader's theme it takes.
+The page chooses the axis and the theme: `meta.x` of a trace holds its positions as `steps`, `hours`
+and `samples`, `meta.tokens` the length of a sequence, and `meta.color` the number of its colour.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from copus_ext.reshard.phases import BACK, PHASES, TOGETHER
 
 _MOST_POINTS, _LEAST_POINTS = 2400, 300
 _FEW = 30
-"""Points up to which they are marked, not only joined."""
+"""Points of a line up to which each is marked."""
 _SPEED_STEPS = 20
 _MOST_TICKS = 6
 _FAR = 100.0
-"""Times the top of a picture."""
+"""Height of an open interval over that of the picture."""
 _NO_PHASES = "new processes"
 
 Figure = dict[str, Any]
 
 
 def most_points(num_runs: int) -> int:
-    """Points of a series, for a page of so many runs."""
+    """Points of a series on a page of so many runs."""
     return max(_MOST_POINTS // max(num_runs, 1), _LEAST_POINTS)
 
 
@@ -185,7 +184,7 @@ _HOVER_PHI = "step %{customdata[0]}: phi %{y:.4g}, interval %{customdata[3]}<ext
 
 
 def _top(runs: Sequence[RunHistory]) -> float:
-    """Upper edge of a picture in which all that is known of noise scales and batches has room."""
+    """Upper edge of a picture of all noise scales and batches."""
     values = (v for run in runs for s in run.steps for v in (s.phi, s.low, s.high, s.batch))
     return 1.5 * max((v for v in values if v is not None), default=1.0)
 
@@ -199,7 +198,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def pauses_figure(runs: Sequence[RunHistory]) -> Figure:
-    """What each change of layout took, by phase."""
+    """The pause of each change of layout, by phase."""
     tried = [
         (run, switch)
         for run in runs
@@ -296,7 +295,7 @@ def _along(
     line: dict[str, Any] | None = None,
     axis: str = "y",
 ) -> dict[str, Any]:
-    """A line along the course of a run through chosen steps."""
+    """A line through chosen steps of a run."""
     points = run.steps if of is None else of
     picked = [points[i] for i in chosen]
     return {
@@ -312,7 +311,7 @@ def _along(
 
 
 def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
-    """Where points lie, under each choice of axis."""
+    """The positions of points on each axis."""
     begin = run.begin
     hours: list[float | None] = [None] * len(points)
     if begin is not None:
@@ -322,12 +321,12 @@ def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
 
 
 def _own(color: int, index: int, runs: Sequence[RunHistory]) -> int:
-    """The colour of a run where there are several; else one of its own for each series."""
+    """The colour of the run if there are several, else that of the series."""
     return color if len(runs) > 1 else index
 
 
 def _named(run: RunHistory, runs: Sequence[RunHistory], what: str) -> dict[str, Any]:
-    """Name in the legend; the series of one run are switched together where there are several."""
+    """Name in the legend; with several runs, those of one run are switched together."""
     if len(runs) == 1:
         return {"name": what}
     return {"name": f"{run.name}: {what}", "legendgroup": run.name}
@@ -350,7 +349,7 @@ def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
 
 
 def _changes(run: RunHistory, mean: Column, color: int) -> dict[str, Any]:
-    """Marks on the mean loss where something was changed."""
+    """Marks of changes on the mean loss."""
     index = {step.iteration: i for i, step in enumerate(run.steps)}
     made = [d for d in run.decisions.made if d.iteration in index]
     places = [index[d.iteration] for d in made if d.iteration is not None]
@@ -371,8 +370,8 @@ def _changes(run: RunHistory, mean: Column, color: int) -> dict[str, Any]:
 
 
 def _band(run: RunHistory, steps: Sequence[Any], color: int, *, top: float) -> dict[str, Any]:
-    """The interval as closed shapes, one for each stretch where it is known; where it has no upper
-    end, far beyond the top of the picture."""
+    """The interval as closed shapes, one for each stretch where it is known. An open upper end lies
+    far above the picture."""
     stretches: list[list[Any]] = [[]]
     for step in steps:
         if step.low is not None and (step.high is not None or step.low > 0):

@@ -1,5 +1,5 @@
-"""The Goodput landscape of a decision: what every layout was worth at every batch, the way of the
-run over it, and why it went where it went."""
+"""The goodput landscape of a decision: the goodput of every layout and batch at that time, and the
+reason for the choice."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from copus_ext.monitor.values import FOREIGN, number, rows, table, text, whole
 
 _MOST_LAYOUTS = 24
 _MOST, _LEAST = 200, 20
-"""Landscapes that a page holds, and of a run in any case."""
+"""Landscapes on a page, and the least of a run on it."""
 
 
 def chosen_decisions(decided: list[DecisionRecord], num_runs: int = 1) -> list[DecisionRecord]:
-    """Those whose landscape a page holds: all, if they are few; else the changes, the newest where
-    there is no room for all, and of the others as many as there is room for, evenly, the last one
-    among them.
+    """The decisions whose landscape a page shows: all, if there is room; else the newest changes,
+    the last decision, and others in even steps.
 
     Args:
         decided: of a run.
-        num_runs: that share the page.
+        num_runs: runs on the page.
     """
     valid = [d for d in decided if not d.undone]
     most = max(_MOST // num_runs, _LEAST)
@@ -40,16 +39,16 @@ def chosen_decisions(decided: list[DecisionRecord], num_runs: int = 1) -> list[D
 
 
 def landscape(record: dict[str, Any], decided: DecisionRecord) -> dict[str, Any]:
-    """What the page needs to draw it.
+    """A landscape as plain JSON types.
 
     Args:
-        record: of the decision, from the journal, whole.
-        decided: the same, read.
+        record: whole record of the decision.
+        decided: its values.
 
     Returns:
-        `layouts` and `batches` name rows and columns; `gains` and `speeds` hold for each the gain
-        over the configuration of that time and samples/s, of the micro-batch in `micros`, the best
-        there; None where there is nothing. `words` say why. Plain JSON types.
+        `layouts` and `batches` name rows and columns. `gains` (over the configuration of that time)
+        and `speeds` (samples/s) are those of the best micro-batch, in `micros`; None without one.
+        `words` explain the choice.
     """
     found: dict[str, Any] = {
         "number": decided.number,
@@ -88,7 +87,7 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
 
 
 def weighs(s: DecisionInputs) -> bool:
-    """Whether the decision weighed configurations of different batches by their goodput."""
+    """Whether the decision compared batches by their goodput."""
     noise = s.critical_batch_size
     known = noise is not None and noise > 0
     known = known and s.noise.effective_steps >= s.rules.min_effective_steps
@@ -142,7 +141,7 @@ def _worths(s: DecisionInputs) -> list[float]:
 
 
 def _layouts(s: DecisionInputs, worths: dict[tuple[str, int], float]) -> list[str]:
-    """The best ones, the present one among them, the best last: a picture's top line."""
+    """The best layouts and the current one, in ascending order: the best is the top line."""
     best: dict[str, float] = {}
     for (name, _), value in worths.items():
         best[name] = max(best.get(name, -math.inf), value)

@@ -247,7 +247,7 @@ def _position(
 
 def _pace(
     run: RunHistory, steps: Sequence[Step], *, entered_t: float, layout: str
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """Speed of the last steps of one configuration; `wall_samples_per_s` counts the time between
     them too.
 
@@ -258,7 +258,7 @@ def _pace(
         layout: the current one.
     """
     names = ("step_s", "samples_per_s", "tokens_per_s", "tflops_per_gpu", "mfu")
-    found: dict[str, float | None] = dict.fromkeys(names)
+    found: dict[str, Any] = dict.fromkeys(names)
     steps = _of_one_configuration(steps, entered_t)
     batch = steps[-1].batch if steps else None
     times = [step.seconds for step in steps if step.seconds is not None and step.seconds > 0]

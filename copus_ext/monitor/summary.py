@@ -39,7 +39,7 @@ def amount(value: float | None) -> str:
 
 
 def state(run: RunHistory) -> str:
-    """What it does, or how it ended, as the status screen says it."""
+    """What the run does, or how it ended, as the status screen says it."""
     signs = liveness(run, t=time.time())
     words = f"{signs.state}: {signs.why}" if signs.why else signs.state
     if run.last is None or signs.state in ("done", "stopped"):
@@ -88,7 +88,7 @@ def model(config: dict[str, Any]) -> str:
 
 
 def time_spent(run: RunHistory) -> list[str]:
-    """Where the time went, as far as the record says."""
+    """The time of the run by its use, as far as it is recorded."""
     parts = [
         ("steps", sum(step.seconds or 0.0 for step in run.steps)),
         ("steps that a restart did again", run.undone_s),
@@ -185,7 +185,7 @@ def flags(config: dict[str, Any]) -> list[list[str]]:
 
 
 def differing_flags(runs: Sequence[RunHistory]) -> list[list[str]]:
-    """Flags that not all runs have alike: name, and the value of each run."""
+    """Flags that differ between the runs: name, and the value of each run."""
     named = [dict(flags(run.config)) for run in runs]
     names = sorted({name for values in named for name in values})
     lines = [[name, *(values.get(name, "-") for values in named)] for name in names]
@@ -211,10 +211,10 @@ COMPARED = (
 
 
 def compare(runs: Sequence[RunHistory]) -> tuple[float | None, list[list[str]]]:
-    """Several runs beside each other.
+    """Compares several runs.
 
     Returns:
-        The lowest loss that all of them reached, by the mean of 50 steps, and a line for each.
+        The lowest loss (mean of 50 steps) that all of them reached, and a line for each.
     """
     means = [running_mean([s.finite_loss for s in run.steps], WINDOW_STEPS) for run in runs]
     # Of fewer steps than the mean takes in, the first are no mean.
@@ -269,7 +269,7 @@ CHANGED = (
 
 
 def changes(runs: Sequence[RunHistory]) -> list[list[str]]:
-    """Predicted against measured, of every change."""
+    """Predicted and measured values of every change."""
     return [_change(run, o) for run in runs for o in run.decisions.outcomes]
 
 

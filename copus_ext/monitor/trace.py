@@ -1,5 +1,5 @@
-"""The course of a run as a Chrome trace: decisions, changes of layout and what else happened, on
-the clock of torch's profiler, so that the steps it traced can be laid beside them."""
+"""Decisions, changes of layout and other events of a run as a Chrome trace, on the clock of torch's
+profiler, so that they line up with the steps that it traced."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from megatron.training.logging.tail_reader import open_plain
 logger = logging.getLogger(__name__)
 
 FILE = "decisions.json"
-"""Beside the traces of steps."""
+"""Name of the trace, beside those of steps."""
 Event = dict[str, Any]
 
 _PROCESS = 1_000_000_000
-"""In the trace; above all process numbers of a machine."""
+"""Process number in the trace; above those of any machine."""
 _TRACKS = ("launches", "layouts", "decisions", "changes of layout", "evaluations", "events")
 _END_OF_TIME_S = 1e11
 _MOST_HEAD = 1 << 24
 _BASE = re.compile(rb'"baseTimeNanoseconds":\s*(\d{1,20})\b')
 _DAMAGED = (*FOREIGN, OSError, EOFError, zlib.error, RecursionError)
-"""What reading a trace may raise."""
+"""Errors of reading a trace."""
 
 
 class Events:
@@ -55,11 +55,11 @@ class Events:
             self.found.append({**named, "tid": tid, "name": "thread_name", "args": {"name": name}})
 
     def instant(self, track: str, name: str, t: float | None, **args: Any) -> None:
-        """Something that happened at a time in seconds since the epoch; nothing without one."""
+        """An event at a time in seconds since the epoch; nothing without one."""
         self._add(track, name, t, args, ph="i", s="t")
 
     def span(self, track: str, name: str, t: float | None, end: float | None, **args: Any) -> None:
-        """Something that took from one time to another."""
+        """An event from one time to another."""
         if t is not None and end is not None:
             dur = max(round(1e6 * (end - t), 3), 0.0)
             self._add(track, name, t, args, ph="X", dur=dur)
@@ -77,7 +77,7 @@ class Events:
 
 
 def timeline(run: Path) -> dict[str, Any] | None:
-    """The trace of a run, without the steps that a profiler traced; None if nothing is there.
+    """The trace of a run, without the steps of a profiler; None if nothing is recorded.
 
     Args:
         run: its directory; it may go on, or have been killed.
@@ -110,7 +110,7 @@ def _add_history(events: Events, run: RunHistory) -> None:
     for layout, end in zip(run.layouts, after):
         events.span("layouts", layout.layout, layout.t, end, step=layout.iteration)
     for e in run.evaluations:
-        about = {"step": e.iteration, "samples": e.samples, "loss": e.loss}
+        about = {"step": e.iteration, "samples": e.samples, "loss": number(e.loss)}
         events.instant("evaluations", e.split, e.t, **about)
     for event in run.events:
         if event.kind in QUIET_EVENTS:
@@ -164,8 +164,8 @@ def _add_switch(events: Events, s: SwitchRecord) -> None:
 
 
 def traces_of(run: Path) -> list[Path]:
-    """The finished traces of steps of a run, in the order of their names, which is that of time as
-    far as launches are named by it. They need not be plain files.
+    """The finished traces of steps of a run, in the order of their names. They need not be plain
+    files.
 
     Raises:
         OSError: their folder is a link.
@@ -174,7 +174,7 @@ def traces_of(run: Path) -> list[Path]:
 
 
 def folder_of(run: Path) -> Path:
-    """Where a run has its traces; it need not be there yet.
+    """The folder of a run's traces; it need not be there yet.
 
     Raises:
         OSError: it is a link, which may lead out of the run.
@@ -186,8 +186,7 @@ def folder_of(run: Path) -> Path:
 
 
 def base_of(path: Path) -> int | None:
-    """Where the clock of a trace of steps begins, nanoseconds since the epoch; None if it cannot be
-    read, or does not say."""
+    """Zero of the clock of a trace of steps, nanoseconds since the epoch; None if unknown."""
     try:
         with open_plain(path) as zipped, gzip.open(zipped) as file:
             found = _BASE.search(file.read(_MOST_HEAD))
@@ -197,14 +196,14 @@ def base_of(path: Path) -> int | None:
 
 
 def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any], list[str]]:
-    """One trace of the course of a run and its traces of steps.
+    """One trace of a run's events and its traces of steps.
 
     Args:
         trace: from `timeline`.
         paths: of the traces of steps.
 
     Returns:
-        The trace, and a line for each file that cannot be read and is left out.
+        The trace, and a line for each file that is left out because it cannot be read.
     """
     events, problems = list(trace["traceEvents"]), []
     taken: set[int] = {_PROCESS}
@@ -222,7 +221,7 @@ def with_steps(trace: dict[str, Any], paths: list[Path]) -> tuple[dict[str, Any]
 
 
 def _steps(path: Path) -> dict[str, Any]:
-    """What is in a trace of steps that anybody may have put there; all its numbers are finite."""
+    """The content of a trace of steps; all its numbers are finite."""
     with open_plain(path) as zipped, gzip.open(zipped) as file:
         steps = json.load(file, parse_constant=_finite, parse_float=_finite)
     if not isinstance(steps, dict) or not isinstance(steps.get("traceEvents"), list):
@@ -240,9 +239,8 @@ def _finite(digits: str) -> float:
 def _moved(
     events: list[Event], *, name: str, step: int, place: int, shift_us: float, taken: set[int]
 ) -> Iterator[Event]:
-    """The events of a file as they can stand beside those of others: on the common clock, under
-    numbers of processes and arrows that no other file has. Those with a time that is none are left
-    out."""
+    """The events of a file on the common clock, with process and arrow numbers that no other file
+    has. Events with an invalid time are left out."""
     own: dict[int, int] = {}
     for event in events:
         moved = dict(event)
@@ -288,8 +286,7 @@ def write_trace(path: Path, trace: dict[str, Any]) -> None:
 
 
 def leave_trace(run: Path) -> None:
-    """Writes the course of a run that has ended beside its traces of steps. Never fails: what
-    cannot be done costs a line."""
+    """Writes the trace of a run that is done beside its traces of steps. An error is a warning."""
     try:
         trace = timeline(run)
         if trace is not None:

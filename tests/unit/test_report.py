@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from copus_ext.commands import report as tool
 from copus_ext.monitor.downsample import changes, downsample, running_mean
 from copus_ext.monitor.figures import most_points
 from copus_ext.monitor.landscape import chosen_decisions
-from copus_ext.monitor.report import ReportData, names_of, render, script_json
+from copus_ext.monitor.report import ReportData, names_of, render
 from copus_ext.monitor.run_files import RunReader
 from megatron.training.common.control import LOCK_FILE, PAUSE_FILE
 from megatron.training.logging.metrics import read_metrics
@@ -255,26 +254,6 @@ def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:
     assert json.loads(data) == payload
     said = HOSTILE.encode(errors="replace").decode().replace("\u2028", " ")
     assert " ".join(said.split()) in [line[6] for line in payload["journal"]]
-
-
-def test_values_of_the_wrong_kind_are_left_out(tmp_path: Path) -> None:
-    run = WrittenRun(tmp_path, seq_length="long", train_samples=[1])
-    run.step(2)
-    wrong: list[Any] = [None, "NaN", [], {}, 10**400, "x"]
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        for kind, value in itertools.product(("step", "eval", "alert", "run.start", 7), wrong):
-            names = ("iteration", "consumed_samples", "t", "losses", "noise", "config", "layout")
-            names = (*names, "global_batch_size", "learning_rate", "launch", "why", "line")
-            file.write(json.dumps({"kind": kind, **dict.fromkeys(names, value)}) + "\n")
-        file.write('[1]\n"x"\n{"kind": "step", "iteration": 3, "consumed_samples": 24}\n')
-    whole = {"number": 1, "iteration": 1, "outcome": {}, "decision": {}, "situation": {}}
-    with (tmp_path / "journal.jsonl").open("a") as file:
-        kinds = ("start", "decision", "outcome", "switch", "switch.requested", "spike", "end")
-        for kind, name, value in itertools.product(kinds, whole, wrong):
-            file.write(json.dumps({"kind": kind, "time": value, **whole, name: value}) + "\n")
-    payload = payload_of(tmp_path)
-    assert traces(payload, "loss")["loss"]["meta"]["x"]["steps"] == [1, 2, 3]
-    assert script_json(payload)
 
 
 @pytest.mark.parametrize("steps", [None, 0, 1])

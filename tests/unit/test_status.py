@@ -140,23 +140,6 @@ def test_texts_of_a_run_are_no_markup_and_no_escapes(tmp_path: Path) -> None:
     assert "[red]x[/red][/] [link=http://a][31m {}" in text and "[bold]run[-" in text
 
 
-ODD: list[Any] = [None, "x", -1, 1e308, math.nan, [], {}, [1], {"a": 1}, True, "[/x]"]
-
-
-@pytest.mark.parametrize("odd", ODD, ids=str)
-def test_fields_of_another_kind_do_not_hurt(odd: Any, tmp_path: Path) -> None:
-    record_run(tmp_path, 2)
-    record_decisions(tmp_path)
-    for name in (METRICS_FILE, NAME):
-        lines = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        for record in lines:
-            kept = record["kind"]
-            record.update({field: odd for field in record if field != "kind"})
-            assert record["kind"] == kept
-        (tmp_path / name).write_text("".join(encode(record) + "\n" for record in lines))
-    shown(read_status(tmp_path), 60)
-
-
 def beat(run: Path, doing: str) -> None:
     path = run / HEARTBEATS / "0"
     path.parent.mkdir(parents=True, exist_ok=True)
