@@ -25,6 +25,7 @@ from bench.support import QUICKSTART_MODEL, TRAINER, arguments, figure, origin, 
 from copus_ext.commands.replay import replayed
 from copus_ext.controller.decision_log import NAME
 from copus_ext.cost_model.cluster_spec import of_gpu
+from megatron.training.config.layout import Layout
 
 TRAINING = """--micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4
 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95 --split 95,4,1
@@ -78,7 +79,7 @@ def _brief(record: dict[str, Any]) -> dict[str, Any]:
     for row in situation["rows"]:
         if row["global_batch_size"] != now["global_batch_size"]:
             continue
-        name = f"tp{row['tp']}.pp{row['pp']}.vpp{row['vpp']}.dp{row['dp']}"
+        name = str(Layout(**{size: row[size] for size in ("tp", "pp", "vpp", "dp")}))
         if name not in best or row["samples_per_s"] > best[name]["samples_per_s"]:
             best[name] = {
                 k: row[k] for k in ("micro_batch_size", "samples_per_s", "relative_sd", "source")
