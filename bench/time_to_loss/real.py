@@ -209,6 +209,7 @@ def account(folder: Path) -> dict[str, Any]:
     run = read_run(folder)
     evaluations = clocked(run.records)
     steps, moves, decisions = run.steps, run.of("switch"), run.of("decision")
+    some = steps[:: -(-len(steps) // _POINTS)]
     ways, speeds, samples, seconds = [], {}, 0, 0.0
     for r in steps:
         names = ("layout", "micro_batch_size", "global_batch_size")
@@ -224,7 +225,11 @@ def account(folder: Path) -> dict[str, Any]:
         "deciding_s": round(sum(r["seconds"] for r in decisions), 4),
         "steps": len(steps),
         "evaluations": evaluations,
-        "training": _thinned(steps),
+        "training": {
+            "samples": [r["consumed_samples"] for r in some],
+            "loss": [round(r["losses"]["lm loss"], 4) for r in some],
+            "phi": [(r.get("noise") or {}).get("phi_samples") for r in some],
+        },
         "ways": ways,
         "speeds": [
             {**dict(way), "steps": len(some), "median_s": round(statistics.median(some), 5)}
@@ -266,20 +271,6 @@ def clocked(records: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]
             loss = round(r["losses"]["lm loss"], 6)
             evaluations.append((r["consumed_samples"], round(step["clock"], 4), loss))
     return evaluations
-
-
-def _thinned(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Means of some steps in a row."""
-    size = -(-len(steps) // _POINTS)
-    parts = [steps[i : i + size] for i in range(0, len(steps), size)]
-    losses = [statistics.fmean(r["losses"]["lm loss"] for r in part) for part in parts]
-    phi = [(part[-1].get("noise") or {}).get("phi_samples") for part in parts]
-    return {
-        "samples": [part[-1]["consumed_samples"] for part in parts],
-        "seconds": [round(part[-1]["clock"], 3) for part in parts],
-        "loss": [round(loss, 4) for loss in losses],
-        "phi": [None if x is None else round(x, 2) for x in phi],
-    }
 
 
 def main() -> None:

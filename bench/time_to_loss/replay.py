@@ -215,7 +215,7 @@ def scenario_of(recipe: Recipe, rows: list[Any], fit: dict[str, Any], goals: lis
     progress, phi = fit["noise"]
     at = {f"{goal:.4f}": progress_at(fit["line"], goal) for goal in goals}
     return Scenario(
-        name="B8",
+        name="real clock",
         model=next(iter(PRESETS)),  # only asked where nothing is measured
         seq_length=128,
         cluster=of_gpu("CPU-rank", nodes=1, gpus_per_node=2),
