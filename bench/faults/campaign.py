@@ -65,8 +65,8 @@ def kill(args: argparse.Namespace) -> Rows:
     todo = list(enumerate(chains))[len(rows) // _CHAIN :]
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.jobs) as pool:
         folder = Path(temporary)
-        whole = uninterrupted(folder / "whole") if todo else []
-        found = pool.map(lambda one: kills.run_chain(one[1], folder / str(one[0]), whole), todo)
+        reference = uninterrupted(folder / "whole") if todo else []
+        found = pool.map(lambda one: kills.run_chain(one[1], folder / str(one[0]), reference), todo)
         for new in found:
             rows += new
             result = {
@@ -92,7 +92,7 @@ def is_drawn_now(row: dict[str, Any], seed: int) -> bool:
     return all(row[name] == value for name, value in case.items())
 
 
-def hurt(args: argparse.Namespace) -> Rows:
+def inject(args: argparse.Namespace) -> Rows:
     """Does the faults of some kinds that are not done yet, in turn; returns the rows of all."""
     output = args.output or RESULTS / "faults_other.json"
     rows = [row for row in rows_so_far(output, args.seed) if is_drawn_now(row, args.seed)]
@@ -102,10 +102,10 @@ def hurt(args: argparse.Namespace) -> Rows:
     wanted = [(name, number) for number in range(args.each) for name in names]
     wanted = [one for one in wanted if one not in done]
     with tempfile.TemporaryDirectory() as temporary:
-        whole = uninterrupted(Path(temporary) / "whole") if wanted else []
+        reference = uninterrupted(Path(temporary) / "whole") if wanted else []
         for i, (name, number) in enumerate(wanted):
             at = Path(temporary) / f"{name}{number}"
-            rows.append(run_case(drawn(name, args.seed, number), at, whole))
+            rows.append(run_case(drawn(name, args.seed, number), at, reference))
             of_kind = {name: [row for row in rows if row["kind"] == name] for name in KINDS}
             result = {
                 "what": "a supervised run hurt once, and what became of it",
@@ -145,7 +145,7 @@ def main() -> int:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, help="docs/results/faults.json or faults_other.json")
     args = p.parse_args()
-    rows = hurt(args) if args.kinds else kill(args)
+    rows = inject(args) if args.kinds else kill(args)
     return 1 if any(row["problems"] for row in rows) else 0
 
 

@@ -14,12 +14,12 @@ from bench.faults.supervised_run import (
     MOMENTS,
     MOST_S,
     Run,
-    come,
-    end_of,
-    named,
     num_launches,
+    problems_at_end,
+    process_names,
     send,
     step_of,
+    wait_for_moment,
     wait_until,
 )
 
@@ -64,13 +64,13 @@ def drawn(seed: int, number: int, *, chain: int) -> list[list[Kill]]:
     return [kills[i : i + chain] for i in range(0, number, chain)]
 
 
-def strike(run: Run, kill: Kill) -> str:
+def kill_at_moment(run: Run, kill: Kill) -> str:
     """Waits for the moment and kills.
 
     Returns:
         What was killed where, or nothing if nothing was: the run was done before.
     """
-    is_there = come(run, kill.moment, kill.after_s)
+    is_there = wait_for_moment(run, kill.moment, kill.after_s)
     if is_there and kill.victim == "writer":  # lives only while a checkpoint is written
         wait_until(lambda: bool(run.find("writer")) or run.code is not None, MOST_S)
     victims = run.find(kill.victim) if is_there else []
@@ -79,13 +79,13 @@ def strike(run: Run, kill: Kill) -> str:
     return f"{kill.victim} at step {step_of(run)}" if victims else ""
 
 
-def run_chain(kills: Sequence[Kill], folder: Path, whole: list[Any]) -> list[dict[str, Any]]:
+def run_chain(kills: Sequence[Kill], folder: Path, reference: list[Any]) -> list[dict[str, Any]]:
     """Kills a run again and again, starts it again where nobody else does, and looks at the end.
 
     Args:
         kills: in turn; those that come after the run is done are of another run.
         folder: new.
-        whole: `history` of the run that nobody hurt.
+        reference: `history` of the run that nobody hurt.
 
     Returns:
         A row for each kill. `problems` are of the run it is of: empty if all is well.
@@ -99,12 +99,12 @@ def run_chain(kills: Sequence[Kill], folder: Path, whole: list[Any]) -> list[dic
         try:
             run.start()
             while left and run.code is None:
-                what = strike(run, left[0])
+                what = kill_at_moment(run, left[0])
                 if not what:
                     break
                 struck.append({**asdict(left.pop(0)), "what": what})
                 problems += _recover(run, struck[-1])
-            problems += end_of(run, whole)
+            problems += problems_at_end(run, reference)
         finally:
             run.end()
         if not struck:  # the run was done before its first kill: that kill found nobody
@@ -120,7 +120,7 @@ def _recover(run: Run, row: dict[str, Any]) -> list[str]:
     problems = []
     if row["victim"] in ("supervisor", "all"):
         if not run.gone():
-            problems.append(f"after {row['what']} processes are left: {named(run)}")
+            problems.append(f"after {row['what']} processes are left: {process_names(run)}")
         run.end()
         run.start()
     came = wait_until(lambda: run.code is not None or num_launches(run) > before, MOST_S)

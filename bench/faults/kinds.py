@@ -25,13 +25,13 @@ from bench.faults.supervised_run import (
     MOST_S,
     STEPS,
     Run,
-    come,
-    end_of,
     latest_of,
-    named,
     num_launches,
+    problems_at_end,
+    process_names,
     send,
     step_of,
+    wait_for_moment,
     wait_until,
 )
 from megatron.training.checkpoint import files
@@ -57,7 +57,7 @@ class Case:
     number: int
     """Among those of its kind: with the seed it gives all that is drawn."""
     moment: str
-    """See `supervised_run.come`."""
+    """See `wait_for_moment`."""
     after_s: float
     """From the moment."""
     is_async: bool
@@ -67,7 +67,7 @@ class Case:
 
 
 @dataclass(kw_only=True)
-class Seen:
+class FaultOutcome:
     """What came of a fault."""
 
     what: str
@@ -87,7 +87,7 @@ class Kind:
     draw: Callable[[random.Random, bool], Drawn]
     """Gives moment, seconds after it, and what else there is to draw, of one variety for even
     numbers and of another for odd ones."""
-    hurt: Callable[[Run, Case], Seen]
+    inject: Callable[[Run, Case], FaultOutcome]
     """Does it to a run that has just been started, and waits until it has got over it."""
     seconds_are: str
     """From where to where they go."""
@@ -109,7 +109,7 @@ def after(began_s: float, came: bool) -> float | None:
     return time.monotonic() - began_s if came else None
 
 
-def goes_on(run: Run, launches: int = 0) -> tuple[float | None, list[str]]:
+def wait_for_progress(run: Run, launches: int = 0) -> tuple[float | None, list[str]]:
     """Waits for a further step, of a further launch if `launches` are known; seconds to it."""
     began_s, known = time.monotonic(), len(run.records())
 
@@ -169,10 +169,10 @@ def _on_small_disk(case: Case, folder: Path, flags: list[str]) -> Iterator[Run]:
         guard.wait()
 
 
-def _fill_disk(run: Run, case: Case) -> Seen:
+def _fill_disk(run: Run, case: Case) -> FaultOutcome:
     """Leaves no byte, until a number of saves have failed."""
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     step, before = step_of(run), set(files.complete_iterations(run.save))
     ballast = run.save / "ballast"
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ def _fill_disk(run: Run, case: Case) -> Seen:
                     pass
     alert, wanted = "ALERT: saving iteration", case.drawn["failures"]
     failed = wait_until(lambda: run.code is not None or run.log.count(alert) >= wanted, MOST_S)
-    seen = Seen(what=f"full from step {step} on")
+    seen = FaultOutcome(what=f"full from step {step} on")
     if not failed or run.code is not None:
         seen.problems.append(f"{run.log.count(alert)} failed saves were told, not {wanted}")
     kept = set(files.complete_iterations(run.save))
@@ -220,22 +220,22 @@ def _with_own_clock(case: Case, folder: Path, flags: list[str]) -> Iterator[Run]
     yield run
 
 
-def _step_clock(run: Run, case: Case) -> Seen:
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+def _step_clock(run: Run, case: Case) -> FaultOutcome:
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     step, hours = step_of(run), case.drawn["hours"]
     seconds = round(3600 * hours)
     with (run.folder / "clock").open("r+b", buffering=0) as file:
         file.write(struct.pack("=q", seconds))
     kills, launches = case.drawn["kills"], num_launches(run)
-    seen = Seen(what=f"{hours:+.1f} h at step {step}" + ", then rank 0 killed" * kills)
+    seen = FaultOutcome(what=f"{hours:+.1f} h at step {step}" + ", then rank 0 killed" * kills)
     if kills:
         for pid in run.find("rank 0"):
             send(pid, signal.SIGKILL)
-        seen.seconds, seen.problems = goes_on(run, launches)
+        seen.seconds, seen.problems = wait_for_progress(run, launches)
         run.finish()
     else:
-        seen.seconds, seen.problems = goes_on(run)
+        seen.seconds, seen.problems = wait_for_progress(run)
         seen.problems += only_launch(run)
     last = run.records()[-1]["t"] - time.time()
     if abs(last - seconds) > MOST_S:
@@ -290,16 +290,16 @@ def _draw_link(rng: random.Random, is_odd: bool) -> Drawn:
     return *moment(rng), {"down_s": down_s}
 
 
-def _cut_link(run: Run, case: Case) -> Seen:
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+def _cut_link(run: Run, case: Case) -> FaultOutcome:
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     assert isinstance(run, TwoNodes)
     step, down_s = step_of(run), case.drawn["down_s"]
     run.set_link("down")
     time.sleep(down_s)
     run.set_link("up")
-    seen = Seen(what=f"down for {down_s:.0f} s at step {step}")
-    seen.seconds, seen.problems = goes_on(run)
+    seen = FaultOutcome(what=f"down for {down_s:.0f} s at step {step}")
+    seen.seconds, seen.problems = wait_for_progress(run)
     if down_s < 30:
         seen.problems += only_launch(run)
     return seen
@@ -319,18 +319,18 @@ def _watched(case: Case, folder: Path, flags: list[str]) -> Iterator[Run]:
     yield Run(folder, flags, env=_WATCHDOG if is_left else None)
 
 
-def _stop_rank(run: Run, case: Case) -> Seen:
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+def _stop_rank(run: Run, case: Case) -> FaultOutcome:
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     step, launches = step_of(run), num_launches(run)
     victims, wait_s = run.find(case.drawn["victim"]), case.drawn["goes_on_s"]
     for pid in victims:
         send(pid, signal.SIGSTOP)
     if not victims:
-        return Seen(what="")
-    seen = Seen(what=f"{case.drawn['victim']} stopped at step {step}")
+        return FaultOutcome(what="")
+    seen = FaultOutcome(what=f"{case.drawn['victim']} stopped at step {step}")
     if wait_s is None:
-        seen.seconds, seen.problems = goes_on(run, launches)
+        seen.seconds, seen.problems = wait_for_progress(run, launches)
         said = "exits with 86" if "and exits with 86" in run.log else "a collective's time-out"
         seen.what += f", seen by {said}"
         if "was ended by SIGKILL" in run.log or " hung: it did not answer" not in run.log:
@@ -339,7 +339,7 @@ def _stop_rank(run: Run, case: Case) -> Seen:
         time.sleep(wait_s)
         for pid in victims:
             send(pid, signal.SIGCONT)
-        seen.seconds, seen.problems = goes_on(run)
+        seen.seconds, seen.problems = wait_for_progress(run)
         seen.what += f" for {wait_s:.1f} s"
         seen.problems += only_launch(run)
     return seen
@@ -351,14 +351,14 @@ def _draw_signals(rng: random.Random, is_odd: bool) -> Drawn:
     return *moment(rng, start_s=8.0), more
 
 
-def _signal_supervisor(run: Run, case: Case) -> Seen:
+def _signal_supervisor(run: Run, case: Case) -> FaultOutcome:
     """It saves and leaves with 85; the same command goes on."""
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     name, again_s = case.drawn["signal"], case.drawn["again_s"]
     number, began_s = getattr(signal, name), time.monotonic()
     began_at = step_of(run)
-    seen = Seen(what=f"{name}{' twice' if again_s is not None else ''} at step {began_at}")
+    seen = FaultOutcome(what=f"{name}{' twice' if again_s is not None else ''} at step {began_at}")
     for pid in run.find("supervisor"):
         send(pid, number)
         if again_s is not None:
@@ -375,7 +375,7 @@ def _signal_supervisor(run: Run, case: Case) -> Seen:
     if began_at and latest_of(run) != left_at:
         seen.problems.append(f"left after step {left_at} with checkpoint {latest_of(run)}")
     if not run.gone():
-        seen.problems.append(f"left behind: {named(run)}")
+        seen.problems.append(f"left behind: {process_names(run)}")
     run.end()
     run.start()
     return seen
@@ -409,7 +409,7 @@ def _spoil(folder: Path, more: dict[str, Any]) -> Path:
     return path
 
 
-def _damage(run: Run, case: Case) -> Seen:
+def _damage(run: Run, case: Case) -> FaultOutcome:
     """The newest checkpoint changes as the run is killed: the one before it is taken, or, from a
     manifest that still says the same, the damaged one."""
     more = case.drawn
@@ -417,7 +417,7 @@ def _damage(run: Run, case: Case) -> Seen:
     wait_until(lambda: run.code is not None or (enough() and latest_of(run) is not None), MOST_S)
     victims, all_of_it = run.find(more["killed"]), run.find("all")
     if run.code is not None or not victims:
-        return Seen(what="")
+        return FaultOutcome(what="")
     launches = num_launches(run)
     for pid in all_of_it:  # so that the newest stays the newest
         send(pid, signal.SIGSTOP)
@@ -428,15 +428,15 @@ def _damage(run: Run, case: Case) -> Seen:
         send(pid, signal.SIGKILL)
     for pid in all_of_it:
         send(pid, signal.SIGCONT)
-    seen = Seen(
+    seen = FaultOutcome(
         what=f"{more['way']} in {spoilt.parent.name}/{spoilt.name}, {more['killed']} killed"
     )
     if more["killed"] == "all":
         if not run.gone():
-            seen.problems.append(f"processes are left: {named(run)}")
+            seen.problems.append(f"processes are left: {process_names(run)}")
         run.end()
         run.start()
-    seen.seconds, problems = goes_on(run, launches)
+    seen.seconds, problems = wait_for_progress(run, launches)
     seen.problems += problems
     run.finish()
     told = f"{spoilt.parent.name}" in run.log and "; going on from iteration" in run.log
@@ -449,19 +449,21 @@ def _draw_second(rng: random.Random, is_odd: bool) -> Drawn:
     return *moment(rng, start_s=8.0), {}
 
 
-def _start_second(run: Run, case: Case) -> Seen:
+def _start_second(run: Run, case: Case) -> FaultOutcome:
     """One of both is refused and names the other. While a run is not yet there it is open which."""
-    if not come(run, case.moment, case.after_s):
-        return Seen(what="")
+    if not wait_for_moment(run, case.moment, case.after_s):
+        return FaultOutcome(what="")
     is_early = num_launches(run) == 0
-    seen = Seen(what=f"at step {step_of(run)}")
+    seen = FaultOutcome(what=f"at step {step_of(run)}")
     other = Run(run.folder, ["--async-save"] * case.is_async, log="second")
     began_s = time.monotonic()
     try:
         other.start()
         wait_until(lambda: other.code is not None or run.code is not None, _SECOND_LEAVES_S)
         if run.code == 0 and other.code is None:
-            return Seen(what="")  # nobody is there to refuse it, and it finds that all is done
+            return FaultOutcome(
+                what=""
+            )  # nobody is there to refuse it, and it finds that all is done
         refused, seen.winner = (other, run) if other.code is not None else (run, other)
         seen.seconds = after(began_s, refused.code is not None)
         if refused is run and not is_early:
@@ -471,7 +473,7 @@ def _start_second(run: Run, case: Case) -> Seen:
         seen.problems += only_launch(seen.winner)
         for one in (run, other):
             if not one.gone():
-                seen.problems.append(f"left behind: {named(one)}")
+                seen.problems.append(f"left behind: {process_names(one)}")
     finally:
         other.end()
     return seen
@@ -480,46 +482,46 @@ def _start_second(run: Run, case: Case) -> Seen:
 KINDS = {
     "disk": Kind(
         draw=_draw_disk,
-        hurt=_fill_disk,
+        inject=_fill_disk,
         seconds_are="from the room made to the next checkpoint",
         make=_on_small_disk,
         why_not=_disk_missing,
     ),
     "clock": Kind(
         draw=_draw_clock,
-        hurt=_step_clock,
+        inject=_step_clock,
         seconds_are="from the jump to the next step, of a new launch where a rank was killed",
         make=_with_own_clock,
         why_not=_clock_missing,
     ),
     "link": Kind(
         draw=_draw_link,
-        hurt=_cut_link,
+        inject=_cut_link,
         seconds_are="from the link's return to the next step",
         make=_on_two_nodes,
         why_not=links_missing,
     ),
     "stop": Kind(
         draw=_draw_stop,
-        hurt=_stop_rank,
+        inject=_stop_rank,
         seconds_are="from the stop to a step of the next launch, or from going on to a step",
         make=_watched,
     ),
     "signals": Kind(
         draw=_draw_signals,
-        hurt=_signal_supervisor,
+        inject=_signal_supervisor,
         seconds_are="from the signal to the end of the supervisor",
         make=plain,
     ),
     "damage": Kind(
         draw=_draw_damage,
-        hurt=_damage,
+        inject=_damage,
         seconds_are="from the kill, or the start after it, to a step of the next launch",
         make=plain,
     ),
     "second": Kind(
         draw=_draw_second,
-        hurt=_start_second,
+        inject=_start_second,
         seconds_are="from the second start to its refusal",
         make=plain,
     ),
@@ -540,13 +542,13 @@ def drawn(kind: str, seed: int, number: int) -> Case:
     )
 
 
-def run_case(case: Case, folder: Path, whole: list[Any]) -> dict[str, Any]:
+def run_case(case: Case, folder: Path, reference: list[Any]) -> dict[str, Any]:
     """Hurts a run once and looks at its end.
 
     Args:
         case: what to do.
         folder: new.
-        whole: `history` of the run that nobody hurt.
+        reference: `history` of the run that nobody hurt.
 
     Returns:
         A row: the case, what was done, seconds, problems (empty if all is well).
@@ -556,9 +558,9 @@ def run_case(case: Case, folder: Path, whole: list[Any]) -> dict[str, Any]:
     with kind.make(case, folder, ["--async-save"] * case.is_async) as run:
         try:
             run.start()
-            seen = kind.hurt(run, case)
+            seen = kind.inject(run, case)
             last = seen.winner or run
-            problems = seen.problems + end_of(last, whole)
+            problems = seen.problems + problems_at_end(last, reference)
             if problems:
                 problems.append(f"the log ends with: {last.log[-1500:]}")
             launches = num_launches(run)

@@ -177,7 +177,7 @@ def _is_evaluating(records: list[dict[str, Any]]) -> bool:
     return last.get("kind") == "step" and last.get("iteration", 1) % INTERVAL == 0
 
 
-def come(run: Run, moment: str, after_s: float) -> bool:
+def wait_for_moment(run: Run, moment: str, after_s: float) -> bool:
     """Waits for a moment of a run.
 
     Args:
@@ -228,7 +228,7 @@ def latest_of(run: Run) -> int | None:
     return None
 
 
-def named(run: Run) -> list[str]:
+def process_names(run: Run) -> list[str]:
     """The processes of it that are there."""
     found = []
     for pid in processes.marked(run.mark):
@@ -237,13 +237,13 @@ def named(run: Run) -> list[str]:
     return found
 
 
-def end_of(run: Run, whole: list[Any]) -> list[str]:
+def problems_at_end(run: Run, reference: list[Any]) -> list[str]:
     """Waits for the end and checks everything that must be true then."""
     code = run.finish()
     if code != 0:
         return [f"the run ended with {code}: {run.log[-600:]}"]
-    problems = [] if run.gone() else [f"left behind: {named(run)}"]
-    return problems + state_problems(run.save, whole)
+    problems = [] if run.gone() else [f"left behind: {process_names(run)}"]
+    return problems + state_problems(run.save, reference)
 
 
 def history(save: Path) -> list[Any]:
@@ -252,12 +252,13 @@ def history(save: Path) -> list[Any]:
     return [[step[field] for field in fields] for step in steps_of(save)]
 
 
-def state_problems(save: Path, whole: list[Any]) -> list[str]:
+def state_problems(save: Path, reference: list[Any]) -> list[str]:
     """What is wrong with a run that is done."""
     problems = []
-    if (own := history(save)) != whole:
-        at = next((i for i, (a, b) in enumerate(zip(own, whole)) if a != b), len(own))
-        problems.append(f"{len(own)} steps of {len(whole)}, other than uninterrupted from {at} on")
+    if (own := history(save)) != reference:
+        at = next((i for i, (a, b) in enumerate(zip(own, reference)) if a != b), len(own))
+        steps = f"{len(own)} steps of {len(reference)}"
+        problems.append(f"{steps}, other than uninterrupted from {at} on")
     if files.read_latest(save) != STEPS:
         problems.append(f"the latest checkpoint is {files.read_latest(save)}")
     for iteration in files.complete_iterations(save):

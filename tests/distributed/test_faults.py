@@ -16,15 +16,15 @@ CASES = {"disk": 1, "clock": 2, "stop": 1}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Steps of the run that nobody hurts."""
     return uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_run_gets_over_a_drawn_fault(kind: str, tmp_path: Path, whole: list[Any]) -> None:
+def test_a_run_gets_over_a_drawn_fault(kind: str, tmp_path: Path, reference: list[Any]) -> None:
     if why := KINDS[kind].why_not():
         pytest.skip(why)
-    row = run_case(drawn(kind, 0, CASES[kind]), tmp_path / "run", whole)
+    row = run_case(drawn(kind, 0, CASES[kind]), tmp_path / "run", reference)
     assert row["problems"] == [], "\n".join([str(row["what"]), *row["problems"]])
     assert row["what"] != "nobody was there"
