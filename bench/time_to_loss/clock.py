@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import os
 import sys
@@ -27,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.support import ROOT
 from bench.time_to_loss.policies import (
     MARK,
     PLAIN,
@@ -40,6 +38,7 @@ from bench.time_to_loss.policies import (
     is_static,
     start_of,
 )
+from copus_ext.commands.profile_layouts import measure
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
@@ -69,8 +68,6 @@ class _Timed:
 
 def _take_rounds(ways: list[Way], flags: list[str], device: Any) -> dict[Way, list[float]]:
     """Times everything in turn, every second round backwards."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    measure = importlib.import_module("profile_layouts").measure
     timed, lines = _Timed(), {}
     for layout, micro, batch in sorted(ways):
         lines.setdefault((layout, micro), []).append(batch)
