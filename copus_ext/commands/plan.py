@@ -28,7 +28,7 @@ from copus_ext.planner.request import (
     sizes,
     timings_of,
 )
-from megatron.training.common.program import close_output, program_name, tell
+from megatron.training.common.program import close_output, other_command, program_name, tell
 
 COMMANDS = {
     "search": "rank all configurations (also without a command)",
@@ -132,7 +132,9 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--memory-margin", type=float, default=0.04, help="share of the memory to leave free"
     )
-    search.add_argument("--profile", type=Path, help="times from tools/profile_layouts.py")
+    search.add_argument(
+        "--profile", type=Path, help=f"times from {other_command('profile_layouts.py')}"
+    )
     search.add_argument("--constants", type=Path, help="JSON with fitted constants")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from copus_ext import __version__
 from copus_ext.commands.main import COMMANDS, first_line, main, module_of
-from megatron.training.common.program import program_name, running_as, tell
+from megatron.training.common.program import other_command, program_name, running_as, tell
 from tests.helpers.launch import ROOT
 
 SCRIPTS = sorted((ROOT / "tools").glob("*.py"))
@@ -96,3 +96,10 @@ def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str
         )
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
+
+
+def test_another_command_is_named_as_this_one_was_called() -> None:
+    assert other_command("plan.py") == "python tools/plan.py"
+    assert other_command("of_no_checkout.py") == "copus of-no-checkout"
+    with running_as("copus status"):
+        assert other_command("profile_layouts.py") == "copus profile-layouts"

@@ -90,7 +90,7 @@ def other_command(script: str) -> str:
     """
     is_checkout = (Path(__file__).resolve().parents[3] / "tools" / script).is_file()
     if is_checkout and not (_given or "").startswith("copus "):
-        return f"tools/{script}"
+        return f"python tools/{script}"
     return "copus " + script.removesuffix(".py").replace("_", "-")
 
 
