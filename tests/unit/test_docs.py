@@ -99,6 +99,12 @@ def test_a_page_reads_well_in_the_repository(path: Path) -> None:
     assert not re.findall(of_mkdocs, re.sub(r"`[^`]*`", "", text), re.MULTILINE)
 
 
+def test_the_pages_of_the_api_are_of_modules_that_exist() -> None:
+    modules = re.findall(r"api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text())
+    assert len(modules) > 5
+    assert [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()] == []
+
+
 def commands(path: Path) -> list[list[str]]:
     """What the shell blocks of a page call, as the shell itself reads them."""
     blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL)
