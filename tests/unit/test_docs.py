@@ -100,7 +100,7 @@ def test_a_page_reads_well_in_the_repository(path: Path) -> None:
 
 
 def test_the_pages_of_the_api_are_of_modules_that_exist() -> None:
-    modules = re.findall(r"api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text())
+    modules = re.findall(r": api/([\w.]+)\.md", (ROOT / "mkdocs.yml").read_text())
     assert len(modules) > 5
     assert [m for m in modules if not (ROOT / (m.replace(".", "/") + ".py")).exists()] == []
 
