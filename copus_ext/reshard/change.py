@@ -141,17 +141,19 @@ class Change:
         """
         try:
             plan = self._phase("prepare", self._prepare, self._agree)
-            self._phase("drain", self._begin, lambda _: self._drain())
+            self._phase("drain", lambda: self._note("switch.begin"), lambda _: self._drain())
             keys = verify.checked_keys(plan.keys, sample=self.context.is_sample)
             self.saved = self._phase(
                 "extract", lambda: self._extract(keys), lambda x: self._share(x[0], x[1], keys)
             )
             self._phase("tear down", self._release, lambda _: self._leave())
-            self.new = _Built(config=with_layout(self._old_config, self.layout))
+            self.new = _Built(config=with_layout(self.job.config, self.layout))
             self._build(self.new)
-            self._move_state(plan)
+            transfer = self._phase("copy", lambda: self._copy_own(plan))
+            self._phase("transfer", _nothing, lambda _: transfer.exchange())
+            self.result.num_messages = transfer.num_messages
             self._fill_and_verify(self.new)
-            self._phase("commit", _nothing, lambda _: self._commit())
+            self._phase("commit", _nothing, lambda _: self._note("switch.commit"))
         except PhaseFailed as error:
             return error.phase, str(error)
         self.result.kind = "moved"
@@ -212,9 +214,10 @@ class Change:
             raise PhaseFailed(name, problems)
         return result
 
-    def _note(self, kind: str, **fields: Any) -> None:
+    def _note(self, kind: str) -> None:
         if dist.get_rank() == 0:
-            self.context.note(kind, iteration=self.job.state.iteration, **fields)
+            iteration = self.job.state.iteration
+            self.context.note(kind, iteration=iteration, to=str(self.layout))
 
     def _prepare(self) -> ReshardPlan:
         """All that this rank can check before: legality, the plan, memory."""
@@ -246,9 +249,6 @@ class Change:
             raise ValueError(f"this rank wants {self._wanted!r} and rank 0 {of_rank_0!r}")
         return plan
 
-    def _begin(self) -> None:
-        self._note("switch.begin", to=str(self.layout))
-
     def _drain(self) -> None:
         if self.job.checkpointer is not None:
             self.job.checkpointer.finish()
@@ -263,15 +263,8 @@ class Change:
         parameters lacks."""
         step = torch.tensor([saved.step], device=own.device)
         dist.all_reduce(step, op=dist.ReduceOp.MAX, group=self.context.group())
-        return replace(saved, sums=self._all_sums(own, keys), step=int(step.item()))
-
-    @property
-    def _old_config(self) -> Config:
-        assert self.saved is not None
-        return self.saved.config
-
-    def _all_sums(self, own: Any, keys: list[str]) -> dict[str, int]:
-        return verify.all_sums(own, keys, group=self.context.group())
+        sums = verify.all_sums(own, keys, group=self.context.group())
+        return replace(saved, sums=sums, step=int(step.item()))
 
     def _release(self) -> None:
         """Releases the old layout, unless this rank has done so before."""
@@ -320,15 +313,6 @@ class Change:
         transfer.copy_own()
         return transfer
 
-    def _move_state(self, plan: ReshardPlan) -> None:
-        """Brings the state to where the new layout has it."""
-        transfer = self._phase("copy", lambda: self._copy_own(plan))
-        self._phase("transfer", _nothing, lambda _: self._exchange(transfer))
-
-    def _exchange(self, transfer: Transfer) -> None:
-        transfer.exchange()
-        self.result.num_messages = transfer.num_messages
-
     def _fill_and_verify(self, built: _Built, label: str = "") -> None:
         """Sets weights from the masters, and checks that no element of the state has changed."""
         saved, model, shards = self.saved, built.model, built.shards
@@ -350,14 +334,11 @@ class Change:
             return verify.own_sums(shards, keys), verify.weight_sum(model, built.groups, keys)
 
         def compare(own: tuple[Any, Any]) -> None:
-            sums = self._all_sums(own[0], keys)
+            sums = verify.all_sums(own[0], keys, group=self.context.group())
             verify.check_replicas(own[1], built.groups)
             verify.compare(saved.sums, sums)
 
         self._phase("verify", own, compare, label=label)
-
-    def _commit(self) -> None:
-        self._note("switch.commit", to=str(self.layout))
 
     def _install(self, built: _Built | None) -> None:
         """Lets the job go on with what was built, and releases what was saved."""
