@@ -271,9 +271,10 @@ class NodeRendezvous:
 
     def plan_after(self, number: int) -> LaunchPlan | None:
         """A plan for this supervisor that is newer than a decision, or None."""
-        plan = self._read(self._run_dir / _NEXT, LaunchPlan.from_json)
-        is_ours = plan is not None and plan.tokens.get(str(self.me.node)) == self.me.token
-        return plan if is_ours and plan.number > number else None
+        plan: LaunchPlan | None = self._read(self._run_dir / _NEXT, LaunchPlan.from_json)
+        if plan is None or plan.tokens.get(str(self.me.node)) != self.me.token:
+            return None
+        return plan if plan.number > number else None
 
     def lost(self) -> list[int]:
         """Nodes whose file has not been touched for too long. A worker node looks at the leader

@@ -169,7 +169,9 @@ def test_a_silent_rank_is_dead_unless_its_change_is_over(
     assert votes[2].is_aborted is not leaves
 
 
-def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
+def test_a_rank_that_is_there_is_not_missed_and_one_that_leaves_is_followed(
+    watch: Callable[..., None],
+) -> None:
     votes, reasons = voters(), []
     both = [
         Deadline(votes[r], **{**LONG, "silence_s": 1.0}, on_expire=reasons.append) for r in (0, 1)
@@ -177,10 +179,6 @@ def test_a_rank_that_is_there_is_not_missed(watch: Callable[..., None]) -> None:
     beats: list[int | None] = []
     watch(Rounds(2, 5.0, lambda: beats.extend(votes[2].beats(r) for r in (0, 1))), *both)
     assert reasons == [] and all(beats)
-
-
-def test_when_a_rank_has_left_the_others_leave(watch: Callable[..., None]) -> None:
-    votes, reasons = voters(), []
     deadline = Deadline(votes[0], **LONG, on_expire=reasons.append)
     watch(Rounds(1, 5.0, votes[2].abort), deadline)
     assert reasons == ["another rank has left"]

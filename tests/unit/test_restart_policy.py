@@ -93,50 +93,37 @@ def test_the_file_decides_and_then_the_code(case: Case) -> None:
         assert Case([*BASE, "--load", "saved"]).end(code).exit_code is None, "a crash"
 
 
-@pytest.mark.parametrize(("number", "code"), [(15, 143), (2, 130), (0, 85)])
-def test_a_stop_ends_the_run_unless_it_says_how(case: Case, number: int, code: int) -> None:
-    assert case.end(137, stopped_by=number).exit_code == code
-    assert case.end(0, stopped_by=number).exit_code == (code if number else 0)
-    for kind, left in {"done": 0, "requeue": 85, "abort": 1, "relayout": 85}.items():
-        assert case.end(85, stopped_by=number, request=asked(kind=kind)).exit_code == left
+def test_a_stop_ends_the_run_unless_it_says_how(case: Case) -> None:
+    for number, code in {15: 143, 2: 130, 0: 85}.items():
+        assert case.end(137, stopped_by=number).exit_code == code
+        assert case.end(0, stopped_by=number).exit_code == (code if number else 0)
+        for kind, left in {"done": 0, "requeue": 85, "abort": 1, "relayout": 85}.items():
+            assert case.end(85, stopped_by=number, request=asked(kind=kind)).exit_code == left
 
 
-def test_a_relaunch_starts_the_ranks_of_its_layout(case: Case) -> None:
+def test_a_relaunch_starts_the_ranks_of_its_layout(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(Path("saved"), 12)
     following = case.end(85, request=asked(reason="  faster\n\x1b[2J "))
     assert (following.exit_code, following.num_ranks, following.wait_s) == (None, 2, 0)
     assert following.line == "start again under tp1.pp2.dp1 from iteration 12: faster [2J"
-    assert layout_of(following) == Layout(pp=2)
-    assert case.policy.budget.num_crashes == 0
-
-
-def test_two_relaunches_need_a_checkpoint_between_them(case: Case) -> None:
-    for iteration in (12, 13):
-        save(Path("saved"), iteration)
-        assert case.end(85, request=asked()).exit_code is None
+    assert layout_of(following) == Layout(pp=2) and case.policy.budget.num_crashes == 0
+    save(Path("saved"), 13)
+    assert case.end(85, request=asked()).exit_code is None
     following = case.end(85, request=asked())
-    assert following.exit_code == 1 and "twice" in following.line and "\n" not in following.line
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"),
-    [({"layout": Layout(dp=5)}, "4 ranks"), ({"checkpoint": "other"}, "saves in")],
-    ids=["too many ranks", "another folder"],
-)
-def test_a_relaunch_that_cannot_be_ends_the_run(
-    case: Case, wanted: dict[str, Any], said: str
-) -> None:
-    following = case.end(0, request=asked(**wanted))
-    assert following.exit_code == 1 and said in following.line and following.gives_up
-
-
-def test_launches_are_counted(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restart_policy, "MAX_LAUNCHES", 3)
+    assert following.exit_code == 1 and "twice" in following.line, "without a checkpoint between"
+    assert "\n" not in following.line
+    for wanted, said in (({"layout": Layout(dp=5)}, "4 ranks"), ({"checkpoint": "x"}, "saves in")):
+        save(Path("saved"), 14)
+        following = case.end(0, request=asked(**wanted))
+        assert following.exit_code == 1 and said in following.line and following.gives_up
+    monkeypatch.setattr(restart_policy, "MAX_LAUNCHES", 4)
     left = []
-    for iteration in (12, 13, 14):
+    for iteration in (15, 16):
         save(Path("saved"), iteration)
         left.append(case.end(85, request=asked()).exit_code)
-    assert left == [None, None, 1]
+    assert left == [None, 1], "launches are counted"
 
 
 def test_a_crash_goes_on_under_the_layout_of_the_checkpoint(case: Case) -> None:
@@ -174,20 +161,13 @@ def test_the_same_error_twice_at_a_step_ends_the_run(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"micro_batch_size": None}, "does not say micro_batch_size"),
-        ({"data_parallel_size": 0}, "dp"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(
-    case: Case, changes: dict[str, Any], words: str
-) -> None:
-    case.stored = {**STORED, **changes}
+def test_a_checkpoint_that_cannot_be_gone_on_from_ends_the_run(case: Case) -> None:
     save(Path("saved"), 6)
-    following = case.crash()
-    assert following.exit_code == 137 and words in following.line and following.gives_up
+    bad = {"micro_batch_size": None}, {"data_parallel_size": 0}
+    for changes, words in zip(bad, ("does not say micro_batch_size", "dp"), strict=True):
+        case.stored = {**STORED, **changes}
+        following = case.crash()
+        assert following.exit_code == 137 and words in following.line and following.gives_up
     (Path("saved") / files.TRACKER).write_text("x")
     assert "should hold" in case.crash(step=1).line
 
@@ -303,10 +283,10 @@ def test_the_budget_holds_whatever_happens(limits: CrashLimits, crashes: list[An
     assert all(sum(t <= u < t + 3600 for u in gone_on) <= limits.per_hour for t in gone_on)
 
 
-@pytest.mark.parametrize("bad", [{"per_hour": -1}, {"waits_s": ()}, {"waits_s": (float("nan"),)}])
-def test_limits_make_sense(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="--"):
-        CrashLimits(**bad)
+def test_limits_make_sense() -> None:
+    for bad in ({"per_hour": -1}, {"waits_s": ()}, {"waits_s": (float("nan"),)}):
+        with pytest.raises(ValueError, match="--"):
+            CrashLimits(**bad)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ABC"), st.integers(0, 40), st.booleans())))
@@ -331,15 +311,6 @@ def of_flags(flags: str, stored: Any = None) -> LayoutFit:
     return LayoutFit([*BASE, *flags.split()], stored=read)
 
 
-def test_flags_that_fit_stay_as_they_are() -> None:
-    fit = of_flags("--tensor-model-parallel-size 2")
-    for ranks in (2, 4):
-        assert fit.first_flags(ranks) == (fit.flags, "")
-    for flags in ("--no-such-flag 1", "--lr-decay-style nonsense", "--num-layers 0"):
-        broken = of_flags(flags)
-        assert broken.first_flags(3) == (broken.flags, ""), "for the trainer to say"
-
-
 def test_other_ranks_get_a_layout_with_the_batch_kept(tmp_path: Path) -> None:
     fit = of_flags("--tensor-model-parallel-size 4")
     flags, line = fit.first_flags(2)
@@ -354,12 +325,16 @@ def test_other_ranks_get_a_layout_with_the_batch_kept(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_no_layout_can_use_are_refused() -> None:
+def test_flags_that_fit_stay_and_ranks_that_no_layout_can_use_are_refused() -> None:
     fit = of_flags("--tensor-model-parallel-size 2")
+    for ranks in (2, 4):
+        assert fit.first_flags(ranks) == (fit.flags, "")
+    for flags in ("--no-such-flag 1", "--lr-decay-style nonsense", "--num-layers 0"):
+        broken = of_flags(flags)
+        assert broken.first_flags(3) == (broken.flags, ""), "for the trainer to say"
     with pytest.raises(NoFit, match="no layout of 3 ranks"):
         fit.first_flags(3)
-    policy = RestartPolicy(fit.flags, stored=lambda save: {})
-    refused = policy.first(3)
+    refused = RestartPolicy(fit.flags, stored=lambda save: {}).first(3)
     assert refused.exit_code == 2 and "world size 3" in refused.line and not refused.gives_up
 
 

@@ -97,9 +97,6 @@ def test_a_task_of_srun_becomes_a_rank(commands: Path) -> None:
     assert (env["LOCAL_WORLD_SIZE"], env["GROUP_RANK"]) == ("3", "2")
     assert env["MASTER_ADDR"] == "10.1.2.3" and 20000 <= int(env["MASTER_PORT"]) < 32000
     assert calls(commands, "scontrol") == ["scontrol show node --oneliner gpu-07"]
-
-
-def test_a_task_takes_the_one_gpu_that_it_sees() -> None:
     for gpus, number in {"3": "0", "0,1,2": "2", "GPU-8-9": "0"}.items():
         env = {**TASK, "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": gpus, "MASTER_ADDR": "mine"}
         assert adopt_srun(env)
@@ -113,14 +110,14 @@ def test_variables_that_make_no_sense_are_one_line() -> None:
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["exit 1", "echo nothing", "exec sleep 60"])
 def test_a_head_without_address_is_known_by_name(
-    commands: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    commands: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm, "_ANSWER_S", 0.3)
     assert slurm.address_of("n1") == "n1", "without the command"
-    command(commands, "scontrol", text)
-    assert slurm.address_of("n1") == "n1"
+    for text in ("exit 1", "echo nothing", "exec sleep 60"):
+        command(commands, "scontrol", text)
+        assert slurm.address_of("n1") == "n1"
 
 
 @given(st.integers(0, 10**7))
@@ -129,12 +126,9 @@ def test_a_time_is_read_as_squeue_writes_it(seconds: int) -> None:
     h, m, s = rest // 3600, rest // 60 % 60, rest % 60
     text = f"{days}-{h:02}:{m:02}:{s:02}" if days else f"{h}:{m:02}:{s:02}" if h else f"{m}:{s:02}"
     assert slurm.seconds_of(f"{text}\n") == seconds
-
-
-def test_other_answers_are_unknown() -> None:
     assert slurm.seconds_of("UNLIMITED\n") == math.inf
-    answers = [None, "", "NOT_SET", "INVALID", "slurm_load_jobs error", "12", "1-2", "-1:00"]
-    assert [slurm.seconds_of(text) for text in answers] == [None] * len(answers)
+    for other in (None, "", "NOT_SET", "INVALID", "slurm_load_jobs error", "12", "1-2", "-1:00"):
+        assert slurm.seconds_of(other) is None
 
 
 def write(path: Path, *records: dict[str, Any]) -> None:
@@ -218,15 +212,11 @@ def test_a_short_job_gets_half_of_its_time(tmp_path: Path, commands: Path) -> No
     assert len(clock.said) == 1 and "shorter --signal" in clock.said[0]
     clock.run(4)
     assert clock.watch.is_ending
-
-
-def test_an_unknown_or_endless_time_stops_nothing(tmp_path: Path, commands: Path) -> None:
-    for answer in (None, "echo UNLIMITED", "exit 1", "echo gibberish"):
-        if answer is not None:
-            command(commands, "squeue", answer)
-        clock = Clock(tmp_path)
+    for number, answer in enumerate(("exit 127", "echo UNLIMITED", "exit 1", "echo gibberish")):
+        command(commands, "squeue", answer)
+        clock = Clock(tmp_path / str(number))
         clock.run(150)
-        assert not (tmp_path / "control").exists() and not clock.said
+        assert not (tmp_path / str(number)).exists() and not clock.said, "unknown or endless"
 
 
 def test_a_command_that_hangs_is_ended_and_holds_up_nothing(
