@@ -276,7 +276,7 @@ class LeaderNode(Node):
             try:
                 self.rendezvous.publish(end)
             except OSError as error:
-                say(f"the other nodes cannot be told to leave: {error.strerror or error}")
+                say(f"the end cannot be published to the other nodes: {error.strerror or error}")
             if self._slurm is not None:
                 self._slurm.close()
         return code

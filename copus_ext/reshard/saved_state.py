@@ -148,12 +148,12 @@ def _scaler_state(part: Any) -> dict[str, Any] | None:
     return None if scaler is None else scaler.state_dict()
 
 
-def restore_counts(optimizer: Any, held: SavedState) -> None:
+def restore_counts(optimizer: Any, saved: SavedState) -> None:
     """Gives a new optimizer the step count and the loss scale."""
-    for part, scaler in zip(parts_of(optimizer), held.scalers, strict=True):
-        if part.optimizer is not None and held.step:
+    for part, scaler in zip(parts_of(optimizer), saved.scalers, strict=True):
+        if part.optimizer is not None and saved.step:
             for group in part.optimizer.param_groups:
-                group["step"] = held.step
+                group["step"] = saved.step
         if scaler is not None:
             part.grad_scaler.load_state_dict(scaler)
 
