@@ -180,7 +180,9 @@ def report_exit(outcome: RunOutcome) -> None:
         write_request(outcome.run_dir, request)
     except OSError as error:
         # Without it the supervisor goes by the exit code.
-        logger.error("the request to the supervisor (%s) cannot be written: %s", request.line, error)
+        logger.error(
+            "the request to the supervisor (%s) cannot be written: %s", request.line, error
+        )
 
 
 def kind_of(outcome: RunOutcome) -> Kind | None:
