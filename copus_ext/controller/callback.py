@@ -28,7 +28,6 @@ from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs,
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line, summary
 from copus_ext.goodput.state import ConfigChange, ControllerState, config_key
-from copus_ext.planner.configuration import Configuration
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.control import PAUSE_FILE
@@ -363,7 +362,7 @@ class Controller(Callback):
             rules.batches_to_weigh(self.rules, now.global_batch_size),
             micro_batch_size=now.micro_batch_size,
             global_batch_size=now.global_batch_size,
-            measured=self._measured,
+            measured=self.state.measured_step_time,
             visited=self.state.timed_layouts,
         )
         in_warmup = state.lr_samples < config.optim.lr_warmup_samples
@@ -382,11 +381,6 @@ class Controller(Callback):
             lr_decay_factor=1.0 if in_warmup or not decayed else min(decayed, 1.0),
             paused=self._is_paused(context),
         )
-
-    def _measured(self, c: Configuration) -> tuple[float, float, int] | None:
-        """What this run has measured of a configuration's step time."""
-        key = config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
-        return self.state.measured_step_time(key)
 
     def _is_paused(self, context: CallbackContext) -> bool:
         """Whether an operator has paused decisions; a change of that is recorded."""

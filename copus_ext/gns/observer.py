@@ -42,18 +42,13 @@ class NoiseScale:
     grad_variance_trace: float | None
     """Smoothed tr(Sigma), |gradient|^2 samples."""
     tokens_per_sample: float
-    """Loss tokens of a sample, smoothed: phi_tokens = phi_samples x this."""
+    """Loss tokens of a sample, smoothed."""
     effective_steps: float
     """Measured steps that the average is worth."""
     estimator: str
     """`micro`, `rank`, `half`, or `none` where the layout allows no measurement."""
     age_tokens: float
     """Tokens trained since the last measurement."""
-
-    @property
-    def phi_tokens(self) -> float | None:
-        """phi in loss tokens."""
-        return None if self.phi_samples is None else self.phi_samples * self.tokens_per_sample
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

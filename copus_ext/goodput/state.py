@@ -12,6 +12,7 @@ from typing import Any
 
 from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
 VERSION = 2
@@ -225,9 +226,10 @@ class ControllerState:
             times.append(seconds)
             del times[:-TIMED_STEPS]
 
-    def measured_step_time(self, key: str) -> tuple[float, float, int] | None:
+    def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;
         None before enough were timed."""
+        key = config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
         times = self.step_times.get(key, [])
         if len(times) < MIN_TIMED_STEPS:
             return None

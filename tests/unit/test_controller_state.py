@@ -25,12 +25,13 @@ from copus_ext.goodput.state import (
     ControllerState,
     config_key,
 )
+from copus_ext.planner.configuration import Configuration
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
 from tests.helpers.launch import ROOT
 from tests.helpers.recorded import record_decisions
 
-KEY = config_key("tp1.pp1.dp2", 1, 8)
+EIGHT = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
 ARCHIVE = ROOT / "tests/distributed/data/run_of_2026_11.tar.xz"
 """A run and its checkpoint as version 1 wrote them."""
 
@@ -62,15 +63,18 @@ def grown(state: ControllerState, **values: Any) -> ControllerState:
 
 
 def test_step_times_need_a_warm_up_and_some_steps_and_few_are_kept() -> None:
-    assert filled(7).measured_step_time(KEY) is None
+    assert filled(7).measured_step_time(EIGHT) is None
     state = filled(8)
-    assert state.measured_step_time(KEY) == (pytest.approx(0.1), pytest.approx(0), 5)
+    assert state.measured_step_time(EIGHT) == (pytest.approx(0.1), pytest.approx(0), 5)
     filled(500, state=state)
-    assert len(state.steps) <= 2 * WINDOW_STEPS and len(state.step_times[KEY]) == TIMED_STEPS
+    assert (
+        len(state.steps) <= 2 * WINDOW_STEPS
+        and len(state.step_times["tp1.pp1.dp2 1 8"]) == TIMED_STEPS
+    )
     # The first steps of a launch are not timed.
     resumed = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
     filled(3, state=resumed, seconds=30.0)
-    assert resumed.measured_step_time(KEY) == state.measured_step_time(KEY)
+    assert resumed.measured_step_time(EIGHT) == state.measured_step_time(EIGHT)
     assert state.timed_layouts == [Layout(dp=2)]
 
 

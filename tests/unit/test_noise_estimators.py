@@ -12,11 +12,10 @@ import pytest
 from copus_ext.gns.estimators import (
     NoiseNotIdentifiable,
     Weights,
-    equal_weights,
     estimate_gns,
     group_weights,
-    predicted_spread,
 )
+from tests.helpers.noise_theory import equal_weights, predicted_spread
 
 
 def test_it_inverts_the_expected_norms_exactly() -> None:

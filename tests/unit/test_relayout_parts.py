@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.costs import BUILD_S, prior_s
-from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
-from copus_ext.planner.configuration import Configuration
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config import Config
@@ -21,7 +16,6 @@ from megatron.training.config.layout import Layout
 from megatron.training.config.relayout import with_layout
 from megatron.training.train.callbacks import Callback, CallbackContext, Callbacks
 from tests.helpers.jobs import TINY, layout_flags
-from tests.helpers.recorded import shipped_rules
 
 RECOMPUTE = "--recompute-granularity full --recompute-method block"
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2)]
@@ -95,68 +89,6 @@ def test_the_prior_grows_with_the_state_and_falls_with_the_ranks() -> None:
     assert prior_s(few) > prior_s(many) > BUILD_S["cpu"]
     slow = [prior_s(few, link_bytes_per_s=rate) for rate in (1e3, 1e6, 1e12)]
     assert slow == sorted(slow, reverse=True) and slow[-1] == prior_s(few)
-
-
-def row(tp: int, pp: int, speed: float) -> ConfigThroughput:
-    return ConfigThroughput(
-        configuration=Configuration(
-            layout=Layout(tp=tp, pp=pp, dp=4 // (tp * pp)), micro_batch_size=1, global_batch_size=8
-        ),
-        samples_per_s=speed,
-        relative_sd=0.01,
-        source="profiled",
-    )
-
-
-def situation(**values: Any) -> DecisionInputs:
-    plain: dict[str, Any] = {
-        "rules": shipped_rules(flags={"copus_policy": "static", "copus_layouts": "all"}, grid=(8,)),
-        "noise": NoiseScale(
-            status="none",
-            phi_samples=None,
-            low_samples=None,
-            high_samples=None,
-            grad_norm_sq=None,
-            grad_variance_trace=None,
-            tokens_per_sample=1.0,
-            effective_steps=0.0,
-            estimator="none",
-            age_tokens=0.0,
-        ),
-        "rows": (row(1, 1, 10.0), row(1, 2, 20.0), row(2, 1, 15.0)),
-        "current": 0,
-        "iteration": 1000,
-        "consumed_samples": 8000,
-        "total_samples": 80000,
-        "half_life_samples": 100.0,
-        "elapsed_s": 1000.0,
-        "switch_cost_s": 10.0,
-    }
-    return DecisionInputs(**{**plain, **values})
-
-
-def test_the_best_layout_within_reach_is_taken() -> None:
-    assert decide(situation()).to.layout == Layout(pp=2, dp=2)
-    barred = situation(barred_layouts=(Layout(pp=2, dp=2),))
-    assert decide(barred).kind == "relayout" and decide(barred).to.layout == Layout(tp=2, dp=2)
-    ended = decide(situation(relayouts_ended=True))
-    assert ended.kind == "stay" and "too many changes" in ended.reason
-
-
-def test_a_pause_that_does_not_pay_off_is_not_made() -> None:
-    late = situation(consumed_samples=79900, switch_cost_s=10.0)
-    assert decide(late).kind == "stay"
-    assert decide(replace(late, switch_cost_s=0.5)).kind == "relayout"
-
-
-def test_bars_survive_the_journal() -> None:
-    import json
-
-    before = situation(barred_layouts=(Layout(pp=2, dp=2),))
-    old = {**before.to_json(), "barred_layouts": [[1, 2, 1, 2]]}
-    assert DecisionInputs.from_json(old) == before
-    again = DecisionInputs.from_json(json.loads(json.dumps(before.to_json())))
-    assert again == before
 
 
 def test_the_last_move_counts_whatever_is_asked_beside_it() -> None:

@@ -14,7 +14,6 @@ import pytest
 from copus_ext.commands import replay
 from copus_ext.commands import simulate as tool
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
-from copus_ext.gns.estimators import predicted_spread
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
 from copus_ext.simulate.compare import best_moves, compare, optima, optimum
@@ -31,6 +30,7 @@ from copus_ext.simulate.scenario import Scenario, preset, presets
 from copus_ext.simulate.speeds import Speeds
 from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 from megatron.training.config.layout import Layout
+from tests.helpers.noise_theory import predicted_spread
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
