@@ -56,13 +56,11 @@ def test_one_step_of_twice_the_tokens_is_two_steps() -> None:
     assert once.weight == pytest.approx(twice.weight, rel=1e-12)
 
 
-def test_after_a_half_life_a_value_counts_half() -> None:
-    state = Smoothed(sum_g2=1.0, sum_v=1.0, weight=1.0, weight2=1.0)
-    after = state.update(Estimate(grad_norm_sq=0.0, grad_variance_trace=0.0), tokens=H, half_life=H)
-    assert after.grad_norm_sq == pytest.approx(0.5, abs=1e-12)
-
-
 def test_half_lives() -> None:
+    state = Smoothed(sum_g2=1.0, sum_v=1.0, weight=1.0, weight2=1.0)
+    zero = Estimate(grad_norm_sq=0.0, grad_variance_trace=0.0)
+    after = state.update(zero, tokens=H, half_life=H)
+    assert after.grad_norm_sq == pytest.approx(0.5, abs=1e-12)
     assert half_life_of_factor(0.99, 16 * 2048) == pytest.approx(2.26e6, abs=0.01e6)
     assert half_life_tokens(0, 1) == 16
     assert half_life_tokens(1e6, 1) == 0.25e6
@@ -86,7 +84,7 @@ def test_the_first_steps_are_forgotten_in_time() -> None:
 
 def test_negatives_are_kept_and_clamping_them_would_bias() -> None:
     rng = np.random.default_rng(5)
-    draws = rng.normal(1.0, 1.6, 20_000)
+    draws = rng.normal(1.0, 1.6, 5_000)
     state = feed([(x, 1.0) for x in draws], tokens=1.0, h=1e5)
     clamped = feed([(max(x, 0.0), 1.0) for x in draws], tokens=1.0, h=1e5)
     assert abs(state.grad_norm_sq - 1.0) < 3 * 1.6 / math.sqrt(state.effective_steps)
@@ -156,8 +154,9 @@ def test_what_changes_slowly_does_not_look_skewed() -> None:
     assert interval.high / interval.ratio > interval.ratio / interval.low
 
 
-def test_a_record_of_before_is_taken_over() -> None:
-    state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 4.8)] * 20)
+def test_json_keeps_every_bit_and_an_older_record_is_read() -> None:
+    state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 1 / 3)] * 20)
+    assert Smoothed.from_json(json.loads(json.dumps(state.to_json()))) == state
     names = ("sum_g2", "sum_v", "weight", "weight2", "p_gg", "p_vv", "p_gv")
     old = Smoothed.from_json({name: getattr(state, name) for name in names})
     assert old.interval().ratio == state.interval().ratio
@@ -170,9 +169,7 @@ def test_a_record_of_before_is_taken_over() -> None:
 # Each was far to one side with one quantile for both ends, or is an odd length of run.
 ONE_SIDED = [
     ("3 directions with 40 %", 2, 32, 16, 60, 16.0),
-    ("3 directions with 40 %", 16, 16, 4, 60, None),
     ("3 directions with 40 %", 16, 16, 4, 400, 64.0),
-    ("30 directions, the k-th with 1/k", 2, 32, 16, 60, None),
     ("30 directions, the k-th with 1/k", 0.25, 64, 2, 60, 16.0),
     ("1 direction with 20 %", 2, 32, 16, 200, 64.0),
     ("400 equal directions", 16, 16, 2, 32, None),
@@ -193,14 +190,12 @@ def test_both_ends_miss_equally_often(case: tuple) -> None:
     found = misses(case)
     assert 1.5 <= found["above"] <= 3.5, found
     assert 1.5 <= found["below"] <= 3.5, found
+    if case == ONE_SIDED[0]:  # another level
+        found = misses(case, z=1.6448536269514722)
+        assert 3.5 <= found["above"] <= 6.5 and 3.5 <= found["below"] <= 6.5, found
 
 
-def test_another_level_is_kept_as_well() -> None:
-    found = misses(ONE_SIDED[0], z=1.6448536269514722)
-    assert 3.5 <= found["above"] <= 6.5 and 3.5 <= found["below"] <= 6.5, found
-
-
-def test_doubt_and_drift_widen_and_change_no_value() -> None:
+def test_added_variance_widens_the_interval_and_changes_no_value() -> None:
     state = feed([(1.0, 5.0), (1.2, 5.5), (0.9, 4.8)] * 20)
     base = state.interval()
     for wider in (state.inflate_variance(2), state.add_drift_variance(tokens=500, half_life=H)):
@@ -208,11 +203,6 @@ def test_doubt_and_drift_widen_and_change_no_value() -> None:
         assert read.ratio == base.ratio
         assert read.low and base.low and read.high and base.high
         assert read.low < base.low and read.high > base.high
-
-
-def test_the_state_survives_json_bit_for_bit() -> None:
-    state = feed([(0.1, 7.3), (0.7, 1 / 3)])
-    assert Smoothed.from_json(json.loads(json.dumps(state.to_json()))) == state
 
 
 def test_enough_measurements_stay_in_a_half_life() -> None:

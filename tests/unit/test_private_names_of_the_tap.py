@@ -1,4 +1,4 @@
-"""Private names of megatron-core that the gradient tap touches: a small job, a test per name."""
+"""Private names of megatron-core that the gradient hooks touch: a small job, a test per name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Look(Callback):
     """Asks about each name while a small job trains.
 
     Args:
-        facts: filled with whether each is as the tap relies on.
+        facts: filled with whether each is as the hooks rely on.
         names: filled with the names of all attributes there.
     """
 
@@ -125,13 +125,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bool], se
 
 
 @pytest.mark.parametrize("name", RELIED_ON)
-def test_the_tap_finds_what_it_touches(found: tuple[dict[str, bool], set[str]], name: str) -> None:
+def test_the_hooks_find_what_they_touch(found: tuple[dict[str, bool], set[str]], name: str) -> None:
     why = f"megatron-core {name} moved: no longer true is: {RELIED_ON[name]}"
     assert found[0].get(name), why
 
 
 def test_nothing_is_touched_that_is_not_tested(found: tuple[dict[str, bool], set[str]]) -> None:
-    """Every attribute of megatron-core's wrappers, buffers and buckets that the tap names."""
+    """Every attribute of megatron-core's wrappers, buffers and buckets that the hooks name."""
     named = {
         node.attr
         for node in ast.walk(ast.parse((ROOT / "copus_ext/gns/hooks.py").read_text()))
