@@ -198,6 +198,21 @@ def test_the_multiplier_has_its_name_of_before() -> None:
     assert DecisionInputs.from_json(journal) == situation(16)
 
 
+def rows_of(
+    table: ThroughputTable,
+    batches: list[int],
+    measured: Any = lambda c: None,
+    *,
+    micro: int = 1,
+    batch: int = 8,
+) -> tuple[list[ConfigThroughput], ConfigThroughput]:
+    """The rows of a run that goes at `batch` in micro-batches of `micro`, and the present one."""
+    rows, at = table.rows(
+        batches, micro_batch_size=micro, global_batch_size=batch, measured=measured
+    )
+    return rows, rows[at]
+
+
 def test_the_table_of_a_run() -> None:
     times: dict[tuple[int, int], tuple[float, float, int]] = {(1, 8): (0.5, 0.001, 20)}
 
@@ -206,8 +221,7 @@ def test_the_table_of_a_run() -> None:
 
     table = ThroughputTable(config(), flags(), gpu=None)
     assert not table.note
-    rows, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
-    now = rows[at]
+    rows, now = rows_of(table, [8, 16], measured)
     assert (now.global_batch_size, now.micro_batch_size, now.source) == (8, 1, "measured")
     assert now.samples_per_s == pytest.approx(16.0, rel=0.02)
     found = {(r.global_batch_size, r.micro_batch_size) for r in rows}
@@ -219,8 +233,8 @@ def test_the_table_of_a_run() -> None:
     kin = next(r for r in rows if (r.global_batch_size, r.micro_batch_size) == (16, 1))
     assert kin.samples_per_s == pytest.approx(16.0, rel=0.4) and kin.relative_sd < 0.04
     times[1, 8] = (0.25, 0.001, 20)
-    faster, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=measured)
-    assert faster[at].samples_per_s == pytest.approx(32.0, rel=0.02)
+    _, faster = rows_of(table, [8, 16], measured)
+    assert faster.samples_per_s == pytest.approx(32.0, rel=0.02)
 
 
 def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
@@ -228,11 +242,9 @@ def test_a_model_that_the_cost_model_does_not_know_keeps_its_layout() -> None:
     run = replace(run, model=replace(run.model, multi_latent_attention=True))
     table = ThroughputTable(run, flags(copus_layouts="all"), gpu=None)
     assert "--multi-latent-attention" in table.note and "the layout stays" in table.note
-    rows, at = table.rows(
-        [8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: (0.5, 0.001, 20)
-    )
+    rows, now = rows_of(table, [8, 16], lambda c: (0.5, 0.001, 20))
     assert {row.layout for row in rows} == {run.layout}
-    assert {row.global_batch_size for row in rows} == {8, 16} and rows[at].global_batch_size == 8
+    assert {row.global_batch_size for row in rows} == {8, 16} and now.global_batch_size == 8
 
 
 def test_the_rows_of_the_vocabulary_divide_by_every_tensor_size_that_may_be_chosen() -> None:
@@ -270,9 +282,9 @@ def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_prese
             is_now = (c.micro_batch_size, c.num_microbatches) == (1, 4)
             return (step_s, 0.001, 20) if is_now else None
 
-        rows, at = table.rows([4, 8], micro_batch_size=1, global_batch_size=8, measured=measured)
-        assert rows[at].samples_per_s == pytest.approx(8 / step_s, rel=0.02)
-        return [r.samples_per_s / rows[at].samples_per_s for r in sorted(rows, key=sizes)]
+        rows, now = rows_of(table, [4, 8], measured)
+        assert now.samples_per_s == pytest.approx(8 / step_s, rel=0.02)
+        return [r.samples_per_s / now.samples_per_s for r in sorted(rows, key=sizes)]
 
     assert over_now(0.36 * 1.25) == pytest.approx(over_now(0.36), rel=0.02)
 
@@ -281,12 +293,11 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
     pipeline = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
     run = config(f"{pipeline} Ettt|tL")
     run = replace(run, model=replace(run.model, padded_vocab_size=512))
-    sizes: Any = {"micro_batch_size": 1, "global_batch_size": 8}
     free = flags(copus_layouts="all")
     for here in (run, with_layout(run, Layout(dp=2))):
         table = ThroughputTable(here, free, gpu=None, flag_layout=run.layout)
-        rows, at = table.rows([8, 16], measured=lambda c: None, **sizes)
-        assert rows[at].layout == here.layout
+        rows, now = rows_of(table, [8, 16])
+        assert now.layout == here.layout
         assert {r.layout for r in rows} == {
             run.layout,
             Layout(pp=2, vpp=2),
@@ -294,19 +305,15 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
             Layout(dp=2),
         }
     odd = config(f"{pipeline} Ettt|ttL --num-layers 5")
-    times = {8: (0.5, 0.001, 20)}
-    rows, at = ThroughputTable(odd, free, gpu=None).rows(
-        [8, 16],
-        measured=lambda c: (
-            times.get(c.global_batch_size)
-            if c.layout == odd.layout and c.micro_batch_size == 1
-            else None
-        ),
-        **sizes,
-    )
+
+    def timed(c: Configuration) -> Any:
+        own = (c.layout, c.micro_batch_size, c.global_batch_size) == (odd.layout, 1, 8)
+        return (0.5, 0.001, 20) if own else None
+
+    rows, now = rows_of(ThroughputTable(odd, free, gpu=None), [8, 16], timed)
     own = [r for r in rows if r.layout == odd.layout]
     assert [(r.global_batch_size, r.source) for r in own] == [(8, "measured"), (16, "assumed")]
-    assert rows[at] == own[0] and own[0].layout.layer_partition == (3, 2)
+    assert now == own[0] and own[0].layout.layer_partition == (3, 2)
     plain = json.loads(json.dumps(own[0].to_json()))
     assert ConfigThroughput.from_json(plain) == own[0]
 
@@ -320,27 +327,21 @@ def test_steps_of_uneven_micro_batches_are_only_themselves(micro: int, batch: in
         return (1.0, 0.001, 20) if own else None
 
     table = ThroughputTable(run, flags(), gpu=None)
-    rows, at = table.rows(
-        [batch, 8], micro_batch_size=micro, global_batch_size=batch, measured=measured
-    )
-    assert (rows[at].global_batch_size, rows[at].source) == (batch, "measured")
-    assert rows[at].samples_per_s == pytest.approx(batch, rel=0.01)
-    assert all(r.source != "measured" for r in rows if r is not rows[at])
+    rows, now = rows_of(table, [batch, 8], measured, micro=micro, batch=batch)
+    assert (now.global_batch_size, now.source) == (batch, "measured")
+    assert now.samples_per_s == pytest.approx(batch, rel=0.01)
+    assert all(r.source != "measured" for r in rows if r is not now)
 
 
 def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
     table = ThroughputTable(config(), flags(), gpu=("Unheard-of GPU", 1000.0))
     assert "no preset describes" in table.note
-    rows, at = table.rows(
-        [8, 16, 15],
-        micro_batch_size=1,
-        global_batch_size=8,
-        measured=lambda c: (0.5, 0.0, 9) if c.global_batch_size == 8 else None,
-    )
+    known = {8: (0.5, 0.0, 9)}
+    rows, now = rows_of(table, [8, 16, 15], lambda c: known.get(c.global_batch_size))
     assert [(r.global_batch_size, r.source) for r in rows] == [(8, "measured"), (16, "assumed")]
-    assert at == 0 and rows[1].samples_per_s == 16.0
-    none, at = table.rows([8, 16], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
-    assert len(none) == 1 and none[at].source == "assumed"
+    assert now == rows[0] and rows[1].samples_per_s == 16.0
+    rows, now = rows_of(table, [8, 16])
+    assert rows == [now] and now.source == "assumed"
 
 
 def test_a_slow_link_between_nodes_is_known_before_anything_ran(
@@ -349,11 +350,8 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     def fastest(rate: float | None) -> dict[Layout, float]:
         link = None if rate is None else Link(bytes_per_s=rate, ranks=1)
         table = ThroughputTable(config(), flags(copus_layouts="all"), gpu=None, link=link)
-        rows, _ = table.rows([8], micro_batch_size=1, global_batch_size=8, measured=lambda c: None)
-        speeds: dict[Layout, float] = {}
-        for r in rows:
-            speeds[r.layout] = max(r.samples_per_s, speeds.get(r.layout, 0.0))
-        return speeds
+        rows = sorted(rows_of(table, [8])[0], key=lambda r: r.samples_per_s)
+        return {r.layout: r.samples_per_s for r in rows}
 
     dp, pp, tp = Layout(dp=2), Layout(pp=2), Layout(tp=2)
     one = fastest(None)
@@ -364,23 +362,21 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     assert fastest(None) == fast  # faster than a machine of its kind is taken to be no gain
 
 
-def test_a_slow_link_makes_a_change_of_layout_dearer() -> None:
-    run = config()
-    run = replace(run, model=replace(run.model, padded_vocab_size=512))
+def test_the_assumed_cost_of_a_change_of_layout() -> None:
+    """It grows with the state, falls with the ranks, and is in proportion to a slow link."""
+    run = config().replace(padded_vocab_size=512)
     plain = prior_s(run)
+    assert plain > prior_s(run.replace(data_parallel_size=64)) > BUILD_S["cpu"]
     assert prior_s(run, link_bytes_per_s=1e12) == plain
     slow, ratio = prior_s(run, link_bytes_per_s=1e4), LINK_BYTES_PER_S["cpu"] / 1e4
     assert slow - BUILD_S["cpu"] == pytest.approx(ratio * (plain - BUILD_S["cpu"]))
 
 
-def test_a_cluster_that_is_not_the_run_is_refused() -> None:
+def test_a_cluster_is_the_one_of_the_run_and_known_by_its_name_or_found(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--copus-cluster h100-80g:8: it has 8 GPUs"):
         ThroughputTable(config(), flags(copus_cluster="h100-80g:8"), gpu=None)
     with pytest.raises(UsageError, match="--copus-profile"):
         ThroughputTable(config(), flags(copus_profile="/no/such/file"), gpu=None)
-
-
-def test_the_peak_of_a_rank_is_that_of_the_machine_named_or_found(tmp_path: Path) -> None:
     assert ThroughputTable(config(), flags(), gpu=None).peak_flops is None
     found = ThroughputTable(config(), flags(), gpu=("NVIDIA H100 80GB HBM3", 81559.0)).peak_flops
     assert found == GPUS["H100-80GB"].peak("fp32")

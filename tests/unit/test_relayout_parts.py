@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from copus_ext.goodput.costs import BUILD_S, prior_s
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config import Config
@@ -81,14 +80,6 @@ def test_a_layout_reads_its_own_text(sizes: tuple[int, int, int]) -> None:
 def test_other_text_is_no_layout(text: str) -> None:
     with pytest.raises(ValueError):
         Layout.from_text(text)
-
-
-def test_the_prior_grows_with_the_state_and_falls_with_the_ranks() -> None:
-    few = config()
-    many = few.replace(data_parallel_size=64)
-    assert prior_s(few) > prior_s(many) > BUILD_S["cpu"]
-    slow = [prior_s(few, link_bytes_per_s=rate) for rate in (1e3, 1e6, 1e12)]
-    assert slow == sorted(slow, reverse=True) and slow[-1] == prior_s(few)
 
 
 def test_the_last_move_counts_whatever_is_asked_beside_it() -> None:
