@@ -174,6 +174,9 @@ _NAMES_OF_VERSION_1: dict[str, Any] = {
         "candidates": {"verdict": "blocked_reason"},
     },
     "situation": {
+        "barred_layouts": "blocked_layouts",
+        "small_since_samples": "above_optimal_since_samples",
+        "noise_when_shrunk": "critical_batch_size_when_shrunk",
         "noise": {"g2": "grad_norm_sq", "v": "grad_variance_trace"},
         "rules": {"calibration": "noise_scale_multiplier"},
     },

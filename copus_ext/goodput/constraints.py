@@ -77,7 +77,7 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield "another layout, and the run keeps its own"
     if s.relayouts_ended:
         yield "another layout, and too many changes of layout have failed"
-    if to.layout in s.barred_layouts:
+    if to.layout in s.blocked_layouts:
         yield "a change to this layout has failed"
     if s.in_ramp:
         yield "the learning rate is in a ramp"
@@ -115,7 +115,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         if since < s.half_life_samples:
             yield f"{since} of {s.half_life_samples:.0f} samples since the last change"
     # Growing now could undo a shrinking on account of mere noise.
-    then, now = s.noise_when_shrunk, s.critical_batch_size
+    then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
     if then is not None and now is not None and now < _SWING * then:
         yield f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
@@ -131,11 +131,11 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
         yield "shrinks by more than one step of the grid"
     if s.noise.status != "ok":
         yield "the noise scale has no upper bound"
-    if not above_optimal or s.small_since_samples is None:
+    if not above_optimal or s.above_optimal_since_samples is None:
         yield "it is not certain that the optimal batch is smaller"
         return
     long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
-    if s.consumed_samples - s.small_since_samples < long_enough:
+    if s.consumed_samples - s.above_optimal_since_samples < long_enough:
         yield f"above the optimal batch for less than {long_enough:.0f} samples"
 
 

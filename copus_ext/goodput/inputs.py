@@ -1,5 +1,4 @@
-"""All that a decision depends on, and the decision: values that a journal holds and that can be
-decided again."""
+"""The inputs of a decision and the decision, as the journal holds them."""
 
 from __future__ import annotations
 
@@ -101,9 +100,9 @@ class Rules:
     objective: str
     """A name of `objectives.OBJECTIVES`."""
     switch_rule: Literal["forward", "paper"]
-    """When a better configuration is worth moving to."""
+    """When a gain suffices for a change."""
     noise_scale_multiplier: float
-    """c: the critical batch size is c times the measured noise scale."""
+    """The critical batch size is this times the measured noise scale."""
     reference_batch: int
     """Batch for which the learning rate was chosen, samples."""
     first_batch: int
@@ -125,12 +124,12 @@ class Rules:
     doubling_ratio: float
     """Of `doubling`: each further doubling comes after this times as many samples."""
     relayout: bool
-    """Whether the run can move to another layout."""
+    """Whether the layout may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionInputs:
-    """Where a run stands."""
+    """All that a decision depends on."""
 
     rules: Rules
     """How to decide."""
@@ -151,9 +150,9 @@ class DecisionInputs:
     elapsed_s: float
     """Seconds of training so far, pauses included."""
     paused_s: float = 0.0
-    """Seconds of pauses for changes so far."""
+    """Of these the pauses for changes of the layout."""
     switch_cost_s: float
-    """Seconds that moving to another layout is taken to cost."""
+    """Upper estimate of the pause of a change of the layout, seconds."""
     in_warmup: bool = False
     """Whether the learning rate is still warming up."""
     in_ramp: bool = False
@@ -168,16 +167,16 @@ class DecisionInputs:
     """Samples at which the batch last changed."""
     last_relayout_iteration: int | None = None
     """Step after which the layout last changed."""
-    barred_layouts: tuple[Layout, ...] = ()
+    blocked_layouts: tuple[Layout, ...] = ()
     """Layouts to which a change from the present one has failed."""
     relayouts_ended: bool = False
     """Whether too many changes of layout have failed."""
     hold_growth_until_samples: int = 0
     """No growth before, because of a loss spike."""
-    small_since_samples: int | None = None
-    """Samples since when the best batch has surely been below the present one."""
-    noise_when_shrunk: float | None = None
-    """Phi when the batch last became smaller, samples."""
+    above_optimal_since_samples: int | None = None
+    """Samples since when the batch has been above the optimal one with confidence."""
+    critical_batch_size_when_shrunk: float | None = None
+    """Critical batch size when the batch last became smaller, samples."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
 
@@ -188,7 +187,8 @@ class DecisionInputs:
 
     @property
     def critical_batch_size(self) -> float | None:
-        """Phi = c phi, samples; while only a lower bound is known, from that."""
+        """The multiplier times the noise scale, samples; while only a lower bound is known, from
+        that."""
         phi = self.noise.phi_samples
         if self.noise.status == "lower_bound_only":
             phi = self.noise.low_samples
@@ -201,19 +201,17 @@ class DecisionInputs:
             "rules": asdict(self.rules),
             "noise": self.noise.to_json(),
             "rows": [row.to_json() for row in self.rows],
-            "barred_layouts": [str(layout) for layout in self.barred_layouts],
+            "blocked_layouts": [str(layout) for layout in self.blocked_layouts],
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> DecisionInputs:
-        """Inverse of `to_json`.
+        """Inverse of `to_json`; `decision_log.upgraded` makes it of an older record.
 
         Raises:
             TypeError, KeyError: a record of another form.
         """
         rules = dict(data["rules"])
-        if "calibration" in rules:  # its name in journals of before
-            rules["noise_scale_multiplier"] = rules.pop("calibration")
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
         return cls(
@@ -222,7 +220,7 @@ class DecisionInputs:
                 "rules": Rules(**rules),
                 "noise": NoiseScale.from_json(data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
-                "barred_layouts": tuple(map(Layout.from_record, data.get("barred_layouts", ()))),
+                "blocked_layouts": tuple(map(Layout.from_record, data.get("blocked_layouts", ()))),
             }
         )
 
@@ -263,11 +261,11 @@ def build_inputs(
         skipped_steps=state.skipped_steps,
         last_change_samples=state.last_change_samples,
         last_relayout_iteration=costs.last_iteration,
-        barred_layouts=costs.blocked_layouts(rows[current].layout),
+        blocked_layouts=costs.blocked_layouts(rows[current].layout),
         relayouts_ended=costs.has_given_up,
         hold_growth_until_samples=state.hold_growth_until_samples,
-        small_since_samples=state.above_optimal_since_samples,
-        noise_when_shrunk=state.critical_batch_size_when_shrunk,
+        above_optimal_since_samples=state.above_optimal_since_samples,
+        critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
         paused=paused,
     )
 

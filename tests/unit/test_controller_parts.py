@@ -26,7 +26,7 @@ from copus_ext.cost_model.cluster_spec import GPUS, preset
 from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.goodput.inputs import ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
@@ -190,12 +190,6 @@ def test_rules_have_no_defaults_of_their_own() -> None:
     for kind in (Rules, RateRules):
         own = [f.name for f in fields(kind) if f.default is not MISSING]
         assert not own, f"{kind.__name__}: defaults stand in copus_ext/controller/flags.py: {own}"
-
-
-def test_the_multiplier_has_its_name_of_before() -> None:
-    journal = situation(16).to_json()
-    journal["rules"]["calibration"] = journal["rules"].pop("noise_scale_multiplier")
-    assert DecisionInputs.from_json(journal) == situation(16)
 
 
 def rows_of(

@@ -30,6 +30,7 @@ from megatron.training.common.train_state import TrainState
 from megatron.training.config.layout import Layout
 from tests.helpers.launch import ROOT
 from tests.helpers.recorded import record_decisions
+from tests.unit.test_decide import situation
 
 EIGHT = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
 ARCHIVE = ROOT / "tests/distributed/data/run_of_2026_11.tar.xz"
@@ -224,6 +225,10 @@ def test_a_journal_of_version_1_is_read_under_todays_names(
         assert inputs.noise.grad_variance_trace == old["situation"]["noise"]["v"]
     assert len(pairs) == 3
     assert upgraded(news[0]) is news[0]
+    inputs = situation(16).to_json()
+    inputs["rules"]["calibration"] = inputs["rules"].pop("noise_scale_multiplier")
+    old = {"kind": "decision", "version": 1, "situation": inputs}
+    assert DecisionInputs.from_json(upgraded(old)["situation"]) == situation(16)
     # Parts of an unknown form stay.
     for odd in ({"sizes": 3}, {"decision": []}, {"situation": {"noise": 1, "rules": None}}):
         assert upgraded({"kind": "start", "version": 1, **odd})["version"] == VERSION

@@ -164,7 +164,9 @@ def test_an_unsure_gain_waits() -> None:
     bound = noise(100.0, status="lower_bound_only")
     assert decide(situation(16, measured=bound)).to.global_batch_size == 32
     small = noise(5.0, status="lower_bound_only")
-    s = situation(64, measured=small, flags={"copus_allow_shrink": True}, small_since_samples=0)
+    s = situation(
+        64, measured=small, flags={"copus_allow_shrink": True}, above_optimal_since_samples=0
+    )
     assert decide(s).kind == "stay"
 
 
@@ -234,21 +236,23 @@ def test_shrinking_waits_until_it_is_sure_for_long() -> None:
     assert decide(situation(256, 8.0)).kind == "stay"
     small = decide(situation(256, 8.0, flags=flags))
     assert small.kind == "stay" and small.batch_above_optimal
-    short = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 3999)
+    short = situation(256, 8.0, flags=flags, above_optimal_since_samples=16_000 - 3999)
     assert decide(short).kind == "stay"
-    long = situation(256, 8.0, flags=flags, small_since_samples=16_000 - 4000)
+    long = situation(256, 8.0, flags=flags, above_optimal_since_samples=16_000 - 4000)
     assert decide(long).to.global_batch_size == 128, "one step of the grid"
 
 
 def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None:
     flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
-    s = situation(256, 8.0, flags=flags, small_since_samples=0)
+    s = situation(256, 8.0, flags=flags, above_optimal_since_samples=0)
     assert decide(s).to.global_batch_size == 128
     falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
     assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
     flags = {"copus_objective": "lr_model"}
     assert decide(situation(256, 16.0, flags=flags)).kind == "stay"
-    s = situation(256, 16.0, flags={**flags, "copus_allow_shrink": True}, small_since_samples=0)
+    s = situation(
+        256, 16.0, flags={**flags, "copus_allow_shrink": True}, above_optimal_since_samples=0
+    )
     assert decide(s).to.global_batch_size == 128
 
 
@@ -260,7 +264,7 @@ def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None
     assert other and all("keeps its own" in c.blocked_reason for c in other)
     able = situation(16, 16.0, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=30.0)
     assert (decide(able).kind, decide(able).to) == ("relayout", rows[1])
-    failed = dataclasses.replace(able, barred_layouts=(rows[1].layout,))
+    failed = dataclasses.replace(able, blocked_layouts=(rows[1].layout,))
     assert (decide(failed).kind, decide(failed).to) == ("relayout", rows[2])
     ended = decide(dataclasses.replace(able, relayouts_ended=True))
     assert ended.kind == "stay" and "too many changes" in ended.reason
@@ -268,7 +272,7 @@ def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None
     assert decide(late).kind == "stay"
     assert decide(dataclasses.replace(late, switch_cost_s=0.5)).kind == "relayout"
     # Journals of before name layouts by their sizes.
-    old = {**failed.to_json(), "barred_layouts": [list(rows[1].layout.sizes)]}
+    old = {**failed.to_json(), "blocked_layouts": [list(rows[1].layout.sizes)]}
     assert DecisionInputs.from_json(old) == failed
     assert DecisionInputs.from_json(json.loads(json.dumps(failed.to_json()))) == failed
 
@@ -377,18 +381,18 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 consumed_samples=s.consumed_samples + 20 * batch,
             )
             decision = decide(s)
-            since = s.small_since_samples if decision.batch_above_optimal else None
+            since = s.above_optimal_since_samples if decision.batch_above_optimal else None
             if decision.batch_above_optimal and since is None:
                 since = s.consumed_samples
             changed = decision.to.global_batch_size != batch
             s = dataclasses.replace(
                 s,
                 current=s.rows.index(decision.to),
-                small_since_samples=None if changed else since,
+                above_optimal_since_samples=None if changed else since,
                 last_change_samples=s.consumed_samples if changed else s.last_change_samples,
-                noise_when_shrunk=s.critical_batch_size
+                critical_batch_size_when_shrunk=s.critical_batch_size
                 if decision.to.global_batch_size < batch
-                else s.noise_when_shrunk,
+                else s.critical_batch_size_when_shrunk,
             )
             if changed:
                 sizes.append(decision.to.global_batch_size)
