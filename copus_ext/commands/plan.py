@@ -23,7 +23,7 @@ from copus_ext.planner.request import (
     UsageProblem,
     batches,
     cluster_of,
-    is_number,
+    configuration_of,
     model_of,
     sizes,
     timings_of,
@@ -214,35 +214,12 @@ def planner_of(args: argparse.Namespace) -> Any:
 
 def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, int]:
     """What the configuration asked for gives, or why it is none; and the exit code."""
-    from copus_ext.planner.configuration import RECOMPUTE, Configuration
     from copus_ext.planner.plan import Ranked
-    from megatron.training.config.layout import Layout
 
-    given = sizes("CONFIG", args.explain, ("recompute", "sp", "zero"))
-    tp, pp, world = given.get("tp", 1), given.get("pp", 1), planner.cluster.world_size
-    dp = world // (tp * pp)
-    if world % (tp * pp) or given.get("dp", dp) != dp:
-        raise UsageProblem(f"{args.explain}: tp x pp x dp is not {world} GPUs")
-    recompute, _, layers = given.get("recompute", "none").partition(":")
-    if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
-        ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
-        raise UsageProblem(f"{args.explain}: recompute is one of {ways}")
-    if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
-        raise UsageProblem(f"{args.explain}: sp goes with tp, which is {tp}; leave it out")
-    try:
-        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp)
-    except ValueError as error:
-        raise UsageProblem(f"{args.explain}: {error}") from error
-    configuration = Configuration(
-        layout=layout,
-        micro_batch_size=given.get("micro_batch", 1),
-        global_batch_size=batch,
-        recompute=recompute,
-        recompute_num_layers=int(layers or 0),
-        sequence_parallel=tp > 1,
-        use_distributed_optimizer=given.get("zero", "1") != "0",
+    world_size = planner.cluster.world_size
+    found = planner.explain(
+        configuration_of(args.explain, global_batch_size=batch, world_size=world_size)
     )
-    found = planner.explain(configuration)
     if isinstance(found, Ranked):
         return found, 0
     return found, 4 if found.code == "memory" else 3

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 tools/profile_layouts.py --store profile.jsonl -- FLAGS OF YOUR RUN
 
-For every layout and micro-batch two counts of micro-batches are timed, which give every global
-batch. What is already in the store is not timed again, so that an interrupted run goes on.
+It times two counts of micro-batches for every layout and micro-batch. The two give every global
+batch. It skips what is already in the store, so that an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description=(__doc__ or "").splitlines()[0],
     )
     p.add_argument("--store", type=Path, required=True, help="JSON-lines file, appended to")
-    p.add_argument("--max-micro-batch", type=int, default=8)
-    p.add_argument("--recompute", default="none", help="some of none,selective,full,block")
+    p.add_argument("--max-micro-batch", type=int, default=8, help="largest micro-batch to time")
+    p.add_argument("--recompute", default="none", help="some of none, selective, full, block")
     p.add_argument("--steps", type=int, default=5, help="timed steps of each count")
     p.add_argument("--warm-up", type=int, default=2, help="steps before them")
     p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
-    p.add_argument("--batches", default="", help="time these instead, such as 8,16")
-    p.add_argument("--fix", default="", help="such as tp=2,pp=1")
-    p.add_argument("--largest", default="", help="such as vpp=1")
+    p.add_argument("--batches", default="", help="time these batches instead, such as 8,16")
+    p.add_argument("--fix", default="", help="sizes to keep, such as tp=2,pp=1")
+    p.add_argument("--largest", default="", help="largest sizes, such as vpp=1")
     return p.parse_args(argv[:at]), argv[at + 1 :]
 
 

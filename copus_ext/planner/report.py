@@ -32,7 +32,7 @@ _WIDE = 500
 _COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
-_UNEVEN += ["given,s", "order,s", "layers,s", "both,s", "nodes", "layers"]
+_UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
 
 

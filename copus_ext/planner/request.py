@@ -11,6 +11,7 @@ from typing import Any
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
+from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
 from megatron.training.config.layout import Layout
 
@@ -76,6 +77,40 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
         raise UsageProblem(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
     return layout.to_json()
+
+
+def configuration_of(text: str, *, global_batch_size: int, world_size: int) -> Configuration:
+    """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
+
+    Sizes that are left out are 1. The replicas fill the cluster.
+
+    Raises:
+        UsageProblem: no configuration of so many GPUs.
+    """
+    given = sizes("CONFIG", text, ("recompute", "sp", "zero"))
+    tp, pp = given.get("tp", 1), given.get("pp", 1)
+    dp = world_size // (tp * pp)
+    if world_size % (tp * pp) or given.get("dp", dp) != dp:
+        raise UsageProblem(f"{text}: tp x pp x dp is not {world_size} GPUs")
+    recompute, _, layers = given.get("recompute", "none").partition(":")
+    if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
+        ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
+        raise UsageProblem(f"{text}: recompute is one of {ways}")
+    if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
+        raise UsageProblem(f"{text}: sp goes with tp, which is {tp}; leave it out")
+    try:
+        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp)
+    except ValueError as error:
+        raise UsageProblem(f"{text}: {error}") from error
+    return Configuration(
+        layout=layout,
+        micro_batch_size=given.get("micro_batch", 1),
+        global_batch_size=global_batch_size,
+        recompute=recompute,
+        recompute_num_layers=int(layers or 0),
+        sequence_parallel=tp > 1,
+        use_distributed_optimizer=given.get("zero", "1") != "0",
+    )
 
 
 def model_of(args: argparse.Namespace) -> Any:
