@@ -60,9 +60,13 @@ class _Parser(argparse.ArgumentParser):
 def parser(command: str = "search") -> argparse.ArgumentParser:
     """The flags of one of `COMMANDS`."""
     name = program_name("plan.py")
+    usage = {"search": "[COMMAND] ", "explain": "explain CONFIG ", "order": "order [CONFIG] "}.get(
+        command, f"{command} "
+    )
     others = [f"  {word:{max(map(len, COMMANDS))}}  {text}" for word, text in COMMANDS.items()]
     p = _Parser(
-        prog=name if command == "search" else f"{name} {command}",
+        prog=name,
+        usage=f"%(prog)s {usage}--model MODEL --cluster CLUSTER --global-batch-size SIZES [flags]",
         description=COMMANDS[command][0].upper() + COMMANDS[command][1:] + ".",
         epilog="\n".join([f"commands ({name} COMMAND --help):", *others]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -77,8 +81,9 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     _add_inputs(p)
     out = p.add_argument_group("answer")
     formats = ["table", "json", *(["flags"] if command == "search" else [])]
-    out.add_argument("--format", choices=formats, default="table")
-    out.add_argument("--json", action="store_const", const="json", dest="format")
+    out.add_argument("--format", choices=formats, default="table", help="form of the answer")
+    words = "the same as --format json"
+    out.add_argument("--json", action="store_const", const="json", dest="format", help=words)
     out.add_argument("--output", type=Path, help="write the answer to this file")
     if command != "explain":
         out.add_argument("--top", type=int, default=10, help="how many to show per batch")
@@ -107,8 +112,8 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     model.add_argument("--seq-length", type=int, help="tokens of a sample")
     where = p.add_argument_group("cluster")
     where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
-    where.add_argument("--nodes", type=int)
-    where.add_argument("--gpus-per-node", type=int, default=8)
+    where.add_argument("--nodes", type=int, help="number of nodes, with --gpu")
+    where.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node, with --nodes")
     where.add_argument("--gpu", help="such as H100-80GB")
     where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
