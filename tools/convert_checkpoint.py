@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Converts a checkpoint, offline; `copus convert-checkpoint` once installed."""
+"""Converts a checkpoint; `copus convert-checkpoint` once installed."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shows what a trained model writes; `copus generate` once installed."""
+"""Generates text with a trained model; `copus generate` once installed."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says what is inside a checkpoint; `copus inspect-checkpoint` once installed."""
+"""Shows what a checkpoint holds; `copus inspect-checkpoint` once installed."""
 
 import sys
 from pathlib import Path

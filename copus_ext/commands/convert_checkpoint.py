@@ -1,4 +1,4 @@
-"""Converts a checkpoint, offline: layout, vocabulary, number format, optimizer, Hugging Face.
+"""Converts a checkpoint: layout, vocabulary, number format, optimizer, or Hugging Face format.
 
 python tools/convert_checkpoint.py checkpoints converted --tp 4 --pp 2 --dp 8 --verify
 python tools/convert_checkpoint.py checkpoints llama-hf --format hf
@@ -32,27 +32,27 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("source", metavar="SRC", type=Path)
     p.add_argument("destination", metavar="DST", type=Path)
-    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest complete")
+    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest one")
     p.add_argument(
         "--ckpt-trust-unverified",
         action="store_true",
-        help="read SRC, of COPUS, though its manifest.json is gone: changed bytes stay unseen",
+        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
     )
-    target = p.add_argument_group("target; what is not given stays as stored")
+    target = p.add_argument_group("target; flags that are absent keep what SRC has")
     target.add_argument("--tp", type=int, help="tensor parallel size")
     target.add_argument("--pp", type=int, help="pipeline parallel size")
     target.add_argument("--vpp", type=int, help="virtual pipeline size")
     target.add_argument("--dp", type=int, help="data parallel size")
     target.add_argument("--vocab", type=int, help="rows of the embedding, padding included")
-    target.add_argument("--true-vocab", type=int, help="tokens, if the stored flags do not tell")
-    target.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights")
+    target.add_argument("--true-vocab", type=int, help="number of tokens, if SRC does not say")
+    target.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights")
     target.add_argument("--optimizer", choices=("distributed", "plain", "none"))
     target.add_argument("--format", choices=("torch_dist", "hf"), default="torch_dist")
     target.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="of a safetensors file, in 10^9 bytes"
+        "--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB"
     )
     p.add_argument("--verify", action="store_true", help="compare every tensor of SRC and DST")
-    p.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    p.add_argument("--json", action="store_true", help="print the result as JSON")
     return p
 
 

@@ -1,4 +1,4 @@
-"""Shows what a trained model writes: prompts in, text out, from a checkpoint of any layout.
+"""Generates text with a trained model, from a checkpoint of any layout.
 
 python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --greedy
 python tools/generate.py --load checkpoints --prompts-file prompts.jsonl --output texts.jsonl
@@ -37,12 +37,14 @@ def parser() -> argparse.ArgumentParser:
         description=(__doc__ or "").splitlines()[0],
         allow_abbrev=False,
     )
-    p.add_argument("--load", type=Path, required=True, metavar="DIR", help="--save of the run")
-    p.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest")
+    p.add_argument(
+        "--load", type=Path, required=True, metavar="DIR", help="the --save directory of the run"
+    )
+    p.add_argument("--ckpt-step", type=int, metavar="N", help="iteration; default: the latest one")
     p.add_argument(
         "--ckpt-trust-unverified",
         action="store_true",
-        help="load a checkpoint that has lost its manifest, although damage would not be seen",
+        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
     )
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     prompts = p.add_argument_group("prompts")
@@ -53,24 +55,24 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="TEXT",
-        help="text to go on from; may be given several times",
+        help="text to continue; may be given several times",
     )
     prompts.add_argument(
         "--prompts-file",
         "--prompt-file",
         metavar="FILE",
-        help="a prompt on each line; .jsonl: a string, or an object with the key text or prompt, "
-        "on each line; - reads lines from standard input",
+        help="file with one prompt a line, or - for standard input; a line of a .jsonl file is a "
+        "string, or an object with the key text or prompt",
     )
     choice = p.add_argument_group("choice of tokens")
     choice.add_argument("--num-tokens-to-generate", type=int, default=30, metavar="N")
     choice.add_argument("--greedy", action="store_true", help="always take the most likely token")
-    choice.add_argument("--temperature", type=float, help="divides the logits (1.0)")
+    choice.add_argument("--temperature", type=float, help="divide the logits by this (default 1.0)")
     choice.add_argument("--top-k", "--top_k", type=int, help="draw from the K most likely tokens")
     choice.add_argument(
         "--top-p", "--top_p", type=float, help="draw from the most likely tokens that sum up to P"
     )
-    choice.add_argument("--seed", type=int, default=1234, help="of the draws (%(default)s)")
+    choice.add_argument("--seed", type=int, default=1234, help="seed of the draws (%(default)s)")
     tokenizer = p.add_argument_group("tokenizer, where it has moved since the run")
     for name in _TOKENIZER_FLAGS:
         tokenizer.add_argument(f"--{name.replace('_', '-')}")
@@ -80,10 +82,12 @@ def parser() -> argparse.ArgumentParser:
         "--output-path",
         type=Path,
         metavar="FILE",
-        help="write a JSON object for each prompt, on a line of its own, instead of printing text",
+        help="write one JSON object per line for each prompt, instead of printing text",
     )
     output.add_argument(
-        "--one-line", action="store_true", help="print each text on one line, with \\n for its ends"
+        "--one-line",
+        action="store_true",
+        help="print each text on one line, line ends as \\n",
     )
     return p
 

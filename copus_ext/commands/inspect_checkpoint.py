@@ -1,4 +1,4 @@
-"""Says what is inside a checkpoint, whether it is complete, and under which layouts it loads.
+"""Shows what a checkpoint holds, whether it is complete, and under which layouts it loads.
 
 python tools/inspect_checkpoint.py checkpoints [--ckpt-step N] [--verify] [--json]
 
@@ -35,12 +35,16 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("source", metavar="SRC", type=Path)
-    p.add_argument("--ckpt-step", type=int, help="iteration; default: the latest complete")
-    p.add_argument("--verify", action="store_true", help="compare checksums, weights and masters")
+    p.add_argument("--ckpt-step", type=int, help="iteration of SRC; default: the latest one")
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every file and compare checksums, and weights with their masters",
+    )
     p.add_argument(
         "--ckpt-trust-unverified",
         action="store_true",
-        help="a lost manifest.json is no damage: changed bytes stay unseen",
+        help="accept a checkpoint of COPUS without its manifest; damage is not detected then",
     )
     p.add_argument("--json", action="store_true")
     return p
