@@ -129,7 +129,7 @@ def test_the_phases_are_in_the_trace_of_each_rank_and_the_decision_beside_them(
     events = json.loads((tmp_path / "whole.json").read_text())["traceEvents"]
     spans = [e for e in events if e["name"] == f"{switch['start']} to {switch['to']}"]
     moves = [e for e in events if e["name"] == "changing the layout"]
-    (span,), (decision, *_) = spans, [e for e in events if "obeyed" in e.get("args", ())]
+    (span,), (decision, *_) = spans, [e for e in events if "applied" in e.get("args", ())]
     assert decision["args"]["decision"] == switch["number"] and decision["args"]["reason"]
     # The journal has milliseconds, and writes them when all is done.
     slack_us = 1e6

@@ -87,5 +87,5 @@ def test_each_launch_traces_its_steps_and_the_last_all_decisions(run: Path) -> N
         "rank0.steps9-10.json.gz",
     ]
     events = json.loads((traces / "decisions.json").read_text())["traceEvents"]
-    numbers = [e["args"]["decision"] for e in events if "obeyed" in e.get("args", ())]
+    numbers = [e["args"]["decision"] for e in events if "applied" in e.get("args", ())]
     assert numbers == [d["number"] for d in journal(run, "decision")]
