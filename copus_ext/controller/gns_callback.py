@@ -52,15 +52,15 @@ class GradientNoiseCallback(Callback):
         self._norms: StepNorms | None = None
 
     def on_setup_start(self, context: CallbackContext) -> None:
-        """Checks that the layout can be measured, hooks into the gradients and takes over what the
-        checkpoint knows."""
+        """Checks that the layout can be measured, restores the averages of the checkpoint and adds
+        the gradient hooks."""
         self._check_estimator(context.config, self.flags.copus_gns_estimator)
         is_resumed = context.state.iteration > 0
-        self._take_over(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
-        self._hook_in(context)
+        self._restore(context.state.callbacks.get(STATE_KEY), is_resumed=is_resumed)
+        self._add_hooks(context)
 
-    def _hook_in(self, context: CallbackContext) -> None:
-        """Gets ready to measure the present layout."""
+    def _add_hooks(self, context: CallbackContext) -> None:
+        """Adds the hooks to the model of the present layout."""
         config = context.config
         self.layout = {
             "dp": config.layout.dp,
@@ -87,7 +87,7 @@ class GradientNoiseCallback(Callback):
             device=config.runtime.device,
         )
 
-    def _take_over(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
+    def _restore(self, stored: dict[str, Any] | None, *, is_resumed: bool) -> None:
         """Goes on with the averages of a checkpoint, or starts empty."""
         if stored is None:
             if is_resumed and dist.get_rank() == 0:
@@ -140,7 +140,7 @@ class GradientNoiseCallback(Callback):
             self._loss_scale = context.optimizer.get_loss_scale()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Takes the measurement in and hands the noise scale to the record."""
+        """Updates the averages, and adds the noise scale to the step's record and scalars."""
         assert self.hooks is not None and context.step is not None
         norms, self._norms = None, None
         if self._handle is not None:
@@ -153,7 +153,7 @@ class GradientNoiseCallback(Callback):
         try:
             estimates = self._estimates(norms, context)
         except Contradiction as error:
-            self._end(f"{error}. Please report it")
+            self._disable(f"{error}. Please report it")
             estimates = {}
         if norms is not None and estimates:
             self._norms = norms
@@ -194,8 +194,8 @@ class GradientNoiseCallback(Callback):
             raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
         return estimates
 
-    def _end(self, why: str) -> None:
-        """Measures no more; every rank comes to it with the same numbers."""
+    def _disable(self, why: str) -> None:
+        """Ends the measurements. Every rank gets here with the same numbers."""
         self.observer.is_broken = True
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.error("the noise scale is no longer measured: %s; training goes on", why)
@@ -219,13 +219,13 @@ class GradientNoiseCallback(Callback):
         context.log_fragments.append(noise_line(self.observer.noise(), ended=ended))
 
     def on_relayout_start(self, context: CallbackContext) -> None:
-        """Takes the hooks out."""
+        """Removes the hooks."""
         self.on_train_end(context)
 
     def on_relayout_end(self, context: CallbackContext) -> None:
-        """Hooks into the gradients of the new layout; the averages go on: they belong to the
-        parameters and the data."""
-        self._hook_in(context)
+        """Adds the hooks to the new model. The averages go on, as they belong to the parameters and
+        the data."""
+        self._add_hooks(context)
         try:
             self._check_estimator(context.config, self.flags.copus_gns_estimator)
         except UsageError as error:
@@ -233,14 +233,14 @@ class GradientNoiseCallback(Callback):
                 logger.warning("the noise scale ages under this layout: %s", error)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Takes the hooks out."""
+        """Removes the hooks."""
         if self.hooks is not None:
             self.hooks.close()
             self.hooks = None
 
 
 def noise_scalars(noise: NoiseScale) -> dict[str, float]:
-    """What the sinks get of the noise scale, by tag."""
+    """The noise scale for the sinks, by tag."""
     named = {
         "noise-scale/phi-samples": noise.phi_samples,
         "noise-scale/phi-samples-low": noise.low_samples,
@@ -252,7 +252,7 @@ def noise_scalars(noise: NoiseScale) -> dict[str, float]:
 
 
 def noise_line(noise: NoiseScale, *, ended: bool = False) -> str:
-    """The line that a log shows of the noise scale."""
+    """The noise scale as a line of the log."""
     if ended:
         return " noise scale: no longer measured, see the error above |"
     if noise.status == "none":

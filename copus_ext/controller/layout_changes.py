@@ -31,14 +31,14 @@ from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
-    # In a Megatron-LM checkout our trainer is not there, and nothing moves.
+    # In a Megatron-LM checkout our trainer is not there, and nothing changes.
     from copus_ext.reshard.inprocess import InProcessResharder
     from megatron.training.common.train_state import TrainState
     from megatron.training.train.job import Job
 
 
 _MOST_PAUSE_S = 3600.0
-"""Of a relaunch, which two processes time by the wall: a clock that is set costs no more."""
+"""Longest pause of a relaunch. Two processes time it by the wall clock, which somebody may set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class LayoutChangeManager:
         """Whether the run ends so that new processes go on with it."""
 
     def open(self, context: CallbackContext) -> None:
-        """Gets ready, and takes in a change that new processes were started for. All ranks.
+        """Opens the resharder and completes the change that this launch is for. All ranks.
 
         Raises:
             UsageError: the layout cannot be changed in this launch.
@@ -118,7 +118,7 @@ class LayoutChangeManager:
         self._note_switch(about, context.state, outcome)
 
     def close(self, context: CallbackContext) -> None:
-        """At the end of training: says what became of a change that was asked for. All ranks."""
+        """Ends a change that is still requested when training ends. All ranks."""
         asked, self._requested = self._requested, None
         if self._resharder is not None:
             self._resharder.close()
@@ -130,39 +130,39 @@ class LayoutChangeManager:
             self._log.note("switch.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
-        """A checkpoint is there."""
+        """Notes how old the last checkpoint is."""
         self._saved_samples = context.checkpoint_samples or 0
 
     def prepare(self, layouts: list[Layout], context: CallbackContext) -> None:
-        """Builds the groups of layouts that may come next. All ranks."""
+        """Builds the process groups of layouts that may come next. All ranks."""
         if self._resharder is not None and self.flags.copus_prebuild:
             self._resharder.build_ahead(context.config, layouts)
 
     def request(
-        self, move: LayoutChange, context: CallbackContext, now: StepSettings | None
+        self, change: LayoutChange, context: CallbackContext, now: StepSettings | None
     ) -> Request:
-        """What the loop is asked to do.
+        """The request to the loop.
 
         Args:
-            move: that was decided.
+            change: that was decided.
             context: at the end of a step.
-            now: settings to take on in any case, or None.
+            now: settings of the next step whatever becomes of the change, or None.
         """
-        self._requested = move
+        self._requested = change
         self._log.note(
             "switch.requested",
-            number=move.number,
+            number=change.number,
             iteration=context.state.iteration,
             consumed_samples=context.state.consumed_samples,
             start=str(context.config.layout),
-            to=str(move.to),
+            to=str(change.to),
             way=self.flags.copus_relayout,
             predicted_s=self._costs.seconds,
         )
         kind = "save" if self._resharder is not None and self._saves_first(context) else "change"
         leaves = self._resharder is None
-        carry_out = self._change_by_relaunch if leaves else self._change_in_process
-        return Request(kind=kind, reason=move.reason, settings=now, move=carry_out, leaves=leaves)
+        make = self._change_by_relaunch if leaves else self._change_in_process
+        return Request(kind=kind, reason=change.reason, settings=now, move=make, leaves=leaves)
 
     def _saves_first(self, context: CallbackContext) -> bool:
         """Whether the last checkpoint is too old to fall back to."""
@@ -173,47 +173,47 @@ class LayoutChangeManager:
         return since * context.config.batch.seq_length > most
 
     def _change_in_process(self, job: Job) -> None:
-        """Called by the loop at the end of the boundary."""
-        move, self._requested = self._requested, None
-        assert move is not None and self._resharder is not None
+        """Makes the change in the running processes; the loop calls it at a step boundary."""
+        change, self._requested = self._requested, None
+        assert change is not None and self._resharder is not None
         if job.checkpointer is not None:
-            # Before anybody looks at the clock; if it fails, that counts as at any other time.
+            # Before the clock starts. A save that fails here counts as at any other time.
             job.checkpointer.finish()
-        start, about = job.config.layout, self._about(move, job)
+        start, about = job.config.layout, self._about(change, job)
         try:
             outcome = self._resharder.move(
-                job, move.to, move.settings, predicted_s=self._costs.seconds
+                job, change.to, change.settings, predicted_s=self._costs.seconds
             )
         except Relaunch as error:
             self._log.note("switch.abandoned", **about, reason=str(error))
             raise
-        # The account is part of checkpoints: the same on every rank.
+        # The costs are part of checkpoints: the same on every rank.
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
         if outcome.kind == "moved":
             self._costs.record_success(seconds=outcome.pause_s, iteration=job.state.iteration)
         else:
-            self._costs.record_failure(start, move.to, outcome.reason, seconds=outcome.pause_s)
+            self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._note_switch(about, job.state, outcome)
-        move.done(outcome)
+        change.done(outcome)
 
     def _change_by_relaunch(self, job: Job) -> str:
-        """The same where new processes are needed: the run is saved as it goes on there, and ends.
+        """Makes the change by new processes: the run is saved as it goes on there, and ends.
 
         Returns:
-            Why.
+            Why it ends.
         """
-        move = self._requested
-        assert move is not None
+        change = self._requested
+        assert change is not None
         now = broadcast_from_rank0(time.time())
-        pending = PendingRelaunch(**self._about(move, job), time=now)
+        pending = PendingRelaunch(**self._about(change, job), time=now)
         self.exits_for_relaunch = True
-        job.state.settings = move.settings
-        move.done(ReshardResult(kind="moved"))
+        job.state.settings = change.settings
+        change.done(ReshardResult(kind="moved"))
         self._costs.pending_relaunch = pending
-        return f"to go on as {move.to} in new processes"
+        return f"to go on as {change.to} in new processes"
 
-    def _about(self, move: LayoutChange, job: Job) -> dict[str, Any]:
-        return {"number": move.number, "start": str(job.config.layout), "to": str(move.to)}
+    def _about(self, change: LayoutChange, job: Job) -> dict[str, Any]:
+        return {"number": change.number, "start": str(job.config.layout), "to": str(change.to)}
 
     def _note_switch(
         self, about: dict[str, Any], state: TrainState, outcome: ReshardResult
@@ -228,30 +228,28 @@ class LayoutChangeManager:
             outcome=outcome.to_json(),
         )
 
-    def _request_launch(self, move: LayoutChange, context: CallbackContext) -> None:
-        """Writes down what the launcher is to do; the checkpoint is there.
+    def _request_launch(self, change: LayoutChange, context: CallbackContext) -> None:
+        """Asks the launcher for the new processes; the checkpoint is there.
 
         Raises:
-            TrainingFailure: on every rank, if it cannot be written.
+            TrainingFailure: on every rank, if the request cannot be written.
         """
         problem = None
         if dist.get_rank() == 0 and self._run_dir is not None:
+            request = LaunchRequest(
+                launch=os.environ[LAUNCH_VARIABLE],
+                kind="relayout",
+                iteration=context.state.iteration,
+                consumed_samples=context.state.consumed_samples,
+                layout=change.to,
+                micro_batch_size=change.settings.micro_batch_size,
+                global_batch_size=change.settings.global_batch_size,
+                checkpoint=context.config.checkpoint.save,
+                reason=change.reason,
+            )
             try:
-                write_request(self._run_dir, self._launch_request(move, context))
+                write_request(self._run_dir, request)
             except OSError as error:
                 problem = f"the request for a new launch cannot be written: {error}"
         if problem := broadcast_from_rank0(problem):
             raise TrainingFailure(problem)
-
-    def _launch_request(self, move: LayoutChange, context: CallbackContext) -> LaunchRequest:
-        return LaunchRequest(
-            launch=os.environ[LAUNCH_VARIABLE],
-            kind="relayout",
-            iteration=context.state.iteration,
-            consumed_samples=context.state.consumed_samples,
-            layout=move.to,
-            micro_batch_size=move.settings.micro_batch_size,
-            global_batch_size=move.settings.global_batch_size,
-            checkpoint=context.config.checkpoint.save,
-            reason=move.reason,
-        )

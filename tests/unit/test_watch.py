@@ -1,4 +1,4 @@
-"""The watch refuses what makes no sense and stops measuring when numbers contradict."""
+"""The noise callback refuses what makes no sense and stops measuring on a contradiction."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_after_a_contradiction_nothing_is_published(caplog: pytest.LogCaptureFix
     controller.observer = observed(5)
     assert controller.observer.noise().status == "ok"
     with caplog.at_level(logging.ERROR):
-        controller._end("two and two are five")
+        controller._disable("two and two are five")
     noise = controller.observer.noise()
     assert (noise.status, noise.estimator, noise.phi_samples) == ("none", "none", None)
     assert "two are five" in caplog.text and "training goes on" in caplog.text
