@@ -54,12 +54,6 @@ class NoiseScale:
         """Plain JSON types."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> NoiseScale:
-        """Inverse of `to_json`; the names `g2` and `v` are read for one release."""
-        names = {"g2": "grad_norm_sq", "v": "grad_variance_trace"}
-        return cls(**{names.get(name, name): value for name, value in data.items()})
-
 
 class NoiseObserver:
     """Averages the estimates of a run; the same on every rank, and part of every checkpoint.

@@ -218,7 +218,7 @@ class DecisionInputs:
             **{
                 **data,
                 "rules": Rules(**rules),
-                "noise": NoiseScale.from_json(data["noise"]),
+                "noise": NoiseScale(**data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
                 "blocked_layouts": tuple(map(Layout.from_record, data.get("blocked_layouts", ()))),
             }

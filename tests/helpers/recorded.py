@@ -55,30 +55,37 @@ def shipped_rules(
     return dataclasses.replace(rules, **changes)
 
 
-def noise(phi: float = 64.0) -> NoiseScale:
-    """A noise scale with an interval."""
+def noise(
+    phi: float | None = 64.0, *, spread: float = 2.0, status: Any = None, steps: float = 100
+) -> NoiseScale:
+    """A noise scale with an interval from phi / spread to phi * spread, or of another status."""
+    status = status or ("none" if phi is None else "ok")
     return NoiseScale(
-        status="ok",
-        phi_samples=phi,
-        low_samples=phi / 2,
-        high_samples=2 * phi,
-        grad_norm_sq=1.0,
+        status=status,
+        phi_samples=None if phi is None or status != "ok" else phi,
+        low_samples=None if phi is None else phi / spread,
+        high_samples=None if phi is None or status != "ok" else phi * spread,
+        grad_norm_sq=None if phi is None else 1.0,
         grad_variance_trace=phi,
         tokens_per_sample=128.0,
-        effective_steps=100.0,
+        effective_steps=steps if phi is not None else 0.0,
         estimator="micro",
         age_tokens=0.0,
     )
 
 
-def row(batch: int, samples_per_s: float = 10.0) -> ConfigThroughput:
-    """A configuration of the layout."""
+def row(
+    batch: int, speed: float = 10.0, *, micro: int = 4, sd: float = 0.0, dp: int = 2, **more: Any
+) -> ConfigThroughput:
+    """A configuration and its speed; `more` are further sizes of the layout."""
     return ConfigThroughput(
         configuration=Configuration(
-            layout=Layout(dp=2), micro_batch_size=4, global_batch_size=batch
+            layout=Layout(**{"pp": 2 // dp, "dp": dp, **more}),
+            micro_batch_size=micro,
+            global_batch_size=batch,
         ),
-        samples_per_s=samples_per_s,
-        relative_sd=0.0,
+        samples_per_s=speed,
+        relative_sd=sd,
         source="measured",
     )
 

@@ -3,6 +3,7 @@ decides in one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,7 +17,7 @@ from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 from megatron.training.logging.log_line import StepReport
 from megatron.training.logging.tracker import Tracker
-from tests.helpers.recorded import shipped_rules
+from tests.helpers.recorded import noise, shipped_rules
 
 GRID = (8, 16, 32, 64)
 LAYOUTS = (Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, dp=2))
@@ -102,17 +103,11 @@ class WrittenRun:
     def noise(self) -> NoiseScale:
         """As known now; its interval is open above at first."""
         phi = 6.0 + 0.2 * self.iteration
-        return NoiseScale(
+        return dataclasses.replace(
+            noise(phi, steps=50.0),
             status="ok" if self.iteration > 10 else "lower_bound_only",
-            phi_samples=phi,
             low_samples=0.8 * phi if self.iteration > 5 else 0.0,
             high_samples=1.3 * phi if self.iteration > 10 else None,
-            grad_norm_sq=1.0,
-            grad_variance_trace=phi,
-            tokens_per_sample=128.0,
-            effective_steps=50.0,
-            estimator="micro",
-            age_tokens=0.0,
         )
 
     def situation(self) -> DecisionInputs:

@@ -15,26 +15,10 @@ from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.policies import POLICIES, scheduled_batch, snap
-from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
-from tests.helpers.recorded import shipped_rules
+from tests.helpers import recorded
+from tests.helpers.recorded import row, shipped_rules
 
 GRID = (8, 16, 32, 64, 128, 256, 512)
-
-
-def row(
-    batch: int, speed: float, *, micro: int = 4, sd: float = 0.0, dp: int = 2, **more: Any
-) -> ConfigThroughput:
-    return ConfigThroughput(
-        configuration=Configuration(
-            layout=Layout(**{"pp": 2 // dp, "dp": dp, **more}),
-            micro_batch_size=micro,
-            global_batch_size=batch,
-        ),
-        samples_per_s=speed,
-        relative_sd=sd,
-        source="measured",
-    )
 
 
 def saturating(half: float = 24.0) -> list[ConfigThroughput]:
@@ -42,23 +26,8 @@ def saturating(half: float = 24.0) -> list[ConfigThroughput]:
     return [row(b, 100.0 * b / (b + half)) for b in GRID]
 
 
-def noise(
-    phi: float | None, *, sd: float = 0.0, status: Any = None, steps: float = 100
-) -> NoiseScale:
-    status = status or ("none" if phi is None else "ok")
-    spread = math.exp(1.96 * sd)
-    return NoiseScale(
-        status=status,
-        phi_samples=None if phi is None or status != "ok" else phi,
-        low_samples=None if phi is None else phi / spread,
-        high_samples=None if phi is None or status != "ok" else phi * spread,
-        grad_norm_sq=None if phi is None else 1.0,
-        grad_variance_trace=phi,
-        tokens_per_sample=128.0,
-        effective_steps=steps if phi is not None else 0.0,
-        estimator="micro",
-        age_tokens=0.0,
-    )
+def noise(phi: float | None, *, sd: float = 0.0, **more: Any) -> NoiseScale:
+    return recorded.noise(phi, spread=math.exp(1.96 * sd), **more)
 
 
 def situation(
