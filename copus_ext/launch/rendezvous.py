@@ -234,8 +234,8 @@ class NodeRendezvous:
         """Touches this node's file; call it often.
 
         Args:
-            starting: the leader may still be removing the files of an earlier job, this one
-                among them, so that the file is touched more often.
+            starting: touch it more often, since the leader may still be removing the files of an
+                earlier job and take this one along.
         """
         now = time.monotonic()
         pause_s = _FIRST_BEATS_S if starting else _BEAT_S

@@ -112,8 +112,8 @@ def read_step(env: Mapping[str, str] | None = None) -> Step | None:
 
 
 def handle_of(env: Mapping[str, str]) -> str:
-    """The name of this job in SLURM's commands, such as 77, or 70_3 for a task of an array, whose
-    own number may stand for the whole array."""
+    """The name of this job in SLURM's commands, such as 77. A task of an array has a name such as
+    70_3, since its own number may stand for the whole array."""
     array, task = (env.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID", "")
 

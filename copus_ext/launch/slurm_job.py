@@ -1,7 +1,7 @@
 """What is done for a SLURM job beside its ranks.
 
-While they train, the supervisor of the first node stops them in time before the job's limit
-(`<run>/control/stop`) and publishes layout and batch as the job's comment. After the supervisors
+While they train, the supervisor of the first node stops them in time before the job's limit, by
+`<run>/control/stop`. It also publishes layout and batch as the job's comment. After the supervisors
 have left, the batch script asks whether the job goes back into the queue:
 
 python -m copus_ext.launch.slurm_job RUN SAVE CODE
