@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class LayoutFit:
         if prefer is None:
             tp, pp = (_number(self.flags, f"--{name.replace('_', '-')}") for name in _SIZES[:2])
             prefer = Layout(tp=tp or 1, pp=pp or 1)
-        request, others = self._search(ranks, prefer, self._request)
+        request, others = self._search(ranks, prefer, _request)
         if request is not None:
             line = f"start {ranks} ranks under {request.layout}: {problem}"
             return merged(self.flags, request), line
@@ -87,11 +88,8 @@ class LayoutFit:
         wanted = layout or _layout_of(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
 
-        def request(to: Layout, size: int | None) -> Request:
-            return self._request(
-                to, size or micro, batch=batch, checkpoint=value_of(self.flags, "--save"), why=why
-            )
-
+        save = value_of(self.flags, "--save")
+        request = partial(_request, batch=batch, checkpoint=save, why=why)
         if wanted.world_size <= ranks:
             sizes = self._sizes(wanted, micro, batch)
             for size in sizes:
@@ -106,32 +104,11 @@ class LayoutFit:
             )
         return found
 
-    def _request(
-        self,
-        layout: Layout,
-        micro: int | None,
-        *,
-        batch: int | None = None,
-        checkpoint: str | None = None,
-        why: str = "",
-    ) -> Request:
-        return Request(
-            launch="fit",
-            kind="relayout",
-            iteration=0,
-            consumed_samples=0,
-            reason=why,
-            layout=layout,
-            micro_batch_size=micro,
-            global_batch_size=batch,
-            checkpoint=checkpoint,
-        )
-
     def _search(
         self,
         ranks: int,
         prefer: Layout,
-        request: Callable[[Layout, int | None], Request],
+        request: Callable[[Layout, int], Request],
         *,
         batch: int | None = None,
         micro: int | None = None,
@@ -195,6 +172,27 @@ class LayoutFit:
                 if files.read_latest(load) is not None:
                     self._known[load] = self._stored(load)
         return self._known[load]
+
+
+def _request(
+    layout: Layout,
+    micro: int,
+    *,
+    batch: int | None = None,
+    checkpoint: str | None = None,
+    why: str = "",
+) -> Request:
+    return Request(
+        launch="fit",
+        kind="relayout",
+        iteration=0,
+        consumed_samples=0,
+        reason=why,
+        layout=layout,
+        micro_batch_size=micro,
+        global_batch_size=batch,
+        checkpoint=checkpoint,
+    )
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
