@@ -41,8 +41,6 @@ class Consensus:
         self.rank, self.world_size = rank, world_size
         self._timeout_s = timeout_s
         self._before: str | None = None
-        self.topic = ""
-        """What is voted on, or was last."""
 
     def vote(self, topic: str, problem: str | None) -> list[str]:
         """Waits for every rank's vote.
@@ -57,7 +55,6 @@ class Consensus:
         Raises:
             NoAnswer: a rank has not voted within the time-out.
         """
-        self.topic = topic
         with _reaching(f"not all ranks came to the vote on {topic!r}"):
             if problem is not None:
                 self._store.set(f"{topic}/no/{self.rank}", problem)
