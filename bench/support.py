@@ -27,7 +27,7 @@ QUICKSTART_MODEL = """--num-layers 8 --hidden-size 256 --ffn-hidden-size 1024
 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
 --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
 --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --eval-iters 0"""
-"""The GPT of about 8M parameters that scripts/quickstart.sh trains."""
+"""The GPT of about 8M parameters that most measurements on CPU ranks train."""
 
 
 def arguments(doc: str | None, output: str = "", *, data: bool = False) -> argparse.ArgumentParser:

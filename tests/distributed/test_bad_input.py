@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpoint import files
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers.examples import with_values
 from tests.helpers.jobs import TINY, losses_of, train
@@ -36,9 +38,20 @@ def the_error(result: RanksResult, code: int) -> str:
         (1, "--vocab-size 0", ["--vocab-size"]),
     ],
 )
-def test_impossible_shapes(tmp_path: Path, nproc: int, flags: str, words: list[str]) -> None:
-    line = the_error(train([*SHORT, *flags.split()], nproc, tmp_path), 2)
-    assert all(word in line for word in words), line
+def test_impossible_shapes_are_refused_before_a_rank_starts(
+    nproc: int, flags: str, words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        resolve(parse_args([*TINY.split(), *SHORT, *flags.split()]), nproc)
+    line = str(refused.value)
+    assert "\n" not in line and all(word in line for word in words), line
+
+
+def test_a_refusal_is_one_line_and_2_on_every_rank(tmp_path: Path) -> None:
+    flags = [*TINY.split(), *SHORT, "--num-layers", "3", "--pipeline-model-parallel-size", "2"]
+    program = [ROOT / "pretrain_gpt.py", *flags, "--run-dir", tmp_path]
+    result = run_ranks(program, 2, timeout_s=60, ends_all=False)
+    assert result.codes == (2, 2) and "--num-layers 3" in the_error(result, 2)
     assert not (tmp_path / "metrics.jsonl").exists()
 
 

@@ -13,7 +13,7 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from megatron.training.checkpoint import files
 from tests.helpers.examples import GPT3, LLAMA3, MIXTRAL, with_values
 from tests.helpers.jobs import losses_of, steps_of
-from tests.helpers.launch import ROOT, RanksResult, run_ranks
+from tests.helpers.launch import ROOT, Launcher, RanksResult, run_ranks
 
 LOG_LINE = re.compile(
     r"^ \[[-\d:. ]+\] iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| "
@@ -24,10 +24,12 @@ LOG_LINE = re.compile(
 )
 
 
-def torchrun(flags: list[str], cwd: Path, nproc: int = 4) -> RanksResult:
+def train(
+    flags: list[str], cwd: Path, nproc: int = 4, *, launcher: Launcher = "direct"
+) -> RanksResult:
     """Runs in a folder of its own, since the examples name relative places."""
     program = [ROOT / "pretrain_gpt.py", *flags]
-    return run_ranks(program, nproc, timeout_s=300, cwd=cwd, launcher="torchrun")
+    return run_ranks(program, nproc, timeout_s=300, cwd=cwd, launcher=launcher)
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +78,12 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
     )
     # From the default scale of 2^32 the first twenty steps or so would overflow.
     flags += ["--initial-loss-scale", "4096"]
-    result = torchrun([*flags, "--exit-interval", "5"], tmp_path).check()
+    result = train([*flags, "--exit-interval", "5"], tmp_path, launcher="torchrun").check()
     assert "gloo" in result.stdout and "--distributed-backend" in result.stdout
     lines = LOG_LINE.findall(result.stdout)
     assert [int(iteration) for iteration, _, _ in lines] == [1, 2, 3, 4, 5]
     assert "validation loss at iteration 4 | lm loss value:" in result.stdout
-    result = torchrun(flags, tmp_path).check()
+    result = train(flags, tmp_path).check()
     assert "loaded checkpoints/iter_0000005" in result.stdout
     steps = steps_of(tmp_path / "checkpoints")
     assert [step["global_batch_size"] for step in steps][:3] == [4, 4, 8]
@@ -116,7 +118,7 @@ def test_llama_style_trains(tmp_path: Path) -> None:
             "--eval-interval": "3",
         },
     )
-    result = torchrun(flags, tmp_path).check()
+    result = train(flags, tmp_path).check()
     assert len(LOG_LINE.findall(result.stdout)) == 5
     assert "throughput per GPU (TFLOP/s/GPU):" in result.stdout
     assert "layout" in result.stdout and "TP2" in result.stdout.upper().replace(" ", "")
@@ -124,7 +126,7 @@ def test_llama_style_trains(tmp_path: Path) -> None:
 
 
 def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
-    result = torchrun([*MIXTRAL.split()], tmp_path)
+    result = train(MIXTRAL.split(), tmp_path, 2, launcher="torchrun")
     assert result.returncode == 1, "torchrun's own code"
     assert re.search(r"exitcode *: 2", result.stderr)
     errors = [line for line in result.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
@@ -139,21 +141,21 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
     commands = re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)
     joined = [" ".join(c.replace("\\\n", " ").split()) for c in commands]
     preprocess = next(c for c in joined if c.startswith("python tools/preprocess_data.py"))
-    train = next(c for c in joined if c.startswith("torchrun"))
+    run = next(c for c in joined if c.startswith("torchrun"))
     texts = tmp_path / "my_texts"
     texts.mkdir()
     shutil.copy(Path(shutil.__file__).with_name("tarfile.py"), texts)
     program, *flags = preprocess.split()[1:]
     made = run_ranks([ROOT / program, *flags], 1, timeout_s=120, cwd=tmp_path, launcher="direct")
     made.check()
-    nproc, program, *flags = train.removeprefix("torchrun --nproc-per-node ").split()
+    nproc, program, *flags = run.removeprefix("torchrun --nproc-per-node ").split()
     assert (nproc, program) == ("4", "pretrain_gpt.py")
     fewer = {"--train-iters": "8", "--eval-interval": "4", "--save-interval": "4"}
     flags = with_values(" ".join(flags), {**fewer, "--eval-iters": "1"})
-    first = torchrun([*flags, "--exit-interval", "4"], tmp_path).check()
+    first = train([*flags, "--exit-interval", "4"], tmp_path, launcher="torchrun").check()
     assert "saved iteration 4" in first.stdout
     other = with_values(" ".join(flags), {"--pipeline-model-parallel-size": "1"})
-    second = torchrun(other, tmp_path, nproc=2).check()
+    second = train(other, tmp_path, 2).check()
     assert "loaded checkpoints/iter_0000004" in second.stdout
     losses = losses_of(tmp_path / "checkpoints")
     assert len(losses) == 8 and losses[-1] < losses[0]

@@ -19,7 +19,7 @@ import pytest
 from megatron.training.checkpoint import files
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
-from tests.helpers.jobs import TINY, losses_of, steps_of
+from tests.helpers.jobs import ENDLESS, TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 WORKER = Path(__file__).with_name("worker_local_cpu.py")
-FLAGS = [*TINY.split(), "--train-iters", "100000", "--use-distributed-optimizer"]
+FLAGS = [*TINY.split(), *ENDLESS]
 FLAGS += ["--log-interval", "1"]
 
 
@@ -66,21 +66,8 @@ def wait_for(text: str, child: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    with script(["-n", "1", *FLAGS, "--exit-interval", "7", "--run-dir", "run"], folder) as (
-        child,
-        _,
-    ):
-        assert child.wait(timeout=300) == 0, (folder / "log").read_text()
-    assert "supervisor:" not in (folder / "log").read_text()
-    return losses_of(folder / "run")
-
-
 @pytest.mark.timeout(600)
-def test_another_layout_a_kill_and_term(tmp_path: Path, whole: list[float]) -> None:
+def test_another_layout_a_kill_and_term(tmp_path: Path, uninterrupted: list[float]) -> None:
     wishes = {3: {"layout": {"tp": 1, "pp": 2, "vpp": 2, "dp": 1}}, 5: {"kill": 1}}
     env = {"COPUS_PROGRAM": str(WORKER), "COPUS_TEST_ASK": json.dumps(wishes)}
     env["COPUS_RESTART_WAIT"] = "0"
@@ -103,7 +90,7 @@ def test_another_layout_a_kill_and_term(tmp_path: Path, whole: list[float]) -> N
     ]
     steps = steps_of(tmp_path / "run")
     assert [s["consumed_samples"] for s in steps] == [8 * (i + 1) for i in range(len(steps))]
-    assert losses_of(tmp_path / "run")[:7] == pytest.approx(whole, abs=1e-5)
+    assert losses_of(tmp_path / "run")[:7] == pytest.approx(uninterrupted[:7], abs=1e-5)
     assert files.read_latest(tmp_path / "run") == len(steps), "saved when asked to stop"
 
 

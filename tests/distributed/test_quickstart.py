@@ -30,6 +30,7 @@ def test_it_trains_saves_and_goes_on_under_another_layout(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layouts:" in done.stdout and " then " in done.stdout
     assert "copus: nothing was changed" in done.stdout
+    assert (tmp_path / "run/report.html").stat().st_size > 1e6
     texts = done.stdout.splitlines()[-3:]
     assert [ast.literal_eval(t).split(" ", 1)[0] for t in texts] == ["def", "class", "import"]
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "12\n"

@@ -16,10 +16,11 @@ from megatron.core.dist_checkpointing import load_plain_tensors
 
 from megatron.training.checkpoint import files
 from megatron.training.common.device import use_device
-from tests.helpers.jobs import losses_of, steps_of, train
+from tests.helpers.jobs import ENDLESS, losses_of, steps_of, train
 
 N = 3
 BATCH = 8
+STOPPED = [*ENDLESS, "--exit-interval", "40"]
 SAME_LAYOUT = {
     "dp2-bf16-dropout": [
         *("--bf16", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"),
@@ -72,14 +73,6 @@ def test_save_exit_load_is_bit_equal_to_no_interruption(tmp_path: Path, name: st
     assert [key for key in a if not torch.equal(a[key], b[key])] == []
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Losses of 40 steps of one rank in fp32, with dropout off."""
-    folder = tmp_path_factory.mktemp("whole")
-    train([*long_run(40, folder / "save")], 1, folder).check()
-    return losses_of(folder)
-
-
 class Sender(threading.Thread):
     """Sends a signal to rank 0 of a run once it has taken some steps."""
 
@@ -107,7 +100,7 @@ def test_a_signal_to_one_rank_saves_and_the_run_goes_on_under_another_world(
     tmp_path: Path, uninterrupted: list[float], number: signal.Signals
 ) -> None:
     run, save = tmp_path / "run", tmp_path / "save"
-    flags = [*long_run(40, save), "--load", str(save)]
+    flags = [*STOPPED, "--save", str(save), "--load", str(save)]
     sender = Sender(run, number, after=2)
     sender.start()
     result = train(flags, 2, run).check()
@@ -127,7 +120,8 @@ def test_killed_without_warning_it_goes_on_from_the_last_committed_checkpoint(
     tmp_path: Path, uninterrupted: list[float]
 ) -> None:
     run, save = tmp_path / "run", tmp_path / "save"
-    flags = [*long_run(40, save), "--save-interval", "4", "--async-save", "--load", str(save)]
+    flags = [*STOPPED, "--save", str(save), "--load", str(save)]
+    flags += ["--save-interval", "4", "--async-save"]
     sender = Sender(run, signal.SIGKILL, after=14)
     sender.start()
     killed = train(flags, 2, run)

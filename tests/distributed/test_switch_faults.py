@@ -33,6 +33,12 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return launched("wrong", tmp_path_factory.mktemp("wrong"))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Steps of the run that never tries."""
+    return uninterrupted(tmp_path_factory.mktemp("whole"))
+
+
 def assert_untouched(row: dict[str, Any]) -> None:
     assert row["is_equal"] and row["is_rest_equal"] and row["is_layout_kept"], row
 
@@ -81,9 +87,8 @@ def test_a_state_that_came_out_wrong_is_seen_and_never_trained_on(wrong: dict[st
 
 @pytest.mark.timeout(500)
 def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_checkpoint(
-    tmp_path: Path,
+    tmp_path: Path, whole: list[Any]
 ) -> None:
-    whole = uninterrupted(tmp_path / "whole")
     chain = [
         Case(topic="transfer together", kind="kill", rank=1, to="tp", is_async=True),
         Case(topic="groups together", kind="raise", rank=1, to="pp"),
@@ -97,8 +102,7 @@ def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_che
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
-    whole = uninterrupted(tmp_path / "whole")
+def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, whole: list[Any]) -> None:
     case = Case(topic="optimizer", kind="hang", rank=1)
     (row,) = run_chain([case], tmp_path / "run", whole)
     assert row["problems"] == []

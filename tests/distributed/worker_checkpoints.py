@@ -13,7 +13,7 @@ from tests.helpers.jobs import join, layout_flags, run
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1)]
 """test_relayout.py goes through all pairs of eight."""
-BEFORE, AFTER = 3, 4
+BEFORE, AFTER = 2, 2
 COMMON = ["--use-distributed-optimizer", "--train-iters", str(BEFORE + AFTER)]
 COMMON += ["--global-batch-size", "4"]
 

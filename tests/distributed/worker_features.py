@@ -97,12 +97,12 @@ def main(output: Path) -> None:
         saved = str(output / f"{model}-saved")
         for layout, sizes in LAYOUTS.items():
             own = [*flags, *layout_flags(*sizes), *(SHARED if layout == "tp" else [])]
-            record(f"{model}-{layout}", base, own)
             if layout == "dp":
-                exits = ["--save", saved, "--exit-interval", str(BEFORE)]
-                record(f"{model}-first", base, [*own, *exits])
-            else:
-                record(f"{model}-{layout}-resumed", base, [*own, "--load", saved])
+                own += ["--save", saved, "--save-interval", str(BEFORE)]
+            record(f"{model}-{layout}", base, own)
+            if layout != "dp":
+                load = ["--load", saved, "--ckpt-step", str(BEFORE)]
+                record(f"{model}-{layout}-resumed", base, [*own, *load])
     for number, (base, more) in enumerate([(LLAMA, ""), (GPT2, ""), *ALONE]):
         record(f"alone-{number}", base, [*more.split(), "--train-iters", "2"])
     for number, more in enumerate(SAME):

@@ -20,6 +20,9 @@ TINY = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 3
 --pad-vocab-for-tensor-parallel-size 4"""
 
 
+ENDLESS = ["--train-iters", "100000", "--use-distributed-optimizer"]
+"""Lengths and optimizer of runs of `TINY` that are stopped; see the fixture `uninterrupted`."""
+
 TINY_GPT2 = """--num-layers 4 --hidden-size 32 --num-attention-heads 8 --seq-length 32
 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3
 --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --group-query-attention
