@@ -14,9 +14,8 @@ from megatron.core.safe_globals import register_safe_globals
 from megatron.training.checkpoint.files import folder_of
 from megatron.training.common.device import use_device
 from tests.distributed.worker_checkpoints import AFTER, BEFORE, LAYOUTS
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_checkpoints.py")
 NAMES = ["-".join(map(str, layout)) for layout in LAYOUTS]
 PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
 
@@ -24,7 +23,7 @@ PAIRS = [f"{a}_{b}" for a, b in product(NAMES, NAMES)]
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    run_ranks([WORKER, folder], 4, timeout_s=800).check()
+    on_ranks("worker_checkpoints", folder, 4, timeout_s=800)
     return folder
 
 

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_controller.py")
 pytestmark = pytest.mark.timeout(320)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("controller")
-    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    on_ranks("worker_controller", folder, 2, timeout_s=300)
     return folder
 
 

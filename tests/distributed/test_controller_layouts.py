@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay, trace
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_controller_layouts.py")
 pytestmark = pytest.mark.timeout(320)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
-    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    on_ranks("worker_controller_layouts", folder, 2, timeout_s=300)
     return folder
 
 

@@ -19,11 +19,10 @@ from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.files import folder_of
 from megatron.training.common.device import use_device
 from tests.distributed.worker_convert import AFTER, BEFORE, CASES, LOGITS_TP, tokens
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
-WORKER = Path(__file__).with_name("worker_convert.py")
 MODELS = ("hf-tied", "hf-untied", "hf-scaled", "hf-qwen2", "hf-qwen3")
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
@@ -66,7 +65,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     for name in MODELS:
         make_model(folder / name)
-    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    on_ranks("worker_convert", folder, 2, timeout_s=300)
     return folder
 
 
@@ -83,14 +82,14 @@ def single_process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 @pytest.mark.parametrize("name", SAME_LOSS)
 def test_the_next_losses_are_those_of_the_original(output: Path, name: str) -> None:
-    losses = json.loads((output / "losses.json").read_text())[name]
+    losses = json.loads((output / "result.json").read_text())[name]
     assert len(losses["direct"]) == AFTER
     assert losses["converted"] == pytest.approx(losses["direct"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["vocab", "vocab_dp"])
 def test_without_padding_a_run_goes_on_with_another_softmax(output: Path, name: str) -> None:
-    losses = json.loads((output / "losses.json").read_text())[name]
+    losses = json.loads((output / "result.json").read_text())[name]
     assert len(losses["converted"]) == AFTER
     assert max(losses["converted"]) < min(losses["direct"]) - 0.5  # 128 instead of 512 choices
 
@@ -111,7 +110,7 @@ def test_rectangles_of_ranks_are_put_together(output: Path) -> None:
 
 
 def test_in_fp32_a_run_goes_on_from_the_masters(output: Path) -> None:
-    losses = json.loads((output / "losses.json").read_text())["dtype"]
+    losses = json.loads((output / "result.json").read_text())["dtype"]
     assert losses["converted"] == pytest.approx(losses["direct"], rel=1e-2)
     assert losses["converted"] != losses["direct"]
 

@@ -14,7 +14,7 @@ import pytest
 from megatron.training.checkpoint import files
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import FAULTS
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -95,9 +95,7 @@ def test_a_failed_write_stops_no_training_and_the_previous_checkpoint_stays(
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the worker's runs have left."""
     folder = tmp_path_factory.mktemp("failed")
-    worker = Path(__file__).parent / "worker_failed_saves.py"
-    result = run_ranks([worker, folder], 2, timeout_s=400, launcher="direct").check()
-    assert result.orphans == 0
+    on_ranks("worker_failed_saves", folder, 2, timeout_s=400)
     return folder
 
 

@@ -13,9 +13,8 @@ from megatron.training.checkpoint.convert.convert import convert
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.common.errors import Refused
 from tests.distributed.worker_features import ALONE, BEFORE, LAYOUTS, MODELS, SAME
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_features.py")
 Runs = dict[str, list[list[float]]]
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != "dp"]
 
@@ -23,7 +22,7 @@ CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout != 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("features")
-    run_ranks([WORKER, folder], 2, timeout_s=500).check()
+    on_ranks("worker_features", folder, 2, timeout_s=500)
     return folder
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_layouts import CASES, STEPS
-from tests.helpers.launch import run_ranks
-
-WORKER = Path(__file__).with_name("worker_layouts.py")
+from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output = tmp_path_factory.mktemp("layouts")
-    run_ranks([WORKER, output], 4, timeout_s=800).check()
-    return json.loads((output / "result.json").read_text())
+    return on_ranks("worker_layouts", tmp_path_factory.mktemp("layouts"), 4, timeout_s=800)
 
 
 @pytest.mark.timeout(840)

@@ -3,18 +3,15 @@ and lengths scaled down, all other flags as they are."""
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.training.config.layout import Layout
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.scaled_commands import GLOBAL_BATCH_SIZE, STEPS, goes_on, read_commands
 
-WORKER = Path(__file__).with_name("worker_megatron_commands.py")
 RANKS = 4
 _OVERLAPPED = "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce"
 COMMANDS = {
@@ -55,8 +52,7 @@ pytestmark = pytest.mark.timeout(420)
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("megatron_commands")
-    run_ranks([WORKER, folder, *COMMANDS], RANKS, timeout_s=400).check()
-    return json.loads((folder / "result.json").read_text())
+    return on_ranks("worker_megatron_commands", folder, RANKS, *COMMANDS, timeout_s=400)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -3,24 +3,19 @@ measuring changes nothing."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_noise import FAMILIES, SPOILT, STEPS, case_name
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_noise.py")
 CASES = [(*family, layout) for family, layouts in FAMILIES.items() for layout in layouts]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    output = tmp_path_factory.mktemp("noise")
-    run_ranks([WORKER, output], 4, timeout_s=500).check()
-    return json.loads((output / "result.json").read_text())
+    return on_ranks("worker_noise", tmp_path_factory.mktemp("noise"), 4, timeout_s=500)
 
 
 @pytest.mark.timeout(520)

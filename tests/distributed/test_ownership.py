@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_ownership import CASES, MISTAKES
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_ownership.py")
 NUMBERS = [(world, number) for world, cases in CASES.items() for number in range(len(cases))]
 IDS = [f"{world}-{CASES[world][number]}" for world, number in NUMBERS]
 Rows = list[dict[str, Any]]
@@ -22,8 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Rows]]:
     found = {}
     for world in CASES:
         output = tmp_path_factory.mktemp(f"ownership{world}")
-        run_ranks([WORKER, output], world, timeout_s=150, launcher="direct").check()
-        found[world] = json.loads((output / "result.json").read_text())
+        found[world] = on_ranks("worker_ownership", output, world, timeout_s=150)
     return found
 
 

@@ -3,7 +3,6 @@ trainer and megatron-core refuse."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from copus_ext.planner.space import Limits
 from tests.distributed.worker_planner import BATCH, tiny_spec
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_ranks
-
-WORKER = Path(__file__).with_name("worker_planner.py")
+from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
-    run_ranks([WORKER, tmp_path], world, timeout_s=300).check()
-    rows = json.loads((tmp_path / "result.json").read_text())
+    rows = on_ranks("worker_planner", tmp_path, world, timeout_s=300)
     assert len(rows) >= {2: 12, 4: 16}[world], [row["name"] for row in rows]
     first: dict[str, float] = {}
     for row in rows:
@@ -111,8 +108,7 @@ def _layers_of_chunk(config: Any) -> None:
 
 
 def test_megatron_core_refuses_widths_lengths_and_counts(tmp_path: Path) -> None:
-    run_ranks([WORKER.with_name("worker_core_refuses.py"), tmp_path], 2, timeout_s=100).check()
-    found = json.loads((tmp_path / "result.json").read_text())
+    found = on_ranks("worker_core_refuses", tmp_path, 2, timeout_s=100)
     assert "not divisible" in found["ffn 65"] and not found["ffn 64"]
     assert "divisible by tensor" in found["sequence 9"] and not found["sequence 8"]
     assert "remainder of M" in found["interleaved 3"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_relayout import BEFORE, VARIANTS
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_relayout.py")
 pytestmark = pytest.mark.timeout(420)
 
 
@@ -22,8 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for ranks in (4, 3):
         names = [name for name in VARIANTS if (name == "three") == (ranks == 3)]
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        run_ranks([WORKER, folder, *names], ranks, timeout_s=400).check()
-        found |= json.loads((folder / "result.json").read_text())
+        found |= on_ranks("worker_relayout", folder, ranks, *names, timeout_s=400)
     return found
 
 

@@ -3,23 +3,18 @@ over a checkpoint."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launch import run_ranks
-
-WORKER = Path(__file__).with_name("worker_settings.py")
+from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("settings")
     # Forked ranks would hold what the server has imported.
-    run_ranks([WORKER, folder], 2, timeout_s=200, launcher="fresh").check()
-    return json.loads((folder / "result.json").read_text())
+    return on_ranks("worker_settings", folder, 2, timeout_s=200, launcher="fresh")
 
 
 @pytest.mark.timeout(220)

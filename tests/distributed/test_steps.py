@@ -11,15 +11,13 @@ import pytest
 
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_steps import SPOILT
-from tests.helpers.launch import run_ranks
-
-WORKER = Path(__file__).with_name("worker_steps.py")
+from tests.helpers.on_ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("steps")
-    run_ranks([WORKER, folder], 2, timeout_s=300).check()
+    on_ranks("worker_steps", folder, 2, timeout_s=300)
     return folder
 
 

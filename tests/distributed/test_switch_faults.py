@@ -3,24 +3,20 @@ leaves to be started again and goes on from its last checkpoint."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_switch_faults import BEFORE, WRONG, topics
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 from tests.helpers.switch_cases import Case, drawn, run_chain, uninterrupted
 
 pytestmark = pytest.mark.waits
 
-WORKER = Path(__file__).with_name("worker_switch_faults.py")
-
 
 def launched(what: str, folder: Path) -> dict[str, Any]:
-    run_ranks([WORKER, what, folder], 2, timeout_s=400, launcher="direct").check()
-    return json.loads((folder / "result.json").read_text())
+    return on_ranks("worker_switch_faults", folder, 2, what, timeout_s=400)
 
 
 @pytest.fixture(scope="module")

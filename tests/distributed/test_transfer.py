@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.worker_transfer import WAYS
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_transfer.py")
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
     """By rank, all changes."""
-    output = tmp_path_factory.mktemp("transfer") / "result.json"
-    run_ranks([WORKER, output], 4, timeout_s=150).check()
-    return json.loads(output.read_text())
+    return on_ranks("worker_transfer", tmp_path_factory.mktemp("transfer"), 4, timeout_s=150)
 
 
 @pytest.mark.parametrize("way", WAYS)

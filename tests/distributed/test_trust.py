@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launch import run_ranks
+from tests.helpers.on_ranks import on_ranks
 
-WORKER = Path(__file__).with_name("worker_trust.py")
 ALL = [1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    output = tmp_path_factory.mktemp("trust")
-    run_ranks([WORKER, output], 1, timeout_s=300, launcher="direct").check()
-    return json.loads((output / "result.json").read_text())
+    return on_ranks("worker_trust", tmp_path_factory.mktemp("trust"), 1, timeout_s=300)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
 """Trains, converts on rank 0, and goes on from the conversion; and logits of imported models.
 
-worker_convert.py OUTPUT_DIR
-
-OUTPUT_DIR holds Hugging Face models in `hf-*`.
+The folder holds Hugging Face models in `hf-*`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import TINY, TINY_GPT2, layout_flags, run
 
 BEFORE, AFTER = 2, 2
 LENGTH = ["--train-iters", str(BEFORE + AFTER)]
@@ -191,19 +188,10 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
 
 
-def main(output: Path) -> None:
-    """Writes the losses of every case, and the logits of every model."""
-    join()
-    import torch.distributed as dist
-
+def main(output: Path) -> Any:
+    """Returns the losses of every case, and writes the logits of every model."""
     losses = {name: go_on(output, name, case) for name, case in CASES.items()}
-    if dist.get_rank() == 0:
-        (output / "losses.json").write_text(json.dumps(losses))
     for model in sorted(output.glob("hf-*")):
         for tp in LOGITS_TP:
             imported_logits(output, model, tp)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return losses

@@ -1,25 +1,20 @@
 """Saves that go wrong on one rank alone, one after another in a run that saves at every step;
-writes what every rank was told.
-
-worker_failed_saves.py OUTPUT_DIR
-"""
+writes what every rank was told."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import functools
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.jobs import join, run
+from tests.helpers.jobs import run
 
 FAULTS = {
     2: ("data", 1),
@@ -141,9 +136,8 @@ def broken(faults: dict[int, tuple[str, int]], rank: int) -> Any:
         yield
 
 
-def main(output: Path) -> None:
-    """Writes by case the error of each rank."""
-    join()
+def main(output: Path) -> Any:
+    """Returns by case the error of each rank."""
     import torch.distributed as dist
 
     from megatron.training.common.collectives import all_gather_object
@@ -165,10 +159,4 @@ def main(output: Path) -> None:
                 error = str(failure)
                 destroy_groups()
         told[name] = all_gather_object(error)
-    if dist.get_rank() == 0:
-        (output / "result.json").write_text(json.dumps(told))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return told

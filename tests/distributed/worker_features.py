@@ -1,16 +1,12 @@
 """Trains models with what megatron-core has beside a plain GPT, under every layout of two ranks,
-and goes on with each under another.
-
-worker_features.py OUTPUT_DIR
-"""
+and goes on with each under another."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
-from tests.helpers.jobs import LATENT, TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import LATENT, TINY, TINY_GPT2, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 # Larger initial weights: every part of the model shows in the loss.
@@ -78,10 +74,8 @@ SAME = ["--num-distributed-optimizer-instances 2"]
 GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 
 
-def main(output: Path) -> None:
-    """Writes losses and norms of gradient and weights of every run."""
-    join()
-    import torch.distributed as dist
+def main(output: Path) -> Any:
+    """Returns losses and norms of gradient and weights of every run."""
 
     results: dict[str, list[list[float]]] = {}
 
@@ -89,8 +83,6 @@ def main(output: Path) -> None:
         steps = run(flags, output / name, base=base)
         norms = ("grad_norm", "params_norm")
         results[name] = [[*step["losses"].values(), *(step[n] for n in norms)] for step in steps]
-        if dist.get_rank() == 0:
-            (output / "result.json").write_text(json.dumps(results))
 
     for model, (base, more) in MODELS.items():
         flags = [*more.split(), "--train-iters", str(BEFORE + AFTER)]
@@ -110,8 +102,4 @@ def main(output: Path) -> None:
     interleaved = [*layout_flags(1, 2, 2), "--train-iters", "2"]
     record("grouped", LLAMA, [*interleaved, *GROUPED.split()])
     record("plain", LLAMA, interleaved)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return results

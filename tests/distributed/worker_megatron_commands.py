@@ -1,18 +1,13 @@
-"""Trains scaled-down commands of Megatron-LM's functional tests, one after the other.
-
-worker_megatron_commands.py OUTPUT_DIR NAME...
-"""
+"""Trains scaled-down commands of Megatron-LM's functional tests, one after the other."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import join, run
+from tests.helpers.jobs import run
 from tests.helpers.scaled_commands import launches, read_commands, scaled
 
 
@@ -61,9 +56,8 @@ def watching(seen: dict[str, Any]) -> Any:
     return Watch()
 
 
-def main(output: Path, names: list[str]) -> None:
-    """Writes what every command did."""
-    join()
+def main(output: Path, *names: str) -> Any:
+    """Returns what every command did."""
     import torch.distributed as dist
 
     world_size = dist.get_world_size()
@@ -94,10 +88,4 @@ def main(output: Path, names: list[str]) -> None:
                 [s["iteration"], s["consumed_samples"], s["losses"]["lm loss"]] for s in steps
             ],
         }
-    if dist.get_rank() == 0:
-        (output / "result.json").write_text(json.dumps(record))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return record

@@ -1,17 +1,13 @@
-"""Trains the same steps under many layouts with the gradient tap open, in the same processes.
-
-worker_noise.py OUTPUT_DIR
-"""
+"""Trains the same steps under many layouts with the gradient tap open, in the same processes."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, join, layout_flags, run
+from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
@@ -101,10 +97,8 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
 }
 
 
-def main(output: Path) -> None:
-    """Writes what was measured in every case."""
-    join()
-    import torch
+def main(output: Path) -> Any:
+    """Returns what was measured in every case."""
     import torch.distributed as dist
 
     from copus_ext.controller.flags import CopusConfig
@@ -152,7 +146,6 @@ def main(output: Path) -> None:
                 "collectives": count.total - before,
                 "broken": watched.observer.is_broken,
             }
-            (output / "result.json").write_text(json.dumps(result))
 
     count = _CollectiveCount(dist)
     for (model, estimator, group), layouts in FAMILIES.items():
@@ -184,7 +177,7 @@ def main(output: Path) -> None:
     record("unmoved", f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 8")
     with _counting_norms_on_every_rank():
         record("wrong", f"{layout_flags_text(4, 1)} --train-iters 2")
-    torch.distributed.destroy_process_group()
+    return result
 
 
 def case_name(model: str, estimator: str, group: str, layout: tuple[int, int, int, str]) -> str:
@@ -227,7 +220,3 @@ class _counting_norms_on_every_rank:
         from copus_ext.gns import hooks
 
         hooks.param_is_not_tensor_parallel_duplicate = self.right
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,20 +1,15 @@
 """Compares what every rank holds of a live model with what it should, under many layouts in the
-same processes.
-
-worker_ownership.py OUTPUT_DIR
-"""
+same processes."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import LATENT, TINY, TINY_GPT2, join, layout_flags
+from tests.helpers.jobs import LATENT, TINY, TINY_GPT2, layout_flags
 
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
@@ -134,9 +129,8 @@ def compare(config: Any, groups: Any, device: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def main(output: Path) -> None:
-    """Writes, of every case, a row of each rank."""
-    join()
+def main(output: Path) -> Any:
+    """Returns, of every case, a row of each rank."""
     import torch.distributed as dist
 
     from megatron.training.checkpoint.resume import merge_resume_config
@@ -158,10 +152,4 @@ def main(output: Path) -> None:
                 groups = build_groups(layout, timeout_minutes=2, use_tp_pp_dp_mapping=mapping)
             cases.append(compare(config, groups, device))
         destroy_groups()
-    if dist.get_rank() == 0:
-        (output / "result.json").write_text(json.dumps(cases))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return cases

@@ -1,16 +1,11 @@
-"""Takes running jobs through all pairs of layouts and looks at every element of their state.
-
-worker_relayout.py OUTPUT_DIR VARIANT...
-"""
+"""Takes running jobs through all pairs of layouts and looks at every element of their state."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, join, run
+from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, run
 from tests.helpers.walks import walk
 
 SHARDED = "--use-distributed-optimizer"
@@ -103,9 +98,8 @@ def equal(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
 
 
-def main(output: Path, names: list[str]) -> None:
-    """Writes what every change did, and the losses around one."""
-    join()
+def main(output: Path, *names: str) -> Any:
+    """Returns what every change did, and the losses around one."""
     import psutil
     import torch.distributed as dist
 
@@ -185,10 +179,4 @@ def main(output: Path, names: list[str]) -> None:
                 for s in steps
             ]
         results[name] = {"rows": rows, "losses": losses}
-        if dist.get_rank() == 0:
-            (output / "result.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return results

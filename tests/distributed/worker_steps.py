@@ -1,27 +1,22 @@
-"""Runs whose steps go wrong or change size on purpose.
-
-worker_steps.py OUTPUT_DIR
-"""
+"""Runs whose steps go wrong or change size on purpose."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.helpers.jobs import join, layout_flags, run
+from tests.helpers.jobs import layout_flags, run
 
 SHARDED = ["--use-distributed-optimizer"]
 SPOILT = 3
 
 
-def main(output: Path) -> None:
-    """Writes the step records of every run, and what its watcher saw."""
-    join()
+def main(output: Path) -> Any:
+    """Returns the step records of every run, and what its watcher saw."""
     import torch.distributed as dist
 
     from megatron.training.common.collectives import all_gather_object
@@ -71,7 +66,6 @@ def main(output: Path) -> None:
         if dist.get_rank() == 0:
             seen = {"sums": watcher.sums, "lr_samples": watcher.lr_samples}
             result[name] = {"steps": steps, **seen}
-            (output / "result.json").write_text(json.dumps(result))
 
     six = ["--train-iters", "6"]
     record("dp2", [*SHARDED, *six], spoil="gradient")
@@ -96,8 +90,4 @@ def main(output: Path) -> None:
     errors = all_gather_object(error)
     if dist.get_rank() == 0:
         (output / "abort.json").write_text(json.dumps(errors))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return result

@@ -1,11 +1,8 @@
 """Breaks changes of layout on purpose.
 
-worker_switch_faults.py many OUTPUT_DIR
-    Many changes of one running job, each broken on one rank at one place.
-worker_switch_faults.py wrong OUTPUT_DIR
-    Changes whose transfer goes wrong without an error.
-worker_switch_faults.py one CASE_JSON FLAG...
-    A run of pretrain_gpt.py that changes its layout once, broken as the case says.
+`many` breaks many changes of one running job, each on one rank at one place. `wrong` has transfers
+go wrong without an error. As a program, `worker_switch_faults.py CASE_JSON FLAG...` is a run of
+pretrain_gpt.py that changes its layout once, broken as the case says.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import join, prepare
+from tests.helpers.jobs import prepare
 
 SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3
@@ -175,17 +172,6 @@ def many(output: Path) -> dict[str, Any]:
     return results | {"topics": sorted(seen)}
 
 
-def together(act: Any, output: Path) -> None:
-    """Writes what an act of all ranks returns."""
-    join()
-    import torch.distributed as dist
-
-    result = act(output)
-    if dist.get_rank() == 0:
-        (output / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
-
-
 WRONG = ("gate and up", "shift", "drop", "wrong place", "bit", "copy", "step", "weight")
 
 
@@ -331,11 +317,13 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
     return pretrain.main(flags)
 
 
+def main(output: Path, what: str) -> Any:
+    """Returns what `many` or `wrong` does."""
+    return {"many": many, "wrong": wrong}[what](output)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] in ("many", "wrong"):
-        together({"many": many, "wrong": wrong}[sys.argv[1]], Path(sys.argv[2]))
-    else:
-        code = one(json.loads(sys.argv[2]), sys.argv[3:])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.exit(code)
+    code = one(json.loads(sys.argv[1]), sys.argv[2:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

@@ -89,7 +89,7 @@ def run_chain(
         text = json.dumps({**asdict(case), "at": at, "output": str(place)})
         flags = flags_of(save, is_async=case.is_async)
         broken = run_ranks(
-            [WORKER, "one", text, *SMALL.split(), *flags, "--run-dir", run],
+            [WORKER, text, *SMALL.split(), *flags, "--run-dir", run],
             ranks,
             timeout_s=LONGEST_S + 120,
             launcher="direct",

@@ -1,0 +1,62 @@
+"""Runs `main(folder, ...)` of a worker module on every rank of a launch.
+
+As a program it is each of these ranks: `on_ranks.py MODULE FOLDER ARGUMENT...`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # The folder of this file would hide modules of the same names as those beside it.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.helpers.jobs import join
+from tests.helpers.launch import Launcher, run_ranks
+
+_RESULT = "result.json"
+
+
+def program(worker: str, folder: Path, *arguments: str) -> list[str | Path]:
+    """Returns what each rank runs."""
+    return [Path(__file__), f"tests.distributed.{worker}", folder, *arguments]
+
+
+def on_ranks(
+    worker: str,
+    folder: Path,
+    ranks: int,
+    *arguments: str,
+    timeout_s: float,
+    launcher: Launcher = "direct",
+) -> Any:
+    """Returns what `main` of `tests.distributed.WORKER` returns on rank 0, by way of JSON.
+
+    Raises:
+        AssertionError: a rank failed.
+        RanksHung: not done in time.
+    """
+    own = program(worker, folder, *arguments)
+    result = run_ranks(own, ranks, timeout_s=timeout_s, launcher=launcher).check()
+    assert result.orphans == 0
+    return json.loads((folder / _RESULT).read_text())
+
+
+def main() -> None:
+    """One rank."""
+    name, folder, *arguments = sys.argv[1:]
+    join()
+    import torch.distributed as dist
+
+    result = importlib.import_module(name).main(Path(folder), *arguments)
+    if dist.get_rank() == 0:
+        (Path(folder) / _RESULT).write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
