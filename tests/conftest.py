@@ -23,6 +23,11 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # It runs files that import megatron-core: half the time without torch's compiler.
+        from megatron.training.resilience.env_checks import import_core
+
+        import_core()
 
 
 def pytest_collection_finish() -> None:
