@@ -14,38 +14,13 @@ import pytest
 from megatron.training.checkpoint import files
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import FAULTS
+from tests.helpers.jobs import TINY
+from tests.helpers.launch import ROOT
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.waits
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-FLAGS = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "32",
-    "--max-position-embeddings",
-    "32",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "1e-3",
-    "--train-iters",
-    "6",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "127",
-    "--mock-data",
-    "--eval-iters",
-    "0",
-]
+FLAGS = [*TINY.split(), "--train-iters", "6"]
 TOO_SMALL_BYTES = 300_000
 
 
@@ -59,7 +34,7 @@ def train(save: Path, *flags: str, limit_bytes: int | None = None) -> tuple[int,
     command = [sys.executable, "pretrain_gpt.py", *FLAGS, "--save", str(save), *flags]
     result = subprocess.run(
         [*command, "--run-dir", str(save / "run")],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=120,
