@@ -28,25 +28,125 @@ _NO_PHASES = "new processes"
 Figure = dict[str, Any]
 
 
+class _Series:
+    """The traces of one run on a page of several.
+
+    Args:
+        runs: all runs of the page.
+        index: of the run.
+    """
+
+    def __init__(self, runs: Sequence[RunHistory], index: int) -> None:
+        self.run, self._index, self._is_alone = runs[index], index, len(runs) == 1
+        self.most = most_points(len(runs))
+
+    def line(
+        self,
+        name: str,
+        chosen: Sequence[int],
+        values: Sequence[Any],
+        *,
+        color: int = 0,
+        of: Sequence[Any] | None = None,
+        **style: Any,
+    ) -> Figure:
+        """A line through chosen steps.
+
+        Args:
+            name: in the legend.
+            chosen: indices of the steps.
+            values: one for each step.
+            color: number of the colour if the run is alone.
+            of: steps; those of the run by default.
+            style: fields of the trace.
+        """
+        points = self.run.steps if of is None else of
+        picked = [points[i] for i in chosen]
+        found = {
+            "type": "scatter",
+            "mode": "lines+markers" if len(picked) <= _FEW else "lines",
+            "y": [values[i] for i in chosen],
+            "yaxis": "y",
+            "line": {"width": 2},
+            "customdata": [p.iteration for p in picked],
+            "hovertemplate": "step %{customdata}: %{y}<extra>%{fullData.name}</extra>",
+        }
+        return found | style | self._about(name, color, picked)
+
+    def points(self, name: str, color: int, points: Sequence[Any], **style: Any) -> Figure:
+        """Marks at some steps or evaluations."""
+        return {"type": "scatter", "mode": "markers"} | style | self._about(name, color, points)
+
+    def band(self, name: str, steps: Sequence[Any], *, top: float) -> Figure:
+        """The interval of the noise scale as closed shapes, one for each stretch where it is known.
+        An open upper end lies far above `top`."""
+        stretches: list[list[Any]] = [[]]
+        for step in steps:
+            if step.low is not None and (step.high is not None or step.low > 0):
+                stretches[-1].append(step)
+            elif stretches[-1]:
+                stretches.append([])
+        lows = [s.low for stretch in stretches for s in stretch if s.low > 0]
+        # A logarithmic axis has no 0: an end that reaches it is drawn below all others.
+        floor = min(lows, default=1.0) / 2
+        found = self._about(name, 0, [])
+        y: list[float | None] = []
+        for stretch in filter(None, stretches):
+            way = [*stretch, *reversed(stretch)]
+            for axis, values in _positions(self.run, way).items():
+                found["meta"]["x"][axis] += [*values, None]
+            y += [_FAR * top if s.high is None else s.high for s in stretch]
+            y += [*(max(s.low, floor) for s in reversed(stretch)), None]
+        found["meta"]["band"] = True
+        style = {"type": "scatter", "mode": "lines", "fill": "toself", "hoverinfo": "skip"}
+        return found | style | {"y": y, "line": {"width": 0}}
+
+    def _about(self, name: str, color: int, points: Sequence[Any]) -> Figure:
+        """Name, colour and positions. The series of one run are switched together in the legend."""
+        meta = {
+            "color": color if self._is_alone else self._index,
+            "x": _positions(self.run, points),
+            "tokens": self.run.tokens_per_sample,
+        }
+        if self._is_alone:
+            return {"name": name, "meta": meta}
+        return {"name": f"{self.run.name}: {name}", "legendgroup": self.run.name, "meta": meta}
+
+
+def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, list[Any]]:
+    """The positions of points on each axis."""
+    begin = run.begin
+    hours: list[float | None] = [None] * len(points)
+    if begin is not None:
+        hours = [None if p.t is None else round((p.t - begin) / 3600, 6) for p in points]
+    steps, samples = [p.iteration for p in points], [p.samples for p in points]
+    return {"steps": steps, "samples": samples, "hours": hours}
+
+
 def most_points(num_runs: int) -> int:
     """Points of a series on a page of so many runs."""
     return max(_MOST_POINTS // max(num_runs, 1), _LEAST_POINTS)
 
 
+def _all_series(runs: Sequence[RunHistory]) -> list[_Series]:
+    return [_Series(runs, i) for i in range(len(runs))]
+
+
 def loss_figure(runs: Sequence[RunHistory]) -> Figure:
     """Training loss, its mean, evaluations and changes."""
-    data: list[dict[str, Any]] = []
-    for color, run in enumerate(runs):
-        losses = [step.finite_loss for step in run.steps]
+    data: list[Figure] = []
+    for series in _all_series(runs):
+        losses = [step.finite_loss for step in series.run.steps]
         mean = running_mean(losses, WINDOW_STEPS)
-        style = {"width": 1}
-        raw = _along(run, downsample([losses], most_points(len(runs))), losses, color, line=style)
-        smooth = _along(run, downsample([mean], most_points(len(runs)) // 4), mean, color)
+        hover = "step %{customdata}: loss %{y:.6g}<extra></extra>"
+        raw = {"line": {"width": 1}, "opacity": 0.4, "hovertemplate": hover}
         data += [
-            raw | _named(run, runs, "loss") | {"opacity": 0.4, "hovertemplate": _HOVER_LOSS},
-            smooth | _named(run, runs, f"mean of {WINDOW_STEPS} steps"),
-            _evaluations(run, _own(color, 1, runs)) | _named(run, runs, "evaluation"),
-            _changes(run, mean, _own(color, 2, runs)) | _named(run, runs, "change"),
+            series.line("loss", downsample([losses], series.most), losses, **raw),
+            series.line(
+                f"mean of {WINDOW_STEPS} steps", downsample([mean], series.most // 4), mean
+            ),
+            _evaluations(series),
+            _changes(series, mean),
         ]
     return {
         "id": "loss",
@@ -61,38 +161,61 @@ def loss_figure(runs: Sequence[RunHistory]) -> Figure:
     }
 
 
-_HOVER_LOSS = "step %{customdata}: loss %{y:.6g}<extra></extra>"
+def _evaluations(series: _Series) -> Figure:
+    points = [e for e in series.run.evaluations if number(e.loss) is not None]
+    symbols = ["diamond" if e.split == "valid" else "diamond-open" for e in points]
+    return series.points(
+        "evaluation",
+        1,
+        points,
+        y=[e.loss for e in points],
+        customdata=[f"{e.split} after step {e.iteration}" for e in points],
+        hovertemplate="%{customdata}: loss %{y:.6g}<extra></extra>",
+        marker={"symbol": symbols, "size": 9},
+    )
+
+
+def _changes(series: _Series, mean: Column) -> Figure:
+    """Marks of changes on the mean loss."""
+    run = series.run
+    index = {step.iteration: i for i, step in enumerate(run.steps)}
+    made = [d for d in run.decisions.made if d.iteration in index]
+    places = [index[d.iteration] for d in made if d.iteration is not None]
+    words = []
+    for d in made:
+        gain = "" if d.gain is None else f", {percent(d.gain, sign=True)} goodput expected"
+        pause = "" if d.switch is None else f", pause {seconds(d.switch.pause_s)}"
+        words.append(f"after step {d.iteration}: {headline(d)}{gain}{pause}")
+    return series.points(
+        "change",
+        2,
+        [run.steps[i] for i in places],
+        y=[mean[i] for i in places],
+        text=words,
+        hovertemplate="%{text}<extra></extra>",
+        marker={"symbol": "circle-open", "size": 12, "line": {"width": 2}},
+    )
 
 
 def course_figure(runs: Sequence[RunHistory]) -> Figure:
     """Batch, layout, learning rate and throughput."""
-    data: list[dict[str, Any]] = []
-    for color, run in enumerate(runs):
-        steps = run.steps
-        stairs = {"shape": "hv", "width": 2}
+    data: list[Figure] = []
+    stairs = {"shape": "hv", "width": 2}
+    for series in _all_series(runs):
+        steps, most = series.run.steps, series.most // 2
         batch, micro = [s.batch for s in steps], [s.micro for s in steps]
         rates = [s.rate for s in steps]
-        layouts = [run.layout_at(s.iteration - 1) or None for s in steps]
+        layouts = [series.run.layout_at(s.iteration - 1) or None for s in steps]
         speed = running_rate(batch, [s.seconds for s in steps], _SPEED_STEPS)
-        most = most_points(len(runs)) // 2
-        hidden = {"showlegend": False}  # their panels have names
+        panel: dict[str, Any] = {"showlegend": False}  # it has a title
         data += [
-            _along(run, changes(batch), batch, color, line=stairs) | _named(run, runs, "batch"),
-            _along(run, changes(micro), micro, color, line=stairs | {"dash": "dot"})
-            | _named(run, runs, "micro-batch"),
-            _along(run, changes(layouts), layouts, color, line=stairs, axis="y2")
-            | _named(run, runs, "layout")
-            | hidden,
-            _along(run, downsample([rates], most), rates, color, axis="y3")
-            | _named(run, runs, "learning rate")
-            | hidden,
-            _along(run, downsample([speed], most), speed, color, axis="y4")
-            | _named(run, runs, "samples/s")
-            | hidden,
+            series.line("batch", changes(batch), batch, line=stairs),
+            series.line("micro-batch", changes(micro), micro, line=stairs | {"dash": "dot"}),
+            series.line("layout", changes(layouts), layouts, line=stairs, yaxis="y2", **panel),
+            series.line("learning rate", downsample([rates], most), rates, yaxis="y3", **panel),
+            series.line("samples/s", downsample([speed], most), speed, yaxis="y4", **panel),
         ]
-    sizes = {s.batch for run in runs for s in run.steps} | {
-        s.micro for run in runs for s in run.steps
-    }
+    sizes = {size for run in runs for s in run.steps for size in (s.batch, s.micro)}
     names = {name for trace in data if trace["yaxis"] == "y2" for name in trace["y"]}
     layout = _panels()
     layout["yaxis"] |= {"type": "log", "tickmode": "array", "tickvals": _ticks(sizes)}
@@ -134,36 +257,28 @@ def _ticks(sizes: set[int | None]) -> list[int]:
 
 
 def noise_figure(runs: Sequence[RunHistory]) -> Figure:
-    """The measured noise scale with its interval, and the batch."""
-    data: list[dict[str, Any]] = []
+    """The noise scale with its interval, and the batch."""
+    data: list[Figure] = []
     top = _top(runs)
-    for color, run in enumerate(runs):
-        measured = [s for s in run.steps if s.phi is not None or s.low is not None]
-        phi, low = [s.phi for s in measured], [s.low for s in measured]
-        high, batch = [s.high for s in measured], [s.batch for s in measured]
-        chosen = downsample([phi, low, high], most_points(len(runs)) // 2)
-        line = _along(run, chosen, phi, color, of=measured)
+    dotted = {"shape": "hv", "dash": "dot", "width": 1.5}
+    for series in _all_series(runs):
+        steps = [s for s in series.run.steps if s.phi is not None or s.low is not None]
+        phi, low = [s.phi for s in steps], [s.low for s in steps]
+        high, batch = [s.high for s in steps], [s.batch for s in steps]
+        chosen = downsample([phi, low, high], series.most // 2)
+        line = series.line("noise scale phi", chosen, phi, of=steps, hovertemplate=_HOVER_PHI)
         line["customdata"] = [
-            [measured[i].iteration, low[i], high[i], _interval(low[i], high[i])] for i in chosen
+            [steps[i].iteration, low[i], high[i], _interval(low[i], high[i])] for i in chosen
         ]
         data += [
-            _band(run, [measured[i] for i in chosen], color, top=top)
-            | _named(run, runs, "95 % interval"),
-            line | _named(run, runs, "noise scale phi") | {"hovertemplate": _HOVER_PHI},
-            _along(
-                run,
-                changes(batch),
-                batch,
-                _own(color, 1, runs),
-                of=measured,
-                line={"shape": "hv", "dash": "dot", "width": 1.5},
-            )
-            | _named(run, runs, "batch"),
+            series.band("95 % interval", [steps[i] for i in chosen], top=top),
+            line,
+            series.line("batch", changes(batch), batch, color=1, of=steps, line=dotted),
         ]
     return {
         "id": "noise",
         "title": "Gradient noise scale",
-        "caption": "phi as measured, smoothed, with its 95 % interval, open above where only the "
+        "caption": "The smoothed noise scale phi with its 95 % interval, open above where only the "
         "lower end is known; dotted the batch. Decisions go by the critical batch size: "
         "phi times --copus-noise-scale-multiplier.",
         "height": 420,
@@ -247,24 +362,23 @@ def pauses_figure(runs: Sequence[RunHistory]) -> Figure:
 
 def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
     """Predicted against measured throughput of every change."""
-    data: list[dict[str, Any]] = []
+    data: list[Figure] = []
     both: list[float] = []
-    for color, run in enumerate(runs):
-        known = [o for o in run.decisions.outcomes if o.predicted and o.speed]
+    for series in _all_series(runs):
+        known = [o for o in series.run.decisions.outcomes if o.predicted and o.speed]
         both += [v for o in known for v in (o.predicted, o.speed) if v is not None]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [o.predicted for o in known],
-                "y": [o.speed for o in known],
-                "text": [f"step {o.iteration}: {o.after}: {outcome_result(o)}" for o in known],
-                "hovertemplate": "%{text}<extra></extra>",
-                "marker": {"size": 11},
-                "meta": {"color": color},
-                **_named(run, runs, "changes"),
-            }
+        trace = series.points(
+            "changes",
+            0,
+            [],
+            x=[o.predicted for o in known],
+            y=[o.speed for o in known],
+            text=[f"step {o.iteration}: {o.after}: {outcome_result(o)}" for o in known],
+            hovertemplate="%{text}<extra></extra>",
+            marker={"size": 11},
         )
+        del trace["meta"]["x"]  # the axis is no time
+        data.append(trace)
     if both:
         ends = [min(both) / 1.2, max(both) * 1.2]
         style = {"dash": "dash", "width": 1}
@@ -283,111 +397,3 @@ def prediction_figure(runs: Sequence[RunHistory]) -> Figure:
             "yaxis": {"type": "log", "title": {"text": "measured, samples/s"}},
         },
     }
-
-
-def _along(
-    run: RunHistory,
-    chosen: Sequence[int],
-    values: Sequence[Any],
-    color: int,
-    *,
-    of: Sequence[Any] | None = None,
-    line: dict[str, Any] | None = None,
-    axis: str = "y",
-) -> dict[str, Any]:
-    """A line through chosen steps of a run."""
-    points = run.steps if of is None else of
-    picked = [points[i] for i in chosen]
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(picked) <= _FEW else "lines",
-        "y": [values[i] for i in chosen],
-        "yaxis": axis,
-        "line": line or {"width": 2},
-        "customdata": [p.iteration for p in picked],
-        "hovertemplate": "step %{customdata}: %{y}<extra>%{fullData.name}</extra>",
-        "meta": {"color": color, **_positions(run, picked)},
-    }
-
-
-def _positions(run: RunHistory, points: Sequence[Any]) -> dict[str, Any]:
-    """The positions of points on each axis."""
-    begin = run.begin
-    hours: list[float | None] = [None] * len(points)
-    if begin is not None:
-        hours = [None if p.t is None else round((p.t - begin) / 3600, 6) for p in points]
-    columns = {"steps": [p.iteration for p in points], "samples": [p.samples for p in points]}
-    return {"x": {**columns, "hours": hours}, "tokens": run.tokens_per_sample}
-
-
-def _own(color: int, index: int, runs: Sequence[RunHistory]) -> int:
-    """The colour of the run if there are several, else that of the series."""
-    return color if len(runs) > 1 else index
-
-
-def _named(run: RunHistory, runs: Sequence[RunHistory], what: str) -> dict[str, Any]:
-    """Name in the legend; with several runs, those of one run are switched together."""
-    if len(runs) == 1:
-        return {"name": what}
-    return {"name": f"{run.name}: {what}", "legendgroup": run.name}
-
-
-def _evaluations(run: RunHistory, color: int) -> dict[str, Any]:
-    points = [e for e in run.evaluations if number(e.loss) is not None]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "y": [e.loss for e in points],
-        "customdata": [f"{e.split} after step {e.iteration}" for e in points],
-        "hovertemplate": "%{customdata}: loss %{y:.6g}<extra></extra>",
-        "marker": {
-            "symbol": ["diamond" if e.split == "valid" else "diamond-open" for e in points],
-            "size": 9,
-        },
-        "meta": {"color": color, **_positions(run, points)},
-    }
-
-
-def _changes(run: RunHistory, mean: Column, color: int) -> dict[str, Any]:
-    """Marks of changes on the mean loss."""
-    index = {step.iteration: i for i, step in enumerate(run.steps)}
-    made = [d for d in run.decisions.made if d.iteration in index]
-    places = [index[d.iteration] for d in made if d.iteration is not None]
-    words = []
-    for d in made:
-        gain = "" if d.gain is None else f", {percent(d.gain, sign=True)} goodput expected"
-        pause = "" if d.switch is None else f", pause {seconds(d.switch.pause_s)}"
-        words.append(f"after step {d.iteration}: {headline(d)}{gain}{pause}")
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "y": [mean[i] for i in places],
-        "text": words,
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"symbol": "circle-open", "size": 12, "line": {"width": 2}},
-        "meta": {"color": color, **_positions(run, [run.steps[i] for i in places])},
-    }
-
-
-def _band(run: RunHistory, steps: Sequence[Any], color: int, *, top: float) -> dict[str, Any]:
-    """The interval as closed shapes, one for each stretch where it is known. An open upper end lies
-    far above the picture."""
-    stretches: list[list[Any]] = [[]]
-    for step in steps:
-        if step.low is not None and (step.high is not None or step.low > 0):
-            stretches[-1].append(step)
-        elif stretches[-1]:
-            stretches.append([])
-    lows = [s.low for stretch in stretches for s in stretch if s.low > 0]
-    # A logarithmic axis has no 0: an end that reaches it is drawn below all others.
-    floor = min(lows, default=1.0) / 2
-    trace: dict[str, Any] = {"type": "scatter", "mode": "lines", "fill": "toself", "y": []}
-    columns: dict[str, list[Any]] = {"steps": [], "samples": [], "hours": []}
-    for stretch in filter(None, stretches):
-        way = [*stretch, *reversed(stretch)]
-        for name, values in _positions(run, way)["x"].items():
-            columns[name] += [*values, None]
-        ups = [_FAR * top if s.high is None else s.high for s in stretch]
-        trace["y"] += [*ups, *(max(s.low, floor) for s in reversed(stretch)), None]
-    meta = {"color": color, "band": True, "x": columns, "tokens": run.tokens_per_sample}
-    return trace | {"line": {"width": 0}, "hoverinfo": "skip", "meta": meta}
