@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from megatron.training.config import Config
 
 _PER_BATCH = 64
-"""Configurations of a batch that are worth a look."""
+"""Configurations of a batch that are ranked."""
 _ASSUMED_SD = 0.05
-"""Relative uncertainty of a throughput that is taken to be that of now."""
+"""Relative uncertainty of a throughput that is assumed to be the present one."""
 _MEASURED_SD = 0.01
 
 

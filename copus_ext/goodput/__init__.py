@@ -1,1 +1,1 @@
-"""What a configuration is worth and whether to move to it; pure arithmetic, no torch."""
+"""The goodput of configurations and the decision to change; arithmetic without torch."""

@@ -14,7 +14,7 @@ MOST_FAILURES = 3
 BUILD_S = {"cpu": 2.0, "cuda": 10.0}
 """Seconds of a change without its messages, before one was measured."""
 LINK_BYTES_PER_S = {"cpu": 0.5e9, "cuda": 5e9}
-"""Bytes per second that a rank is taken to send before one was measured; low."""
+"""Assumed bytes per second of a rank before they were measured; low."""
 RELAUNCH_S = 60.0
 """Seconds of leaving, starting and loading, before one was measured."""
 MIN_TIMEOUT_S = 60.0
@@ -23,7 +23,7 @@ _PREDICTED_TIMES = 10.0
 
 
 def timeout_s(predicted_s: float, least_s: float = MIN_TIMEOUT_S) -> float:
-    """Seconds after which a change that was thought to take `predicted_s` counts as hung."""
+    """Seconds after which a change that was predicted to take `predicted_s` counts as hung."""
     return max(_PREDICTED_TIMES * predicted_s, least_s)
 
 

@@ -114,7 +114,7 @@ class Rules:
     growth: float
     """Most by which the batch grows at once."""
     min_effective_steps: float
-    """Measured steps that the noise scale must be worth before it counts."""
+    """Measured steps from which the noise scale counts."""
     norm_test_eta: float
     """Of the norm test: the batch grows while the variance of its gradient exceeds eta^2 |g|^2."""
     schedule: tuple[tuple[int, int], ...]
@@ -305,7 +305,7 @@ class Decision:
     gain: float | None
     """Predicted goodput over the present one, minus 1."""
     target_batch: float | None
-    """Batch that the policy aims at in the end, samples."""
+    """Batch that the policy wants in the end, samples."""
     batch_above_optimal: bool
     """Whether the present batch is above the optimal one even at the upper end of the noise
     scale's interval."""

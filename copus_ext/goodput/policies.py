@@ -1,7 +1,7 @@
-"""What batch a policy aims at: ours, and the ways of choosing it that people use or publish.
+"""The target batch of a policy: ours, and those that people use or publish.
 
-A policy either weighs configurations by an objective or names a target batch. Limits on growth,
-gates and the switch rule are the same for all and live in `decide`.
+A policy either compares configurations by an objective or names a target batch. Constraints and the
+switch rule are the same for all.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 from copus_ext.goodput.inputs import DecisionInputs, Rules
 
 WEIGHING = ("adaptive", "copus")
-"""Policies that weigh configurations; `copus` is the paper's to the letter."""
+"""Policies that compare configurations; `copus` is the paper's to the letter."""
 TARGETS = ("static", "step_schedule", "cbs", "norm_test", "doubling", "seesaw")
 """Policies that name a batch."""
 POLICIES = (*WEIGHING, *TARGETS)
 SCHEDULED = ("step_schedule", "doubling")
-"""Those of the targets that go by the position in the run alone, and so wait for nothing."""
+"""Those of the targets that depend on the position in the run alone, and so wait for nothing."""
 _FIRST_DOUBLING = 8
-"""A run doubles first after this part of it."""
+"""By default the batch first doubles after the run divided by this."""
 
 
 def needs_noise(policy: str) -> bool:
-    """Whether a policy looks at the noise scale."""
+    """Whether a policy depends on the noise scale."""
     return policy not in (*SCHEDULED, "static", "seesaw")
 
 
 def target_batch(s: DecisionInputs) -> float | None:
-    """The batch that a policy of `TARGETS` aims at, samples; None where it does not know.
+    """The target batch of a policy of `TARGETS`, samples; None while it has none.
 
     Raises:
         ValueError: a policy that names none.
@@ -48,7 +48,7 @@ def target_batch(s: DecisionInputs) -> float | None:
 
 
 def scheduled_batch(rules: Rules, consumed_samples: int, total_samples: int) -> float | None:
-    """The batch of a policy that looks at nothing but the position in the run; None of the others.
+    """The batch of a policy that depends on the position in the run alone; None for the others.
 
     `doubling` doubles after D1, D1 r, D1 r^2, ... samples (the form of arXiv 2505.23971).
     """

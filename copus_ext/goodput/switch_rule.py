@@ -1,7 +1,7 @@
-"""When a better configuration is worth moving to.
+"""The gain that a change needs.
 
-`forward` asks whether the gain over the rest of the run pays for the pause, with the doubt about
-both; `paper` (Algorithm 2 of arXiv 2604.26687) looks at the time spent so far.
+`forward` asks for a gain that pays for the pause in the rest of the run, with confidence. `paper`
+(Algorithm 2 of arXiv 2604.26687) goes by the time spent so far.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 
 Z = 1.28
-"""Standard deviations that a gain must be above what is needed: right nine times of ten."""
+"""Standard deviations of confidence: right nine times of ten."""
 BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
 PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
 COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (100, 200), 0.05
-"""No second move of the layout within so many times its cost, or this share of the run's steps, at
-least and at most so many: the first move must have been graded by then."""
+"""After a change the layout stays for so many times its pause, and for this share of the run's
+steps within a least and a most: by then the outcome of the change is known."""
 MOST_PAUSED = 0.02
 """Pauses so far over time so far, beyond one pause."""
 
@@ -44,14 +44,14 @@ def forward_needed(
 
 def paper_needed(*, cost_s: float, elapsed_s: float, paused_s: float) -> float:
     """The gain that Algorithm 2 asks for: after the discount T_useful / (T_elapsed + c) a tenth
-    must be left. A move without a pause has no discount."""
+    must be left. A change without a pause has no discount."""
     left = paper_discount(cost_s=cost_s, elapsed_s=elapsed_s, paused_s=paused_s)
     # A margin of a tenth is met by a tenth, whatever the rounding of 1 + 0.1.
     return (1.0 + PAPER_MARGIN) / left - 1.0 - _ROUNDING if left > 0 else math.inf
 
 
 def paper_discount(*, cost_s: float, elapsed_s: float, paused_s: float) -> float:
-    """What Algorithm 2 multiplies the worth of another layout by: T_useful / (T_elapsed + c)."""
+    """What Algorithm 2 multiplies the goodput of another layout by: T_useful / (T_elapsed + c)."""
     if cost_s == 0:
         return 1.0
     return max(elapsed_s - paused_s, 0.0) / (elapsed_s + cost_s)
