@@ -300,6 +300,8 @@ def test_places_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert code == 2 and word in err
     code, _, err = run(capsys, tmp_path / "nowhere", tmp_path / "c", "--json")
     assert code == 1 and "nowhere" in err
+    code, _, err = run(capsys, folder_of(source), tmp_path / "c", "--ckpt-step", ITERATION)
+    assert code == 2 and "--ckpt-step" in err
     (tmp_path / "file").write_text("")
     assert run(capsys, source, tmp_path / "file" / "c")[0] == 1
     (tmp_path / "empty").mkdir()
