@@ -1,9 +1,9 @@
 """Finds the checkpoint to resume from, reads what it says about its run, and loads it under the
 layout of this job.
 
-Where the latest checkpoint is damaged, half-written or missing, the newest complete one before it
-takes its place, unless that is forbidden or one was asked for by number. Nothing that a checkpoint
-holds is run: see docs/security.md.
+If the latest checkpoint is damaged, half-written or missing, the newest complete one before it
+takes its place. That can be forbidden, and does not happen with `--ckpt-step`. Nothing that a
+checkpoint holds is run: see docs/security.md.
 """
 
 from __future__ import annotations

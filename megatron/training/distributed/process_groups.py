@@ -193,9 +193,8 @@ def release_model() -> None:
 def random_seed_at(seed: int, consumed_samples: int, *stream: int | str) -> int:
     """The seed of one random stream at one point of the run.
 
-    Random numbers are a pure function of the run seed, the samples consumed and the stream, so that
-    nothing about them needs to be stored, and a resumed run draws what the uninterrupted one would
-    have drawn.
+    Random numbers are a pure function of the run seed, the consumed samples and the stream. So
+    nothing about them is stored, and a resumed run draws the numbers of an uninterrupted one.
 
     Args:
         seed: `--seed`.
@@ -213,7 +212,7 @@ def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) 
     """Seeds every random stream of this rank for the step that starts at `consumed_samples`.
 
     Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ
-    in the model-parallel stream, as dropout under tensor parallelism requires; replicas and stages
+    in the model-parallel stream, as dropout under tensor parallelism requires. Replicas and stages
     differ in both.
     """
     own = random_seed_at(seed, consumed_samples, "pp", groups.pp.rank(), "dp", groups.dp.rank())

@@ -24,8 +24,8 @@ def training_flops_per_sample(
 ) -> float:
     """Model FLOPs of one forward and backward pass over one sample, recomputation not counted.
 
-    A multiply-add is two operations and the backward pass costs twice the forward one; attention is
-    causal, so half of the score matrix counts (arXiv 2104.04473, appendix, with that half).
+    A multiply-add is two operations, and the backward pass costs twice the forward one. Attention
+    is causal, so half of the score matrix counts (arXiv 2104.04473, appendix, with that half).
 
     Returns:
         Operations per sample.

@@ -1,9 +1,8 @@
 """Initial weights that do not depend on the layout.
 
 megatron-core draws weights from a stream per pipeline stage, so that another layout starts from
-another model. Here every weight is drawn as the global tensor it is in a checkpoint, one stream per
-tensor and layer, and each rank keeps its slice: the same seed gives the same model under any
-tensor, pipeline and data parallelism.
+another model. Here every weight is drawn as a global tensor, with one stream per tensor and layer,
+and each rank keeps its slice. So a seed gives the same model under any layout.
 """
 
 from __future__ import annotations

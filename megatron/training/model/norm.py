@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class Norm(torch.nn.Module):
     """A normalisation layer built the way megatron-core's layer specs build one.
 
-    Its parameters carry `sequence_parallel`, so that their gradients, of which each tensor-parallel
-    rank has the part of its own tokens, are summed over tensor parallelism after the backward pass.
+    Its parameters carry `sequence_parallel`. Each tensor-parallel rank has the gradient of its own
+    tokens, and the mark makes megatron-core sum them after the backward pass.
 
     Args:
         config: names the kind (`normalization`), whether sequence parallelism is on, and whether

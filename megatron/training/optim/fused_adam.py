@@ -1,9 +1,9 @@
 """Adam whose state has Transformer Engine's shape, on torch's fused kernel (CPU and CUDA).
 
-megatron-core's distributed optimizer was written for the Adam of Transformer Engine and apex: per
-parameter only the two moments, the step count in the parameter group. torch's own Adam keeps a step
-tensor per parameter and its checkpoints cannot be loaded back. Adam: arXiv 1412.6980; decoupled
-weight decay: arXiv 1711.05101.
+megatron-core's distributed optimizer expects the Adam of Transformer Engine and apex. That keeps
+two moments per parameter, and the step count in the parameter group. torch's own Adam keeps a step
+tensor per parameter, and megatron-core cannot load its checkpoints. Adam: arXiv 1412.6980;
+decoupled weight decay: arXiv 1711.05101.
 """
 
 from __future__ import annotations

@@ -134,9 +134,8 @@ def build_scheduler(
 ) -> OptimizerParamScheduler:
     """The learning-rate and weight-decay schedule, in samples, placed where the run is.
 
-    A schedule is always built afresh and moved to its place: loading one would add the stored
-    count, and parameter groups loaded from a checkpoint carry their own learning rates, which would
-    win.
+    A schedule is always built afresh and moved to its place. Loading one would add the stored
+    count, and the learning rates of loaded parameter groups would win.
 
     Args:
         config: all lengths in samples.

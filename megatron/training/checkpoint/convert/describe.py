@@ -67,8 +67,8 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
 def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Sizes that a launch would accept with the stored flags, each by itself.
 
-    The rules for heads and vocabulary look at TP alone, those for layers at PP x VPP, those for the
-    batch at DP (and at PP where there is a virtual pipeline).
+    Heads and vocabulary depend on TP alone, layers on PP x VPP. The batch depends on DP, and with a
+    virtual pipeline on PP.
     """
     vocab, layers = arguments["padded_vocab_size"], arguments["num_layers"]
 

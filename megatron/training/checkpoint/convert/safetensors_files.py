@@ -125,8 +125,8 @@ def _only_file(folder: Path) -> list[str]:
 def write_folder(folder: Path, tensors: Sequence[Piece], *, shard_bytes: int) -> None:
     """Writes tensors into one file, or into several with an index where they exceed `shard_bytes`.
 
-    safetensors' own writer wants all tensors of a file at once; the format is a length, a JSON
-    header and the data in a row, so that each tensor can be made, written and dropped.
+    safetensors' own writer wants all tensors of a file at once. The format is a length, a JSON
+    header and the data, so this one makes, writes and drops one tensor after another.
     """
     shards = list(grouped(tensors, shard_bytes))
     if len(shards) == 1:

@@ -261,8 +261,8 @@ def _optimizer_state(
 ) -> dict[str, Any]:
     """The optimizer's part of the common state in the shape its class writes.
 
-    The fp32 optimizer writes its parameter groups bare; the half-precision and the distributed one
-    wrap them, with a loss scale for fp16; the distributed one adds how its tensors are stored.
+    The fp32 optimizer writes its parameter groups bare. The half-precision and the distributed one
+    wrap them, with a loss scale for fp16. The distributed one adds how its tensors are stored.
 
     Raises:
         Refused: the stored shape is none of these.
