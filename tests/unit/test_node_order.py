@@ -276,7 +276,7 @@ def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     assert hops[0] < hops[1]
 
 
-@pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 16), (32, 8), (64, 8)])
+@pytest.mark.parametrize(("nodes", "pp"), [(16, 1), (16, 16), (32, 8)])
 def test_a_planted_order_is_found_again(nodes: int, pp: int) -> None:
     rng = np.random.default_rng(nodes + pp)
     work = job(4, pp, nodes // pp, count=2 * pp)
@@ -292,10 +292,9 @@ def test_a_planted_order_is_found_again(nodes: int, pp: int) -> None:
     assert found.after_s <= 1.03 * planted < found.before_s
 
 
-@pytest.mark.parametrize("pp", [2, 8])
-def test_racks_are_found_again(pp: int) -> None:
+def test_racks_are_found_again() -> None:
     """Nodes of one rack are near each other, and the given order mixes the racks."""
-    rng = np.random.default_rng(pp)
+    pp, rng = 2, np.random.default_rng(2)
     rack = rng.permutation(32) % 4
     speed = np.where(rack[:, None] == rack, 40e9, 5e9) * rng.uniform(0.9, 1.1, (32, 32))
     net, work = network(speed), job(4, pp, 32 // pp, count=16)
@@ -306,7 +305,7 @@ def test_racks_are_found_again(pp: int) -> None:
 
 @given(st.integers(0, 10**6), st.sampled_from([1, 3, 9]))
 @example(18255, 3)  # no swap of two helps there, and a turn of three does
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> None:
     rng = np.random.default_rng(seed)
     net = network(rng.uniform(1e9, 40e9, (9, 9)), rng.uniform(0, 1e-4, (9, 9)))

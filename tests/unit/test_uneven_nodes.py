@@ -20,6 +20,7 @@ from copus_ext.planner.partition.layers import repartitions
 from copus_ext.planner.placement.node_order import job_of
 from copus_ext.planner.placement.uneven_nodes import Site, rank_on_nodes, slowness_of, spread
 from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
 
 MODEL = dataclasses.replace(PRESETS["llama-2-7b"], num_layers=8)
@@ -81,7 +82,7 @@ def test_even_nodes_cost_what_they_cost_elsewhere(
 
 def test_the_cut_over_even_nodes_is_that_of_the_search_for_cuts() -> None:
     alike = dataclasses.replace(cluster(4), nodes=())
-    planner = Planner(MODEL, alike)
+    planner = Planner(MODEL, alike, limits=Limits(recompute=("none",), max_micro_batch=2))
     plan = planner.rank([16], top=200)[0]
     ours = {str(x.configuration): x for x in rank_on_nodes(planner, 16)}
     seen = 0
@@ -186,7 +187,8 @@ def test_a_node_of_another_kind_is_as_fast_as_its_data_sheet_says() -> None:
 
 
 def test_tensor_parallelism_never_spans_nodes() -> None:
-    planner = Planner(MODEL, cluster(2, speeds=[1.0, 0.5]))
+    few = Limits(recompute=("none",), max_micro_batch=1)
+    planner = Planner(MODEL, cluster(2, speeds=[1.0, 0.5]), limits=few)
     with pytest.raises(SpecError, match="tp does not divide"):
         Site(planner, what(4, 1, 1))
     assert {x.configuration.layout.tp for x in rank_on_nodes(planner, 16)} <= {1, 2}
