@@ -15,6 +15,7 @@ import numpy as np
 
 from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import (
     CONTEXT_BYTES,
     FRAGMENTATION,
@@ -106,13 +107,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     assert len(rows) == 1, "one configuration at a time"
     if rows.recompute[0] == RECOMPUTE_BLOCK:
         raise ValueError("recompute=block has no cost per layer; use none, selective or full")
-    layer, head, table = (
-        layer_time.layer(rows, c),
-        layer_time.head(rows, c),
-        layer_time.embedding(rows, c),
-    )
-    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
-    first_s, last_s = layer_time.tp_ends_s(rows, c)
+    micro_batch = MicroBatch.of(rows, c)
     kept, working = layer_bytes(rows)
     first, last = end_parameters(rows)
     of = functools.partial(_blocks, int(rows.num_layers[0]))
@@ -128,14 +123,8 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
 
     return StageCosts(
         blocks=Blocks(
-            forward_s=of(
-                table.forward + first_s, layer.forward + tp_forward, head.forward + last_s / 2
-            ),
-            backward_s=of(
-                table.backward,
-                layer.backward + layer.recompute + tp_backward + tp_again,
-                head.backward + last_s / 2,
-            ),
+            forward_s=of(*micro_batch.forward),
+            backward_s=of(*micro_batch.backward),
             parameters=parameters,
             static_bytes=(rows.element_bytes[0] + 4.0 + owned) * parameters,
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),

@@ -126,21 +126,17 @@ def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     return np.where(rows.tp > 1, ring + c.tp_latency_s / 2, 0.0)
 
 
-def tp_layer_s(rows: Rows, c: Constants) -> tuple[Any, Any, Any]:
+def tp_layer(rows: Rows, c: Constants) -> Pass:
     """Seconds of tensor-parallel collectives of one layer and micro-batch, the mean over layers.
 
     Without sequence parallelism two all-reduces forward and two backward; with it the same volume
     as reduce-scatters and all-gathers, and two more gathers backward for the inputs that were kept
     in parts.
-
-    Returns:
-        Forward, backward, recomputation.
     """
     half = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.hidden_size)
     forward = 4.0 * half
     backward = np.where(rows.sequence_parallel, 6.0, 4.0) * half
-    again = rows.recomputed_share * forward
-    return forward, backward, again
+    return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 
 def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
@@ -151,6 +147,56 @@ def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     losses = 6.0 * tp_collective_s(rows, c, 4.0 * rows.tokens)
     gather = np.where(rows.sequence_parallel, 3.0, 2.0) * tp_collective_s(rows, c, message)
     return first, losses + gather
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Seconds of one micro-batch by part of the model, computation and collectives apart."""
+
+    layer: Pass
+    """Computation of one layer."""
+    embedding: Pass
+    """Of the embedding."""
+    head: Pass
+    """Of final norm, output layer and loss."""
+    tp_layer: Pass
+    """Tensor-parallel collectives of one layer."""
+    tp_first: Any
+    """Collectives of the embedding, forward."""
+    tp_last: Any
+    """Collectives of the head, forward and backward together."""
+
+    @classmethod
+    def of(cls, rows: Rows, c: Constants) -> MicroBatch:
+        """Of every row."""
+        first, last = tp_ends_s(rows, c)
+        return cls(
+            layer=layer(rows, c),
+            embedding=embedding(rows, c),
+            head=head(rows, c),
+            tp_layer=tp_layer(rows, c),
+            tp_first=first,
+            tp_last=last,
+        )
+
+    @property
+    def forward(self) -> tuple[Any, Any, Any]:
+        """Forward pass of the embedding, of one layer, and of the head, collectives included."""
+        return (
+            self.embedding.forward + self.tp_first,
+            self.layer.forward + self.tp_layer.forward,
+            self.head.forward + self.tp_last / 2,
+        )
+
+    @property
+    def backward(self) -> tuple[Any, Any, Any]:
+        """The same of the backward pass, recomputation included."""
+        inner = self.layer.backward + self.layer.recompute
+        return (
+            self.embedding.backward,
+            inner + self.tp_layer.backward + self.tp_layer.recompute,
+            self.head.backward + self.tp_last / 2,
+        )
 
 
 def hop_bytes(rows: Rows) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.layer_time import MicroBatch
 from copus_ext.cost_model.memory import stage_parameters
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
@@ -122,7 +123,7 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
     for pp in np.unique(rows.pp):
         at = np.flatnonzero(rows.pp == pp)
         part = rows.take(at)
-        stages = _stages(part, c, int(pp))
+        stages = _stages(part, MicroBatch.of(part, c), int(pp))
         hop = layer_time.hop_s(part, c)
         down = stages.forward / part.vpp + hop
         up = stages.backward / part.vpp + hop
@@ -136,10 +137,11 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
 
 
 def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
-    stages = _stages(rows, c, pp)
+    micro_batch = MicroBatch.of(rows, c)
+    stages = _stages(rows, micro_batch, pp)
     hop = layer_time.hop_s(rows, c)
     count = rows.num_microbatches.astype(np.int64)
-    forward, backward = _chunks(rows, c, stages, pp, vpp)
+    forward, backward = _chunks(rows, micro_batch, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
     ring = functools.partial(layer_time.ring_s, rows, c)
     reduce, gather, optimizer = _end_of_step(rows, c, stages, pp).seconds(ring)
@@ -167,14 +169,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     return StepTime(step_s=sum(parts.values()), parts=parts)
 
 
-def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
-    layer, head, table = (
-        layer_time.layer(rows, c),
-        layer_time.head(rows, c),
-        layer_time.embedding(rows, c),
-    )
-    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
-    first_s, last_s = layer_time.tp_ends_s(rows, c)
+def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     layers = rows.num_layers / rows.pp
     stage = np.arange(pp)[:, None]
     first, last = stage == 0, stage == pp - 1
@@ -182,11 +177,12 @@ def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
     def whole(inner: Any, at_first: Any = 0.0, at_last: Any = 0.0) -> Any:
         return layers * inner + np.where(first, at_first, 0.0) + np.where(last, at_last, 0.0)
 
+    layer, table, head, tp = parts.layer, parts.embedding, parts.head, parts.tp_layer
     work_forward = whole(layer.forward, table.forward, head.forward)
     work_backward = whole(layer.backward, table.backward, head.backward)
     again = whole(layer.recompute)
-    send_forward = whole(tp_forward, first_s, last_s / 2)
-    send_backward = whole(tp_backward + tp_again, 0.0, last_s / 2)
+    send_forward = whole(tp.forward, parts.tp_first, parts.tp_last / 2)
+    send_backward = whole(tp.backward + tp.recompute, 0.0, parts.tp_last / 2)
     return _Stages(
         compute=work_forward + work_backward,
         recompute=again,
@@ -197,28 +193,18 @@ def _stages(rows: Rows, c: Constants, pp: int) -> _Stages:
     )
 
 
-def _chunks(rows: Rows, c: Constants, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
+def _chunks(rows: Rows, parts: MicroBatch, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
     """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last."""
     if vpp == 1:
         return stages.forward[:, None], stages.backward[:, None]
-    layer, head, table = (
-        layer_time.layer(rows, c),
-        layer_time.head(rows, c),
-        layer_time.embedding(rows, c),
-    )
-    tp_forward, tp_backward, tp_again = layer_time.tp_layer_s(rows, c)
-    first_s, last_s = layer_time.tp_ends_s(rows, c)
-    layers = rows.layers_of_chunk
-    shape = (pp, vpp, len(rows))
-    forward = np.broadcast_to(layers * (layer.forward + tp_forward), shape).copy()
-    backward = np.broadcast_to(
-        layers * (layer.backward + layer.recompute + tp_backward + tp_again), shape
-    ).copy()
-    forward[0, 0] += table.forward + first_s
-    backward[0, 0] += table.backward
-    forward[-1, -1] += head.forward + last_s / 2
-    backward[-1, -1] += head.backward + last_s / 2
-    return forward, backward
+
+    def whole(first: Any, inner: Any, last: Any) -> Any:
+        chunks = np.broadcast_to(rows.layers_of_chunk * inner, (pp, vpp, len(rows))).copy()
+        chunks[0, 0] += first
+        chunks[-1, -1] += last
+        return chunks
+
+    return whole(*parts.forward), whole(*parts.backward)
 
 
 def _transfers(hop: Any, count: Any, pp: int, vpp: int) -> Any:
@@ -249,8 +235,9 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
     Returns:
         [pp, vpp, n] seconds of a forward and of a backward pass, and the end of the step.
     """
-    stages = _stages(rows, c, pp)
-    return *_chunks(rows, c, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
+    micro_batch = MicroBatch.of(rows, c)
+    stages = _stages(rows, micro_batch, pp)
+    return *_chunks(rows, micro_batch, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
 
 
 def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
