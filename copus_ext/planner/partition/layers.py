@@ -217,20 +217,8 @@ def problem_of(
     """
     rows = to_rows(model, cluster, points_of([configuration]))
     costs = costs_by_block(rows, constants or cluster.load_constants())
-    return PartitionProblem(
-        pp=configuration.layout.pp,
-        vpp=configuration.layout.vpp,
-        num_microbatches=configuration.num_microbatches,
-        blocks=costs.blocks,
-        hop_s=costs.hop_s,
-        limit_bytes=limit_bytes,
-        speed=speed,
-        fixed_bytes=costs.fixed_bytes,
-        chunk_bytes=costs.chunk_bytes,
-        end_of_step=costs.end_of_step,
-        fixed_s=costs.fixed_s,
-        bare_ends=bare_ends,
-    )
+    own = {"limit_bytes": limit_bytes, "speed": speed, "bare_ends": bare_ends}
+    return PartitionProblem.of(costs, configuration, **own)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import Blocks, SecondsBehind, in_flight_chunks
+from copus_ext.cost_model.blocks import Blocks, SecondsBehind, StageCosts, in_flight_chunks
 from copus_ext.cost_model.schedule import pipeline_time
+from copus_ext.planner.configuration import Configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,22 @@ class PartitionProblem:
     """Whether the first chunk may hold the embedding alone, and the last the head alone."""
     prefix: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """[pp, L + 3] sums of each cost but the working bytes over the first blocks, on every stage."""
+
+    @classmethod
+    def of(cls, costs: StageCosts, c: Configuration, **own: Any) -> PartitionProblem:
+        """The partitions of one configuration.
+
+        Args:
+            costs: of its blocks and stages.
+            c: the configuration.
+            own: fields that are not those of `costs`, `limit_bytes` among them.
+
+        Raises:
+            ValueError: a size that makes no sense.
+        """
+        values = {f.name: getattr(costs, f.name) for f in fields(costs)} | own
+        count, layout = c.num_microbatches, c.layout
+        return cls(pp=layout.pp, vpp=layout.vpp, num_microbatches=count, **values)
 
     def __post_init__(self) -> None:
         for name in ("pp", "vpp", "num_microbatches"):

@@ -213,30 +213,18 @@ class Site:
             reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(same, size))
             return reduce + gather + optimizer * slow
 
-        return PartitionProblem(
-            pp=c.layout.pp,
-            vpp=c.layout.vpp,
-            num_microbatches=c.num_microbatches,
-            blocks=costs.blocks,
+        return PartitionProblem.of(
+            costs,
+            c,
             hop_s=hops,
             limit_bytes=self._limit_bytes[orders[0][places.places]].min(axis=1),
             speed=1.0 / slow[:, 0],
-            fixed_bytes=costs.fixed_bytes,
-            chunk_bytes=costs.chunk_bytes,
             end_of_step=end,
-            fixed_s=costs.fixed_s,
         )
 
     def _job(self, layers: Sequence[int]) -> Job:
         c, costs = self.configuration, self._costs
-        plain = PartitionProblem(
-            pp=c.layout.pp,
-            vpp=c.layout.vpp,
-            num_microbatches=c.num_microbatches,
-            blocks=costs.blocks,
-            hop_s=0.0,
-            limit_bytes=1.0,
-        )
+        plain = PartitionProblem.of(costs, c, limit_bytes=1.0, end_of_step=None)
         priced = plain.price([list(layers)])
         backward = priced.backward_s.sum(axis=1)
         return Job(
