@@ -188,8 +188,7 @@ def test_the_oracle_is_the_best_of_all_ways() -> None:
         assert optimum(scenario, speeds, target).seconds == pytest.approx(best, rel=1e-12)
 
 
-@pytest.mark.parametrize("cost", [0.0, 5.0])
-@pytest.mark.parametrize("phi_end", [60.0, 2000.0])
+@pytest.mark.parametrize(("cost", "phi_end"), [(0.0, 2000.0), (5.0, 60.0)])
 def test_nobody_beats_the_oracle(cost: float, phi_end: float) -> None:
     scenario = small(switch_cost_s=cost, assumed_cost_s=cost or 1e-3, phi_end=phi_end)
     best = optima(scenario)
