@@ -234,27 +234,13 @@ class Controller(Callback):
         self.gns.on_grads_ready(context)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        """Measures the step, decides if a decision is due, and asks for the change."""
+        """Measures the step, decides if a decision is due, applies it, and records."""
         self._measure(context)
-        reason, change = "learning-rate ramp", None
-        if not self.failed and self._is_due(context):
-            decision = self._decide(context)
-            if decision is not None and self._acts:
-                if decision.kind == "batch":
-                    reason = decision.reason
-                    self._apply_batch(decision, context)
-                elif decision.kind == "relayout":
-                    change = self._layout_change(decision, context)
-                if self.layout_changes is not None and change is None:
-                    self.layout_changes.prepare(decision.other_layouts, context)
+        is_due = not self.failed and self._is_due(context)
+        decision = self._decide(context) if is_due else None
+        request = self._apply(decision, context)
         context.scalars.update(self.log.take_scalars())
-        wanted = self._wanted_settings(context)
-        settings = None if wanted == context.state.settings else wanted
-        if change is not None and self.layout_changes is not None:
-            return self.layout_changes.request(change, context, settings)
-        if settings is None:
-            return None
-        return Request(kind="change", reason=reason, settings=settings)
+        return request
 
     def _measure(self, context: CallbackContext) -> None:
         """Adds the step's noise scale, time and loss to the state, and grades the last change."""
@@ -278,7 +264,9 @@ class Controller(Callback):
         if until is not None:
             self.log.note("spike", iteration=step.iteration, hold_growth_until_samples=until)
             if dist.get_rank() == 0:
-                logger.warning("the loss rose after the batch grew: no growth until %d", until)
+                logger.warning(
+                    "the loss rose after the batch grew: no growth until sample %d", until
+                )
         self._record_outcome()
 
     def _record_outcome(self, *, now: bool = False) -> None:
@@ -394,11 +382,25 @@ class Controller(Callback):
 
     # Applying a decision.
 
-    def _apply_batch(self, decision: Decision, context: CallbackContext) -> None:
-        """Makes another batch or micro-batch the present one."""
-        before = CurrentConfiguration.of(context)
-        ramp = self._ramp_to(decision.to.global_batch_size, context)
-        self._on_config_changed(decision, context, before=before, ramp=ramp)
+    def _apply(self, decision: Decision | None, context: CallbackContext) -> Request | None:
+        """The request for what was decided, and for the rates of the next step."""
+        reason, change = "learning-rate ramp", None
+        if decision is not None and self._acts:
+            if decision.kind == "batch":
+                reason, before = decision.reason, CurrentConfiguration.of(context)
+                ramp = self._ramp_to(decision.to.global_batch_size, context)
+                self._on_config_changed(decision, context, before=before, ramp=ramp)
+            elif decision.kind == "relayout":
+                change = self._layout_change(decision, context)
+            if self.layout_changes is not None and change is None:
+                self.layout_changes.prepare(decision.other_layouts, context)
+        wanted = self._wanted_settings(context)
+        settings = None if wanted == context.state.settings else wanted
+        if change is not None and self.layout_changes is not None:
+            return self.layout_changes.request(change, context, settings)
+        if settings is None:
+            return None
+        return Request(kind="change", reason=reason, settings=settings)
 
     def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
         """A change of layout. The state changes when it has come about, as it may fail."""
