@@ -103,32 +103,36 @@ def iterations_to_try(
     Raises:
         TrainingFailure: no complete checkpoint may be taken; the message offers one.
     """
-    complete, problem, older = files.complete_iterations(load), None, []
-    try:
-        wanted = step if step is not None else files.read_latest(load)
-    except (ValueError, OSError) as error:
-        wanted, problem, older = None, str(error), complete
+    complete, wanted, problem = files.complete_iterations(load), step, None
+    if step is None:
+        try:
+            wanted = files.read_latest(load)
+        except (ValueError, OSError) as error:
+            problem = str(error)
     if problem is None and wanted is None:
         if not complete and not files.was_ever_complete(load):
             return [], []
-        problem, older = f"--load {load} has checkpoints but no {files.TRACKER}", complete
-    elif wanted is not None:
-        older = [i for i in complete if i < wanted]
-        if wanted not in complete:
-            folder = files.folder_of(load, wanted)
-            state = "half-written (no metadata.json)" if folder.exists() else "missing"
-            if files.is_legacy(folder):
-                state = (
-                    "of Megatron-LM's older format torch; save it there again with "
-                    "--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
-                )
-            problem = f"checkpoint {folder} is {state}"
-            complete = [i for i in complete if i != wanted]
+        problem = f"--load {load} has checkpoints but no {files.TRACKER}"
+    elif wanted is not None and wanted not in complete:
+        folder = files.folder_of(load, wanted)
+        problem = f"checkpoint {folder} is {_what_is_wrong_with(folder)}"
     may_fall_back = fallback and step is None
-    if problem is not None and not (older and may_fall_back):
+    older = [i for i in complete if wanted is None or i < wanted][::-1] if may_fall_back else []
+    if problem is None:
+        assert wanted is not None
+        return [wanted, *older], []
+    if not older:
         raise TrainingFailure(f"{problem}; {_offer(load, complete)}")
-    first = [wanted] if problem is None and wanted is not None else []
-    return first + (older[::-1] if may_fall_back else []), [problem] if problem else []
+    return older, [problem]
+
+
+def _what_is_wrong_with(folder: Path) -> str:
+    if files.is_legacy(folder):
+        return (
+            "of Megatron-LM's older format torch; save it there again with --ckpt-convert-format "
+            "torch_dist --ckpt-convert-save FOLDER"
+        )
+    return "half-written (no metadata.json)" if folder.exists() else "missing"
 
 
 def _offer(load: Path, complete: list[int]) -> str:
