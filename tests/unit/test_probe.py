@@ -32,7 +32,7 @@ from copus_ext.probe.findings import (
     usual,
 )
 from copus_ext.probe.link_fit import Timed, fit_line, one_way
-from copus_ext.probe.pair import lead
+from copus_ext.probe.pair import Wire, lead
 from copus_ext.probe.record import LinkRecord, cluster_text
 from copus_ext.probe.session import (
     Place,
@@ -288,7 +288,7 @@ def test_numbers_are_written_for_people() -> None:
     ]
 
 
-class VirtualWire:
+class VirtualWire(Wire):
     """A link of exact speed on a clock of its own, with someone at the other end who answers."""
 
     def __init__(self, alpha: float, beta: float) -> None:
