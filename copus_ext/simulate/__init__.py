@@ -1,1 +1,1 @@
-"""Runs on a virtual clock: the shipped decisions over a known course of noise and loss."""
+"""Runs on a virtual clock: the shipped decisions under known noise and loss."""

@@ -37,7 +37,7 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
     """`[segments][layouts]` seconds at the best batch, and the layouts.
 
     Args:
-        scenario: its course.
+        scenario: its training dynamics.
         speeds: of all configurations.
         target: progress at which the last segment ends.
 
@@ -47,14 +47,14 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
     """
     if scenario.truth.rate_exponent:
         raise ValueError("the oracle does not know the schedule of the learning rate")
-    course = scenario.course
-    edges = np.array(course.edges)
+    dynamics = scenario.dynamics
+    edges = np.array(dynamics.edges)
     lengths = np.clip(target - edges[:-1], 0.0, np.diff(edges))
     lengths = lengths[lengths > 0]
     columns = []
     for layout in speeds.layouts:
         rows = [row for b in speeds.batches if (row := speeds.at(layout, b)) is not None]
-        rates = [course.rates(r.global_batch_size) * r.samples_per_s for r in rows]
+        rates = [dynamics.rates(r.global_batch_size) * r.samples_per_s for r in rows]
         columns.append(lengths / np.max(rates, axis=0)[: len(lengths)])
     return np.stack(columns, axis=1).tolist(), speeds.layouts
 

@@ -168,7 +168,7 @@ class NoiseEstimatorModel:
         self.dimension = dimension
         self._drawn: dict[int, Any] = {}
 
-    def read(self, phi: float, batch: int, groups: int) -> Estimate | None:
+    def draw(self, phi: float, batch: int, groups: int) -> Estimate | None:
         """The estimates of one step, in units of the noise's trace; None with a single group.
 
         Args:

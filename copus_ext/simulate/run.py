@@ -1,4 +1,4 @@
-"""One run on the virtual clock: steps by course and table, decisions as shipped."""
+"""One run on a virtual clock, with the shipped decisions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _TIMED = WARM_UP_STEPS + MIN_TIMED_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change that was made."""
+    """A start or a change."""
 
     clock_s: float
-    """Seconds since the start, its pause not yet in them."""
+    """Seconds since the start, without its own pause."""
     consumed_samples: int
     """Samples of the run."""
     progress: float
-    """Of the course."""
+    """Of the training dynamics."""
     batch: int
     """From here on."""
     layout: str
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(kw_only=True)
 class Run:
-    """What came of it."""
+    """The result of a run."""
 
     name: str
     """Of the contender."""
@@ -58,7 +58,7 @@ class Run:
     steps: int = 0
     """Optimizer steps."""
     decisions: int = 0
-    """Decisions taken, those to stay too."""
+    """Decisions, including those to stay."""
     paused_s: float = 0.0
     """Seconds of changes of layout."""
 
@@ -80,12 +80,12 @@ class Run:
 
 
 def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
-    """A batch that stays, on the layout that is fastest with it: a closed form."""
+    """A static batch on its fastest layout, in closed form."""
     assert contender.batch is not None
-    row, course = scenario.speeds(seed).fastest(contender.batch), scenario.course
+    row, dynamics = scenario.speeds(seed).fastest(contender.batch), scenario.dynamics
     times: dict[str, float | None] = {}
     for target, progress in scenario.targets.items():
-        samples = scenario.schedule.samples(course.samples(contender.batch, progress))
+        samples = scenario.schedule.samples(dynamics.samples(contender.batch, progress))
         times[target] = samples / row.samples_per_s
         if samples > scenario.total_samples:
             times[target] = None
@@ -96,7 +96,7 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
         batch=contender.batch,
         layout=str(row.layout),
     )
-    needed = scenario.schedule.samples(course.samples(contender.batch, scenario.last))
+    needed = scenario.schedule.samples(dynamics.samples(contender.batch, scenario.last))
     samples = min(needed, scenario.total_samples)
     steps = math.ceil(samples / contender.batch)
     return Run(name=contender.name, times_s=times, changes=[first], steps=steps)
@@ -105,7 +105,7 @@ def static_run(scenario: Scenario, contender: Contender, seed: int) -> Run:
 def simulate(
     scenario: Scenario, contender: Contender, *, seed: int, journal: DecisionLog | None = None
 ) -> Run:
-    """A run of anybody but the oracle. The same arguments give the same run, bit for bit.
+    """Runs a contender. The same arguments give the same run, bit for bit.
 
     Args:
         scenario: what it is of.
@@ -126,14 +126,14 @@ class _Runner:
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
-        self.course, self.speeds = scenario.course, scenario.speeds(seed)
+        self.dynamics, self.speeds = scenario.dynamics, scenario.speeds(seed)
         first = scenario.batches[0]
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
         self.state = ControllerState()
         self.state.layout_costs.prior_s = scenario.prior_cost_s
-        self.gauge = NoiseEstimatorModel(seed)
+        self.estimator = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
         self.measures = policies.needs_noise(self.flags.copus_policy)
@@ -162,10 +162,10 @@ class _Runner:
         speed = self.speeds.true(self.row).samples_per_s
         before, schedule = self.progress, self.scenario.schedule
         worth = schedule.worth(self.consumed + size) - schedule.worth(self.consumed)
-        self.progress = self.course.advance(batch, before, worth)
+        self.progress = self.dynamics.advance(batch, before, worth)
         while waiting and waiting[0][1] <= self.progress:
             target, at = waiting.pop(0)
-            part = self.course.samples(batch, at) - self.course.samples(batch, before)
+            part = self.dynamics.samples(batch, at) - self.dynamics.samples(batch, before)
             self.out.times_s[target] = self.clock_s + part * (size / worth) / speed
         seconds = batch / speed
         self.clock_s += seconds
@@ -187,7 +187,7 @@ class _Runner:
         groups = batch // self.row.micro_batch_size
         self.observer.layout_estimator = "micro" if groups > 1 else None
         due = self.out.steps % self.observer.interval_at(batch) == 0
-        estimate = self.gauge.read(self.course.phi(progress), batch, groups) if due else None
+        estimate = self.estimator.draw(self.dynamics.phi(progress), batch, groups) if due else None
         if estimate is None:
             self.observer.skip(self.consumed)
             return
@@ -287,8 +287,7 @@ class _Runner:
         self._note()
 
     def _enter_layout(self) -> None:
-        """Rules of decisions and of rates under the present layout, from the flags as in a real
-        run."""
+        """Rules of decisions and rates under the current layout, from the flags as in a real run."""
         s, row = self.scenario, self.row
         self.config: Any = SimpleNamespace(
             batch=SimpleNamespace(

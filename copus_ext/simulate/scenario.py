@@ -91,7 +91,7 @@ class Scenario:
         return {}
 
     @cached_property
-    def course(self) -> TrainingDynamics:
+    def dynamics(self) -> TrainingDynamics:
         """The progress of batches."""
         end = BEYOND * self.last
         return TrainingDynamics(phi_at=self.trajectory.phi_at, truth=self.truth, end=end)

@@ -87,10 +87,10 @@ def test_a_truth_is_the_curve_that_published_runs_follow() -> None:
 def test_a_static_batch_takes_the_sum_of_its_intervals(batch: int) -> None:
     scenario = small()
     run = simulate(scenario, contenders(scenario.batches)[f"static_{batch}"], seed=0)
-    course, speed = scenario.course, scenario.speeds().fastest(batch).samples_per_s
+    dynamics, speed = scenario.dynamics, scenario.speeds().fastest(batch).samples_per_s
     for target, end in SHORT.items():
         seconds = 0.0
-        for low, high, phi in zip(course.edges, course.edges[1:], course.phis):
+        for low, high, phi in zip(dynamics.edges, dynamics.edges[1:], dynamics.phis):
             share = max(min(high, end) - low, 0.0)
             seconds += share * (1 + batch / (2 * phi)) / speed
         assert run.times_s[target] == pytest.approx(seconds, rel=1e-12)
@@ -115,13 +115,13 @@ def test_a_sample_of_a_low_rate_gets_less_far() -> None:
     truth = GroundTruth(noise_scale_multiplier=2.0, reference_batch=16.0, rate_exponent=0.5)
     scenario, without = small(truth=truth), small()
     who = contenders(scenario.batches)["static_16"]
-    course, times = scenario.course, simulate(scenario, who, seed=0).times_s
+    dynamics, times = scenario.dynamics, simulate(scenario, who, seed=0).times_s
     speed = scenario.speeds().fastest(16).samples_per_s
     samples = 0
     progress = 0.0
     while progress < SHORT["a"]:  # step by step, each at its own rate
         rate = float(scenario.schedule.rate(samples + 0.5))
-        progress = course.advance(16, progress, rate**0.5)
+        progress = dynamics.advance(16, progress, rate**0.5)
         samples += 1
     assert times["a"] == pytest.approx(samples / speed, rel=1e-3)
     after, before = times["a"], simulate(without, who, seed=0).times_s["a"]
@@ -149,13 +149,13 @@ def test_the_oracle_refuses_a_schedule() -> None:
 
 
 def test_progress_does_not_depend_on_how_it_is_cut() -> None:
-    course = small().course
-    once = course.advance(32, 123.0, 5000.0)
+    dynamics = small().dynamics
+    once = dynamics.advance(32, 123.0, 5000.0)
     parts = 123.0
     for samples in (1.0, 999.0, 4000.0):
-        parts = course.advance(32, parts, samples)
+        parts = dynamics.advance(32, parts, samples)
     assert parts == pytest.approx(once, rel=1e-12)
-    assert course.samples(32, once) - course.samples(32, 123.0) == pytest.approx(5000.0)
+    assert dynamics.samples(32, once) - dynamics.samples(32, 123.0) == pytest.approx(5000.0)
 
 
 def test_the_oracle_is_the_best_of_all_ways() -> None:
@@ -166,21 +166,22 @@ def test_the_oracle_is_the_best_of_all_ways() -> None:
             [row(w, b, float(random.uniform(50, 100))) for w in layouts for b in (16, 64)]
         )
         scenario = small(switch_cost_s=cost, batches=(16, 64))
-        course = TrainingDynamics(
+        dynamics = TrainingDynamics(
             phi_at=scenario.trajectory.phi_at, truth=GroundTruth(), end=16_000.0, num_intervals=6
         )
-        scenario.__dict__["course"] = course
+        scenario.__dict__["dynamics"] = dynamics
         target = 15_000.0
-        ends = [*course.edges[1:-1], target]
-        lengths = [b - a for a, b in zip(course.edges, ends)]
+        ends = [*dynamics.edges[1:-1], target]
+        lengths = [b - a for a, b in zip(dynamics.edges, ends)]
         best = min(
             sum(
                 length
                 / max(
-                    float(course.truth.per_sample(b, phi)) * speeds.true(row(w, b, 1)).samples_per_s
+                    float(dynamics.truth.per_sample(b, phi))
+                    * speeds.true(row(w, b, 1)).samples_per_s
                     for b in (16, 64)
                 )
-                for length, phi, w in zip(lengths, course.phis, way)
+                for length, phi, w in zip(lengths, dynamics.phis, way)
             )
             + cost * sum(a != b for a, b in itertools.pairwise(way))
             for way in itertools.product(layouts, repeat=len(lengths))
@@ -204,9 +205,9 @@ def test_the_same_seed_gives_the_same_run() -> None:
     one, again = (simulate(small(), who, seed=3).to_json() for _ in range(2))
     assert json.dumps(one) == json.dumps(again)
     assert (
-        NoiseEstimatorModel(3).read(50.0, 16, 4)
-        == NoiseEstimatorModel(3).read(50.0, 16, 4)
-        != NoiseEstimatorModel(4).read(50.0, 16, 4)
+        NoiseEstimatorModel(3).draw(50.0, 16, 4)
+        == NoiseEstimatorModel(3).draw(50.0, 16, 4)
+        != NoiseEstimatorModel(4).draw(50.0, 16, 4)
     )
 
 
@@ -233,13 +234,13 @@ def test_where_noise_stands_still_so_does_the_batch(seed: int) -> None:
 
 def test_what_is_measured_has_the_spread_of_an_estimator() -> None:
     phi, batch, groups = 400.0, 32, 16
-    gauge = NoiseEstimatorModel(0)
-    drawn = [gauge.read(phi, batch, groups) for _ in range(20_000)]
+    estimator = NoiseEstimatorModel(0)
+    drawn = [estimator.draw(phi, batch, groups) for _ in range(20_000)]
     g2, v = np.array([[e.grad_norm_sq, e.grad_variance_trace] for e in drawn if e is not None]).T
     expected = predicted_spread(
         v=1.0,
-        along_gradient=1 / phi / gauge.dimension,
-        effective_dimension=gauge.dimension,
+        along_gradient=1 / phi / estimator.dimension,
+        effective_dimension=estimator.dimension,
         batch=batch,
         group=batch / groups,
         num_groups=groups,
@@ -248,7 +249,7 @@ def test_what_is_measured_has_the_spread_of_an_estimator() -> None:
     assert abs(v.mean() - 1) < 4 * v.std() / len(v) ** 0.5
     assert g2.var() == pytest.approx(expected.grad_norm_sq, rel=0.05)
     assert v.var() == pytest.approx(expected.grad_variance_trace, rel=0.05)
-    assert gauge.read(phi, batch, 1) is None
+    assert estimator.draw(phi, batch, 1) is None
 
 
 def test_a_journal_gives_a_trajectory(tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_a_trajectory_is_stretched_to_the_preset() -> None:
     scenario = small()
     other = scenario.follow(NoiseTrajectory(progress=(1.0, 10.0), phi=(4.0, 40.0)))
     assert other.trajectory.end == scenario.last
-    assert other.course.phi(scenario.last * 0.999) == pytest.approx(40.0, rel=0.02)
+    assert other.dynamics.phi(scenario.last * 0.999) == pytest.approx(40.0, rel=0.02)
     assert dataclasses.replace(other).targets == scenario.targets
 
 
