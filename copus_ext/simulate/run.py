@@ -287,7 +287,7 @@ class _Runner:
         self._note()
 
     def _enter_layout(self) -> None:
-        """Rules of decisions and rates under the current layout, from the flags as in a real run."""
+        """Rules of decisions and rates under the current layout, as in a real run."""
         s, row = self.scenario, self.row
         self.config: Any = SimpleNamespace(
             batch=SimpleNamespace(
