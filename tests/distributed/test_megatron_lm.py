@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay
+from copus_ext.controller.flags import CopusConfig
 from copus_ext.integrations.checkout import UnsuitableRun, check
 from tests.helpers.launch import run_ranks
 
@@ -84,11 +85,15 @@ def test_the_journal_can_be_decided_again(
         ({"dataloader_type": "cyclic"}, "--dataloader-type single"),
         ({"context_parallel_size": 2}, "--context-parallel-size 1"),
         ({"use_megatron_fsdp": True}, "FSDP"),
-        ({"copus_allow_shrink": True}, "--copus-allow-shrink"),
     ],
 )
 def test_what_does_not_go_with_it_is_said(change: dict[str, Any], words: str) -> None:
-    good = {"train_samples": 100, "copus_allow_shrink": False, "copus_policy": "adaptive"}
-    check(SimpleNamespace(**good))
+    good, flags = {"train_samples": 100}, CopusConfig(copus=True)
+    check(SimpleNamespace(**good), flags)
     with pytest.raises(UnsuitableRun, match=words):
-        check(SimpleNamespace(**{**good, **change}))
+        check(SimpleNamespace(**{**good, **change}), flags)
+
+
+def test_a_batch_that_may_shrink_does_not_go_with_it() -> None:
+    with pytest.raises(UnsuitableRun, match="allow_shrink"):
+        check(SimpleNamespace(train_samples=100), CopusConfig(copus=True, copus_allow_shrink=True))

@@ -257,6 +257,7 @@ def interrupted(tmp_path, number):
     # Forked, it imports nothing again.
     process = multiprocessing.get_context("fork").Process(target=tool)
     process.start()
+    assert process.pid is not None
     deadline = time.monotonic() + 60
     while not (said.exists() and "documents" in said.read_text()):  # its first line of progress
         assert time.monotonic() < deadline
