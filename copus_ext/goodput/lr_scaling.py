@@ -6,39 +6,13 @@ back restores every rate bit for bit.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 LrRule = Literal["sqrt", "linear", "none"]
 PerTokenRule = Literal["tokens", "const"]
 _EXPONENTS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 MIN_BETA2, MAX_BETA2 = 0.9, 0.9999
-
-
-def lr_factor(batch: int, reference_batch: int, rule: LrRule) -> float:
-    """(B / B_ref)^(1/2) for Adam (eq. 9 of arXiv 2604.26687), or in proportion, or 1."""
-    return (batch / reference_batch) ** _EXPONENTS[rule]
-
-
-def weight_decay_factor(batch: int, reference_batch: int, lr: float, rule: PerTokenRule) -> float:
-    """What keeps the decay per token, lr x weight decay / B, where it was (arXiv 2505.13738), or 1.
-
-    Args:
-        batch: of the step.
-        reference_batch: the batch for which the weight decay was chosen.
-        lr: factor of the learning rate at this step.
-        rule: `tokens` or `const`.
-    """
-    return 1.0 if rule == "const" else batch / reference_batch / lr
-
-
-def beta2_for(beta2: float, batch: int, reference_batch: int, rule: PerTokenRule) -> float | None:
-    """beta2^(B / B_ref), which keeps the half-life in tokens (arXiv 2507.07101), between 0.9 and
-    0.9999 (or beta2 itself, if that is beyond); None where it stays."""
-    if rule == "const" or batch == reference_batch:
-        return None
-    least, most = min(MIN_BETA2, beta2), max(MAX_BETA2, beta2)
-    return min(max(beta2 ** (batch / reference_batch), least), most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +33,9 @@ class RateRules:
     """Steps of the learning rate's way up."""
 
     def lr_factor(self, batch: int) -> float:
-        """The learning rate's factor at a batch, at the end of its way."""
-        return lr_factor(batch, self.reference_batch, self.lr)
+        """The learning rate's factor at a batch, at the end of its way: (B / B_ref)^(1/2) for Adam
+        (eq. 9 of arXiv 2604.26687), or in proportion, or 1."""
+        return (batch / self.reference_batch) ** _EXPONENTS[self.lr]
 
     def ramp(self, batch: int, *, iteration: int, start: float) -> Ramp:
         """The learning rate's way to a batch that is taken after so many steps."""
@@ -70,12 +45,20 @@ class RateRules:
     def at(self, batch: int, lr: float) -> dict[str, Any]:
         """Factors and beta2 of a step, as fields of the trainer's settings.
 
+        Weight decay keeps the decay per token, lr x weight decay / B (arXiv 2505.13738). beta2
+        keeps its half-life in tokens, beta2^(B / B_ref) (arXiv 2507.07101), between 0.9 and 0.9999
+        or the flag's value beyond; None leaves it.
+
         Args:
             batch: of the step.
             lr: factor of the learning rate, from the ramp.
         """
-        decay = weight_decay_factor(batch, self.reference_batch, lr, self.weight_decay)
-        beta2 = beta2_for(self.beta2, batch, self.reference_batch, self.beta2_rule)
+        decay, beta2 = 1.0, None
+        if self.weight_decay == "tokens":
+            decay = batch / self.reference_batch / lr
+        if self.beta2_rule == "tokens" and batch != self.reference_batch:
+            least, most = min(MIN_BETA2, self.beta2), max(MAX_BETA2, self.beta2)
+            beta2 = min(max(self.beta2 ** (batch / self.reference_batch), least), most)
         return {"lr_factor": lr, "weight_decay_factor": decay, "beta2": beta2}
 
 
@@ -102,10 +85,6 @@ class Ramp:
     def is_over(self, iteration: int) -> bool:
         """Whether the step after so many steps has the last factor."""
         return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
 
 
 MOST_RAMP_STEPS = 100

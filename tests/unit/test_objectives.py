@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -143,19 +144,22 @@ def test_cool_down_and_budget_of_pauses() -> None:
 
 
 def test_rates_go_with_the_absolute_batch() -> None:
-    assert lr_scaling.lr_factor(64, 16, "sqrt") == 2.0
-    assert lr_scaling.lr_factor(64, 16, "linear") == 4.0
-    assert [lr_scaling.lr_factor(b, 16, "sqrt") for b in (16, 32, 16)] == [1.0, 2**0.5, 1.0]
-    doubled = lr_scaling.weight_decay_factor(32, 16, 2**0.5, "tokens")
-    assert doubled == pytest.approx(2**0.5)
-    assert lr_scaling.weight_decay_factor(32, 16, 2**0.5, "const") == 1.0
-    assert lr_scaling.beta2_for(0.95, 32, 16, "tokens") == pytest.approx(0.9025)
-    assert lr_scaling.beta2_for(0.95, 128, 16, "tokens") == 0.9
-    assert (
-        lr_scaling.beta2_for(0.95, 16, 16, "tokens")
-        is None
-        is lr_scaling.beta2_for(0.9, 32, 16, "const")
+    rules = lr_scaling.RateRules(
+        reference_batch=16,
+        beta2=0.95,
+        lr="sqrt",
+        weight_decay="tokens",
+        beta2_rule="tokens",
+        ramp_steps=20,
     )
+    assert [rules.lr_factor(b) for b in (16, 32, 64, 16)] == [1.0, 2**0.5, 2.0, 1.0]
+    assert dataclasses.replace(rules, lr="linear").lr_factor(64) == 4.0
+    assert rules.at(32, 2**0.5)["weight_decay_factor"] == pytest.approx(2**0.5)
+    betas = [rules.at(batch, 1.0)["beta2"] for batch in (16, 32, 128)]
+    assert betas == [None, pytest.approx(0.9025), 0.9]
+    constant = dataclasses.replace(rules, weight_decay="const", beta2_rule="const")
+    plain = {"lr_factor": 2**0.5, "weight_decay_factor": 1.0, "beta2": None}
+    assert constant.at(32, 2**0.5) == plain
 
 
 def test_the_ramp() -> None:
