@@ -12,18 +12,18 @@ from copus_ext.cost_model.correct import Correction, Spread, correct
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
 
 
-def test_without_data_nothing_changes() -> None:
-    got = correct(KEYS, [], [])
-    assert (got.factor == 1).all()
-    s = Spread()
-    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own)
-    assert got.relative_sd == pytest.approx(math.hypot(*parts))
-
-
-def test_a_measured_row_returns_to_its_measurement() -> None:
+def test_a_measured_row_returns_to_its_measurement_and_the_prior_stays_without_any() -> None:
     got = correct(KEYS, [KEYS[3]], [0.2])
     assert got.factor[3] == pytest.approx(math.exp(0.2), rel=0.01)
     assert got.relative_sd[3] < 0.011
+    nothing, s = correct(KEYS, [], [], against=0), Spread()
+    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own)
+    assert (nothing.factor == 1).all()
+    assert nothing.relative_sd == pytest.approx(math.hypot(*parts))
+    # What all have in common is no doubt about one against another.
+    far = KEYS.index((4, 2, 2))
+    assert nothing.against_sd[0] == 0.0
+    assert nothing.against_sd[far] == pytest.approx(math.sqrt(2) * math.hypot(*parts[1:]))
 
 
 def test_others_move_towards_the_common_factor_and_never_beyond_the_data() -> None:
@@ -70,22 +70,6 @@ def test_a_noisy_measurement_counts_less() -> None:
     assert 1 < unsure < sure
 
 
-def test_two_predictions_that_are_wrong_alike_are_compared_more_surely() -> None:
-    """Against the joint posterior of all, from draws of it."""
-    asked, counts = [*KEYS, KEYS[0]], [4.0] * len(KEYS) + [16.0]
-    got = correct(asked, KEYS[:2], [0.3, 0.1], counts=counts, noise=[0.02, 0.02], against=0)
-    assert got.against_sd[0] == 0.0
-    assert got.against_sd[-1] < 0.05 < got.against_sd[4], "the same with more micro-batches"
-    assert (got.against_sd[1:] < np.hypot(got.relative_sd[0], got.relative_sd[1:])).all()
-    # Measured so badly that it says nothing: what was thought before, without the common factor.
-    blind = correct([(1, 1, 1), (2, 4, 1)], [(9, 9, 9)], [0.0], noise=[100.0], against=0)
-    s = Spread()
-    parts = 2 * (s.tensor**2 + s.pipeline**2 + s.pair**2 + s.own**2)
-    assert blind.against_sd[1] == pytest.approx(math.sqrt(parts), rel=1e-3)
-    none = correct([(1, 1, 1), (2, 4, 1)], [], [], against=0)
-    assert none.against_sd[1] == pytest.approx(math.sqrt(parts))
-
-
 def test_the_gap_is_that_of_the_joint_posterior() -> None:
     from copus_ext.cost_model import correct as module
 
@@ -98,6 +82,8 @@ def test_the_gap_is_that_of_the_joint_posterior() -> None:
         got = correct(KEYS, KEYS[2:4], [0.01, -0.01], against=i).against_sd
         gap = [joint[j, j] + joint[i, i] - 2 * joint[i, j] for j in range(len(KEYS))]
         np.testing.assert_allclose(got**2, gap, atol=1e-9)
+    more = correct([*KEYS, KEYS[0]], KEYS[:2], [0.3, 0.1], counts=[4.0] * 12 + [16.0], against=0)
+    assert more.against_sd[-1] < 0.05 < more.against_sd[4], "the same with more micro-batches"
 
 
 def test_further_columns_tell_configurations_apart() -> None:

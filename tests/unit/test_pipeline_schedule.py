@@ -156,7 +156,9 @@ def test_interleaved_equals_the_reference(
 
 
 def test_equal_stages_have_a_closed_form() -> None:
-    """Facts 1 and 2: plain 1F1B, and interleaved with hops shorter than a chunk's forward pass."""
+    """Plain 1F1B, and interleaved with hops shorter than a chunk's forward pass."""
+    f, g = np.full((1, 1, 2), 1.0), np.full((1, 1, 2), 2.0)
+    assert pipeline_time(f, g, np.zeros((1, 2)), np.array([1, 5]), vpp=1).tolist() == [[3.0, 15.0]]
     for pp in (2, 3, 5, 8):
         counts = np.arange(pp, 6 * pp)
         n = len(counts)
@@ -177,24 +179,6 @@ def test_equal_stages_have_a_closed_form() -> None:
             assert got == pytest.approx(want, rel=1e-12), (pp, vpp)
 
 
-def test_one_stage_only_works() -> None:
-    f, g = np.full((1, 1, 2), 1.0), np.full((1, 1, 2), 2.0)
-    got = pipeline_time(f, g, np.zeros((1, 2)), np.array([1, 5]), vpp=1)
-    assert got.tolist() == [[3.0, 15.0]]
-
-
-def test_time_lies_between_its_bounds_and_grows_with_every_part() -> None:
-    rng = np.random.default_rng(3)
-    for pp in (2, 4, 6):
-        counts = rng.integers(1, 30, 40)
-        f, g, c = draw(rng, pp, 1, 40, "random")
-        x = pipeline_time(f, g, c, counts, vpp=1)
-        work = counts * (f + g).sum(axis=1)
-        assert (x >= work - 1e-9).all()
-        for more in ((f * 1.1, g, c), (f, g * 1.1, c), (f, g, c * 1.1)):
-            assert (pipeline_time(*more, counts, vpp=1) >= x - 1e-9).all()
-
-
 def test_long_runs_are_jumped_over_exactly() -> None:
     rng = np.random.default_rng(4)
     f, g, c = draw(rng, 5, 1, 3, "random")
@@ -213,5 +197,6 @@ def test_a_longer_pass_never_shortens_a_step(vpp: int) -> None:
     counts = 4 * np.array([1, 2, 3, 5, 8, 8, 12, 20])
     f, g, c = draw(rng, 4, vpp, len(counts), "random")
     before = pipeline_time(f, g, c, counts, vpp=vpp)
-    longer = g * (1 + rng.random(g.shape))
-    assert (pipeline_time(f, longer, c, counts, vpp=vpp) >= before - 1e-12).all()
+    longer = [x * (1 + rng.random(x.shape)) for x in (f, g, c)]
+    for more in ((longer[0], g, c), (f, longer[1], c), (f, g, longer[2])):
+        assert (pipeline_time(*more, counts, vpp=vpp) >= before - 1e-12).all()
