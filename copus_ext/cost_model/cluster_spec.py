@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -235,14 +235,13 @@ class Links:
         return {**data, "hosts": list(self.hosts)} if self.hosts else dict(data)
 
     @classmethod
-    def from_json(cls, data: Any, quantity: Callable[[str], float]) -> Links:
+    def from_json(cls, data: Any) -> Links:
         """Reads what `to_json` wrote.
 
         Args:
             data: `bytes_per_s` a matrix of numbers or texts such as `10GB/s`; `latency_s` a matrix,
                 one number for all pairs, or left out; `hosts` may be left out; anything may stand
                 on the diagonals, also null.
-            quantity: turns a text into a number.
 
         Raises:
             SpecError: an unknown key or a bad value.
@@ -255,7 +254,7 @@ class Links:
             )
         if "bytes_per_s" not in data:
             raise SpecError("links lacks bytes_per_s; give one row and one column per node")
-        speeds = _matrix("bytes_per_s", data["bytes_per_s"], quantity)
+        speeds = _matrix("bytes_per_s", data["bytes_per_s"])
         latency = data.get("latency_s", 0.0)
         if not isinstance(latency, list):
             num = len(speeds)
@@ -263,18 +262,19 @@ class Links:
         hosts = data.get("hosts", [])
         if not isinstance(hosts, list):
             raise SpecError(f"links.hosts {_short(hosts)} must be a list of host names")
-        latencies = _matrix("latency_s", latency, None)
+        latencies = _matrix("latency_s", latency)
         return cls(bytes_per_s=speeds, latency_s=latencies, hosts=tuple(hosts))
 
 
-def _matrix(name: str, rows: Any, quantity: Callable[[str], float] | None) -> Matrix:
+def _matrix(name: str, rows: Any) -> Matrix:
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise SpecError(f"links.{name} {_short(rows)} must be a list of rows, one per node")
 
     def number(i: int, j: int, value: Any) -> Any:
         if i == j:
             return 0.0
-        return quantity(value) if quantity is not None and isinstance(value, str) else value
+        is_text = isinstance(value, str) and name == "bytes_per_s"
+        return quantity(value) if is_text else value
 
     return tuple(
         tuple(number(i, j, value) for j, value in enumerate(row)) for i, row in enumerate(rows)
@@ -426,7 +426,7 @@ class ClusterSpec:
         links = data.get("links")
         own = checked(cls, {**data, "gpu": None, "links": None, "nodes": None}, "cluster")
         own["gpu"] = GpuSpec(**checked(GpuSpec, gpu, "gpu"))
-        own["links"] = None if links is None else Links.from_json(links, quantity)
+        own["links"] = None if links is None else Links.from_json(links)
         own["nodes"] = nodes_from_json(data.get("nodes"), own["gpu"])
         return cls(**own)
 

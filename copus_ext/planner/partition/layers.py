@@ -199,7 +199,6 @@ def problem_of(
     limit_bytes: Any,
     constants: Constants | None = None,
     speed: Any = None,
-    bare_ends: bool = False,
 ) -> PartitionProblem:
     """The partitions of one configuration; its layers need not divide by its stages.
 
@@ -210,15 +209,13 @@ def problem_of(
         limit_bytes: [pp] or one number, bytes that a stage may use.
         constants: of the cost model; None takes those that go with the cluster.
         speed: [pp] speed of every stage's GPU; None: all 1.
-        bare_ends: whether the ends may hold embedding or head alone.
 
     Raises:
         ValueError: recompute `block`, or a size that makes no sense.
     """
     rows = to_rows(model, cluster, points_of([configuration]))
     costs = costs_by_block(rows, constants or cluster.load_constants())
-    own = {"limit_bytes": limit_bytes, "speed": speed, "bare_ends": bare_ends}
-    return PartitionProblem.of(costs, configuration, **own)
+    return PartitionProblem.of(costs, configuration, limit_bytes=limit_bytes, speed=speed)
 
 
 @dataclass(frozen=True, kw_only=True)
