@@ -76,7 +76,6 @@ def correct(
     *,
     counts: Any = USUAL_COUNT,
     measured_counts: Any = USUAL_COUNT,
-    spread: Spread | None = None,
     noise: Sequence[float] | None = None,
     earlier: Sequence[bool] | None = None,
     against: int | None = None,
@@ -90,7 +89,6 @@ def correct(
         log_ratios: [m] ln(measured / predicted).
         counts: [n] micro-batches.
         measured_counts: [m] micro-batches.
-        spread: of the parts.
         noise: [m] standard deviation of each measurement, where it is more than the spread's.
         earlier: [m] whether a measurement is of an earlier time than the rest; the answer is for
             the time of the rest. All or none of them: there is but one time.
@@ -99,7 +97,7 @@ def correct(
     Returns:
         Factor 1 and the prior's deviation where nothing was measured.
     """
-    s = spread or Spread()
+    s = Spread()
     ask = _table(keys, counts)
     if not len(measured_keys):
         nothing = np.zeros((len(ask[0]), 0))

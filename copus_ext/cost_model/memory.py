@@ -246,9 +246,9 @@ def static_bytes(rows: Rows) -> Any:
     return ((rows.element_bytes + 4.0) * held + state * owned).max(axis=0)
 
 
-def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: float = PEAK_SD) -> Any:
+def fit_probability(peak_bytes: Any, limit_bytes: Any) -> Any:
     """Probability that a configuration fits, the peak being log-normal around its prediction."""
-    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (sd * np.sqrt(2.0))
+    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (PEAK_SD * np.sqrt(2.0))
     return 0.5 * (1.0 + _erf(z))
 
 

@@ -19,6 +19,8 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 
 _NO_GAIN = 1e-9
+_LARGEST = 64
+"""Samples of the largest micro-batch to consider."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,15 +161,12 @@ class UnequalMicroBatches:
         }
 
 
-def unequal_micro_batches(
-    planner: Planner, plan: Plan, *, largest: int = 64
-) -> list[UnequalMicroBatches]:
+def unequal_micro_batches(planner: Planner, plan: Plan) -> list[UnequalMicroBatches]:
     """Of a plan's layouts without a pipeline those that uneven micro-batches make faster.
 
     Args:
         planner: that made the plan.
         plan: what it ranked.
-        largest: samples of the largest micro-batch to consider.
     """
     found, seen = [], set()
     for i, ranked in enumerate(plan.ranked):
@@ -177,7 +176,7 @@ def unequal_micro_batches(
             continue
         seen.add(key)
         own = c.global_batch_size // c.layout.dp
-        seconds = seconds_by_size(planner, c, min(own, largest))
+        seconds = seconds_by_size(planner, c, min(own, _LARGEST))
         if c.micro_batch_size not in seconds:
             continue
         split, free = best_tail(own, seconds), best_split(own, seconds)
