@@ -9,7 +9,7 @@ from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange
 from megatron.training.common.errors import counted
 
 UNDECIDED = " copus: no decision yet |"
-FAILED = " copus: ended with an error, see above; the run keeps its configuration |"
+FAILED = " copus: controller disabled, see the error above; the run keeps its configuration |"
 
 
 def decision_line(decision: Decision) -> str:
