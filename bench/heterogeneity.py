@@ -38,7 +38,7 @@ from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
-from tests.helpers.star import DEVICE, address, star
+from tests.helpers.network_namespaces import DEVICE, address, star
 
 NUM_NODES, SLOW_NODE, SLOW_PAIR = 4, 2, (0, 1)
 QUOTA, SLOW_QUOTA = 0.46, 0.23

@@ -1,3 +1,3 @@
-"""The COPUS controller (arXiv 2604.26687): measures the gradient noise scale while a run trains."""
+"""COPUS (arXiv 2604.26687): measures the gradient noise scale, plans, decides, and moves the run."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Plans a training run before it is launched: which layout, will it fit, how fast.
+"""Plans a run before its launch: which layouts fit, and how fast they are.
 
     copus plan --model gpt3-175b --cluster a100-80g:1024 --global-batch-size 1536
     copus plan explain tp8.pp8.dp16,micro_batch=1 --model gpt3-175b ...

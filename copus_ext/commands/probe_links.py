@@ -1,4 +1,4 @@
-"""Times the links between all pairs of nodes and writes them into a cluster file.
+"""Times the links between all pairs of nodes, and writes a cluster file.
 
 srun --ntasks-per-node 1 python tools/probe_links.py --cluster h100-80g:64 --output cluster.json
 

@@ -1,4 +1,4 @@
-"""Times layouts on the ranks it is started on, for tools/plan.py and the controller.
+"""Times layouts on these ranks, for `copus plan` and the controller.
 
 torchrun --nproc-per-node 2 tools/profile_layouts.py --store profile.jsonl -- FLAGS OF YOUR RUN
 

@@ -1,4 +1,4 @@
-"""Repeats the decisions of a journal from the journal alone, and compares.
+"""Recomputes the decisions of a journal, and checks that they match.
 
 python tools/replay.py runs/quickstart/journal.jsonl
 

@@ -1,4 +1,4 @@
-"""Writes one HTML file about one or several runs: what happened, what was changed, and why.
+"""Writes one HTML page about runs: what happened, what was changed, and why.
 
 python tools/report.py runs/quickstart -o report.html
 python tools/report.py runs/fixed runs/adaptive -o comparison.html

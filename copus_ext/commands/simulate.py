@@ -1,4 +1,4 @@
-"""Runs policies on a virtual clock: which one gets to a loss first, on which machine.
+"""Compares policies on a virtual clock: which one reaches a loss first.
 
 python tools/simulate.py --preset 8xh100-3b --policies static,cbs,adaptive --seeds 3
 
@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.goodput.objectives import OBJECTIVES
 from megatron.training.common.program import other_command, program_name, tell
 
 _MOST_SEEDS = 10_000
+TRUTHS = ("goodput", "lr_model", "copus")
+"""Objectives that may be the simulated truth: those whose scale was checked."""
 
 
 class UsageProblem(Exception):
@@ -66,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--truth",
-        choices=OBJECTIVES,
+        choices=TRUTHS,
         help="true worth of a sample: goodput: optimal learning rate at every batch; lr_model: "
         "only at the first batch; copus: progress also proportional to sqrt(batch)",
     )

@@ -1,4 +1,4 @@
-"""Shows how a run stands, from its directory alone: while it trains and after, from any machine.
+"""Shows a running or finished run, reading only its directory.
 
 python tools/status.py runs/quickstart --follow
 

@@ -1,4 +1,4 @@
-"""Writes a run's decisions and changes of layout as a Chrome trace, for https://ui.perfetto.dev.
+"""Writes decisions and changes of layout as a Chrome trace, for https://ui.perfetto.dev.
 
 python tools/trace.py runs/quickstart                    # runs/quickstart/traces/decisions.json
 python tools/trace.py runs/quickstart -o whole.json.gz   # one file with the steps of --profile

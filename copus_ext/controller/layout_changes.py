@@ -31,7 +31,7 @@ from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import CallbackContext
 
 if TYPE_CHECKING:
-    # In a Megatron-LM checkout our trainer is not there, and nothing changes.
+    # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
     from copus_ext.reshard.inprocess import InProcessResharder
     from megatron.training.common.train_state import TrainState
     from megatron.training.train.job import Job

@@ -27,7 +27,7 @@ _HEAD = """# Flags
 <style>td:last-child code { white-space: nowrap }</style>
 
 What `python pretrain_gpt.py --help` says, group by group. Names, meanings and defaults are
-Megatron-LM's; those that begin with `--copus` are the controller's. A switch takes no value; one
+Megatron-LM's; those that begin with `--copus` are the controller's. A switch takes no value. One
 whose meaning begins with "Turn off" ends what is on without it. Where no default is shown, the last
 column says what follows.
 """
@@ -118,7 +118,8 @@ def _row(spec: OptionSpec) -> str:
         names = "<br>".join(f'<a id="{a}"></a>`{string}`' for string, a in anchors.items())
     if spec.kind is bool:
         value, default = "switch", ""
-        text = f"Turn off: {spec.help}" if spec.default else spec.help
+        text, turns_off = spec.help, spec.default and not spec.help.startswith("Accepted")
+        text = f"Turn off: {text[:1].lower()}{text[1:]}" if turns_off else text
     else:
         value = {int: "integer", float: "number", str: "text"}[spec.kind]
         if spec.choices is not None:

@@ -11,7 +11,7 @@ from copus_ext.commands import replay
 from copus_ext.controller.decision_log import NAME, read_journal
 from tests.helpers.jobs import TINY, losses_of, steps_of
 from tests.helpers.launch import ROOT, run_ranks
-from tests.helpers.star import star
+from tests.helpers.network_namespaces import star
 from tests.helpers.two_nodes import why_not
 
 pytestmark = pytest.mark.alone

@@ -15,7 +15,7 @@ import pytest
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from tests.helpers.launch import ROOT, RanksResult, run_ranks
-from tests.helpers.star import DEVICE, address, star
+from tests.helpers.network_namespaces import DEVICE, address, star
 from tests.helpers.two_nodes import why_not
 
 TOOL = ROOT / "tools" / "probe_links.py"

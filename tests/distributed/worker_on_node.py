@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.helpers.star import DEVICE, address
+from tests.helpers.network_namespaces import DEVICE, address
 
 names = sys.argv[1].split(",")
 rank = os.environ["RANK"]

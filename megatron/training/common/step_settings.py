@@ -77,7 +77,10 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a callback asks the loop to do at the step boundary. All ranks must ask for the same."""
+    """What a callback asks for at the step boundary: `Job.adopt` carries it out.
+
+    All ranks must ask for the same.
+    """
 
     kind: Literal["change", "save", "stop"]
     """`change` takes `settings` on; `save` also writes a checkpoint; `stop` also leaves."""

@@ -102,10 +102,11 @@ def _add_option(section: Any, spec: OptionSpec) -> None:
     settings: dict[str, Any] = {"dest": spec.dest, "default": argparse.SUPPRESS}
     if spec.kind is bool:
         settings["action"] = "store_false" if spec.default else "store_true"
-        settings["help"] = f"Turn off: {text}" if spec.default else text
+        turns_off = spec.default and not text.startswith("Accepted")
+        settings["help"] = f"Turn off: {text[:1].lower()}{text[1:]}" if turns_off else text
     else:
         settings |= {"type": _reader(spec), "choices": spec.choices, "nargs": spec.nargs}
-        shown = spec.default not in (None, ())
+        shown = spec.default not in (None, ()) and "Default" not in text
         required = " Required." if spec.required else ""
         settings["help"] = f"{text}{required}" + (f" Default: {spec.default}." if shown else "")
         if spec.choices is None:

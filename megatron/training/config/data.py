@@ -31,14 +31,13 @@ class DataConfig:
     dataloader_type: str = option(None, choices=("single", "cyclic", "external"))
     """Order of samples. Only single (in order) is supported. It is the default."""
     data_sharding: bool = option(True, "--no-data-sharding")
-    """Shard the data of a cyclic loader; accepted, the single loader has no shards."""
+    """Accepted. The single loader has no shards."""
     mmap_bin_files: bool = option(True, "--no-mmap-bin-files")
     """Read .bin files by memory mapping."""
     create_attention_mask_in_dataloader: bool = option(
         True, "--no-create-attention-mask-in-dataloader"
     )
-    """Make the mask in the loader; accepted, the causal mask is always made inside the
-    attention."""
+    """Accepted. The causal mask is always made inside the attention."""
     reset_position_ids: bool = option(False)
     """Start positions again after each end-of-document token."""
     eod_mask_loss: bool = option(False)

@@ -27,13 +27,13 @@ class LoggingConfig:
     tensorboard_queue_size: int = option(1000)
     """TensorBoard events to keep before they are written."""
     log_timers_to_tensorboard: bool = option(False)
-    """Send iteration time and throughput to TensorBoard."""
+    """Send iteration time and throughput to TensorBoard and the other sinks."""
     log_validation_ppl_to_tensorboard: bool = option(False)
-    """Send validation perplexity to TensorBoard."""
+    """Send validation perplexity to TensorBoard and the other sinks."""
     log_memory_to_tensorboard: bool = option(False)
-    """Send memory use to TensorBoard."""
+    """Send memory use to TensorBoard and the other sinks."""
     log_world_size_to_tensorboard: bool = option(False)
-    """Send the number of ranks to TensorBoard."""
+    """Send the number of ranks to TensorBoard and the other sinks."""
     wandb_project: str | None = option(None)
     """Weights & Biases project. Turns that record on."""
     wandb_exp_name: str | None = option(None)

@@ -36,8 +36,7 @@ class ModelConfig:
     use_rotary_position_embeddings: bool = option(False)
     """Older spelling of --position-embedding-type rope."""
     add_position_embedding: bool = option(True, "--no-position-embedding")
-    """Allow learned positions; older spelling, to be given only with another
-    --position-embedding-type."""
+    """Learned positions. Older spelling; goes only with another --position-embedding-type."""
     rotary_base: int = option(10000)
     """Base of the rotary frequencies."""
     rotary_percent: float = option(1.0)

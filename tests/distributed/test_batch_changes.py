@@ -14,7 +14,7 @@ from tests.helpers.on_ranks import on_ranks
 def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("settings")
     # Forked ranks would hold what the server has imported.
-    return on_ranks("worker_settings", folder, 2, timeout_s=200, launcher="fresh")
+    return on_ranks("worker_batch_changes", folder, 2, timeout_s=200, launcher="fresh")
 
 
 @pytest.mark.timeout(220)
