@@ -72,7 +72,7 @@ def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
     for code, configuration in examples:
         flags = [*base.split(), *configuration.to_flags(), "--train-iters", "1"]
         with pytest.raises(UsageError, match=WORDS[code]):
-            resolve(parse_args(flags), configuration.world_size)
+            resolve(parse_args(flags), configuration.layout.world_size)
             pytest.fail(f"{code}: {configuration} was accepted")
 
 
