@@ -113,7 +113,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     if s.last_change_samples is not None and s.rules.policy != "copus":
         since = s.consumed_samples - s.last_change_samples
         if since < s.half_life_samples:
-            yield f"{since} of {s.half_life_samples:.0f} samples since the last change"
+            yield f"{since} of {s.half_life_samples:.0f} samples since the last change of batch"
     # Growing now could undo a shrinking on account of mere noise.
     then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
     if then is not None and now is not None and now < _SWING * then:

@@ -20,6 +20,7 @@ _KEPT = 12
 """Candidates that a decision keeps."""
 _INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
+"""A critical batch size where only rows of one batch compare: any value gives the same order."""
 
 
 def decide(s: DecisionInputs) -> Decision:
@@ -30,7 +31,11 @@ def decide(s: DecisionInputs) -> Decision:
     above_optimal = goal.unknown == "" and _is_above_optimal(s)
     candidates = _candidates(s, goal, above_optimal)
     chosen = next((c for c in candidates if not c.blocked_reason), None)
-    reason = _reason_to_stay(s, goal, candidates) if chosen is None else _change(s, goal, chosen)
+    reason = (
+        _reason_to_stay(s, goal, candidates)
+        if chosen is None
+        else _reason_to_change(s, goal, chosen)
+    )
     return _decision(
         s,
         reason=reason,
@@ -82,7 +87,7 @@ class _Goal:
 def _goal(s: DecisionInputs) -> _Goal:
     policy, critical = s.rules.policy, s.critical_batch_size
     unknown, target = _unknown(s), None
-    if not unknown and policy in policies.WEIGHING:
+    if compares_goodput(s):
         assert critical is not None
         values = _log_goodputs(s, s.rows, critical)
         best = _best_of_layout(s, values)
@@ -102,6 +107,11 @@ def _goal(s: DecisionInputs) -> _Goal:
         batch=target,
         critical_batch_size=critical or _SAME_BATCH_NOISE,
     )
+
+
+def compares_goodput(s: DecisionInputs) -> bool:
+    """Whether a decision compares batches by their goodput, and not throughput alone."""
+    return s.rules.policy in policies.WEIGHING and not _unknown(s)
 
 
 def _unknown(s: DecisionInputs) -> str:
@@ -314,7 +324,7 @@ def _reason_to_stay(s: DecisionInputs, goal: _Goal, candidates: Sequence[Candida
     return goal.unknown or blocked
 
 
-def _change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
+def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
     """A change: from what to what, its gain, and what it goes by."""
     now, to = s.now, chosen.row
     sizes = {

@@ -160,7 +160,7 @@ class DecisionInputs:
     lr_decay_factor: float = 1.0
     """Schedule's learning rate over its largest, 1 before it decays."""
     steps_since_change: int | None = None
-    """Steps since batch or micro-batch last changed."""
+    """Steps since batch, micro-batch or layout last changed."""
     skipped_steps: int = 0
     """Of the last 100 steps those that left the weights unchanged."""
     last_change_samples: int | None = None

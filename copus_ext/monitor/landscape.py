@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from copus_ext.goodput import objectives, policies
+from copus_ext.goodput import objectives
+from copus_ext.goodput.decide import compares_goodput
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 from copus_ext.monitor.explain import explain
 from copus_ext.monitor.journal import DecisionRecord, sizes_of
@@ -86,16 +87,8 @@ def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
     return shown
 
 
-def weighs(s: DecisionInputs) -> bool:
-    """Whether the decision compared batches by their goodput."""
-    noise = s.critical_batch_size
-    known = noise is not None and noise > 0
-    known = known and s.noise.effective_steps >= s.rules.min_effective_steps
-    return s.rules.policy in policies.WEIGHING and known
-
-
 def _cells(s: DecisionInputs) -> dict[str, Any]:
-    by_goodput = weighs(s)
+    by_goodput = compares_goodput(s)
     worths = _worths(s) if by_goodput else [row.samples_per_s for row in s.rows]
     base = worths[s.current]
     if not (math.isfinite(base) and base > 0):
