@@ -15,7 +15,7 @@ UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
 BASES = {"llama": TINY, "gpt2": TINY_GPT2, "further": FURTHER}
-STEPS = 3
+STEPS = 2
 SPOILT = 3
 # Model, estimator, samples of a small group; then layouts of four ranks that must agree: tp, pp,
 # vpp, flags. Replicas read whole micro-batches in turn, so that the samples of `rank` depend on
