@@ -138,3 +138,11 @@ class Rows:
     def change(self, **values: Any) -> Rows:
         """The same with other values."""
         return replace(self, **values)
+
+
+def concatenate(parts: list[Rows]) -> Rows:
+    """All rows of several tables, as a fit to several clusters needs them."""
+    full = [part.full() for part in parts]
+    return Rows(
+        **{f.name: np.concatenate([getattr(p, f.name) for p in full]) for f in fields(Rows)}
+    )

@@ -238,6 +238,7 @@ def test_a_run_that_was_killed_has_its_decisions(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path)
     run.step(20)
     run.decide(reason="\ud800 </script>")
+    assert run.journal.path is not None
     with run.journal.path.open("a") as file:
         file.write('{"kind": "decision", "num')
     traces = tmp_path / "traces"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -284,7 +285,8 @@ def test_the_budget_holds_whatever_happens(limits: CrashLimits, crashes: list[An
 
 
 def test_limits_make_sense() -> None:
-    for bad in ({"per_hour": -1}, {"waits_s": ()}, {"waits_s": (float("nan"),)}):
+    wrong: list[dict[str, Any]] = [{"per_hour": -1}, {"waits_s": ()}, {"waits_s": (math.nan,)}]
+    for bad in wrong:
         with pytest.raises(ValueError, match="--"):
             CrashLimits(**bad)
 
