@@ -161,7 +161,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.format == "flags" and (more or args.order or args.rejected or args.explain):
         raise UsageProblem("--format flags goes with a plain search; use a table or --json")
     if args.explain is not None and (more or args.rejected):
-        raise UsageProblem("one configuration is not searched; drop --explain or the other flags")
+        raise UsageProblem("`explain` looks at one configuration; drop the flags of a search")
     if args.uneven and args.order:
         raise UsageProblem("`nodes` searches the order of nodes, too; drop --order")
     if args.hostfile is not None and not (args.order or args.uneven):

@@ -159,6 +159,8 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
     path = args.output.with_name(f"{args.output.name}.rounds.json")
     how = {"backend": settings.backend, "sizes": list(settings.sizes)}
     record = LinkRecord(path, hosts, how)
+    if args.resume and path.with_suffix(".jsonl").exists() and not path.exists():
+        say(f"note: {path.with_suffix('.jsonl')} is of an earlier version; the probe starts again")
     record.begin(resume=args.resume)
     rounds = session.without(session.tournament(len(hosts)), record.pairs)
     most_s = len(rounds) * settings.most_s
@@ -167,7 +169,8 @@ def lead(args: argparse.Namespace, store: Any, place: Place) -> int:
     try:
         lost = session.lead_rounds(store, rounds, settings, place, record, say)
     finally:
-        # Also after a signal: what is known is shown.
+        # Also after a signal: what is known is kept and shown.
+        record.flush()
         lines = show(record, expected)
     for host in lost:
         say(f"error: {host} has gone or hangs; the probe ends here")

@@ -18,7 +18,7 @@ from typing import Any
 from copus_ext.controller.decision_log import NAME, VERSION, read_journal
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import DecisionInputs
-from megatron.training.common.program import program_name, tell
+from megatron.training.common.program import FormerName, program_name, tell
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,9 +32,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--all", action="store_true", help="print decisions to stay, too")
     p.add_argument(
         "--noise-scale-multiplier",
-        "--calibration",
         type=float,
         help="compare with decisions under another noise scale multiplier",
+    )
+    p.add_argument(
+        "--calibration",
+        action=FormerName,
+        now="--noise-scale-multiplier",
+        dest="noise_scale_multiplier",
+        type=float,
     )
     p.add_argument("--objective", help="compare with decisions under another objective")
     return p

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.training.common.program import other_command, program_name, tell
+from megatron.training.common.program import FormerName, other_command, program_name, tell
 
 _MOST_SEEDS = 10_000
 TRUTHS = ("goodput", "lr_model", "copus")
@@ -55,16 +55,22 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--noise-scale-multiplier",
-        "--calibration",
         type=float,
         help="critical batch size over noise scale, as the policies assume; default: their own",
     )
     p.add_argument(
         "--true-noise-scale-multiplier",
-        "--true-calibration",
         type=float,
         help="the true one: critical batch size over the measured noise scale; default: 8",
     )
+    for name in ("--noise-scale-multiplier", "--true-noise-scale-multiplier"):
+        p.add_argument(
+            name.replace("noise-scale-multiplier", "calibration"),
+            action=FormerName,
+            now=name,
+            dest=name.strip("-").replace("-", "_"),
+            type=float,
+        )
     p.add_argument(
         "--truth",
         choices=TRUTHS,

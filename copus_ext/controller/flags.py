@@ -10,8 +10,8 @@ from typing import Any
 from copus_ext.goodput.objectives import OBJECTIVES
 from copus_ext.goodput.policies import POLICIES
 from megatron.training.common.errors import UsageError
-from megatron.training.config.arguments import nearest_flag, setting_name
 from megatron.training.config.fields import OptionSpec, option, option_specs
+from megatron.training.config.flag_names import nearest_flag, setting_name
 
 # Defaults that depend on the run or on another flag; every other one stands at its flag.
 NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 4.0, 2.0
@@ -159,12 +159,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise UsageError(f"{where}: write one `name: value` in each line")
     known = settings_by_name()
+    old = {
+        text.removeprefix("--copus-").replace("-", "_"): name
+        for name, spec in known.items()
+        for text in spec.old_strings
+    }
     read = {}
     for name, value in found.items():
         plain = str(name).replace("-", "_").removeprefix("copus_")
+        plain = old.get(plain, plain)
         if plain not in known:
             near = nearest_flag(plain, list(known))
-            fix = f"did you mean {near}?" if near else "remove it; docs/copus.yaml lists all"
+            fix = f"did you mean {near}?" if near else f"remove it; there are {', '.join(known)}"
             raise UsageError(f"{where}: unknown setting {name}; {fix}")
         try:
             read[known[plain].dest] = _value(known[plain], value)

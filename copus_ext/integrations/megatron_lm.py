@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,14 +92,20 @@ class CopusCallback:
         args = self._args
         if not args.copus or args.copus_mode == "off":
             return
+        import torch.distributed as dist
+
         from copus_ext.controller.callback import Controller
-        from copus_ext.controller.flags import controller_flags
+        from copus_ext.controller.flags import CopusConfig, controller_flags
+        from megatron.training.config.flag_names import notes_of_old_ways
 
         class _Controller(Controller):
             changes_micro_batch = False
             changes_layout = False
 
         self._flags = controller_flags(args)
+        if dist.get_rank() == 0:
+            for line in notes_of_old_ways([CopusConfig], sys.argv[1:]):
+                print(f"copus: note: {line}", flush=True)
         check(args, self._flags)
         self._first_batch = args.global_batch_size
         self._inner = context_of(context, args, self._first_batch)

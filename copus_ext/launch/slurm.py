@@ -31,6 +31,8 @@ _PORTS_PER_JOB = 8
 _ANSWER_S = 10.0
 _NODE_NAME = "SLURMD_NODENAME"
 _UNITS_S = (1, 60, 3600, 86400)
+_asked: set[subprocess.Popen[str]] = set()
+"""Commands of SLURM that run now."""
 _MAX_NODES = 1 << 20
 
 
@@ -240,18 +242,32 @@ def address_of(node: str) -> str:
 def answer(command: Sequence[str]) -> str | None:
     """What a command prints, or None if it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             errors="replace",
-            timeout=_ANSWER_S,
         )
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    _asked.add(process)
+    try:
+        text, _ = process.communicate(timeout=_ANSWER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None
+    finally:
+        _asked.discard(process)
+    return text if process.returncode == 0 else None
+
+
+def stop_asking() -> None:
+    """Ends the commands that still run: nobody waits for their answers any more."""
+    for process in list(_asked):
+        process.kill()
 
 
 def state_of(handle: str) -> str | None:

@@ -205,6 +205,7 @@ class SlurmWatch:
                 wait([self._publishing], _LAST_ANSWER_S)
             self._publish(self._clock())
         self._commands.shutdown(wait=False, cancel_futures=True)
+        slurm.stop_asking()  # Python waits for these threads before it leaves
 
     def _look(self) -> None:
         for record in self._metrics.records():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ Pair = tuple[int, int]
 """Two nodes, the lower number first."""
 _DIGITS = 4
 _MOST_BYTES = 1 << 28
+_LONG_WRITE_S = 0.1
 
 
 class LinkRecord:
@@ -40,6 +42,7 @@ class LinkRecord:
         """From one node to another; both directions of a pair."""
         self.silent: dict[Pair, str] = {}
         """Pairs without an answer, and why."""
+        self._next_write_s = 0.0
 
     def begin(self, *, resume: bool) -> None:
         """Starts the file, or reads what an interrupted probe has left in it.
@@ -97,6 +100,12 @@ class LinkRecord:
         """
         self.known |= known
         self.silent |= silent
+        # A large table takes long to write: then not after every round.
+        if time.monotonic() >= self._next_write_s:
+            self._write(done=False)
+
+    def flush(self) -> None:
+        """Writes what was added since the last write."""
         self._write(done=False)
 
     def done(self) -> None:
@@ -109,7 +118,10 @@ class LinkRecord:
             for (i, j), timed in self.known.items()
         ]
         value = {"hosts": self.hosts, **self._how, "links": links, "done": done}
+        begin_s = time.monotonic()
         write_atomically(self.path, json.dumps(value, allow_nan=False))
+        took_s = time.monotonic() - begin_s
+        self._next_write_s = begin_s + (20 * took_s if took_s > _LONG_WRITE_S else 0.0)
 
     def matrices(self) -> tuple[Any, Any]:
         """[nodes, nodes] bytes per second and [nodes, nodes] seconds, from row to column; NaN where

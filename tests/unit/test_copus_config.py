@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from copus_ext.commands import replay, simulate
 from copus_ext.controller.flags import (
     CopusConfig,
     controller_flags,
@@ -114,3 +118,34 @@ def test_ways_of_before_are_read_with_a_note() -> None:
         "reads it only there",
     )
     assert parse("--copus", "--copus-noise-scale-multiplier", "3").flag_notes == ()
+
+
+def test_a_former_name_in_the_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "copus.yaml"
+    path.write_text("calibration: 3\n")
+    assert read_settings(path) == {"copus_noise_scale_multiplier": 3.0}
+
+
+def test_no_hint_offers_a_flag_that_belongs_in_the_file() -> None:
+    with pytest.raises(UsageError, match="unknown flag --copus-prebuilt; remove it"):
+        parse("--copus-prebuilt", "2")
+
+
+def test_commands_say_what_a_former_option_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (replay, simulate):
+        args = command.parser().parse_args(["--calibration", "3", *(["x"] * (command is replay))])
+        assert args.noise_scale_multiplier == 3.0
+        assert "note: --calibration is now --noise-scale-multiplier" in capsys.readouterr().err
+
+
+def test_the_flags_join_the_parser_of_a_checkout_with_a_configuration_of_its_own() -> None:
+    code = (
+        "import argparse\n"
+        "from copus_ext.integrations.megatron_lm import add_copus_args\n"
+        "args = add_copus_args(argparse.ArgumentParser()).parse_args(['--copus'])\n"
+        "from copus_ext.controller.flags import controller_flags\n"
+        "assert controller_flags(args).copus"
+    )
+    path = os.pathsep.join([str(ROOT / "tests/helpers/fake_megatron_lm"), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)

@@ -126,7 +126,7 @@ function drawLandscape(item) {
   const list = make("ul");
   for (const line of item.words) list.append(make("li", line));
   byId("landscape-words").replaceChildren(make("h3", `Decision ${item.number}`), list);
-  const heads = ["layout", "batch", "micro-batch", "samples/s", "goodput", "needed", "verdict"];
+  const heads = ["layout", "batch", "micro-batch", "samples/s", "goodput", "needed", "blocked by"];
   byId("t-candidates").hidden = !item.candidates.length;
   table(byId("t-candidates"), "The best moves as the decision saw them", heads,
     item.candidates.map((c) => [c[0], c[1], c[2], few(c[3]), percent(c[4]), share(c[5]), c[6]]),

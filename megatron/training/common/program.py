@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 _given: str | None = None
 
@@ -41,6 +43,26 @@ def tell(script: str, text: str) -> None:
         text: such as `error: ...` or `note: ...`.
     """
     print(f"{program_name(script)}: {text}", file=sys.stderr, flush=True)
+
+
+class FormerName(argparse.Action):
+    """An option's name of before. It is read for one release, with one line of warning.
+
+    Args:
+        now: the option string that took its place.
+    """
+
+    def __init__(self, *args: Any, now: str, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"help": argparse.SUPPRESS})
+        self.now = now
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        """Sets the value and prints the line."""
+        text = f"note: {option} is now {self.now}; the next release knows only that"
+        print(f"{parser.prog}: {text}", file=sys.stderr, flush=True)
+        setattr(namespace, self.dest, values)
 
 
 def run_command(

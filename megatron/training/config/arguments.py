@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
@@ -15,9 +14,9 @@ from megatron.training.config import GROUPS, Config, ModelConfig
 from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
+from megatron.training.config.flag_names import nearest_flag, notes_of_old_ways
 from megatron.training.config.known_flags import (
     KnownFlag,
-    deprecated,
     known_flags,
     notes_of,
     refused_beginnings,
@@ -39,8 +38,6 @@ TITLES = {
 }
 """Group name in `Config` -> its title in `--help`."""
 
-_NEAR = 0.8
-"""How alike an unknown flag and a hint must be: difflib's ratio, from 0 to 1."""
 _TOO_FEW = ("argument", "arguments")
 """How argparse's complaint about missing values ends."""
 _TOO_MANY = "ignored explicit argument"
@@ -143,7 +140,8 @@ def parse_args(
     found, rest = parser.parse_known_args(argv)
     given = vars(found)
     asked = {known[n]: given.pop(n) for n in list(given) if n in known}
-    names = {s for action in parser._actions for s in action.option_strings if s != "-h"}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    names = {s for action in shown for s in action.option_strings if s != "-h"} | set(known)
     if problems := [*_refusals(asked), *_unknown(rest, names)]:
         raise UsageError("\n".join(problems))
     ignored = tuple(flag.name for flag, value in asked.items() if _has_a_say(flag, value))
@@ -153,32 +151,12 @@ def parse_args(
     for spec in (spec for group in groups for spec in option_specs(group)):
         value = given.get(spec.dest, spec.default)
         values[spec.dest] = tuple(value) if isinstance(value, list) else value
-    words = {word.split("=", 1)[0] for word in (sys.argv[1:] if argv is None else argv)}
     return argparse.Namespace(
         **values,
         explicit_flags=frozenset(given),
         ignored_flags=ignored,
-        flag_notes=tuple(_notes_of_old_ways(groups, words)),
+        flag_notes=tuple(notes_of_old_ways(groups, sys.argv[1:] if argv is None else argv)),
     )
-
-
-def _notes_of_old_ways(groups: Collection[type], words: set[str]) -> Iterator[str]:
-    """One line for each flag that has another name now, or belongs in a file."""
-    for spec in (spec for group in groups for spec in option_specs(group)):
-        for old in spec.old_strings:
-            if old in words:
-                yield f"{old} is now {spec.strings[0]}; the next release knows only that"
-        if spec.in_file and not words.isdisjoint(spec.strings):
-            yield (
-                f"{spec.strings[0]} belongs in the file of {spec.in_file} as "
-                f"{setting_name(spec)}; the next release reads it only there"
-            )
-
-
-def setting_name(spec: OptionSpec) -> str:
-    """The name of an option in its file: the field's, without what the file's flag begins with."""
-    beginning = (spec.in_file or "").strip("-").rpartition("-")[0]
-    return spec.dest.removeprefix(beginning + "_")
 
 
 @functools.cache
@@ -241,29 +219,6 @@ def _is_flag(word: str) -> bool:
     except ValueError:
         return True
     return False
-
-
-def nearest_flag(flag: str, names: Collection[str]) -> str | None:
-    """The flag that a misspelled one probably meant, or None if none is near.
-
-    Underscores for hyphens, one hyphen for two, and capitals do not count as differences. What
-    turns something off is never offered for what turns it on, nor a flag that Megatron-LM gave up.
-    """
-    plain = _letters(flag)
-    spelled = {_letters(name): name for name in sorted(names)[::-1] if name not in deprecated()}
-    if plain in spelled:
-        return spelled[plain]
-    alike = [name for name in spelled if _turns_off(name) == _turns_off(plain)]
-    near = difflib.get_close_matches(plain, alike, n=1, cutoff=_NEAR)
-    return spelled[near[0]] if near else None
-
-
-def _letters(flag: str) -> str:
-    return flag.lstrip("-").replace("_", "-").lower()
-
-
-def _turns_off(flag: str) -> bool:
-    return flag.startswith(("no-", "disable-"))
 
 
 def resolve(
