@@ -66,14 +66,14 @@ def summary(changes: list[ConfigChange], *, mode: str) -> str:
 def goodput(s: DecisionInputs, row: ConfigThroughput) -> float | None:
     """Useful samples per second of a configuration, those of a batch of the reference size counting
     in full; None without a noise scale."""
-    noise = s.critical_batch_size
-    if not noise or noise <= 0:
+    critical = s.critical_batch_size
+    if not critical or critical <= 0:
         return None
     value = useful_samples_per_s(
         s.rules.objective,
         row.samples_per_s,
         row.global_batch_size,
-        noise,
+        critical,
         reference_batch=s.rules.reference_batch,
     )
     return float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,7 +251,7 @@ class DecisionHistory:
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the table of configurations, which a long journal holds too often to keep.
-    `situation.now` is the current configuration instead."""
+    `situation.now` is the current configuration instead, and `growth` the rule of that name."""
     situation = record.get("situation")
     if not isinstance(situation, dict):
         return record
@@ -258,7 +259,8 @@ def slim(record: dict[str, Any]) -> dict[str, Any]:
     now = None
     if isinstance(configurations, list) and current is not None:
         now = configurations[current] if 0 <= current < len(configurations) else None
-    return {**record, "situation": {"now": now}}
+    growth = table(situation.get("rules")).get("growth")
+    return {**record, "situation": {"now": now, "growth": growth}}
 
 
 def sizes_of(row: dict[str, Any]) -> Sizes:
@@ -277,7 +279,8 @@ def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
     decision, situation = table(record.get("decision")), table(record.get("situation"))
     now, to = table(situation.get("now")), table(decision.get("to"))
     kind = text(decision.get("kind"), 20)
-    candidate = _candidate(rows(decision.get("candidates")), now=now, to=to, kind=kind)
+    candidates, growth = rows(decision.get("candidates")), number(situation.get("growth"))
+    candidate = _candidate(candidates, now=now, to=to, kind=kind, growth=growth)
     gain = number(decision.get("gain"))
     return DecisionRecord(
         place=place,
@@ -298,13 +301,20 @@ def _decision(place: int, record: dict[str, Any]) -> DecisionRecord:
 
 
 def _candidate(
-    candidates: list[dict[str, Any]], *, now: dict[str, Any], to: dict[str, Any], kind: str
+    candidates: list[dict[str, Any]],
+    *,
+    now: dict[str, Any],
+    to: dict[str, Any],
+    kind: str,
+    growth: float | None,
 ) -> dict[str, Any]:
-    """The chosen candidate, or the best alternative that is within reach of one growth."""
+    """The chosen candidate, or the best alternative; as `decide.best_alternative`, of values that
+    anybody may have written."""
     if kind != "stay":
         return next((c for c in candidates if c.get("row") == to), {})
     others = [c for c in candidates if c.get("row") != now and number(c.get("needed")) is not None]
-    within = [c for c in others if "at once" not in text(c.get("blocked_reason"))]
+    most = (sizes_of(now).batch or 0) * (growth or math.inf)
+    within = [c for c in others if (sizes_of(table(c.get("row"))).batch or math.inf) <= most]
     return next(iter(within or others), {})
 
 

@@ -76,30 +76,30 @@ def _place(layout: str, batch: int | None, micro: int | None) -> list[Any]:
 
 
 def _candidates(decision: dict[str, Any]) -> list[list[Any]]:
-    """Layout, batch, micro-batch, samples/s, gain, needed, verdict."""
+    """Layout, batch, micro-batch, samples/s, gain, needed, what blocks it."""
     shown = []
     for candidate in rows(decision.get("candidates")):
         row = table(candidate.get("row"))
         sizes = sizes_of(row)
         numbers = [row.get("samples_per_s"), candidate.get("gain"), candidate.get("needed")]
-        verdict = text(candidate.get("blocked_reason"), 300) or "allowed"
-        shown.append([sizes.layout, sizes.batch, sizes.micro, *map(number, numbers), verdict])
+        blocked = text(candidate.get("blocked_reason"), 300) or "allowed"
+        shown.append([sizes.layout, sizes.batch, sizes.micro, *map(number, numbers), blocked])
     return shown
 
 
 def _cells(s: DecisionInputs) -> dict[str, Any]:
     by_goodput = compares_goodput(s)
-    worths = _worths(s) if by_goodput else [row.samples_per_s for row in s.rows]
-    base = worths[s.current]
+    values = _goodputs(s) if by_goodput else [row.samples_per_s for row in s.rows]
+    base = values[s.current]
     if not (math.isfinite(base) and base > 0):
         by_goodput, base = False, s.now.samples_per_s
-        worths = [row.samples_per_s for row in s.rows]
+        values = [row.samples_per_s for row in s.rows]
     best: dict[tuple[str, int], int] = {}
     for i, row in enumerate(s.rows):
         key = (str(row.layout), int(row.global_batch_size))
-        if key not in best or worths[i] > worths[best[key]]:
+        if key not in best or values[i] > values[best[key]]:
             best[key] = i
-    layouts = _layouts(s, {key: worths[i] for key, i in best.items()})
+    layouts = _layouts(s, {key: values[i] for key, i in best.items()})
     batches = sorted({batch for _, batch in best})
     cells = [[best.get((name, batch)) for batch in batches] for name in layouts]
 
@@ -110,7 +110,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
         "layouts": layouts,
         "batches": batches,
         "by_goodput": by_goodput,
-        "gains": each(lambda i, _: number(worths[i] / base - 1.0)),
+        "gains": each(lambda i, _: number(values[i] / base - 1.0)),
         "speeds": each(lambda _, row: number(row.samples_per_s)),
         "micros": each(lambda _, row: whole(row.micro_batch_size)),
         "sources": each(lambda _, row: text(row.source, 20)),
@@ -118,7 +118,7 @@ def _cells(s: DecisionInputs) -> dict[str, Any]:
     }
 
 
-def _worths(s: DecisionInputs) -> list[float]:
+def _goodputs(s: DecisionInputs) -> list[float]:
     def one(row: ConfigThroughput) -> float:
         return float(
             objectives.goodput(
@@ -133,10 +133,10 @@ def _worths(s: DecisionInputs) -> list[float]:
     return [one(row) for row in s.rows]
 
 
-def _layouts(s: DecisionInputs, worths: dict[tuple[str, int], float]) -> list[str]:
+def _layouts(s: DecisionInputs, values: dict[tuple[str, int], float]) -> list[str]:
     """The best layouts and the current one, in ascending order: the best is the top line."""
     best: dict[str, float] = {}
-    for (name, _), value in worths.items():
+    for (name, _), value in values.items():
         best[name] = max(best.get(name, -math.inf), value)
     now = str(s.now.layout)
     order = sorted(best, key=lambda name: (name != now, -best[name]))[:_MOST_LAYOUTS]

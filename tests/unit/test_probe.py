@@ -358,6 +358,23 @@ def test_finished_rounds_are_taken_up_again_by_the_names_of_the_nodes(tmp_path: 
     assert third.pairs == {(0, 2)} and not third.silent, "a silent pair is measured again"
 
 
+def test_a_table_that_takes_long_to_write_is_not_written_after_every_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_disk() -> frozenset[tuple[int, int]]:
+        again = LinkRecord(path, ["a", "b", "c"], HOW)
+        again._take(again._read(), again._read()["links"])
+        return again.pairs
+
+    path = tmp_path / "rounds.json"
+    clock = itertools.count()  # a second passes at every look
+    monkeypatch.setattr("copus_ext.probe.record.time.monotonic", lambda: float(next(clock)))
+    record = recorded(path, ["a", "b", "c"], [(0, 1), (0, 2)])
+    assert on_disk() == frozenset()
+    record.flush()
+    assert on_disk() == {(0, 1), (0, 2)}
+
+
 def test_an_interrupted_probe_is_not_lost_by_a_new_start_and_a_whole_one_begins_anew(
     tmp_path: Path,
 ) -> None:
