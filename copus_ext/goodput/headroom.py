@@ -1,0 +1,404 @@
+"""How much time the rest of a run could save by another batch, micro-batch or layout.
+
+A batch of B samples needs 1 + B / Phi samples for each unit of progress, Phi the critical batch
+size. Phi grows on the way, so that no single batch is best throughout. Where a step takes a + b B
+seconds, a perfect schedule of batches saves
+
+    2 k (1 - m) / (1 + k)^2,   k = sqrt(h E[1 / Phi]),   m = E[Phi^-1/2] / sqrt(E[1 / Phi])
+
+over the best fixed batch, h = a / b, expectations over progress. So nothing is to be gained where
+the fixed cost of a step is worth far fewer samples than the critical batch size. This module takes
+the throughputs as they are instead, and the course of Phi from a prior. Pauses are not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+
+WORTH = 0.02
+"""Share of the time from which another batch is worth looking for."""
+EXPONENTS = (0.46, 0.63, 0.9)
+"""Powers of the consumed samples with which the critical batch size grows: arXiv 2505.13738 and
+2410.21676 over the lengths of runs; the doublings of arXiv 2505.23971; and its fast early growth.
+The middle one counts as likely."""
+_LEVEL_TOKENS, _LEVEL_AT_TOKENS, _LEVEL_EXPONENT = 5e6, 1.4e10, 0.462
+"""Critical batch size of a run of that many tokens, and its power of the length (2505.13738). The
+level is the middle of what was measured: 4.4e7 tokens on GPT-3 175B (MLPerf), and on models of
+0.1M parameters 8e3 at the end of 2e6 tokens, a tenth of what this gives there."""
+LEVEL_SPREAD = {"measured": 3.0, "published": 8.0}
+"""Factor by which the level may be off, either way: of a multiple of the noise scale, and of a
+published law."""
+_EARLIEST = 1e-3
+"""Share of the run that is left out at its start: no law was measured there, and the learning rate
+is warming up."""
+_INTERVALS = 300
+_SHOWN = 0.005
+"""Share of the time from which a line names it."""
+
+Source = Literal["measured", "published"]
+
+
+# The course of the critical batch size.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The critical batch size over the rest of a run, in intervals of progress."""
+
+    progress: Any
+    """[intervals] of each, in samples of vanishingly small batches."""
+    critical_batch_size: Any
+    """[intervals] in it, samples."""
+
+
+def power_law_course(
+    *,
+    start: float,
+    end: float,
+    batch: float,
+    level: float,
+    level_at: float,
+    exponent: float,
+    levels_off_at: float = math.inf,
+    num_intervals: int = _INTERVALS,
+) -> Course:
+    """A critical batch size of `level` (n / level_at)^exponent after n samples.
+
+    Args:
+        start: samples consumed.
+        end: samples of the whole run.
+        batch: in which the samples up to the end were counted; it sets their progress. 0 counts
+            the samples as progress.
+        level: critical batch size at `level_at`, samples.
+        level_at: where that is, samples.
+        exponent: of the growth.
+        levels_off_at: samples from which it stands still.
+        num_intervals: how finely to cut the rest.
+
+    Raises:
+        ValueError: nothing is left of the run.
+    """
+    if not 0 <= start < end:
+        raise ValueError(f"nothing is left of {end:g} samples after {start:g}")
+    edges = np.geomspace(max(start, _EARLIEST * end), end, num_intervals + 1)
+    middle = np.sqrt(edges[1:] * edges[:-1])
+    phi = level * (np.minimum(middle, levels_off_at) / level_at) ** exponent
+    return Course(progress=np.diff(edges) / (1.0 + batch / phi), critical_batch_size=phi)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """What is known of the critical batch size over a run."""
+
+    source: Source
+    """Whether its level is a multiple of a measured noise scale, or a published law's."""
+    level: float
+    """Critical batch size at `level_at`, samples."""
+    level_at: float
+    """Samples of the run at which it holds."""
+    start: float
+    """Samples consumed."""
+    end: float
+    """Samples of the whole run."""
+    levels_off_at: float = math.inf
+    """Samples from which the critical batch size stands still."""
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        start: float,
+        end: float,
+        critical_batch_size: float | None,
+        tokens_per_sample: float | None,
+    ) -> Prior | None:
+        """The prior from what is known; None if nothing is, or nothing is left of the run.
+
+        Args:
+            start: samples consumed.
+            end: samples of the whole run.
+            critical_batch_size: there, by the measured noise scale; None without one.
+            tokens_per_sample: for the published law; None if unknown.
+        """
+        if not 0 <= start < end:
+            return None
+        if critical_batch_size and critical_batch_size > 0 and math.isfinite(critical_batch_size):
+            here = max(start, _EARLIEST * end)
+            return cls(
+                source="measured", level=critical_batch_size, level_at=here, start=start, end=end
+            )
+        if not tokens_per_sample:
+            return None
+        level = published_critical_batch_size(end, tokens_per_sample)
+        return cls(source="published", level=level, level_at=end, start=start, end=end)
+
+    def courses(self, batch: float) -> list[Course]:
+        """The courses that the prior allows, the likely one first.
+
+        Args:
+            batch: present one, samples.
+        """
+        spread = LEVEL_SPREAD[self.source]
+        members = itertools.product((1.0, 1.0 / spread, spread), _likely_first(EXPONENTS))
+        return [
+            power_law_course(
+                start=self.start,
+                end=self.end,
+                batch=batch,
+                level=factor * self.level,
+                level_at=self.level_at,
+                exponent=exponent,
+                levels_off_at=self.levels_off_at,
+            )
+            for factor, exponent in members
+        ]
+
+
+def published_critical_batch_size(samples: float, tokens_per_sample: float) -> float:
+    """Critical batch size, samples, at the end of a run by published laws; good to a factor."""
+    tokens = samples * tokens_per_sample
+    return _LEVEL_TOKENS * (tokens / _LEVEL_AT_TOKENS) ** _LEVEL_EXPONENT / tokens_per_sample
+
+
+def _likely_first(values: Sequence[float]) -> list[float]:
+    middle = values[len(values) // 2]
+    return [middle, *(value for value in values if value != middle)]
+
+
+# The figures.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A share of the time that the rest of the run takes as it is."""
+
+    likely: float
+    """On the likely course of the critical batch size."""
+    low: float
+    """Least over the courses of the prior."""
+    high: float
+    """Most over them."""
+
+    @classmethod
+    def over(cls, values: Sequence[float]) -> Saving:
+        """Of the values on all courses, the likely one first."""
+        return cls(likely=values[0], low=min(values), high=max(values))
+
+    def __str__(self) -> str:
+        """In percent."""
+        return f"about {_percent(self.likely)} % ({_percent(self.low)} to {_percent(self.high)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headroom:
+    """What is to be gained until the end of a run, as shares of the time that it takes as it is."""
+
+    adapting: Saving
+    """The best batch at every moment over the best fixed one."""
+    batch: Saving
+    """The best batch at every moment over the present one, on the present layout."""
+    micro_batch: float
+    """The best micro-batch over the present one, at the present batch and layout."""
+    layout: float
+    """The best layout over the present one, at the present batch."""
+    layout_sd: float
+    """Standard deviation of that, by what is known of the throughputs."""
+    together: Saving
+    """The best configuration at every moment over the present one."""
+    best_layout: str
+    """The fastest at the present batch."""
+    best_batch: int
+    """The best fixed batch on the present layout and the likely course, samples."""
+    num_layouts: int
+    """Layouts that were compared."""
+    fixed_cost_samples: float | None
+    """h: samples that take as long as the fixed cost of a step; None if unknown."""
+    source: Source
+    """Where the level of the critical batch size is from."""
+
+    @property
+    def batch_is_worth_it(self) -> bool:
+        """Whether another batch may save enough. If not, only layout and micro-batch are worth
+        changing."""
+        return self.batch.high >= WORTH
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {**asdict(self), "batch_is_worth_it": self.batch_is_worth_it}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Headroom:
+        """Inverse of `to_json`.
+
+        Raises:
+            KeyError, TypeError: a record of another form.
+        """
+        values = {name: value for name, value in data.items() if name != "batch_is_worth_it"}
+        savings = {name: Saving(**values[name]) for name in ("adapting", "batch", "together")}
+        return cls(**{**values, **savings})
+
+    def __str__(self) -> str:
+        """The headroom in one line."""
+        cost, others = self._cost_words(), self._other_words()
+        if not self.batch_is_worth_it:
+            why = f"the batch can save at most {_percent(self.batch.high)} % here{cost}"
+            more = f": {', '.join(others)}" if others else ""
+            return f"{why}; only layout and micro-batch are worth changing{more}"
+        over = f"over the best fixed one, {self.best_batch}{cost}"
+        parts = [f"adapting the batch can save {self.adapting} {over}"]
+        if self.batch.likely - self.adapting.likely >= _SHOWN:
+            parts[0] += f", and {self.batch} over the present one"
+        if others:
+            parts += [*others, f"all together {self.together}"]
+        known = "from the noise scale" if self.source == "measured" else "from published laws"
+        return "; ".join([*parts, f"critical batch size {known}"])
+
+    def _cost_words(self) -> str:
+        if self.fixed_cost_samples is None:
+            return ""
+        return f" (a step's fixed cost is worth {_amount(self.fixed_cost_samples)} samples)"
+
+    def _other_words(self) -> list[str]:
+        words = []
+        if self.layout >= _SHOWN:
+            sd = f" +- {_percent(self.layout_sd)}" if self.layout_sd >= _SHOWN else ""
+            words.append(f"the layout {_percent(self.layout)}{sd} %")
+        elif self.num_layouts > 1:
+            words.append("no other layout is faster")
+        if self.micro_batch >= _SHOWN:
+            words.append(f"the micro-batch {_percent(self.micro_batch)} %")
+        return words
+
+
+def _percent(share: float) -> str:
+    value = 100 * max(share, 0.0)
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+def _amount(samples: float) -> str:
+    return f"{samples:.0f}" if samples >= 9.5 else f"{samples:.1f}"
+
+
+def fixed_cost_samples(batches: Sequence[float], step_s: Sequence[float]) -> float | None:
+    """h = a / b of the step times a + b B, by least squares of the relative error, a not negative.
+
+    Args:
+        batches: B, samples.
+        step_s: seconds of a step of each.
+
+    Returns:
+        The samples, or None with fewer than two batches or times that do not grow.
+    """
+    sizes, times = np.asarray(batches, dtype=float), np.asarray(step_s, dtype=float)
+    if len(np.unique(sizes)) < 2:
+        return None
+    (a, b), *_ = np.linalg.lstsq(np.stack([1 / times, sizes / times], 1), np.ones_like(times))
+    return max(float(a / b), 0.0) if b > 0 else None
+
+
+def estimate(
+    rows: Sequence[ConfigThroughput], current: int, courses: Sequence[Course], *, source: Source
+) -> Headroom:
+    """The headroom over some configurations.
+
+    Args:
+        rows: configurations and their throughputs, the present one among them.
+        current: index of the present one.
+        courses: of the critical batch size, the likely one first.
+        source: where the level of the critical batch size is from.
+    """
+    now = rows[current]
+    batches = sorted({row.global_batch_size for row in rows})
+    fastest: dict[str, dict[int, ConfigThroughput]] = {}
+    for row in rows:
+        of_layout = fastest.setdefault(str(row.layout), {})
+        known = of_layout.get(row.global_batch_size)
+        if known is None or row.samples_per_s > known.samples_per_s:
+            of_layout[row.global_batch_size] = row
+    own = fastest[str(now.layout)]
+    here = own[now.global_batch_size]
+    same = [of[now.global_batch_size] for of in fastest.values() if now.global_batch_size in of]
+    best = max(same, key=lambda row: (row.samples_per_s, row.layout == now.layout))
+    own_speed = _speeds([own], batches)
+    any_speed = _speeds(list(fastest.values()), batches)
+    at = batches.index(now.global_batch_size)
+    adapting, batch, together, best_batch = [], [], [], now.global_batch_size
+    for number, course in enumerate(courses):
+        fixed, adapted = _seconds(course, batches, own_speed)
+        _, every = _seconds(course, batches, any_speed)
+        if number == 0:
+            best_batch = batches[int(np.argmin(fixed))]
+        adapting.append(_saved(adapted, float(fixed.min())))
+        batch.append(_saved(adapted, float(fixed[at])))
+        present = float(fixed[at]) * here.samples_per_s / now.samples_per_s
+        together.append(_saved(every, present))
+    times = [size / row.samples_per_s for size, row in own.items()]
+    return Headroom(
+        adapting=Saving.over(adapting),
+        batch=Saving.over(batch),
+        micro_batch=_saved(now.samples_per_s, here.samples_per_s),
+        layout=_saved(here.samples_per_s, best.samples_per_s),
+        layout_sd=0.0 if best is here else best.relative_sd,
+        together=Saving.over(together),
+        best_layout=str(best.layout),
+        best_batch=best_batch,
+        num_layouts=len(fastest),
+        fixed_cost_samples=fixed_cost_samples(list(own), times),
+        source=source,
+    )
+
+
+def _speeds(layouts: Sequence[dict[int, ConfigThroughput]], batches: Sequence[int]) -> Any:
+    """[batches] the best throughput of some layouts; 0 where none has the batch."""
+    return np.array(
+        [max((of[b].samples_per_s for of in layouts if b in of), default=0.0) for b in batches]
+    )
+
+
+def _seconds(course: Course, batches: Sequence[int], speed: Any) -> tuple[Any, float]:
+    """[batches] seconds of the rest of the run at each fixed batch, infinite without a throughput;
+    and with the best one in every interval."""
+    samples = 1.0 + np.asarray(batches, dtype=float) / course.critical_batch_size[:, None]
+    with np.errstate(divide="ignore"):
+        seconds = samples / speed
+    return course.progress @ seconds, float(course.progress @ seconds.min(axis=1))
+
+
+def _saved(after: float, before: float) -> float:
+    return max(1.0 - after / before, 0.0)
+
+
+def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None) -> Headroom | None:
+    """The headroom of a run; None where too little is known of throughputs or critical batch size.
+
+    Args:
+        rows: configurations to choose from. An assumed throughput says nothing.
+        current: index of the present one.
+        prior: of the critical batch size.
+    """
+    now = rows[current]
+    known = [row for row in rows if row.source != "assumed" or row is now]
+    if prior is None or len(known) < 2:
+        return None
+    courses = prior.courses(now.global_batch_size)
+    return estimate(known, known.index(now), courses, source=prior.source)
+
+
+def of_inputs(s: DecisionInputs) -> Headroom | None:
+    """The headroom from what a decision knows; None where that is too little."""
+    is_known = s.noise.status == "ok" and s.noise.effective_steps >= s.rules.min_effective_steps
+    prior = Prior.of(
+        start=s.consumed_samples,
+        end=s.total_samples,
+        critical_batch_size=s.critical_batch_size if is_known else None,
+        tokens_per_sample=s.noise.tokens_per_sample,
+    )
+    return of_rows(s.rows, s.current, prior)

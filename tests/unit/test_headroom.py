@@ -1,0 +1,230 @@
+"""The headroom of a run agrees with its closed form, with brute force, and with what it claims."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.goodput.headroom import (
+    EXPONENTS,
+    LEVEL_SPREAD,
+    WORTH,
+    Course,
+    Headroom,
+    Prior,
+    estimate,
+    fixed_cost_samples,
+    of_inputs,
+    of_rows,
+    power_law_course,
+    published_critical_batch_size,
+)
+from copus_ext.goodput.inputs import ConfigThroughput
+from tests.helpers.recorded import noise, row
+from tests.unit.test_decide import situation
+
+FINE = [round(64 * 2 ** (k / 6)) for k in range(120)]
+
+
+def affine(h: float, batches: Any = FINE, **more: Any) -> list[ConfigThroughput]:
+    """A step of B samples takes h + B."""
+    return [row(b, b / (h + b), **more) for b in batches]
+
+
+def found(rows: list[ConfigThroughput], *courses: Course, at: int = 0) -> Headroom:
+    return estimate(rows, at, courses, source="published")
+
+
+def closed_form(h: float, course: Course) -> float:
+    share = course.progress / course.progress.sum()
+    mean = float(share @ (1 / course.critical_batch_size))
+    m = float(share @ course.critical_batch_size**-0.5) / math.sqrt(mean)
+    k = math.sqrt(h * mean)
+    return 2 * k * (1 - m) / (1 + k) ** 2
+
+
+def some_course(rng: np.random.Generator, intervals: int) -> Course:
+    phi = np.exp(rng.uniform(math.log(2000), math.log(5e5), intervals))
+    return Course(progress=rng.uniform(0.1, 1, intervals), critical_batch_size=phi)
+
+
+@pytest.mark.parametrize("h", [200.0, 5000.0, 100_000.0])
+def test_adapting_saves_what_the_closed_form_says(h: float) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        course = some_course(rng, 40)
+        assert found(affine(h), course).adapting.likely == pytest.approx(
+            closed_form(h, course), abs=5e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("exponent", "percent"), [(0.46, 2.2), (0.63, 5.3), (0.9, 15.0), (1.0, 19.0)]
+)
+def test_most_that_can_be_saved_where_the_critical_batch_size_grows(
+    exponent: float, percent: float
+) -> None:
+    """Over all h, and progress from the first 40,000th on."""
+    edges = np.geomspace(2.5e-5, 1.0, 301)
+    middle = np.sqrt(edges[1:] * edges[:-1])
+    course = Course(progress=np.diff(edges), critical_batch_size=1e6 * middle**exponent)
+    most = max(found(affine(h), course).adapting.likely for h in np.geomspace(3e3, 1e6, 8).tolist())
+    assert 100 * most == pytest.approx(percent, abs=0.6)
+
+
+def test_it_is_what_trying_everything_finds() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(12):
+        rows = [
+            row(b, float(rng.uniform(1, 5)), micro=micro, tp=tp)
+            for b, micro, tp in itertools.product((8, 16, 32), (1, 2), (1, 2))
+        ]
+        course = Course(
+            progress=rng.uniform(0.1, 1, 3), critical_batch_size=np.exp(rng.uniform(1, 5, 3))
+        )
+
+        def seconds(some: tuple[ConfigThroughput, ...], course: Course = course) -> float:
+            return sum(
+                w * (1 + r.global_batch_size / phi) / r.samples_per_s
+                for r, w, phi in zip(some, course.progress, course.critical_batch_size)
+            )
+
+        now = rows[int(rng.integers(len(rows)))]
+        h = found(rows, course, at=rows.index(now))
+        own = [r for r in rows if r.layout == now.layout]
+        same = [r for r in rows if r.global_batch_size == now.global_batch_size]
+        here = max((r for r in own if r in same), key=lambda r: r.samples_per_s)
+        free = min(seconds(s) for s in itertools.product(own, repeat=3))
+        fixed = min(own, key=lambda r: seconds((r,) * 3))
+        assert h.adapting.likely == pytest.approx(1 - free / seconds((fixed,) * 3), abs=1e-12)
+        assert h.batch.likely == pytest.approx(1 - free / seconds((here,) * 3), abs=1e-12)
+        every = min(seconds(s) for s in itertools.product(rows, repeat=3))
+        assert h.together.likely == pytest.approx(1 - every / seconds((now,) * 3), abs=1e-12)
+        best = max(same, key=lambda r: r.samples_per_s)
+        assert h.layout == pytest.approx(1 - here.samples_per_s / best.samples_per_s)
+        assert h.micro_batch == pytest.approx(1 - now.samples_per_s / here.samples_per_s)
+        assert (h.best_batch, h.best_layout) == (fixed.global_batch_size, str(best.layout))
+
+
+def test_units_change_nothing_and_without_a_fixed_cost_the_smallest_batch_is_best() -> None:
+    rng = np.random.default_rng(2)
+    course = some_course(rng, 20)
+    one = found(affine(3000.0), course)
+    faster = [dataclasses.replace(r, samples_per_s=60 * r.samples_per_s) for r in affine(3000.0)]
+    slower = dataclasses.replace(course, progress=7 * course.progress)
+    assert found(faster, slower).batch.likely == pytest.approx(one.batch.likely)
+    flat = found([row(b, 1.0) for b in FINE], course)
+    assert flat.adapting.likely == flat.batch.likely == 0.0 and flat.best_batch == min(FINE)
+
+
+@pytest.mark.parametrize("h", [0.0, 3.0, 40.0, 5000.0])
+def test_samples_that_the_fixed_cost_is_worth(h: float) -> None:
+    sizes = [4, 8, 32, 256]
+    times = [0.01 * (h + b) for b in sizes]
+    assert fixed_cost_samples(sizes, times) == pytest.approx(h, abs=1e-6)
+    assert found(affine(h, sizes), some_course(np.random.default_rng(3), 5)).fixed_cost_samples == (
+        pytest.approx(h, abs=1e-6)
+    )
+    assert fixed_cost_samples([8, 8], [1.0, 1.1]) is None
+    assert fixed_cost_samples([8, 16], [2.0, 1.0]) is None
+
+
+def test_the_prior_holds_the_level_where_it_is_known() -> None:
+    measured = Prior.of(start=5000, end=100_000, critical_batch_size=64.0, tokens_per_sample=2048.0)
+    assert measured is not None and measured.source == "measured"
+    courses = measured.courses(32)
+    assert len(courses) == 9
+    spread = LEVEL_SPREAD["measured"]
+    for course, factor in zip(courses, [1.0] * 3 + [1 / spread] * 3 + [spread] * 3):
+        assert course.critical_batch_size[0] == pytest.approx(64 * factor, rel=0.01)
+        # The same samples at the present batch, whatever the course.
+        samples = course.progress @ (1 + 32 / course.critical_batch_size)
+        assert samples == pytest.approx(95_000)
+    ends = [c.critical_batch_size[-1] / c.critical_batch_size[0] for c in courses[:3]]
+    assert ends == pytest.approx([20**e for e in (0.63, 0.46, 0.9)], rel=0.02)
+    assert set(EXPONENTS) == {0.46, 0.63, 0.9}
+    published = Prior.of(start=0, end=100_000, critical_batch_size=None, tokens_per_sample=2048.0)
+    assert published is not None and published.source == "published"
+    level = published_critical_batch_size(100_000, 2048.0)
+    assert published.courses(32)[0].critical_batch_size[-1] == pytest.approx(level, rel=0.02)
+    # A law of tokens: twice the tokens a sample for half the samples halves the batch.
+    assert published_critical_batch_size(50_000, 4096.0) == pytest.approx(level / 2)
+    for start, tokens in ((100_000, 2048.0), (0, 0.0), (0, None)):
+        known = {"critical_batch_size": None, "tokens_per_sample": tokens}
+        assert Prior.of(start=start, end=100_000, **known) is None
+    with pytest.raises(ValueError, match="nothing is left"):
+        power_law_course(start=9, end=9, batch=1, level=1, level_at=1, exponent=0.5)
+
+
+def test_a_critical_batch_size_that_levels_off_leaves_less_to_gain() -> None:
+    def saved(levels_off_at: float) -> float:
+        course = power_law_course(
+            start=0,
+            end=1e8,
+            batch=0,
+            level=1e5,
+            level_at=1e8,
+            exponent=0.9,
+            levels_off_at=levels_off_at,
+        )
+        return found(affine(30_000.0), course).adapting.likely
+
+    assert saved(1e8) > saved(1e7) > saved(1e6) > 0
+
+
+def test_what_a_decision_knows() -> None:
+    s = situation(16, 64.0)
+    h = of_inputs(s)
+    assert h is not None and h.source == "measured" and h.num_layouts == 1
+    assert h.adapting.low <= h.adapting.likely <= h.adapting.high <= h.batch.high
+    assert h.fixed_cost_samples == pytest.approx(24.0, rel=1e-6)
+    few = dataclasses.replace(s, noise=noise(64.0, steps=3.0))
+    early = of_inputs(few)
+    assert early is not None and early.source == "published"
+    assert early.batch.high - early.batch.low > h.batch.high - h.batch.low
+    assert of_inputs(dataclasses.replace(s, consumed_samples=s.total_samples)) is None
+    # An assumed throughput says nothing.
+    guessed = tuple(dataclasses.replace(r, source="assumed") for r in s.rows)
+    assert of_inputs(dataclasses.replace(s, rows=guessed)) is None
+
+
+def test_it_survives_json_and_says_what_is_worth_it() -> None:
+    s = situation(64, 64.0)
+    other = [
+        row(b, 1.2 * r.samples_per_s, tp=2, sd=0.03) for r in s.rows for b in [r.global_batch_size]
+    ]
+    h = of_rows(
+        [*s.rows, *other],
+        s.current,
+        Prior.of(
+            start=s.consumed_samples,
+            end=s.total_samples,
+            critical_batch_size=256.0,
+            tokens_per_sample=None,
+        ),
+    )
+    assert h is not None and h.batch_is_worth_it
+    assert Headroom.from_json(json.loads(json.dumps(h.to_json()))) == h
+    assert "over the best fixed one" in str(h) and "24 samples" in str(h)
+    assert "the layout 17 +- 3.0 %" in str(h) and h.layout == pytest.approx(1 / 6)
+    # Compute-bound: a step's cost is that of its samples, and the batch is small already.
+    bound = of_rows(
+        affine(0.01, (8, 16, 32)),
+        0,
+        Prior.of(start=1000, end=10_000, critical_batch_size=2000.0, tokens_per_sample=None),
+    )
+    assert bound is not None and bound.batch.high < WORTH and not bound.batch_is_worth_it
+    assert "only layout and micro-batch are worth changing" in str(bound)
+    # A start that is too large is worth leaving, however little adapting brings.
+    large = of_rows(
+        affine(0.01, (8, 16, 4096)),
+        2,
+        Prior.of(start=1000, end=10_000, critical_batch_size=2000.0, tokens_per_sample=None),
+    )
+    assert large is not None and large.batch_is_worth_it and large.adapting.high < WORTH
