@@ -49,9 +49,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--first-seed", type=int, default=0)
     p.add_argument("--trajectory", type=Path, help="noise scale over progress: JSON, or a journal")
     p.add_argument("--profile", type=Path, help=f"times from {other_command('profile_layouts.py')}")
-    p.add_argument("--switch-cost-s", type=float, help="seconds that a change of layout takes")
     p.add_argument(
-        "--assumed-cost-s", type=float, help="seconds that the controller predicts for it"
+        "--switch-cost-s",
+        type=float,
+        help="seconds that every change of layout takes; default: predicted from bytes and links",
+    )
+    p.add_argument(
+        "--assumed-cost-s",
+        type=float,
+        help="seconds that the controller predicts for each; default: as in a real run",
     )
     p.add_argument(
         "--noise-scale-multiplier",
@@ -148,6 +154,7 @@ def listed() -> int:
         s = preset(name)
         print(f"{name}: {s.model} on {s.cluster.world_size} x {s.cluster.gpu.name}; ", end="")
         print(s.about["links"])
+        print(f"    {s.about['source']}")
     print("policies:", ", ".join([*contenders(preset(presets()[0]).batches), ORACLE]))
     return 0
 

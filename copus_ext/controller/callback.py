@@ -21,8 +21,9 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import time_link
+from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
-from copus_ext.goodput import costs, policies
+from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
@@ -118,16 +119,26 @@ class Controller(Callback):
         self.gns.on_setup_start(context)
         self.link = time_link(config.runtime.device)
         self._restore(context)
-        self._on_layout(context)
-        if self._acts:
-            self._set_first_step(context)
-        problem = None
+        self._flag_layout = config.layout
+        problem = machine = None
         if dist.get_rank() == 0:
             try:
                 self.table = self._open_table(context)
+                machine = machine_of(config, self.table.cluster, self.link)
+            except UsageError as error:
+                problem = str(error)
+        problem, machine = broadcast_from_rank0((problem, machine))
+        if problem is not None:
+            raise UsageError(problem)
+        self.machine = machine
+        self._on_layout(context)
+        if self._acts:
+            self._set_first_step(context)
+        if dist.get_rank() == 0:
+            try:
                 self.log = DecisionLog(context.run_dir)
                 self._record_start(context)
-            except (UsageError, OSError) as error:
+            except OSError as error:
                 problem = str(error)
         if problem := broadcast_from_rank0(problem):
             raise UsageError(problem)
@@ -153,14 +164,10 @@ class Controller(Callback):
     def _on_layout(self, context: CallbackContext) -> None:
         """Sets what goes with the present layout: rules, rates and the cost of leaving it."""
         config = context.config
-        self._flag_layout = self._flag_layout or config.layout
         self.rules = rules.rules_of(self.flags, config)
         self.rates = rules.rate_rules_of(self.flags, config)
-        self.state.layout_costs.prior_s = self.flags.copus_switch_cost_s or costs.prior_s(
-            config,
-            is_relaunch=self.flags.copus_relayout == "relaunch",
-            link_bytes_per_s=self.link and self.link.of_a_rank,
-        )
+        self.pauses = PausePrior(config, self.flags, self.machine)
+        self.state.layout_costs.prior_s = self.pauses.any_s
 
     def _open_table(self, context: CallbackContext) -> ThroughputTable:
         return ThroughputTable(
@@ -368,6 +375,7 @@ class Controller(Callback):
             in_warmup=in_warmup,
             lr_decay_factor=1.0 if in_warmup or not decayed else min(decayed, 1.0),
             paused=self._is_paused(context),
+            priors_s=self.pauses.of_layouts(row.layout for row in rows),
         )
 
     def _is_paused(self, context: CallbackContext) -> bool:
@@ -421,6 +429,7 @@ class Controller(Callback):
             to=to.layout,
             settings=self._settings(to.global_batch_size, to.micro_batch_size, ramp, context),
             reason=decision.reason,
+            prior_s=self.pauses.to_s(to.layout),
             done=done,
         )
 

@@ -75,8 +75,8 @@ class CopusConfig:
     """After a change of layout compare all elements with those before (full), or a sixteenth
     (sample)."""
     copus_switch_cost_s: float | None = _setting(None)
-    """Assumed seconds of a change of layout before the first was measured. Default: from the size
-    of the state and the network; 60 for a relaunch."""
+    """Assumed seconds of a change of layout before the first was measured. Default: from the bytes
+    that have to move and the links; 60 for a relaunch."""
     copus_switch_checkpoint_tokens: float | None = _setting(None)
     """Save before a change of layout if the last checkpoint is more tokens old than this. Default:
     never."""

@@ -53,6 +53,8 @@ class LayoutChange:
     """How steps are taken there."""
     reason: str
     """One line."""
+    prior_s: float
+    """Seconds that were predicted before any change was measured."""
     done: Callable[[ReshardResult], None]
     """Called with the outcome on every rank; of a relaunch, before the new processes start."""
 
@@ -157,7 +159,7 @@ class LayoutChangeManager:
             start=str(context.config.layout),
             to=str(change.to),
             way=self.flags.copus_relayout,
-            predicted_s=self._costs.seconds,
+            predicted_s=self._costs.seconds_of(change.prior_s),
         )
         kind = "save" if self._resharder is not None and self._saves_first(context) else "change"
         leaves = self._resharder is None
@@ -180,17 +182,18 @@ class LayoutChangeManager:
             # Before the clock starts. A save that fails here counts as at any other time.
             job.checkpointer.finish()
         start, about = job.config.layout, self._about(change, job)
+        predicted_s = self._costs.seconds_of(change.prior_s)
         try:
-            outcome = self._resharder.move(
-                job, change.to, change.settings, predicted_s=self._costs.seconds
-            )
+            outcome = self._resharder.move(job, change.to, change.settings, predicted_s=predicted_s)
         except Relaunch as error:
             self._log.note("switch.abandoned", **about, reason=str(error))
             raise
         # The costs are part of checkpoints: the same on every rank.
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
         if outcome.kind == "moved":
-            self._costs.record_success(seconds=outcome.pause_s, iteration=job.state.iteration)
+            self._costs.record_success(
+                seconds=outcome.pause_s, iteration=job.state.iteration, prior_s=change.prior_s
+            )
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
         self._note_switch(about, job.state, outcome)

@@ -96,6 +96,11 @@ class ThroughputTable:
                 self.note += "; the layout stays"
 
     @property
+    def cluster(self) -> ClusterSpec | None:
+        """The machine; None where nothing describes it."""
+        return self.planner and self.planner.cluster
+
+    @property
     def peak_flops(self) -> float | None:
         """Arithmetic per second that a rank is built for; None if unknown, or of CPU ranks that no
         flag describes."""

@@ -86,7 +86,7 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         since_steps = s.iteration - s.last_relayout_iteration
         since_s = since_steps * s.now.global_batch_size / s.now.samples_per_s
     if reason := switch_rule.relayout_blocked_reason(
-        cost_s=s.switch_cost_s,
+        cost_s=s.cost_s(to.layout),
         elapsed_s=s.elapsed_s,
         paused_s=s.paused_s,
         steps_since=since_steps,

@@ -287,7 +287,7 @@ def _net(s: DecisionInputs, c: Candidate) -> float:
 
 def _cost_s(s: DecisionInputs, row: ConfigThroughput) -> float:
     """Seconds that the change to a row stops training for."""
-    return 0.0 if row.layout == s.now.layout else s.switch_cost_s
+    return s.cost_s(row.layout)
 
 
 def _remaining_s(s: DecisionInputs) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -153,6 +153,8 @@ class DecisionInputs:
     """Of these the pauses for changes of the layout."""
     switch_cost_s: float
     """Upper estimate of the pause of a change of the layout, seconds."""
+    switch_costs_s: dict[str, float] = field(default_factory=dict)
+    """The same for single layouts, by name; `switch_cost_s` holds for the others."""
     in_warmup: bool = False
     """Whether the learning rate is still warming up."""
     in_ramp: bool = False
@@ -193,6 +195,12 @@ class DecisionInputs:
         if self.noise.status == "lower_bound_only":
             phi = self.noise.low_samples
         return None if phi is None else self.rules.noise_scale_multiplier * phi
+
+    def cost_s(self, layout: Layout) -> float:
+        """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""
+        if layout == self.now.layout:
+            return 0.0
+        return self.switch_costs_s.get(str(layout), self.switch_cost_s)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; floats survive exactly."""
@@ -239,8 +247,10 @@ def build_inputs(
     in_warmup: bool,
     lr_decay_factor: float,
     paused: bool,
+    priors_s: Mapping[Layout, float] | None = None,
 ) -> DecisionInputs:
-    """The inputs of a decision after a step; see `DecisionInputs` for the arguments."""
+    """The inputs of a decision after a step; see `DecisionInputs` for the arguments. `priors_s` is
+    what was predicted of changes to single layouts before any was measured, seconds."""
     costs = state.layout_costs
     return DecisionInputs(
         rules=rules,
@@ -254,6 +264,7 @@ def build_inputs(
         elapsed_s=state.elapsed_s,
         paused_s=costs.paused_s,
         switch_cost_s=costs.seconds,
+        switch_costs_s={str(to): costs.seconds_of(s) for to, s in (priors_s or {}).items()},
         in_warmup=in_warmup,
         in_ramp=state.is_in_ramp(iteration),
         lr_decay_factor=lr_decay_factor,

@@ -1,13 +1,13 @@
 """All contenders over some seeds, against the fastest baseline at each target and the oracle.
 
 The oracle is the least time to a target with full knowledge of dynamics and speeds. It starts in
-any layout, changes the batch at no cost, and pays the scenario's pause for a change of layout. Its
+any layout, changes the batch at no cost, and pays the scenario's pause of a change of layout. Its
 segments are the intervals of the dynamics, within which no other time to switch is better.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,33 +60,34 @@ def segments(scenario: Scenario, speeds: Speeds, target: float) -> tuple[list[li
 
 
 def best_moves(
-    times: Sequence[Sequence[float]], cost_s: float, start: int
+    times: Sequence[Sequence[float]], costs_s: Sequence[Sequence[float]]
 ) -> tuple[list[int], float]:
-    """The layouts of all segments of the rest of the run that take least time together.
+    """The layouts of all segments of a run that take least time together.
 
     Args:
         times: for each segment its seconds under each layout.
-        cost_s: seconds of a change between two segments, or before the first.
-        start: the present layout.
+        costs_s: seconds of a change from each layout (row) to each between two segments.
 
     Returns:
-        A layout for every segment, and the seconds.
+        A layout for every segment, and the seconds. The run starts in any layout.
     """
-    num = len(times[0])
-    best = [0.0 if layout == start else cost_s for layout in range(num)]
-    choices: list[list[int]] = []
+    costs = np.asarray(costs_s, dtype=float)
+    best = np.zeros(len(costs))
+    choices = []
     for segment, row in enumerate(times):
-        came = list(range(num))
+        came = np.arange(len(costs))
         if segment:
-            least = min(range(num), key=lambda j: best[j])
-            came = [j if best[j] <= best[least] + cost_s else least for j in range(num)]
-            best = [min(best[j], best[least] + cost_s) for j in range(num)]
-        best = [b + t for b, t in zip(best, row)]
+            ways = best[:, None] + costs
+            came = np.argmin(ways, axis=0)
+            stays = np.diag(ways) <= ways.min(axis=0)
+            came = np.where(stays, np.arange(len(costs)), came)
+            best = ways[came, np.arange(len(costs))]
+        best = best + np.asarray(row)
         choices.append(came)
-    at = min(range(num), key=lambda j: best[j])
-    total, path = best[at], [at]
+    at = int(np.argmin(best))
+    total, path = float(best[at]), [at]
     for came in reversed(choices[1:]):
-        at = came[at]
+        at = int(came[at])
         path.append(at)
     return path[::-1], total
 
@@ -94,13 +95,9 @@ def best_moves(
 def optimum(scenario: Scenario, speeds: Speeds, target: float) -> Optimum:
     """The least time to a progress."""
     times, layouts = segments(scenario, speeds, target)
-    best = Optimum(seconds=math.inf, relayouts=0)
-    for start in range(len(layouts)):
-        path, seconds = best_moves(times, scenario.switch_cost_s, start)
-        if seconds < best.seconds:
-            moves = sum(a != b for a, b in zip([start, *path], path))
-            best = Optimum(seconds=seconds, relayouts=moves)
-    return best
+    costs_s = [[scenario.pause_s(a, b) for b in layouts] for a in layouts]
+    path, seconds = best_moves(times, costs_s)
+    return Optimum(seconds=seconds, relayouts=sum(a != b for a, b in itertools.pairwise(path)))
 
 
 def optima(scenario: Scenario, seed: int = 0) -> dict[str, Optimum]:
@@ -226,7 +223,8 @@ class Comparison:
             "seeds": list(self.seeds),
             "targets": s.targets,
             "switch_cost_s": s.switch_cost_s,
-            "assumed_cost_s": s.prior_cost_s,
+            "pause_range_s": s.pause_range_s(),
+            "assumed_cost_s": s.assumed_cost_s,
             "truth": {
                 "objective": s.truth.objective,
                 "noise_scale_multiplier": s.truth.noise_scale_multiplier,

@@ -71,9 +71,11 @@ def show(result: Comparison, console: Any) -> None:
     from rich.table import Table
 
     s = result.scenario
+    least, most = (f"{seconds:.3g}" for seconds in s.pause_range_s())
+    pause = least if least == most else f"{least} to {most}"
     title = (
         f"{s.name}: {s.model}, {s.cluster.world_size} x {s.cluster.gpu.name}; a change of layout "
-        f"takes {s.switch_cost_s:g} s; truth {s.truth.objective}, "
+        f"takes {pause} s; truth {s.truth.objective}, "
         f"noise scale multiplier {s.truth.noise_scale_multiplier:g}"
     )
     table = Table(title=title, title_justify="left")

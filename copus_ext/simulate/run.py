@@ -132,7 +132,6 @@ class _Runner:
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
         self.state = ControllerState()
-        self.state.layout_costs.prior_s = scenario.prior_cost_s
         self.estimator = NoiseEstimatorModel(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
@@ -233,6 +232,7 @@ class _Runner:
             in_warmup=self.consumed < s.warmup_samples,
             lr_decay_factor=s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2,
             paused=False,
+            priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
         )
         decision = decide(inputs)
         self.state.record_decision(
@@ -262,10 +262,13 @@ class _Runner:
             ramp = self.rates.ramp(to.global_batch_size, iteration=self.out.steps, start=now)
             self.lr_factor = self.rates.lr_factor(to.global_batch_size)
         if decision.kind == "relayout":
-            cost_s = self.scenario.switch_cost_s
+            pair = before.layout, to.layout
+            cost_s = self.scenario.pause_s(*pair)
             self.clock_s += cost_s
             self.state.elapsed_s += cost_s
-            self.state.layout_costs.record_success(seconds=cost_s, iteration=self.out.steps)
+            self.state.layout_costs.record_success(
+                seconds=cost_s, iteration=self.out.steps, prior_s=self.scenario.prior_s(*pair)
+            )
         self.state.record_outcome(now=True)
         phi = self.observer.noise().phi_samples
         self.state.apply(
@@ -300,6 +303,8 @@ class _Runner:
         )
         self.rules = rules.rules_of(self.flags, self.config)
         self.rates = rules.rate_rules_of(self.flags, self.config)
+        to_all = [s.prior_s(row.layout, layout) for layout in self.speeds.layouts]
+        self.state.layout_costs.prior_s = max(to_all)
 
     def _note(self) -> None:
         self._key = config_key(

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
-from copus_ext.goodput import costs
+from copus_ext.goodput.costs import Machine
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
+from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
 from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
 from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
+from megatron.training.config.layout import Layout
 
 _DATA = Path(__file__).parent / "data"
 BEYOND = 1.5
@@ -43,10 +45,10 @@ class Scenario:
     """Progress at which a loss is reached, samples, by the loss."""
     trajectory: NoiseTrajectory
     truth: GroundTruth
-    switch_cost_s: float
-    """Seconds of a change of layout."""
+    switch_cost_s: float | None = None
+    """Seconds of every change of layout; None: those that are predicted of it (`pause_s`)."""
     assumed_cost_s: float | None = None
-    """Seconds that the controller predicts for it before the first; None: as for a real run."""
+    """Seconds that the controller predicts for each before the first; None: as for a real run."""
     limits: Limits = field(default_factory=Limits)
     timings: tuple[Timing, ...] = ()
     """Measured step times for the planner."""
@@ -111,28 +113,31 @@ class Scenario:
         """Progress of the last target."""
         return max(self.targets.values())
 
-    @property
-    def prior_cost_s(self) -> float:
-        """Seconds that the controller predicts for a change of layout."""
-        if self.assumed_cost_s is not None:
-            return self.assumed_cost_s
-        m, cluster = self.planner.model, self.cluster
-        shape = SimpleNamespace(
-            hidden_size=m.hidden_size,
-            ffn_hidden_size=m.ffn,
-            num_layers=m.num_layers,
-            gated_linear_unit=m.gated,
-            mtp_num_layers=m.mtp_num_layers,
-            padded_vocab_size=int(m.padded_vocab_size(1)),
-        )
-        device = "cpu" if cluster.constants == "cpu" else "cuda"
-        config = SimpleNamespace(
-            model=shape,
-            runtime=SimpleNamespace(device=device),
-            layout=SimpleNamespace(world_size=cluster.world_size),
-        )
-        link = cluster.nic_bytes_per_s / cluster.gpus_per_node
-        return costs.prior_s(config, link_bytes_per_s=link if cluster.num_nodes > 1 else None)
+    @cached_property
+    def pauses(self) -> PausePredictor:
+        """Predicts changes of layout, as in a real run."""
+        sizes = {layout.tp for layout in self.speeds().layouts}
+        sharded = self.limits.use_distributed_optimizer[0]
+        shape = shape_for(self.planner.model, tp_sizes=sorted(sizes), sharded=sharded)
+        return predictor_of(shape, Machine.of(self.cluster))
+
+    def pause_s(self, before: Layout, after: Layout) -> float:
+        """Seconds that a change between two layouts takes."""
+        if self.switch_cost_s is None:
+            return self.pauses.seconds(before, after)
+        return 0.0 if before == after else self.switch_cost_s
+
+    def prior_s(self, before: Layout, after: Layout) -> float:
+        """Seconds that the controller predicts for it before it has measured a change."""
+        if self.assumed_cost_s is None:
+            return self.pauses.seconds(before, after)
+        return 0.0 if before == after else self.assumed_cost_s
+
+    def pause_range_s(self, seed: int = 0) -> tuple[float, float]:
+        """Least and most seconds of a change between its layouts."""
+        pairs = itertools.permutations(self.speeds(seed).layouts, 2)
+        found = [self.pause_s(*pair) for pair in pairs] or [0.0]
+        return min(found), max(found)
 
     def change(self, **values: Any) -> Scenario:
         """The same with other values."""
@@ -197,7 +202,7 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
             noise_scale_multiplier=data["noise_scale_multiplier"],
             reference_batch=float(data["batches"][0]),
         ),
-        switch_cost_s=data["switch_cost_s"],
+        switch_cost_s=data.get("switch_cost_s"),
         limits=Limits(
             fixed=limits.get("fixed", {}),
             recompute=tuple(limits.get("recompute", ("none",))),

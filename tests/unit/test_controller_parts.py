@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from copus_ext.controller import flags as config_module
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link
+from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.rules import (
     batches_to_weigh,
     check,
@@ -23,8 +25,9 @@ from copus_ext.controller.rules import (
 )
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model.cluster_spec import GPUS, preset
+from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule
-from copus_ext.goodput.costs import BUILD_S, LINK_BYTES_PER_S, prior_s
+from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
@@ -32,6 +35,8 @@ from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
+from copus_ext.planner.space import Limits
+from copus_ext.simulate.scenario import preset as shipped
 from megatron.training.common.errors import UsageError, counted
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -356,14 +361,54 @@ def test_a_slow_link_between_nodes_is_known_before_anything_ran(
     assert fastest(None) == fast  # faster than a machine of its kind is taken to be no gain
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_run_and_the_simulator_predict_a_change_alike(sharded: bool) -> None:
+    """For the same model and machine: from its flags, and from the planner's description."""
+    more = "--use-distributed-optimizer" if sharded else ""
+    run = config(more).replace(padded_vocab_size=512, data_parallel_size=4)
+    described = replace(preset("h100-80g:4"), gpus_per_node=2, num_nodes=2)
+    machine = machine_of(run, described, None)
+    prior = PausePrior(run, flags(copus_layouts="all"), machine)
+    spec = replace(ModelSpec.from_arguments(SimpleNamespace(**run.flat())), vocab_size=512)
+    scenario = shipped("8xh100-3b").change(
+        cluster=described, limits=Limits(use_distributed_optimizer=(sharded,))
+    )
+    scenario.__dict__["planner"] = SimpleNamespace(model=spec)
+    others = [Layout(tp=2, dp=2), Layout(pp=2, dp=2), Layout(tp=2, pp=2)]
+    scenario.__dict__["speeds"] = lambda seed=0: SimpleNamespace(layouts=[run.layout, *others])
+    for to in others:
+        live = prior.to_s(to)
+        assert live == scenario.prior_s(run.layout, to) == scenario.pause_s(run.layout, to)
+    assert prior.of_layouts([*others, run.layout]) == {to: prior.to_s(to) for to in others}
+
+
 def test_the_assumed_cost_of_a_change_of_layout() -> None:
-    """It grows with the state, falls with the ranks, and is in proportion to a slow link."""
-    run = config().replace(padded_vocab_size=512)
-    plain = prior_s(run)
-    assert plain > prior_s(run.replace(data_parallel_size=64)) > BUILD_S["cpu"]
-    assert prior_s(run, link_bytes_per_s=1e12) == plain
-    slow, ratio = prior_s(run, link_bytes_per_s=1e4), LINK_BYTES_PER_S["cpu"] / 1e4
-    assert slow - BUILD_S["cpu"] == pytest.approx(ratio * (plain - BUILD_S["cpu"]))
+    """It grows with the state, falls with the ranks, and with the speed of a link."""
+    run = config("--use-distributed-optimizer").replace(padded_vocab_size=512)
+
+    def most(config: Any, link: Link | None = None, **given: Any) -> float:
+        machine = machine_of(config, None, link)
+        return PausePrior(config, flags(copus_layouts="all", **given), machine).any_s
+
+    plain = most(run)
+    assert plain > most(run.replace(data_parallel_size=64)) > sum(FIXED_S.values())
+    assert most(run, Link(bytes_per_s=1e12, ranks=1)) == plain
+    assert most(run, copus_switch_cost_s=7.0) == 7.0
+    assert most(run, copus_relayout="relaunch") == RELAUNCH_S
+    # Other trainers' configurations say nothing of their model's tensors.
+    assert most(SimpleNamespace(layout=run.layout, runtime=run.runtime)) == RELAUNCH_S
+
+
+def test_a_timed_link_between_nodes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    run, to = config().replace(padded_vocab_size=512, data_parallel_size=2), Layout(tp=2)
+
+    def seconds(rate: float) -> float:
+        machine = machine_of(run, None, Link(bytes_per_s=rate, ranks=1))
+        return PausePrior(run, flags(copus_layouts="all"), machine).to_s(to)
+
+    fast, slow, slower = map(seconds, (1e12, 1e4, 5e3))
+    assert slower - fast == pytest.approx(2 * (slow - fast), rel=1e-3)
 
 
 def test_a_cluster_is_the_one_of_the_run_and_known_by_its_name_or_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from copus_ext.commands import replay
 from copus_ext.commands import simulate as tool
 from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
+from copus_ext.goodput.costs import Machine, pause_s
 from copus_ext.goodput.inputs import ConfigThroughput
 from copus_ext.planner.configuration import Configuration
 from copus_ext.simulate.compare import best_moves, compare, optima, optimum
@@ -341,20 +342,38 @@ def test_best_moves_equal_brute_force() -> None:
     for _ in range(60):
         segments, layouts = int(rng.integers(1, 7)), int(rng.integers(1, 5))
         times = rng.uniform(1, 10, (segments, layouts)).tolist()
-        cost, start = float(rng.uniform(0, 6)), int(rng.integers(layouts))
+        costs = rng.uniform(0, 6, (layouts, layouts))
+        np.fill_diagonal(costs, 0.0)
 
-        def total(path: tuple[int, ...], times: list, cost: float, start: int) -> float:
-            moves = sum(a != b for a, b in itertools.pairwise((start, *path)))
-            return sum(times[i][j] for i, j in enumerate(path)) + cost * moves
+        def total(path: tuple[int, ...], times: list, costs: Any) -> float:
+            moves = sum(costs[a, b] for a, b in itertools.pairwise(path))
+            return sum(times[i][j] for i, j in enumerate(path)) + moves
 
         every = itertools.product(range(layouts), repeat=segments)
-        least = min(total(path, times, cost, start) for path in every)
-        path, seconds = best_moves(times, cost, start)
+        least = min(total(path, times, costs) for path in every)
+        path, seconds = best_moves(times, costs.tolist())
         assert seconds == pytest.approx(least)
-        assert total(tuple(path), times, cost, start) == pytest.approx(least)
+        assert total(tuple(path), times, costs) == pytest.approx(least)
 
 
 def test_waiting_can_be_better_than_two_moves() -> None:
     # The second layout wins now by little, the third from the next segment on by much.
-    times = [[10.0, 9.0, 14.0], [10.0, 9.0, 2.0], [10.0, 9.0, 2.0]]
-    assert best_moves(times, 3.0, 0)[0] == [0, 2, 2]
+    times = [[10.0, 99.0, 99.0], [10.0, 9.0, 14.0], [10.0, 9.0, 2.0], [10.0, 9.0, 2.0]]
+    costs = [[0.0 if i == j else 3.0 for j in range(3)] for i in range(3)]
+    assert best_moves(times, costs)[0] == [0, 0, 2, 2]
+
+
+def test_a_pause_is_that_of_its_pair_of_layouts_unless_given() -> None:
+    scenario = preset("8xh100-3b")
+    machine = Machine.of(scenario.cluster)
+    layouts = scenario.speeds().layouts
+    found = {pair: scenario.pause_s(*pair) for pair in itertools.permutations(layouts, 2)}
+    assert len({round(s, 6) for s in found.values()}) > 3
+    for pair, seconds in found.items():
+        assert seconds == pause_s(scenario.pauses.moved(*pair), machine)
+        assert scenario.prior_s(*pair) == seconds
+    assert scenario.pause_range_s() == (min(found.values()), max(found.values()))
+    given = scenario.change(switch_cost_s=43.0)
+    assert {given.pause_s(*pair) for pair in found} == {43.0}
+    assert given.prior_s(*pair) == seconds  # the controller does not know
+    assert given.pause_s(layouts[0], layouts[0]) == 0.0

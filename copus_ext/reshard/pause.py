@@ -1,0 +1,203 @@
+"""The pause of a change of layout, predicted from what has to move; the same on every rank.
+
+The bytes are those of `plan.make_plan`, without its list of messages: what a rank needs after the
+change and does not hold before it. A plan of hundreds of ranks takes a tenth of a second, these
+sums a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
+from copus_ext.reshard.model_shape import ModelShape, shape_of_spec
+from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record
+
+MOST_COUNTED = 128
+"""Above so many ranks all of the state is taken to move: a layout takes 0.2 s to lay out there."""
+_AXES = 3
+"""Most axes of a tensor: layers, rows, columns."""
+
+
+class _Held(NamedTuple):
+    """The rectangles that ranks hold, in the order of their tensors and layers."""
+
+    place: Any
+    """[n] number of the tensor and layer."""
+    rank: Any
+    """[n] whose it is."""
+    lo: Any
+    """[n, 3] first indices."""
+    hi: Any
+    """[n, 3] one past the last."""
+
+    @property
+    def numel(self) -> Any:
+        """[n] elements."""
+        return (self.hi - self.lo).prod(axis=1)
+
+    def by_rank(self, num_ranks: int) -> Any:
+        """[ranks] elements that each holds."""
+        return _sums(self.rank, self.numel, num_ranks)
+
+
+class PausePredictor:
+    """Seconds of changes between the layouts of one model on one machine; each pair is worked out
+    once.
+
+    Args:
+        shape: of the model.
+        machine: what it runs on.
+    """
+
+    def __init__(self, shape: ModelShape, machine: Machine) -> None:
+        self.shape, self.machine = shape, machine
+        self._places: dict[tuple[str, int], int] = {}
+        self._held: dict[Layout, _Held] = {}
+        self._moved: dict[tuple[Layout, Layout], MovedBytes] = {}
+
+    def seconds(self, before: Layout, after: Layout) -> float:
+        """Of a change between two layouts of the same ranks; 0 between equal ones.
+
+        Raises:
+            ValueError: the model cannot be laid out so.
+        """
+        if before == after:
+            return 0.0
+        if after.world_size > MOST_COUNTED:
+            return self.most_seconds(before)
+        return pause_s(self.moved(before, after), self.machine)
+
+    def most_seconds(self, layout: Layout) -> float:
+        """Of a change from a layout to one under which no rank holds anything that it held."""
+        ranks = self._of(layout).by_rank(layout.world_size)
+        held = BYTES_PER_ELEMENT * int(ranks.max())
+        node = min(self.machine.ranks_per_node, layout.world_size)
+        is_one = node == layout.world_size
+        moved = MovedBytes(
+            held=held, within=held if is_one else 0, across=0 if is_one else node * held
+        )
+        return pause_s(moved, self.machine)
+
+    def moved(self, before: Layout, after: Layout) -> MovedBytes:
+        """What moves between two layouts of the same ranks.
+
+        Raises:
+            ValueError: the model cannot be laid out so.
+        """
+        pair = before, after
+        if pair not in self._moved:
+            self._moved[pair] = self._count(*pair)
+        return self._moved[pair]
+
+    def received(self, before: Layout, after: Layout) -> tuple[Any, Any]:
+        """[ranks] bytes that each gets from ranks of its own node, and [ranks] from other nodes.
+
+        Where copies of a tensor overlap without being equal, those from other nodes are a lower
+        bound; both together are exact.
+        """
+        num, old, new = after.world_size, self._of(before), self._of(after)
+        needed = new.by_rank(num)
+        kept = _common(old, new, old.rank, new.rank, num)
+        node = self.machine.ranks_per_node
+        near = needed
+        if node < num:
+            once = _without_copies(old, old.rank // node)
+            near = _common(once, new, once.rank // node, new.rank // node, num)
+            near = np.clip(near, kept, needed)
+        return BYTES_PER_ELEMENT * (near - kept), BYTES_PER_ELEMENT * (needed - near)
+
+    def _count(self, before: Layout, after: Layout) -> MovedBytes:
+        num, node = after.world_size, self.machine.ranks_per_node
+        ways = [self.received(before, after)]
+        if self.shape.use_distributed_optimizer:
+            # An element has one holder, who sends what the way back would bring him: more only of
+            # a norm or a tied embedding, of which several ranks get a copy.
+            ways.append(self.received(after, before))
+        nodes = np.arange(num) // node
+        held = max(int(self._of(x).by_rank(num).max()) for x in (before, after))
+        return MovedBytes(
+            held=BYTES_PER_ELEMENT * held,
+            within=max(int(near.max()) for near, _ in ways),
+            across=max(int(_sums(nodes, far, int(nodes[-1]) + 1).max()) for _, far in ways),
+        )
+
+    def _of(self, layout: Layout) -> _Held:
+        if layout not in self._held:
+            self._held[layout] = self._table(all_of_layout(self.shape, layout))
+        return self._held[layout]
+
+    def _table(self, records: list[list[Record]]) -> _Held:
+        places, ranks, lows, highs = [], [], [], []
+        for rank, own in enumerate(records):
+            for r in own:
+                # A tensor with an axis of layers has one layer in each rectangle.
+                assert len(r.lo) < _AXES or r.hi[0] - r.lo[0] == 1, r
+                layer = r.lo[0] if len(r.lo) == _AXES or r.key.startswith("decoder.layers") else 0
+                place = self._places.setdefault((r.key, layer), len(self._places))
+                places.append(place)
+                ranks.append(rank)
+                lows.append((0,) * (_AXES - len(r.lo)) + r.lo)
+                highs.append((1,) * (_AXES - len(r.hi)) + r.hi)
+        order = np.argsort(np.array(places), kind="stable")
+        parts = (np.array(x, dtype=np.int64)[order] for x in (places, ranks, lows, highs))
+        return _Held(*parts)
+
+
+@functools.lru_cache(maxsize=16)
+def predictor_of(shape: ModelShape, machine: Machine) -> PausePredictor:
+    """The one predictor of a model on a machine."""
+    return PausePredictor(shape, machine)
+
+
+def shape_for(spec: ModelSpec, *, tp_sizes: Sequence[int], sharded: bool) -> ModelShape:
+    """What the planner's description says of the tensors of a run.
+
+    Args:
+        spec: of the model.
+        tp_sizes: tensor-parallel sizes that the run may have; the vocabulary is padded for all.
+        sharded: whether data-parallel ranks share the optimizer's state out among them.
+    """
+    rows = int(spec.padded_vocab_size(math.lcm(*tp_sizes)))
+    shape = shape_of_spec(spec, padded_vocab_size=rows)
+    return replace(shape, use_distributed_optimizer=sharded)
+
+
+def _sums(groups: Any, values: Any, num: int) -> Any:
+    """[num] sums of whole numbers by group. Exact, where `bincount` with weights rounds."""
+    total = np.zeros(num, dtype=np.int64)
+    np.add.at(total, groups, values)
+    return total
+
+
+def _without_copies(held: _Held, nodes: Any) -> _Held:
+    """One of equal rectangles on each node."""
+    rows = np.column_stack([held.place, nodes, held.lo, held.hi])
+    _, first = np.unique(rows, axis=0, return_index=True)
+    first = np.sort(first)
+    return _Held(*(part[first] for part in held))
+
+
+def _common(old: _Held, new: _Held, old_group: Any, new_group: Any, num_ranks: int) -> Any:
+    """[ranks] elements of the new rectangles that old ones of the same group cover; the old ones of
+    a group must not overlap."""
+    start = np.searchsorted(old.place, new.place, side="left")
+    count = np.searchsorted(old.place, new.place, side="right") - start
+    mine = np.repeat(np.arange(len(new.place)), count)
+    ahead = np.repeat(np.cumsum(count) - count, count)
+    other = np.arange(len(mine)) - ahead + np.repeat(start, count)
+    together = old_group[other] == new_group[mine]
+    mine, other = mine[together], other[together]
+    lo = np.maximum(new.lo[mine], old.lo[other])
+    hi = np.maximum(np.minimum(new.hi[mine], old.hi[other]), lo)
+    return _sums(new.rank[mine], (hi - lo).prod(axis=1), num_ranks)
