@@ -38,7 +38,7 @@ class Change:
     consumed_samples: int
     """Samples of the run."""
     progress: float
-    """Of the training dynamics."""
+    """Of the training, in the measure of its targets."""
     batch: int
     """From here on."""
     layout: str
@@ -126,7 +126,7 @@ class _Runner:
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
-        self.dynamics, self.speeds = scenario.dynamics, scenario.speeds(seed)
+        self.training, self.speeds = scenario.training(seed), scenario.speeds(seed)
         first = scenario.batches[0]
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
@@ -138,8 +138,7 @@ class _Runner:
         self.measures = policies.needs_noise(self.flags.copus_policy)
         self.measures |= self.flags.copus_policy == "seesaw"
         self.used: set[tuple[Layout, int]] = set()
-        self.clock_s = self.progress = 0.0
-        self.consumed = 0
+        self.clock_s = 0.0
         self.out = Run(name=contender.name, times_s=dict.fromkeys(scenario.targets))
         self._enter_layout()
         self.lr_factor = self.rates.lr_factor(first)
@@ -156,37 +155,50 @@ class _Runner:
         return self.out
 
     def _step(self, waiting: list[tuple[str, float]]) -> None:
-        batch, left = self.row.global_batch_size, self.scenario.total_samples - self.consumed
-        size = min(batch, left)
+        batch, training = self.row.global_batch_size, self.training
         speed = self.speeds.true(self.row).samples_per_s
-        before, schedule = self.progress, self.scenario.schedule
-        worth = schedule.worth(self.consumed + size) - schedule.worth(self.consumed)
-        self.progress = self.dynamics.advance(batch, before, worth)
-        while waiting and waiting[0][1] <= self.progress:
-            target, at = waiting.pop(0)
-            part = self.dynamics.samples(batch, at) - self.dynamics.samples(batch, before)
-            self.out.times_s[target] = self.clock_s + part * (size / worth) / speed
+        phi = training.noise_scale() if self._is_measured(batch) else None
+        before = self.consumed
+        training.train(batch, lr_factor=self._lr_factor)
+        size = self.consumed - before
+        while waiting and (share := training.passed(waiting[0][1])) is not None:
+            target, _ = waiting.pop(0)
+            self.out.times_s[target] = self.clock_s + max(share, 0.0) * size / speed
         seconds = batch / speed
         self.clock_s += seconds
-        self.consumed += size
         self.out.steps += 1
         if self.measures:
-            self._measure(batch, before)
+            self._measure(batch, phi)
         self.state.record_step(
             key=self._key,
             consumed_samples=self.consumed,
             batch=size,
-            loss=0.0,
+            loss=training.loss(),
             seconds=seconds,
         )
         if self.state.steps_after_change == _TIMED:
             self.used.add((self.row.layout, batch))
 
-    def _measure(self, batch: int, progress: float) -> None:
+    @property
+    def consumed(self) -> int:
+        """Samples trained."""
+        return self.training.samples
+
+    @property
+    def _lr_factor(self) -> float:
+        """The learning rate's factor of the next step, as the controller sets it."""
+        ramp = self.state.ramp
+        return self.lr_factor if ramp is None else ramp.at(self.out.steps)
+
+    def _is_measured(self, batch: int) -> bool:
+        """Whether the next step measures the noise scale."""
+        interval = self.observer.interval_at(batch)
+        return self.measures and (self.out.steps + 1) % interval == 0
+
+    def _measure(self, batch: int, phi: float | None) -> None:
         groups = batch // self.row.micro_batch_size
         self.observer.layout_estimator = "micro" if groups > 1 else None
-        due = self.out.steps % self.observer.interval_at(batch) == 0
-        estimate = self.estimator.draw(self.dynamics.phi(progress), batch, groups) if due else None
+        estimate = None if phi is None else self.estimator.draw(phi, batch, groups)
         if estimate is None:
             self.observer.skip(self.consumed)
             return
@@ -258,8 +270,9 @@ class _Runner:
     def _apply(self, decision: Decision) -> None:
         to, before, ramp = decision.to, self.row, self.state.ramp
         if to.global_batch_size != before.global_batch_size:
-            now = self.lr_factor if ramp is None else ramp.at(self.out.steps)
-            ramp = self.rates.ramp(to.global_batch_size, iteration=self.out.steps, start=now)
+            ramp = self.rates.ramp(
+                to.global_batch_size, iteration=self.out.steps, start=self._lr_factor
+            )
             self.lr_factor = self.rates.lr_factor(to.global_batch_size)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
@@ -314,7 +327,7 @@ class _Runner:
             Change(
                 clock_s=self.clock_s,
                 consumed_samples=self.consumed,
-                progress=self.progress,
+                progress=self.training.progress,
                 batch=self.row.global_batch_size,
                 layout=str(self.row.layout),
             )

@@ -19,6 +19,7 @@ from copus_ext.planner.space import Limits
 from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
 from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
+from copus_ext.simulate.training import ProgressTraining, Training, loss_curve
 from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
 from megatron.training.config.layout import Layout
 
@@ -64,6 +65,8 @@ class Scenario:
     """Relative error of the speeds that are known before the run."""
     known_sd: float | None = PROFILED_SD
     """Their relative uncertainty, as the controller assumes; None: the planner's."""
+    average_error: float = 0.0
+    """Error of the loss of averaged weights, standard deviation, nats per token."""
     about: dict[str, Any] = field(default_factory=dict)
     """Sources of the numbers."""
 
@@ -106,6 +109,20 @@ class Scenario:
             total_samples=self.total_samples,
             end_part=self.lr_decay,
             exponent=self.truth.rate_exponent,
+        )
+
+    def training(self, seed: int = 0) -> Training:
+        """A run at its start.
+
+        Args:
+            seed: of the errors of fork tests.
+        """
+        return ProgressTraining(
+            self.dynamics,
+            self.schedule,
+            loss_curve(self.targets),
+            average_error=self.average_error,
+            seed=seed,
         )
 
     @property

@@ -1,0 +1,207 @@
+"""A training that a runner steps: what every simulated truth and every small real run offers.
+
+`ProgressTraining` is the first of them. A sample makes some progress, and the loss is a known
+function of the progress.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from copus_ext.simulate.training_dynamics import RateSchedule, TrainingDynamics
+
+_EXPONENT = 0.2
+"""Of a loss curve that no targets tell."""
+_LEAST = 1e-4
+"""Progress below which it stands still, over that of the last target."""
+
+
+class Training(Protocol):
+    """One run. The schedule of the learning rate is its own; it follows the samples."""
+
+    samples: int
+    """Samples trained; the last step of a run is cut at its length."""
+
+    @property
+    def progress(self) -> float:
+        """How far it is, in the measure that its targets are stated in."""
+        ...
+
+    def train(self, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:
+        """Trains.
+
+        Args:
+            batch: samples of a step.
+            steps: how many.
+            lr_factor: of the learning rate, beside the schedule; 1 at the batch for which the rate
+                was chosen.
+        """
+        ...
+
+    def passed(self, target: float) -> float | None:
+        """Share of the last `train` after which a target was reached: at most 0 if it was reached
+        before, None if it was not reached."""
+        ...
+
+    def loss(self) -> float:
+        """Loss of the weights, nats per token."""
+        ...
+
+    def noise_scale(self) -> float:
+        """tr(Sigma) / |G|^2 of the weights, samples. A real run returns a noisy sample."""
+        ...
+
+    def start_average(self) -> None:
+        """Averages the weights after every step from here on, instead of any average so far."""
+        ...
+
+    def averaged_loss(self) -> float:
+        """Loss of the averaged weights; those of now before the first step of the average."""
+        ...
+
+    def snapshot(self) -> Any:
+        """All that a step changes. It can be restored any number of times."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Goes back to a snapshot."""
+        ...
+
+
+def branch_loss(training: Training, batch: int, steps: int, *, lr_factor: float = 1.0) -> float:
+    """Trains a branch, and returns the loss of the weights' average over its second half.
+
+    The training stays where the branch ends. The caller has a snapshot to go back.
+    """
+    first = steps // 2
+    if first:
+        training.train(batch, first, lr_factor=lr_factor)
+    training.start_average()
+    training.train(batch, steps - first, lr_factor=lr_factor)
+    return training.averaged_loss()
+
+
+def branch_losses(
+    training: Training, batches: Sequence[int], samples: int, lr_factors: Sequence[float]
+) -> list[float]:
+    """The averaged losses of branches of some batches from here; the training stays where it was.
+
+    Args:
+        training: of which they branch off.
+        batches: samples of a step, one for each branch.
+        samples: of a branch, rounded to its steps.
+        lr_factors: of the learning rate, one for each branch.
+    """
+    start, losses = training.snapshot(), []
+    for batch, factor in zip(batches, lr_factors):
+        steps = max(round(samples / batch), 1)
+        losses.append(branch_loss(training, batch, steps, lr_factor=factor))
+        training.restore(start)
+    return losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossCurve:
+    """A power law of the progress: scale progress^-exponent."""
+
+    scale: float
+    """Loss at a progress of one sample, nats per token."""
+    exponent: float
+    """Positive."""
+    least: float
+    """Progress below which the loss stands still, samples."""
+
+    def loss(self, progress: float) -> float:
+        """Nats per token."""
+        return self.scale * max(progress, self.least) ** -self.exponent
+
+
+def loss_curve(targets: dict[str, float]) -> LossCurve:
+    """The power law closest to losses at some progress. A floor below it would fit those of the
+    presets no better.
+
+    Args:
+        targets: progress by the loss. Names that are no losses, or a single one, give a curve of
+            exponent 0.2 that ends at 1.
+    """
+    last = max(targets.values())
+    try:
+        logs = np.log([float(name) for name in targets])
+    except ValueError:
+        logs = np.array([])
+    if len(logs) < 2:
+        return LossCurve(scale=last**_EXPONENT, exponent=_EXPONENT, least=_LEAST * last)
+    slope, at_one = np.polyfit(np.log(list(targets.values())), logs, 1).tolist()
+    return LossCurve(scale=math.exp(at_one), exponent=-slope, least=_LEAST * last)
+
+
+class ProgressTraining:
+    """A run whose samples make the progress that `TrainingDynamics` says. Targets are progress in
+    samples. The learning rate's factor counts for nothing: the truth holds its effect.
+
+    Args:
+        dynamics: progress of batches.
+        schedule: what the rate makes of a sample, and the length of the run.
+        curve: loss over progress.
+        average_error: standard deviation of the error of an averaged loss, nats per token.
+        seed: of these errors.
+    """
+
+    def __init__(
+        self,
+        dynamics: TrainingDynamics,
+        schedule: RateSchedule,
+        curve: LossCurve,
+        *,
+        average_error: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.dynamics, self.schedule, self.curve = dynamics, schedule, curve
+        self.average_error = average_error
+        self._random = np.random.default_rng([seed, 0xF02C])
+        self.samples, self.progress = 0, 0.0
+        self._before, self._batch, self._worth = 0.0, 1, 1.0
+
+    def train(self, batch: int, steps: int = 1, *, lr_factor: float = 1.0) -> None:
+        """See `Training`."""
+        samples = min(self.samples + batch * steps, self.schedule.total_samples)
+        self._worth = self.schedule.worth(samples) - self.schedule.worth(self.samples)
+        self._before, self._batch = self.progress, batch
+        self.progress = self.dynamics.advance(batch, self.progress, self._worth)
+        self.samples = samples
+
+    def passed(self, target: float) -> float | None:
+        """See `Training`."""
+        if target > self.progress:
+            return None
+        needed = self.dynamics.samples(self._batch, target)
+        done = needed - self.dynamics.samples(self._batch, self._before)
+        return done / self._worth if self._worth else 0.0
+
+    def loss(self) -> float:
+        """See `Training`."""
+        return self.curve.loss(self.progress)
+
+    def noise_scale(self) -> float:
+        """See `Training`."""
+        return self.dynamics.phi(self.progress)
+
+    def start_average(self) -> None:
+        """Nothing: the loss is a function of the progress alone."""
+
+    def averaged_loss(self) -> float:
+        """The loss with an error of its own at each call."""
+        return self.loss() + self.average_error * float(self._random.standard_normal())
+
+    def snapshot(self) -> tuple[int, float]:
+        """Samples and progress. Errors of averaged losses go on."""
+        return self.samples, self.progress
+
+    def restore(self, snapshot: tuple[int, float]) -> None:
+        """See `Training`."""
+        self.samples, self.progress = snapshot

@@ -1,0 +1,88 @@
+"""Trainings that a runner steps: progress turned to losses, forks, and the runs of before."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from copus_ext.simulate.contenders import contenders
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import preset
+from copus_ext.simulate.training import branch_losses, loss_curve
+
+pytestmark = pytest.mark.unit
+
+PRESET = preset("32xmi210-7b")
+_ONE = """
+doubling_small 0.0 519.232313122095 1189.4440030803742 1868.453770763545 2859.177382153074 3132
+cbs_small 0.0 519.232313122095 1187.0039652153657 1868.8856720920965 2871.531769712628 3049
+doubling_small 0.5 585.0315838771348 1267.0007687140446 1982.1106418577083 3146.0970555240915 3784
+cbs_small 0.5 585.0315838771348 1260.7736830412296 1975.0864938485954 3142.7320833404547 3522
+"""
+"""Policy, power of the rate that a sample is worth, seconds to four losses, steps: of a runner that
+knew one truth only."""
+
+
+@pytest.mark.parametrize("line", _ONE.split("\n")[1:-1])
+def test_runs_are_those_of_a_runner_of_one_truth(line: str) -> None:
+    name, power, *times, steps = line.split()
+    truth = dataclasses.replace(PRESET.truth, rate_exponent=float(power))
+    run = simulate(PRESET.change(truth=truth), contenders(PRESET.batches)[name], seed=0)
+    assert list(run.times_s.values())[:4] == pytest.approx(list(map(float, times)), rel=1e-9)
+    assert run.steps == int(steps)
+
+
+def test_a_loss_curve_is_a_power_law_through_its_targets() -> None:
+    for name in ("8xh100-3b", "32xh100-32b", "32xmi210-7b"):
+        scenario = preset(name)
+        curve = loss_curve(scenario.targets)
+        for loss, progress in scenario.targets.items():
+            assert curve.loss(progress) == pytest.approx(float(loss), abs=0.1)
+    unnamed = loss_curve({"a": 10.0, "b": 1000.0})
+    assert unnamed.loss(1000.0) == pytest.approx(1.0)
+    assert unnamed.loss(0.0) == unnamed.loss(0.1) > unnamed.loss(10.0)
+
+
+def test_a_target_is_passed_once_its_progress_is_made() -> None:
+    training = PRESET.training()
+    training.train(64, 10)
+    at_ten = training.progress
+    training.train(64, 10)
+    assert training.passed(training.progress * 1.001) is None
+    share = training.passed(at_ten)
+    assert share == pytest.approx(0.0, abs=1e-9)
+    middle = PRESET.training()
+    middle.train(64, 15)
+    assert training.passed(middle.progress) == pytest.approx(0.5)
+
+
+def test_a_training_ends_at_the_length_of_its_schedule() -> None:
+    training = PRESET.training()
+    training.train(1024, PRESET.total_samples)
+    assert training.samples == PRESET.total_samples
+
+
+def test_branches_leave_a_training_where_it_was() -> None:
+    training = PRESET.training()
+    training.train(64, 100)
+    before = (training.samples, training.progress, training.loss())
+    exact = branch_losses(training, (64, 256), 1024, (1.0, 2.0))
+    assert (training.samples, training.progress, training.loss()) == before
+    assert exact[0] < exact[1] < before[2]  # the larger batch makes less progress a sample
+
+
+def test_averaged_losses_have_the_error_that_is_asked_for() -> None:
+    exact, noisy = PRESET.training(), PRESET.change(average_error=0.01).training(seed=3)
+    errors = []
+    for training in (exact, noisy):
+        training.train(64, 100)
+    for _ in range(500):
+        errors.append(noisy.averaged_loss() - exact.loss())
+    assert np.std(errors) == pytest.approx(0.01, rel=0.15)
+    assert abs(np.mean(errors)) < 4 * 0.01 / np.sqrt(500)
+    assert noisy.loss() == exact.averaged_loss() == exact.loss()
+    again = PRESET.change(average_error=0.01).training(seed=3)
+    again.train(64, 100)
+    assert again.averaged_loss() - exact.loss() == errors[0]
