@@ -23,6 +23,7 @@ from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManage
 from copus_ext.controller.link_timing import time_link
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
+from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
@@ -117,6 +118,7 @@ class Controller(Callback):
         config = context.config
         rules.check_run(self.flags, config)
         self.gns.on_setup_start(context)
+        self.warm_up = WarmUpGuard(self.flags, config)
         self.link = time_link(config.runtime.device)
         self._restore(context)
         self._flag_layout = config.layout
@@ -246,6 +248,8 @@ class Controller(Callback):
         is_due = not self.failed and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
+        if self.state.global_batch_size is not None:
+            self.warm_up.report(self.state.global_batch_size, context, self.log)
         context.scalars.update(self.log.take_scalars())
         return request
 
@@ -361,6 +365,7 @@ class Controller(Callback):
             visited=self.state.timed_layouts,
         )
         in_warmup = state.lr_samples < config.optim.lr_warmup_samples
+        in_warmup |= self.warm_up.factor(now.global_batch_size, context) < 1.0
         decayed = step.learning_rate / state.settings.lr_factor / (config.optim.lr or 1.0)
         return build_inputs(
             self.rules,
@@ -490,11 +495,13 @@ class Controller(Callback):
         return "" if old == new else length_line(total, before=old, after=new)
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
-        """The learning rate's way to a batch; the one that it is on if the batch stays."""
+        """The learning rate's way to a batch; the one that it is on if the batch stays. It starts
+        at the present rate, also where the warm-up holds that."""
         if batch == CurrentConfiguration.of(context).global_batch_size:
             return self.state.ramp
         state = context.state
-        return self.rates.ramp(batch, iteration=state.iteration, start=state.settings.lr_factor)
+        start = state.settings.lr_factor / self.warm_up.factor(batch, context)
+        return self.rates.ramp(batch, iteration=state.iteration, start=start)
 
     def _wanted_settings(self, context: CallbackContext) -> StepSettings:
         """The settings of the next step."""
@@ -510,6 +517,8 @@ class Controller(Callback):
         iteration = context.state.iteration
         factor = self.rates.lr_factor(batch) if ramp is None else ramp.at(iteration)
         rates = self.rates.at(batch, factor)
+        # Weight decay follows the batch and not the warm-up, as in the schedule's own.
+        rates["lr_factor"] *= self.warm_up.factor(batch, context)
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
     # Reporting.

@@ -87,6 +87,9 @@ class CopusConfig:
     copus_lr_ramp_steps: int | None = _setting(None)
     """Steps over which the learning rate follows a larger batch. Default: 1/(1 - beta2), at most
     100."""
+    copus_lr_warmup_min_steps: int = _setting(50)
+    """Least steps of the learning rate's warm-up, whatever its samples. 0 for any number. The
+    policies static and copus leave the warm-up as it is."""
     copus_weight_decay_rule: str = _setting("tokens", choices=("tokens", "const"))
     """tokens: the decay per token stays the same. const: the decay per step does."""
     copus_beta2_rule: str = _setting("const", choices=("const", "tokens"))

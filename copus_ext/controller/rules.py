@@ -17,7 +17,7 @@ from copus_ext.controller.flags import (
 from copus_ext.cost_model.model_spec import divisors
 from copus_ext.goodput import policies
 from copus_ext.goodput.inputs import Rules
-from copus_ext.goodput.lr_scaling import RateRules, ramp_steps
+from copus_ext.goodput.lr_scaling import RateRules, WarmUp, ramp_steps
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import parse_steps
@@ -69,7 +69,7 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
         value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"{name_of(field)} {value:g} must be positive")
-    for field in ("copus_lr_ramp_steps", "copus_prebuild"):
+    for field in ("copus_lr_ramp_steps", "copus_lr_warmup_min_steps", "copus_prebuild"):
         value = getattr(flags, field)
         if value is not None and value < 0:
             raise UsageError(f"{name_of(field)} {value} must be at least 0")
@@ -235,6 +235,20 @@ def rate_rules_of(flags: CopusConfig, config: Config) -> RateRules:
         reference_batch=flags.copus_reference_batch_size or first_batch_of(flags, config),
         beta2=beta2,
         ramp_steps=0 if is_paper else ramp_steps(beta2) if steps is None else steps,
+    )
+
+
+def warm_up_of(flags: CopusConfig, config: Config) -> WarmUp | None:
+    """The warm-up that the rates of a run are held to. None where nothing holds them: in a run that
+    is only observed, under the policy that keeps the batch, and under the paper's."""
+    if flags.copus_mode != "act" or flags.copus_policy in ("copus", "static"):
+        return None
+    optim = config.optim
+    return WarmUp(
+        samples=optim.lr_warmup_samples,
+        min_steps=flags.copus_lr_warmup_min_steps,
+        first_batch=first_batch_of(flags, config),
+        start=optim.lr_warmup_init / (optim.lr or 1.0),
     )
 
 

@@ -1,11 +1,13 @@
 """Learning rate, weight decay and beta2 that go with a batch.
 
 A factor belongs to the absolute batch over the one for which the rates were chosen, so that going
-back restores every rate bit for bit.
+back restores every rate bit for bit. A warm-up counts steps as well as samples: else a run that
+starts at a large batch and shrinks would reach its full rate after a handful of steps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -85,6 +87,54 @@ class Ramp:
     def is_over(self, iteration: int) -> bool:
         """Whether the step after so many steps has the last factor."""
         return iteration - self.start_iteration + 1 >= self.num_steps or self.end <= self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """The warm-up of the learning rate, in samples and in steps; fixed for a launch."""
+
+    samples: int
+    """Length of the schedule's warm-up, samples; 0 without one."""
+    min_steps: int
+    """Least steps of a warm-up; 0 for any number."""
+    first_batch: int
+    """Samples of the first step of the run."""
+    start: float
+    """Rate at its start over the largest."""
+
+    def factor(self, batch: int, *, steps: int, samples: int) -> float:
+        """What multiplies the schedule's rate in the next step: at most 1.
+
+        The schedule is at min(1, n/W) after n of W samples. The rate is held at min(1, n/W, tB/W,
+        t/L) in step t, so that the warm-up has had as many steps as it would have had at batch B,
+        and L at least. While the batch stays and its warm-up has L steps, this is exactly 1.
+
+        Without a warm-up the user wants the full rate from step 1 on, at the first batch. Only a
+        smaller batch warms up then, over the first L steps of the run.
+
+        Args:
+            batch: of the next step.
+            steps: number of the next step, from 1; steps that left the weights unchanged do not
+                count.
+            samples: that have moved the schedule so far.
+        """
+        schedule = min(samples / self.samples, 1.0) if self.samples else 1.0
+        wanted = schedule
+        if self.samples:
+            wanted = min(wanted, steps * batch / self.samples)
+        if self.min_steps and (self.samples or batch < self.first_batch):
+            wanted = min(wanted, steps / self.min_steps)
+        if wanted >= schedule:
+            return 1.0
+        return self._rate(wanted) / self._rate(schedule)
+
+    def steps(self, batch: int) -> int:
+        """The step from which `factor` is 1 for good, if the batch stays."""
+        return max(math.ceil(self.samples / batch), self.min_steps)
+
+    def _rate(self, part: float) -> float:
+        """The rate over the largest after a part of the warm-up."""
+        return self.start + (1.0 - self.start) * part
 
 
 MOST_RAMP_STEPS = 100

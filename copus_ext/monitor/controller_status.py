@@ -75,6 +75,8 @@ class ControllerStatus:
     """The best alternative within reach; None if none was compared since the last change."""
     noise_scale_multiplier: float | None = None
     """The critical batch size over the noise scale."""
+    warm_up: str = ""
+    """How the warm-up holds the learning rate below its schedule; empty if it does not."""
     changes: tuple[ChangeStatus, ...] = ()
     """The last three, newest last."""
 
@@ -107,6 +109,7 @@ def controller_status(
     return ControllerStatus(
         mode=mode or "act",
         policy=policy,
+        warm_up=decisions.warm_up,
         changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
         **known,
     )

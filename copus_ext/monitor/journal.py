@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from copus_ext.goodput.messages import warm_up_line
 from copus_ext.monitor.values import number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
 from megatron.training.config.layout import Layout
@@ -153,6 +154,8 @@ class DecisionHistory:
     """Of a rank of the last launch, FLOP/s."""
     failure: str = ""
     """Why the controller of the last launch is disabled; empty if it is not."""
+    warm_up: str = ""
+    """How the warm-up holds the learning rate; empty if it does not."""
     decided: list[DecisionRecord] = field(default_factory=list)
     switches: list[SwitchRecord] = field(default_factory=list)
     outcomes: list[OutcomeRecord] = field(default_factory=list)
@@ -207,14 +210,17 @@ class DecisionHistory:
         elif kind == "failure":
             self.failure = text(record.get("error"))
         if kind not in _NO_NOTE:
-            self.notes.append(_note(kind, record))
+            note = _note(kind, record)
+            self.notes.append(note)
+            if kind == "warm_up":
+                self.warm_up = note.line if (number(record.get("factor")) or 1.0) < 1.0 else ""
 
     def _start(self, record: dict[str, Any]) -> None:
         """A launch undoes decisions that lie beyond its first step."""
         self.mode = text(record.get("mode"), 20)
         self.flags = table(record.get("flags"))
         self.peak_flops = number(record.get("peak_flops"))
-        self.failure, self.begun_t = "", None
+        self.failure, self.warm_up, self.begun_t = "", "", None
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
         if layout:
             self.layouts.append((iteration or 0, layout))
@@ -366,12 +372,18 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
     hold = whole(record.get("hold_growth_until_samples"))
     made = counted(whole(record.get("changes")) or 0, "change")
+    warm_up = warm_up_line(
+        number(record.get("factor")),
+        after_shrinking=record.get("after_shrinking") is True,
+        full_at_step=whole(record.get("full_at_step")),
+    )
     lines = {
         "start": f"the controller starts in mode {text(record.get('mode'), 20)}",
         "end": f"the controller ends after {made}",
         "paused": "an operator paused the controller",
         "resumed": "an operator resumed the controller",
         "failure": f"the controller is disabled: {text(record.get('error'))}",
+        "warm_up": warm_up,
         "spike": f"the loss spiked after the batch grew; no growth until sample {hold}",
         "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
         "switch.abandoned": "change of layout abandoned; the run left to start again",

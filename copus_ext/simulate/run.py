@@ -188,7 +188,14 @@ class _Runner:
     def _lr_factor(self) -> float:
         """The learning rate's factor of the next step, as the controller sets it."""
         ramp = self.state.ramp
-        return self.lr_factor if ramp is None else ramp.at(self.out.steps)
+        factor = self.lr_factor if ramp is None else ramp.at(self.out.steps)
+        return factor * self._warm_up_factor(self.row.global_batch_size)
+
+    def _warm_up_factor(self, batch: int) -> float:
+        """What the warm-up leaves of the schedule's rate in the next step, at a batch."""
+        if self.warm_up is None:
+            return 1.0
+        return self.warm_up.factor(batch, steps=self.out.steps + 1, samples=self.consumed)
 
     def _is_measured(self, batch: int) -> bool:
         """Whether the next step measures the noise scale."""
@@ -231,6 +238,8 @@ class _Runner:
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         done = min(self.consumed / s.total_samples, 1.0)
+        in_warmup = self.consumed < s.warmup_samples
+        in_warmup |= self._warm_up_factor(self.row.global_batch_size) < 1.0
         inputs = build_inputs(
             self.rules,
             self.state,
@@ -241,7 +250,7 @@ class _Runner:
             iteration=self.out.steps,
             consumed_samples=self.consumed,
             total_samples=s.total_samples,
-            in_warmup=self.consumed < s.warmup_samples,
+            in_warmup=in_warmup,
             lr_decay_factor=s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2,
             paused=False,
             priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
@@ -270,9 +279,8 @@ class _Runner:
     def _apply(self, decision: Decision) -> None:
         to, before, ramp = decision.to, self.row, self.state.ramp
         if to.global_batch_size != before.global_batch_size:
-            ramp = self.rates.ramp(
-                to.global_batch_size, iteration=self.out.steps, start=self._lr_factor
-            )
+            start = self._lr_factor / self._warm_up_factor(to.global_batch_size)
+            ramp = self.rates.ramp(to.global_batch_size, iteration=self.out.steps, start=start)
             self.lr_factor = self.rates.lr_factor(to.global_batch_size)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
@@ -312,12 +320,15 @@ class _Runner:
                 step_batch_size_schedule=None,
             ),
             layout=row.layout,
-            optim=SimpleNamespace(adam_beta2=s.beta2),
+            optim=SimpleNamespace(
+                adam_beta2=s.beta2, lr=1.0, lr_warmup_init=0.0, lr_warmup_samples=s.warmup_samples
+            ),
         )
         self.rules = rules.rules_of(self.flags, self.config)
         self.rates = rules.rate_rules_of(self.flags, self.config)
         to_all = [s.prior_s(row.layout, layout) for layout in self.speeds.layouts]
         self.state.layout_costs.prior_s = max(to_all)
+        self.warm_up = rules.warm_up_of(self.flags, self.config)
 
     def _note(self) -> None:
         self._key = config_key(

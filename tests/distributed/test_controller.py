@@ -75,6 +75,30 @@ def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
     assert max(rates) <= 1e-3 * 8**0.5
 
 
+def test_after_a_shrink_the_warm_up_has_the_steps_of_the_present_batch(
+    results: dict[str, Any],
+) -> None:
+    shrunk = results["shrunk"]
+    assert column(shrunk, "global_batch_size")[:15] == [32] * 4 + [8] * 9 + [32] * 2
+    # The rate of a record is that of the next step: that of step t stands at t - 2.
+    rates = [1e3 * rate for rate in column(shrunk, "learning_rate")]
+    large = [min(32 * (t - 1) / 200, t / 10) for t in (2, 3, 4)]
+    small = [0.5 * t * 8 / 200 for t in range(5, 14)]
+    assert rates[:12] == pytest.approx([*large, *small], rel=1e-12)
+    # Growing again, the rate rises over the ten steps of a ramp: it does not jump to its schedule.
+    ratios = [b / a for a, b in itertools.pairwise(rates[11:])]
+    assert all(1.0 <= ratio < 1.2 for ratio in ratios) and rates[11] < 0.27
+    records = [r for r in shrunk["journal"] if r["kind"] == "warm_up"]
+    assert [(r["after_shrinking"], r["full_at_step"]) for r in records[:2]] == [
+        (False, 10),
+        (True, 25),
+    ]
+    assert [r["iteration"] for r in records] == [2, 4, 13] and records[-1]["factor"] == 1.0
+    told = [line for line in shrunk["told"] if "learning rate warms up" in line]
+    assert len(told) == 2 and "again after the batch shrank: 0.31 of its schedule" in told[1]
+    assert results["shrunk resumed"]["steps"] == shrunk["steps"][8:], "bit-equal"
+
+
 def test_every_change_has_an_outcome(results: dict[str, Any]) -> None:
     for name in ("doubling", "adaptive", "paper"):
         journal = results[name]["journal"]

@@ -20,6 +20,12 @@ DOUBLING = {
 """Doubles after 64, 128 and 256 samples, whatever the machine's speed."""
 
 
+SHRINKING = {"copus_policy": "step_schedule", "copus_lr_warmup_min_steps": 10}
+SHRINKS = ["--step-batch-size-schedule", "0:32 4K:8 6.4K:32", "--global-batch-size", "32"]
+SHRINKS += ["--lr-warmup-samples", "200"]
+"""Takes 4 steps of 32, 9 of 8, then 32 again, while the learning rate warms up over 200 samples."""
+
+
 def main(output: Path) -> Any:
     """Returns what every run did."""
     import torch.distributed as dist
@@ -33,7 +39,8 @@ def main(output: Path) -> Any:
         """Also keeps what every rank came to."""
 
         def __init__(self, **flags: Any) -> None:
-            super().__init__(CopusConfig(copus=True, **flags))
+            # 45 steps are too few to warm up for 50.
+            super().__init__(CopusConfig(copus=True, **{"copus_lr_warmup_min_steps": 0, **flags}))
             self.states: list[str] = []
 
         def on_train_end(self, context: CallbackContext) -> None:
@@ -78,6 +85,10 @@ def main(output: Path) -> Any:
         ["--load", str(output / "saved"), "--ckpt-step", "10"],
         Noting(**DOUBLING),
     )
+    saved = ["--save", str(output / "shrunk saved"), "--save-interval", "8"]
+    record("shrunk", [*SHRINKS, *saved], Noting(**SHRINKING))
+    saved = ["--load", str(output / "shrunk saved"), "--ckpt-step", "8"]
+    record("shrunk resumed", [*SHRINKS, *saved], Noting(**SHRINKING))
     record("plain", [])
     observe = {"copus_mode": "observe", "copus_noise_scale_multiplier": 1e3}
     record("observed", ["--log-interval", "1"], Noting(**observe))

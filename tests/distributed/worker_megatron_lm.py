@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "helpers" / "fake_megatron_lm"), str(ROOT)]
 FLAGS = """--copus-policy doubling --copus-doubling-first-tokens 1024 --copus-doubling-ratio 2
---copus-max-global-batch-size 32"""
+--copus-max-global-batch-size 32 --copus-lr-warmup-min-steps 0"""
 
 
 def arguments(output: Path, more: list[str]) -> argparse.Namespace:
@@ -74,6 +74,7 @@ def arguments(output: Path, more: list[str]) -> argparse.Namespace:
         "lr": 1e-3,
         "adam_beta2": 0.9,
         "lr_warmup_samples": 16,
+        "lr_warmup_init": 0.0,
         "log_interval": 4,
         "dataloader_type": "single",
         "rampup_batch_size": None,

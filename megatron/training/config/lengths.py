@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from megatron.training.common.errors import UsageError
+from megatron.training.common.errors import UsageError, counted
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, make_schedule
 from megatron.training.config.draft import Draft, Environment, flag_of
 
+USUAL_WARMUP_STEPS = 50
+"""A warm-up of the learning rate usually has at least so many steps."""
+_SHORT_RUN_STEPS = 100
+"""A run of fewer steps is a trial, and no warm-up would be long enough."""
 _GIVEN_BY = {
     "train_samples": ("train_iters", "train_samples"),
     "lr_decay_samples": ("lr_decay_iters", "lr_decay_samples"),
@@ -231,6 +235,29 @@ def apply_checkpoint_lengths(config: Config, stored: TrainingLengths, *, overrid
         initial_global_batch_size=stored.initial_global_batch_size, notes=notes, **new
     )
     return grown.replace(eval_samples=max(stored.eval_samples, _eval_samples(grown)))
+
+
+def warmup_note(config: Config) -> str | None:
+    """One line for a run whose learning rate warms up in few steps of its first batch; None if they
+    are enough. In a run of fewer than 200 steps a quarter of them is."""
+    schedule, optim = BatchSchedule.of(config), config.optim
+    total = schedule.iterations_left(0, config.batch.train_samples)
+    steps = schedule.iterations_left(0, optim.lr_warmup_samples)
+    usual = min(USUAL_WARMUP_STEPS, total // 4)
+    if total < _SHORT_RUN_STEPS or steps >= usual:
+        return None
+    flat = config.flat()
+    given = [
+        name for name in _GIVEN_BY["lr_warmup_samples"] if name in config.explicit and flat[name]
+    ]
+    unit = "lr_warmup_iters" if "train_iters" in config.explicit else "lr_warmup_samples"
+    flag = flag_of(given[0] if given else unit)
+    if not optim.lr_warmup_samples:
+        return f"the learning rate does not warm up; {usual} steps or more are usual: give {flag}"
+    return (
+        f"the learning rate warms up in {counted(steps, 'step')}; {usual} or more are usual: raise "
+        f"{flag}"
+    )
 
 
 def _eval_samples(config: Config) -> int:

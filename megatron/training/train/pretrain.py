@@ -36,6 +36,7 @@ from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.layout import Layout
+from megatron.training.config.lengths import warmup_note
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.distributed.process_groups import destroy_groups, init_distributed
 from megatron.training.logging.profiler import open_trace
@@ -128,6 +129,8 @@ def _run(
             log_rank_zero(vocabulary_line(config, stored, vocab_size=tokenizer.vocab_size))
             state = _state_at_start(config, stored, callbacks)
             outcome = replace(outcome, state=state)
+            if stored is None and (note := warmup_note(config)):
+                log_rank_zero(f"note: {note}")
             with (
                 _imports_at_rest(),
                 open_run(config, run, stored, state, callbacks.settings()) as tracker,
