@@ -19,6 +19,7 @@ from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
+from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import time_link
 from copus_ext.controller.pause_prior import PausePrior, machine_of
@@ -26,6 +27,7 @@ from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
+from copus_ext.goodput.headroom import Headroom, Prior
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line, summary
@@ -91,6 +93,7 @@ class Controller(Callback):
         self.gns = GradientNoiseCallback(flags)
         self.state = ControllerState()
         self.log = DecisionLog(None)
+        self.headroom_notice = HeadroomNotice()
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
         self.failed = False
@@ -203,6 +206,7 @@ class Controller(Callback):
                 "current speed",
                 self.table.note,
             )
+        headroom = self._headroom_at_start(context)
         self.log.append(
             "start",
             iteration=context.state.iteration,
@@ -215,6 +219,30 @@ class Controller(Callback):
             peak_flops=self.table.peak_flops,
             global_batch_size=self.state.global_batch_size,
             micro_batch_size=self.state.micro_batch_size,
+            headroom=headroom and headroom.to_json(),
+        )
+
+    def _headroom_at_start(self, context: CallbackContext) -> Headroom | None:
+        """What is to be gained by any batch of the grid, before the first step of this launch."""
+        table, config, settings = self.table, context.config, context.state.settings
+        assert table is not None
+        batch = settings.global_batch_size or self.rules.first_batch
+        prior = Prior.of(
+            self.gns.observer.noise(),
+            self.rules,
+            start=context.state.consumed_samples,
+            end=config.batch.train_samples,
+            tokens_per_sample=config.batch.seq_length,
+        )
+        return self.headroom_notice.at_start(
+            lambda: table.rows(
+                sorted({*self.rules.grid, batch}),
+                micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
+                global_batch_size=batch,
+                measured=self.state.measured_step_time,
+                visited=self.state.timed_layouts,
+            ),
+            prior,
         )
 
     def on_relayout_start(self, context: CallbackContext) -> None:
@@ -346,6 +374,7 @@ class Controller(Callback):
         self.log.record_decision(
             inputs,
             decision,
+            headroom=self.headroom_notice.at_decision(inputs),
             number=self.state.num_decisions + 1,
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,

@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from copus_ext.goodput.state import ConfigChange
@@ -74,6 +75,7 @@ class DecisionLog:
         number: int,
         applied: bool,
         seconds: float,
+        headroom: Headroom | None = None,
     ) -> None:
         """Writes a decision with its inputs.
 
@@ -83,6 +85,7 @@ class DecisionLog:
             number: of the decision, from 1.
             applied: whether the run makes the change.
             seconds: that it took to decide.
+            headroom: what is to be gained in the rest of the run; None if unknown.
 
         Raises:
             OSError: it is not on disk.
@@ -94,6 +97,7 @@ class DecisionLog:
             consumed_samples=inputs.consumed_samples,
             applied=applied,
             seconds=seconds,
+            headroom=headroom and headroom.to_json(),
             situation=inputs.to_json(),
             decision=decision.to_json(),
         )

@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.gns.observer import NoiseScale
+from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 
 WORTH = 0.02
 """Share of the time from which another batch is worth looking for."""
@@ -114,28 +115,42 @@ class Prior:
     @classmethod
     def of(
         cls,
+        noise: NoiseScale,
+        rules: Rules,
         *,
         start: float,
         end: float,
-        critical_batch_size: float | None,
         tokens_per_sample: float | None,
     ) -> Prior | None:
         """The prior from what is known; None if nothing is, or nothing is left of the run.
 
         Args:
+            noise: as measured. It counts from as many measurements on as for a decision.
+            rules: of the decisions.
             start: samples consumed.
             end: samples of the whole run.
-            critical_batch_size: there, by the measured noise scale; None without one.
             tokens_per_sample: for the published law; None if unknown.
         """
-        if not 0 <= start < end:
+        phi = noise.phi_samples
+        if noise.status == "ok" and phi and noise.effective_steps >= rules.min_effective_steps:
+            level = rules.noise_scale_multiplier * phi
+            return cls.measured(level, start=start, end=end)
+        return cls.published(start=start, end=end, tokens_per_sample=tokens_per_sample)
+
+    @classmethod
+    def measured(cls, level: float, *, start: float, end: float) -> Prior | None:
+        """From a critical batch size after `start` of `end` samples; None at the end of the run."""
+        here = max(start, _EARLIEST * end)
+        if not 0 <= start < end or not 0 < level < math.inf:
             return None
-        if critical_batch_size and critical_batch_size > 0 and math.isfinite(critical_batch_size):
-            here = max(start, _EARLIEST * end)
-            return cls(
-                source="measured", level=critical_batch_size, level_at=here, start=start, end=end
-            )
-        if not tokens_per_sample:
+        return cls(source="measured", level=level, level_at=here, start=start, end=end)
+
+    @classmethod
+    def published(
+        cls, *, start: float, end: float, tokens_per_sample: float | None
+    ) -> Prior | None:
+        """From published laws; None at the end of the run, or without the tokens of a sample."""
+        if not 0 <= start < end or not tokens_per_sample:
             return None
         level = published_critical_batch_size(end, tokens_per_sample)
         return cls(source="published", level=level, level_at=end, start=start, end=end)
@@ -394,11 +409,11 @@ def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None)
 
 def of_inputs(s: DecisionInputs) -> Headroom | None:
     """The headroom from what a decision knows; None where that is too little."""
-    is_known = s.noise.status == "ok" and s.noise.effective_steps >= s.rules.min_effective_steps
     prior = Prior.of(
+        s.noise,
+        s.rules,
         start=s.consumed_samples,
         end=s.total_samples,
-        critical_batch_size=s.critical_batch_size if is_known else None,
         tokens_per_sample=s.noise.tokens_per_sample,
     )
     return of_rows(s.rows, s.current, prior)

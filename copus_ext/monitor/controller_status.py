@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.messages import goodput, next_choice
 from copus_ext.monitor.journal import DecisionRecord
@@ -77,6 +78,8 @@ class ControllerStatus:
     """The critical batch size over the noise scale."""
     warm_up: str = ""
     """How the warm-up holds the learning rate below its schedule; empty if it does not."""
+    headroom: Headroom | None = None
+    """What there is to gain in the rest of the run; None if unknown."""
     changes: tuple[ChangeStatus, ...] = ()
     """The last three, newest last."""
 
@@ -110,6 +113,7 @@ def controller_status(
         mode=mode or "act",
         policy=policy,
         warm_up=decisions.warm_up,
+        headroom=decisions.headroom,
         changes=tuple(_change(d) for d in standing if d.is_change)[-_CHANGES:],
         **known,
     )

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.messages import warm_up_line
-from copus_ext.monitor.values import number, rows, seconds_of, table, text, whole
+from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
 from megatron.training.config.layout import Layout
 
@@ -15,6 +16,7 @@ MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 """How a change of layout ends: it was made; the run ended before it began; the run left to start
 again."""
 _GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
+_COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
 _NO_NOTE = ("switch.requested", "switch.begin", "switch.commit", "decision", "outcome", "switch")
 
 
@@ -152,6 +154,8 @@ class DecisionHistory:
     """Of the last launch."""
     peak_flops: float | None = None
     """Of a rank of the last launch, FLOP/s."""
+    headroom: Headroom | None = None
+    """What was to be gained in the rest of the run, as last recorded by the last launch."""
     failure: str = ""
     """Why the controller of the last launch is disabled; empty if it is not."""
     warm_up: str = ""
@@ -196,6 +200,7 @@ class DecisionHistory:
             self._start(record)
         elif kind == "decision":
             self.decided.append(_decision(place, record))
+            self.headroom = _headroom(record.get("headroom")) or self.headroom
         elif kind == "outcome":
             outcome = _outcome(record)
             self.outcomes.append(outcome)
@@ -221,6 +226,8 @@ class DecisionHistory:
         self.flags = table(record.get("flags"))
         self.peak_flops = number(record.get("peak_flops"))
         self.failure, self.warm_up, self.begun_t = "", "", None
+        self.failure, self.begun_t = "", None
+        self.headroom = _headroom(record.get("headroom"))
         iteration, layout = whole(record.get("iteration")), text(record.get("layout"), 100)
         if layout:
             self.layouts.append((iteration or 0, layout))
@@ -253,6 +260,18 @@ class DecisionHistory:
         """The last decision of a number: a restart may have used it again."""
         same = (d for d in reversed(self.decided) if d.number == wanted and wanted is not None)
         return next(same, None)
+
+
+def _headroom(value: Any) -> Headroom | None:
+    """The headroom of a record; None if it is of another form."""
+    try:
+        figures = {name: whole(n) for name, n in value.items() if name in _COUNTS}
+        texts = {name: text(t, 100) for name, t in value.items() if name in _TEXTS}
+        found = Headroom.from_json({**value, **figures, **texts})
+        # It is of another form if it cannot be put into words.
+        return found if found.batch.high >= 0 and str(found) else None
+    except FOREIGN:
+        return None
 
 
 def slim(record: dict[str, Any]) -> dict[str, Any]:

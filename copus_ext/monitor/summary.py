@@ -61,6 +61,7 @@ def facts(run: RunHistory) -> list[list[str]]:
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
         ["Controller", _controller(run)],
+        ["To gain", str(run.decisions.headroom or "")],
         ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
         ["Took", seconds(_between(run.begin, run.last))],
         ["Of this", "; ".join(time_spent(run))],

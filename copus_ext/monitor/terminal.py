@@ -135,6 +135,8 @@ def _decisions(
 ) -> Iterator[tuple[str, RenderableType]]:
     mode = "observes only, " if controller.mode == "observe" else ""
     where = "" if controller.iteration is None else f"at step {controller.iteration:,}: "
+    if controller.headroom is not None:
+        yield "to gain", str(controller.headroom)
     held = "paused by control/pause; " if paused else ""
     yield "decided", f"{held}{mode}{where}{controller.reason}"
     if controller.warm_up:

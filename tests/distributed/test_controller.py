@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from copus_ext.commands import replay
+from copus_ext.goodput.headroom import Headroom
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(320)
@@ -55,6 +56,14 @@ def test_the_log_tells_each_decision_once(results: dict[str, Any]) -> None:
     changes = [line for line in results["doubling"]["told"] if "copus: batch" in line]
     changes = [line for line in changes if "->" in line]
     assert len(changes) == 3 and changes[0] == "copus: batch 8 -> 16; target batch 16"
+
+
+def test_log_and_journal_tell_what_there_is_to_gain(results: dict[str, Any]) -> None:
+    observed = results["observed"]
+    known = [r["headroom"] for r in observed["journal"] if r["kind"] in ("start", "decision")]
+    lines = [f"copus: {Headroom.from_json(h)}" for h in known if h is not None]
+    told = [line for line in observed["told"] if line in lines]
+    assert known[0] is not None and told[0] == lines[0] and len(told) <= 2
 
 
 def test_the_log_tells_where_training_ends_after_a_change(results: dict[str, Any]) -> None:

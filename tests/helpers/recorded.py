@@ -13,6 +13,7 @@ from copus_ext.controller.gns_callback import noise_scalars
 from copus_ext.controller.rules import rules_of
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.decide import decide
+from copus_ext.goodput.headroom import of_inputs
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
 from copus_ext.goodput.state import WINDOW_STEPS, ConfigChange, ControllerState
 from copus_ext.planner.configuration import Configuration
@@ -169,7 +170,8 @@ def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
     log.append("start", mode="act", flags={"copus_policy": "adaptive"}, layout=LAYOUT)
     grown = situation(5, 8)
     decision = decide(grown)
-    log.record_decision(grown, decision, number=1, applied=True, seconds=0.01)
+    gain = of_inputs(grown)
+    log.record_decision(grown, decision, number=1, applied=True, seconds=0.01, headroom=gain)
     change = ConfigChange(
         decision=1,
         iteration=5,
@@ -193,5 +195,6 @@ def record_decisions(run: Path, *, reason: str | None = None) -> DecisionLog:
     assert outcome is not None
     log.record_outcome(outcome, num_changes=1)
     stay = situation(15, BATCH, phi=16.0)
-    log.record_decision(stay, decide(stay), number=2, applied=False, seconds=0.01)
+    more: dict[str, Any] = {"seconds": 0.01, "headroom": of_inputs(stay)}
+    log.record_decision(stay, decide(stay), number=2, applied=False, **more)
     return log

@@ -12,6 +12,7 @@ import pytest
 
 from copus_ext.controller import flags as config_module
 from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.link_timing import Link
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.rules import (
@@ -29,6 +30,7 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
+from copus_ext.goodput.headroom import Prior
 from copus_ext.goodput.inputs import ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
@@ -341,6 +343,32 @@ def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
     assert now == rows[0] and rows[1].samples_per_s == 16.0
     rows, now = rows_of(table, [8, 16])
     assert rows == [now] and now.source == "assumed"
+
+
+def test_the_user_reads_what_there_is_to_gain_at_the_start_and_with_the_noise_scale(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = config()
+    rules = rules_of(flags(copus_layouts="all"), run)
+    table = ThroughputTable(run, flags(copus_layouts="all"), gpu=None)
+    now: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 8}
+
+    def rows() -> Any:
+        return table.rows(list(rules.grid), **now, measured=lambda c: None)
+
+    notice, end = HeadroomNotice(), run.batch.train_samples
+    prior = Prior.of(noise(None), rules, start=0, end=end, tokens_per_sample=run.batch.seq_length)
+    found = notice.at_start(rows, prior)
+    assert found is not None and found.source == "published" and found.num_layouts > 1
+    assert capsys.readouterr().out == f"copus: {found}\n"
+    few, many = situation(16, measured=noise(60.0, steps=5.0)), situation(16, 60.0)
+    said = [notice.at_decision(s) for s in (few, many, few, many)]
+    assert [h and h.source for h in said] == ["published", "measured"] * 2
+    assert capsys.readouterr().out == f"copus: {said[1]}\n"
+    # What cannot be known, or goes wrong, costs nothing but the line.
+    assert HeadroomNotice().at_start(rows, None) is None
+    assert HeadroomNotice().at_start(lambda: ([], 0), prior) is None
+    assert capsys.readouterr().out == ""
 
 
 def test_a_slow_link_between_nodes_is_known_before_anything_ran(

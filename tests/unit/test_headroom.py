@@ -136,7 +136,7 @@ def test_samples_that_the_fixed_cost_is_worth(h: float) -> None:
 
 
 def test_the_prior_holds_the_level_where_it_is_known() -> None:
-    measured = Prior.of(start=5000, end=100_000, critical_batch_size=64.0, tokens_per_sample=2048.0)
+    measured = Prior.measured(64.0, start=5000, end=100_000)
     assert measured is not None and measured.source == "measured"
     courses = measured.courses(32)
     assert len(courses) == 9
@@ -149,15 +149,15 @@ def test_the_prior_holds_the_level_where_it_is_known() -> None:
     ends = [c.critical_batch_size[-1] / c.critical_batch_size[0] for c in courses[:3]]
     assert ends == pytest.approx([20**e for e in (0.63, 0.46, 0.9)], rel=0.02)
     assert set(EXPONENTS) == {0.46, 0.63, 0.9}
-    published = Prior.of(start=0, end=100_000, critical_batch_size=None, tokens_per_sample=2048.0)
+    published = Prior.published(start=0, end=100_000, tokens_per_sample=2048.0)
     assert published is not None and published.source == "published"
     level = published_critical_batch_size(100_000, 2048.0)
     assert published.courses(32)[0].critical_batch_size[-1] == pytest.approx(level, rel=0.02)
     # A law of tokens: twice the tokens a sample for half the samples halves the batch.
     assert published_critical_batch_size(50_000, 4096.0) == pytest.approx(level / 2)
     for start, tokens in ((100_000, 2048.0), (0, 0.0), (0, None)):
-        known = {"critical_batch_size": None, "tokens_per_sample": tokens}
-        assert Prior.of(start=start, end=100_000, **known) is None
+        known = {"start": start, "end": 100_000, "tokens_per_sample": tokens}
+        assert Prior.published(**known) is None
     with pytest.raises(ValueError, match="nothing is left"):
         power_law_course(start=9, end=9, batch=1, level=1, level_at=1, exponent=0.5)
 
@@ -202,12 +202,7 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     h = of_rows(
         [*s.rows, *other],
         s.current,
-        Prior.of(
-            start=s.consumed_samples,
-            end=s.total_samples,
-            critical_batch_size=256.0,
-            tokens_per_sample=None,
-        ),
+        Prior.measured(256.0, start=s.consumed_samples, end=s.total_samples),
     )
     assert h is not None and h.batch_is_worth_it
     assert Headroom.from_json(json.loads(json.dumps(h.to_json()))) == h
@@ -217,7 +212,7 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     bound = of_rows(
         affine(0.01, (8, 16, 32)),
         0,
-        Prior.of(start=1000, end=10_000, critical_batch_size=2000.0, tokens_per_sample=None),
+        Prior.measured(2000.0, start=1000, end=10_000),
     )
     assert bound is not None and bound.batch.high < WORTH and not bound.batch_is_worth_it
     assert "only layout and micro-batch are worth changing" in str(bound)
@@ -225,6 +220,6 @@ def test_it_survives_json_and_says_what_is_worth_it() -> None:
     large = of_rows(
         affine(0.01, (8, 16, 4096)),
         2,
-        Prior.of(start=1000, end=10_000, critical_batch_size=2000.0, tokens_per_sample=None),
+        Prior.measured(2000.0, start=1000, end=10_000),
     )
     assert large is not None and large.batch_is_worth_it and large.adapting.high < WORTH

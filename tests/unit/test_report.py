@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from copus_ext.commands import report as tool
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.monitor.downsample import changes, downsample, running_mean
 from copus_ext.monitor.figures import most_points
 from copus_ext.monitor.landscape import chosen_decisions
@@ -24,6 +26,7 @@ from copus_ext.monitor.run_files import RunReader
 from megatron.training.common.control import LOCK_FILE, PAUSE_FILE
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.logging.tail_reader import Tail
+from tests.helpers.recorded import record_decisions, record_run
 from tests.helpers.written_runs import WrittenRun, usual_run
 
 HOSTILE = "</script><script>alert(1)</script><!-- <b onmouseover=x> & \u2028 %{y} \ud800"
@@ -269,6 +272,17 @@ def test_of_a_run_its_journal_alone_makes_a_page(run: Path, tmp_path: Path) -> N
     payload = payload_of(tmp_path / "kept.journal.jsonl")
     assert len(payload["landscapes"][0]["items"]) == 6
     assert any(traces(payload, "pauses").values())
+
+
+def test_the_page_says_what_there_was_to_gain(run: Path, tmp_path: Path) -> None:
+    assert "To gain" not in facts_of(payload_of(run)["runs"][0])
+    record_run(tmp_path)
+    record_decisions(tmp_path)
+    headroom = Headroom.from_json(lines_of(tmp_path / "journal.jsonl", "decision")[-1]["headroom"])
+    assert facts_of(payload_of(tmp_path)["runs"][0])["To gain"] == str(headroom)
+    # A later launch that knows nothing does not repeat it.
+    DecisionLog(tmp_path).append("start", mode="act", flags={}, headroom=None)
+    assert "To gain" not in facts_of(payload_of(tmp_path)["runs"][0])
 
 
 def test_runs_are_compared_at_the_loss_that_all_reached(tmp_path: Path) -> None:

@@ -69,8 +69,14 @@ def test_the_numbers_are_those_of_record_and_journal(
     worth = 10.0 * math.sqrt(16) / (16 + 16) / (math.sqrt(8) / (8 + 16))
     assert controller["goodput"] == pytest.approx(worth)
     assert controller["best"]["goodput"] == pytest.approx(worth * (1 + best["gain"]))
+    assert controller["headroom"] == {
+        name: value
+        for name, value in written[-1]["headroom"].items()
+        if name != "batch_is_worth_it"
+    }
     status_now = read_status(tmp_path)
     for part in (
+        "to gain      adapting the batch can save about",
         "20 of 1,000, 2.0 %",
         "0.3000",
         "84.0 samples [42.0, 168.0]",
