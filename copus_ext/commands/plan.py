@@ -48,6 +48,10 @@ _FORMER = {
 _FLAG_OF = {command: name for name, (_, command) in _FORMER.items()}
 _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
+_WEIGHED = 64
+"""Configurations of a batch that the headroom looks at."""
+TOKENS_A_PARAMETER = 20
+"""Tokens of a run whose length is not given, for every parameter of the model."""
 _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
@@ -73,7 +77,9 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     former: dict[str, Any] = dict.fromkeys(_FORMER, False)
-    p.set_defaults(explain=None, hostfile=None, rejected=False, plot=None, top=10, **former)
+    p.set_defaults(
+        train_tokens=None, explain=None, hostfile=None, rejected=False, plot=None, top=10, **former
+    )
     if command in ("explain", "order"):
         needed = None if command == "explain" else "?"
         words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
@@ -94,6 +100,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
     if command == "search":
         words = "name every rejected configuration"
         out.add_argument("--rejected", action="store_true", help=words)
+        words = "length of the run, for what another batch can save (default: 20 a parameter)"
+        out.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
         words = "draw throughput against batch"
         out.add_argument("--plot", type=Path, metavar="FILE.html", help=words)
         out.add_argument("--explain", help=argparse.SUPPRESS)
@@ -181,6 +189,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         raise UsageProblem(f"--recompute {args.recompute}: use some of {', '.join(RECOMPUTE)}")
     if not 0 <= args.memory_margin < 1:
         raise UsageProblem(f"--memory-margin {args.memory_margin} must be from 0 to below 1")
+    if args.train_tokens is not None and not 0 < args.train_tokens < 1e18:
+        raise UsageProblem(f"--train-tokens {args.train_tokens:g} must be from 0 to 1e18")
     if args.top < 1:
         raise UsageProblem(f"--top {args.top} must be at least 1")
     constants = None
@@ -330,6 +340,7 @@ def answer(args: argparse.Namespace) -> int:
         return explain(args, planner, wanted)
     found, plotted = search(args, planner, wanted)
     firsts = [plan.ranked[0] for plan in found.plans if plan.ranked]
+    headroom = headroom_of(args, planner, plotted)
     write_hosts(args, firsts if found.nodes is None else [best[0] for best in found.nodes if best])
     if args.format == "json":
         about = constants_of(args, planner)
@@ -342,6 +353,7 @@ def answer(args: argparse.Namespace) -> int:
             warnings=[missing] if about["residual"] is None else [],
             elapsed_s=None if args.output else time.monotonic() - started,
             top=args.top,
+            headroom=headroom and headroom[1],
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
@@ -351,6 +363,8 @@ def answer(args: argparse.Namespace) -> int:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
         report.table(found, console, top=args.top)
+        if headroom is not None:
+            console.print(headroom[0], highlight=False, markup=False)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]
@@ -364,6 +378,22 @@ def answer(args: argparse.Namespace) -> int:
     if any(plan.status == "no_legal" for plan in failed):
         return 3
     return 4 if failed else 0
+
+
+def headroom_of(
+    args: argparse.Namespace, planner: Any, plans: list[Any]
+) -> tuple[str, dict[str, Any]] | None:
+    """What adapting the batch of a run can save, in a line and as JSON; None for a single batch."""
+    from copus_ext.goodput.headroom import of_plans
+
+    model = planner.model
+    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_parameters)
+    length = {"total_samples": tokens / model.seq_length, "tokens_per_sample": model.seq_length}
+    found = of_plans(plans, **length)
+    if found is None:
+        return None
+    line = f"over {tokens:.3g} tokens: {found.of_a_plan()}"
+    return line, {"train_tokens": tokens, **found.to_json()}
 
 
 def draw(plotted: list[Any], path: Path) -> None:
@@ -389,7 +419,8 @@ def ranked(args: argparse.Namespace, planner: Any, wanted: list[int]) -> list[An
         for start in range(0, len(wanted), _AT_ONCE):
             some = wanted[start : start + _AT_ONCE]
             try:
-                top = max(args.top, _PLOTTED if args.plot else 0)
+                weighed = _WEIGHED if len(wanted) > 1 else 0
+                top = max(args.top, _PLOTTED if args.plot else weighed)
                 plans += planner.rank(some, top=top, list_rejected=args.rejected)
             except KeyboardInterrupt:
                 if not plans:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs, Rules
+from copus_ext.planner.plan import Plan
 
 WORTH = 0.02
 """Share of the time from which another batch is worth looking for."""
@@ -276,6 +277,17 @@ class Headroom:
         known = "from the noise scale" if self.source == "measured" else "from published laws"
         return "; ".join([*parts, f"critical batch size {known}"])
 
+    def of_a_plan(self) -> str:
+        """The same before a run, over its best fixed configuration."""
+        fixed = f"{self.best_batch} on {self.best_layout}{self._cost_words()}"
+        words = f"adapting the batch can save {self.adapting} over the best fixed one, {fixed}"
+        if not self.batch_is_worth_it:
+            words = (
+                f"keep one batch: adapting it saves at most {_percent(self.batch.high)} %: {fixed}"
+            )
+        more = self.num_layouts > 1 and self.together.high - self.adapting.high >= _SHOWN
+        return f"{words}; batch and layout {self.together}" if more else words
+
     def _cost_words(self) -> str:
         if self.fixed_cost_samples is None:
             return ""
@@ -405,6 +417,51 @@ def of_rows(rows: Sequence[ConfigThroughput], current: int, prior: Prior | None)
         return None
     courses = prior.courses(now.global_batch_size)
     return estimate(known, known.index(now), courses, source=prior.source)
+
+
+def of_plans(
+    plans: Sequence[Plan], *, total_samples: float, tokens_per_sample: float
+) -> Headroom | None:
+    """The headroom of a whole run over its best fixed configuration, which is another on every
+    course of the critical batch size; None for fewer than two batches.
+
+    Args:
+        plans: of all batches to choose from.
+        total_samples: of the run.
+        tokens_per_sample: for the published law.
+    """
+    rows = [
+        ConfigThroughput(
+            configuration=r.configuration,
+            samples_per_s=r.prediction.samples_per_s,
+            relative_sd=r.prediction.step_rel_sd,
+            source=r.prediction.source,
+        )
+        for plan in plans
+        for r in plan.ranked
+    ]
+    known = {"end": total_samples, "tokens_per_sample": tokens_per_sample}
+    prior = Prior.published(start=0, **known)
+    if prior is None or len({row.global_batch_size for row in rows}) < 2:
+        return None
+    batches = [row.global_batch_size for row in rows]
+    speed = np.array([row.samples_per_s for row in rows])
+
+    def best(course: Course) -> int:
+        return int(np.argmin(_seconds(course, batches, speed)[0]))
+
+    # The batch that counts the samples is not known before the best one is.
+    at = 0
+    for _ in range(3):
+        at = best(prior.courses(batches[at])[0])
+    courses = prior.courses(batches[at])
+    each = [estimate(rows, best(course), [course], source=prior.source) for course in courses]
+    return replace(
+        each[0],
+        adapting=Saving.over([x.adapting.likely for x in each]),
+        batch=Saving.over([x.batch.likely for x in each]),
+        together=Saving.over([x.together.likely for x in each]),
+    )
 
 
 def of_inputs(s: DecisionInputs) -> Headroom | None:

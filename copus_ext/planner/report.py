@@ -59,6 +59,7 @@ def to_json(
     warnings: Sequence[str] = (),
     elapsed_s: float | None = None,
     top: int = 10,
+    headroom: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The answer of `copus plan --json`, as `docs/plan.schema.json` describes it.
 
@@ -100,6 +101,8 @@ def to_json(
         record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(some[:top])]
     for record, some in zip(answer["plans"], found.micro_batches or []):
         record["micro_splits"] = [x.to_json() for x in some]
+    if headroom is not None:
+        answer["headroom"] = headroom
     if elapsed_s is not None:
         answer["elapsed_s"] = round(elapsed_s, 3)
     return answer

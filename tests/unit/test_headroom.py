@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from copus_ext.goodput.headroom import (
     estimate,
     fixed_cost_samples,
     of_inputs,
+    of_plans,
     of_rows,
     power_law_course,
     published_critical_batch_size,
@@ -176,6 +178,35 @@ def test_a_critical_batch_size_that_levels_off_leaves_less_to_gain() -> None:
         return found(affine(30_000.0), course).adapting.likely
 
     assert saved(1e8) > saved(1e7) > saved(1e6) > 0
+
+
+def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
+    def plans(batches: list[int]) -> Any:
+        """A step of B samples takes 2000 + B."""
+        return [
+            SimpleNamespace(
+                ranked=[
+                    SimpleNamespace(
+                        configuration=r.configuration,
+                        prediction=SimpleNamespace(
+                            samples_per_s=r.samples_per_s, step_rel_sd=0.1, source="predicted"
+                        ),
+                    )
+                ]
+            )
+            for r in affine(2000.0, batches)
+        ]
+
+    length = {"total_samples": 1e8, "tokens_per_sample": 2048.0}
+    h = of_plans(plans(FINE), **length)
+    prior = Prior.published(start=0, end=1e8, tokens_per_sample=2048.0)
+    assert h is not None and prior is not None and h.source == "published"
+    saved = [closed_form(2000.0, course) for course in prior.courses(h.best_batch)]
+    wanted = (saved[0], min(saved), max(saved))
+    assert dataclasses.astuple(h.adapting) == pytest.approx(wanted, abs=5e-4)
+    assert h.adapting == h.batch and h.together == h.batch
+    assert f"{h.best_batch} on tp1.pp1.dp2" in h.of_a_plan()
+    assert of_plans(plans([64]), **length) is None
 
 
 def test_what_a_decision_knows() -> None:

@@ -100,6 +100,7 @@ def uneven(tmp_path: Path) -> Path:
         (f"{EIGHT} --seq-length 0", 2, "seq_length 0"),
         (f"{EIGHT} --output /no/where", 2, "--output /no/where"),
         (f"{EIGHT} --top 0", 2, "--top 0"),
+        (f"{EIGHT} --train-tokens -1", 2, "--train-tokens -1"),
         (f"{EIGHT} --hostfile x", 2, "`order` and `nodes`"),
         (f"order {EIGHT}", 2, 'needs measured "links"'),
         (f"nodes {EIGHT}", 2, '"links" or "nodes"'),
@@ -194,7 +195,8 @@ def test_json_keeps_its_contract_and_is_the_same_every_time(
     record = json.loads(first)
     assert record["schema"] == "copus.plan/1"
     jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
-    assert set(record) == {"schema", "version", "inputs", "counts", "plans"}
+    assert set(record) == {"schema", "version", "inputs", "counts", "plans", "headroom"}
+    assert record["headroom"]["train_tokens"] == 20 * PRESETS["llama-2-7b"].num_parameters
     counts = record["counts"]
     assert counts["enumerated"] == counts["ranked"] + sum(counts["rejected"].values())
     assert [p["global_batch_size"] for p in record["plans"]] == [16, 64]
@@ -300,6 +302,12 @@ def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
 def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 16:64:x2 --top 1")
     assert code == 0 and out.count("configurations ranked for global batch") == 3
+    assert out.splitlines()[-1].startswith("over 1.35e+11 tokens: keep one batch")
+    # Over a slow network a step's fixed cost is worth as many samples as the critical batch size.
+    slow = "--model llama-2-7b --nodes 4 --gpu H100-80GB --nic 2GB/s --fix pp=1,tp=1"
+    _, out, _ = run(capsys, f"{slow} --global-batch-size 32:8192:x2 --train-tokens 3e9 --top 1")
+    assert out.splitlines()[-1].startswith("over 3e+09 tokens: adapting the batch can save about")
+    assert "headroom" not in json.loads(run(capsys, f"{EIGHT} --json")[1])
     args = plan.parse(["--nodes", "4", "--gpu", "H100-80GB", "--global-batch-size=8"])
     assert cluster_of(args) == preset("h100-80g:32")
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --format flags")
