@@ -45,7 +45,7 @@ flags=(
     --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 2 --global-batch-size $batch --train-iters $steps
-    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03 --adam-beta2 0.95
+    --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.08 --adam-beta2 0.95
     --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer
     --data-path "$run/data/stdlib_text_document" --split 95,4,1
     --eval-interval $((steps / 6)) --eval-iters 8 --log-interval $((steps > 18 ? steps / 18 : 1))
