@@ -247,7 +247,6 @@ def warm_up_of(flags: CopusConfig, config: Config) -> WarmUp | None:
     return WarmUp(
         samples=optim.lr_warmup_samples,
         min_steps=flags.copus_lr_warmup_min_steps,
-        first_batch=first_batch_of(flags, config),
         start=optim.lr_warmup_init / (optim.lr or 1.0),
     )
 

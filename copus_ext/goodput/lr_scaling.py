@@ -97,8 +97,6 @@ class WarmUp:
     """Length of the schedule's warm-up, samples; 0 without one."""
     min_steps: int
     """Least steps of a warm-up; 0 for any number."""
-    first_batch: int
-    """Samples of the first step of the run."""
     start: float
     """Rate at its start over the largest."""
 
@@ -109,8 +107,8 @@ class WarmUp:
         t/L) in step t, so that the warm-up has had as many steps as it would have had at batch B,
         and L at least. While the batch stays and its warm-up has L steps, this is exactly 1.
 
-        Without a warm-up the user wants the full rate from step 1 on, at the first batch. Only a
-        smaller batch warms up then, over the first L steps of the run.
+        A run without a warm-up has its full rate from step 1 on, as its user wants, and there is
+        nothing to make up for: the factor is 1.
 
         Args:
             batch: of the next step.
@@ -118,11 +116,11 @@ class WarmUp:
                 count.
             samples: that have moved the schedule so far.
         """
-        schedule = min(samples / self.samples, 1.0) if self.samples else 1.0
-        wanted = schedule
-        if self.samples:
-            wanted = min(wanted, steps * batch / self.samples)
-        if self.min_steps and (self.samples or batch < self.first_batch):
+        if not self.samples:
+            return 1.0
+        schedule = min(samples / self.samples, 1.0)
+        wanted = min(schedule, steps * batch / self.samples)
+        if self.min_steps:
             wanted = min(wanted, steps / self.min_steps)
         if wanted >= schedule:
             return 1.0

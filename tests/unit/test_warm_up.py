@@ -25,7 +25,7 @@ BATCHES = st.lists(st.tuples(st.integers(1, 64), st.integers(1, 12)), min_size=1
 
 
 def warm_up(samples: int = 1000, *, min_steps: int = 0, start: float = 0.0) -> WarmUp:
-    return WarmUp(samples=samples, min_steps=min_steps, first_batch=32, start=start)
+    return WarmUp(samples=samples, min_steps=min_steps, start=start)
 
 
 def walk(rule: WarmUp, batches: list[int]) -> list[float]:
@@ -77,12 +77,9 @@ def test_few_steps_become_the_least_number() -> None:
     assert rule.steps(32) == 50 and walk(warm_up(64), [32] * 60)[2] == 1.0
 
 
-def test_a_run_without_a_warm_up_warms_up_only_below_its_first_batch() -> None:
+def test_a_run_without_a_warm_up_is_held_at_no_batch() -> None:
     rule = warm_up(0, min_steps=50)
-    assert [rule.factor(batch, steps=3, samples=64) for batch in (32, 64)] == [1.0, 1.0]
-    assert rule.factor(16, steps=3, samples=64) == pytest.approx(3 / 50)
-    assert rule.factor(16, steps=50, samples=1600) == 1.0
-    assert warm_up(0).factor(16, steps=3, samples=64) == 1.0
+    assert [rule.factor(batch, steps=3, samples=64) for batch in (16, 32, 64)] == [1.0] * 3
 
 
 def test_a_warm_up_that_starts_above_zero_is_never_below_its_start() -> None:
@@ -100,7 +97,7 @@ def config(more: str = "") -> Any:
 def test_who_is_held() -> None:
     run = config("--lr-warmup-samples 640 --lr-warmup-init 1e-4")
     rule = warm_up_of(CopusConfig(copus=True), run)
-    assert rule == WarmUp(samples=640, min_steps=USUAL_WARMUP_STEPS, first_batch=8, start=0.1)
+    assert rule == WarmUp(samples=640, min_steps=USUAL_WARMUP_STEPS, start=0.1)
     for policy in ("copus", "static"):
         assert warm_up_of(CopusConfig(copus=True, copus_policy=policy), run) is None
     assert warm_up_of(CopusConfig(copus=True, copus_mode="observe"), run) is None
