@@ -27,13 +27,13 @@ def test_losses_and_norms_equal_those_of_plain_data_parallelism(
     assert row["losses"] == pytest.approx(first["losses"], rel=loss)
     assert row["grad_norms"] == pytest.approx(first["grad_norms"], rel=norm)
     assert row["params_norms"] == pytest.approx(first["params_norms"], rel=loss)
-    assert len(row["evaluations"]) == 3, "two of the validation, one of the test samples"
+    assert len(row["evaluations"]) == 2, "one of the validation, one of the test samples"
     assert row["evaluations"] == pytest.approx(first["evaluations"], rel=loss)
 
 
 def test_the_run_learns(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        assert row["losses"][-1] < row["losses"][0] - 0.1
+        assert row["losses"][-1] < row["losses"][0] - 0.05
 
 
 def test_no_layout_leaves_groups_behind(rows: list[dict[str, Any]]) -> None:

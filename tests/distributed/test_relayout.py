@@ -1,7 +1,8 @@
-"""A running job goes from any layout to any other and back: nothing changes but the layout."""
+"""A running job goes from layout to layout and back: nothing changes but the layout."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -28,12 +29,16 @@ def result(request: pytest.FixtureRequest, results: dict[str, Any]) -> dict[str,
     return {**results[request.param], "name": request.param}
 
 
-def test_every_pair_was_gone(result: dict[str, Any]) -> None:
-    layouts = VARIANTS[result["name"]][1]
+def test_every_way_was_gone(result: dict[str, Any]) -> None:
+    _, path, last = VARIANTS[result["name"]]
     for rows in result["rows"]:
-        gone = {(row["from"], row["to"]) for row in rows}
-        assert len(rows) == len(gone) == len(layouts) * (len(layouts) - 1)
+        assert len(rows) == len(path) and last != path[0]
+        assert all(a["to"] == b["from"] for a, b in itertools.pairwise(rows))
         assert {row["kind"] for row in rows} == {"moved"}
+    if result["name"] == "llama":
+        gone = {(row["from"], row["to"]) for row in result["rows"][0][:-1]}
+        layouts = {row["to"] for row in result["rows"][0]}
+        assert gone == set(itertools.permutations(layouts, 2)) and len(layouts) == 5
 
 
 def test_no_element_changes(result: dict[str, Any]) -> None:
@@ -42,7 +47,7 @@ def test_no_element_changes(result: dict[str, Any]) -> None:
 
 
 def test_a_layout_comes_back_as_it_was(result: dict[str, Any]) -> None:
-    """Every layout is entered as often as there are others, from another each time."""
+    """Every layout is entered at least twice, from another each time."""
     for rows in result["rows"]:
         assert [row for row in rows if not row["is_own_equal"]] == []
 
@@ -83,10 +88,10 @@ def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None
     relative = 1e-3 if "bf16" in result["name"] or result["name"] == "three" else 1e-5
     if "fp16" in result["name"]:
         relative = 1e-3
-    for name, losses in result["losses"].items():
-        assert len(losses) == len(whole)
-        for (loss, norm, *counts), (want, want_norm, *want_counts) in zip(losses, whole):
-            assert counts == want_counts, name
-            assert loss == pytest.approx(want, rel=relative), name
-            assert norm == pytest.approx(want_norm, rel=20 * relative), name
-        assert losses[:BEFORE] == whole[:BEFORE]
+    losses = result["losses"]["moved"]
+    assert len(losses) == len(whole)
+    for (loss, norm, *counts), (want, want_norm, *want_counts) in zip(losses, whole):
+        assert counts == want_counts
+        assert loss == pytest.approx(want, rel=relative)
+        assert norm == pytest.approx(want_norm, rel=20 * relative)
+    assert losses[:BEFORE] == whole[:BEFORE]

@@ -41,7 +41,7 @@ MODELS = {
 
 LAYOUTS = {"dp": (1, 1, 1), "tp": (2, 1, 1), "pp": (1, 2, 1), "vpp": (1, 2, 2)}
 SHARED = ["--sequence-parallel"]
-BEFORE, AFTER = 2, 2
+BEFORE, AFTER = 1, 2
 
 ALONE = [
     (LLAMA, "--apply-layernorm-1p"),
@@ -70,6 +70,7 @@ ALONE = [
 ]
 """Base and flags, each one a model or an optimizer of its own."""
 
+SHORT = ["--train-iters", "2", "--global-batch-size", "2"]
 SAME = ["--num-distributed-optimizer-instances 2"]
 GROUPED = "--microbatch-group-size-per-virtual-pipeline-stage 3"
 
@@ -85,7 +86,7 @@ def main(output: Path) -> Any:
         results[name] = [[*step["losses"].values(), *(step[n] for n in norms)] for step in steps]
 
     for model, (base, more) in MODELS.items():
-        flags = [*more.split(), "--train-iters", str(BEFORE + AFTER)]
+        flags = [*more.split(), "--train-iters", str(BEFORE + AFTER), "--global-batch-size", "4"]
         saved = str(output / f"{model}-saved")
         for layout, sizes in LAYOUTS.items():
             own = [*flags, *layout_flags(*sizes), *(SHARED if layout == "tp" else [])]
@@ -96,9 +97,9 @@ def main(output: Path) -> Any:
                 load = ["--load", saved, "--ckpt-step", str(BEFORE)]
                 record(f"{model}-{layout}-resumed", base, [*own, *load])
     for number, (base, more) in enumerate([(LLAMA, ""), (GPT2, ""), *ALONE]):
-        record(f"alone-{number}", base, [*more.split(), "--train-iters", "2"])
+        record(f"alone-{number}", base, [*more.split(), *SHORT])
     for number, more in enumerate(SAME):
-        record(f"same-{number}", LLAMA, [*more.split(), SHARDED, "--train-iters", "2"])
+        record(f"same-{number}", LLAMA, [*more.split(), SHARDED, *SHORT])
     interleaved = [*layout_flags(1, 2, 2), "--train-iters", "2"]
     record("grouped", LLAMA, [*interleaved, *GROUPED.split()])
     record("plain", LLAMA, interleaved)

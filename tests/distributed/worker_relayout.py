@@ -1,4 +1,4 @@
-"""Takes running jobs through all pairs of layouts and looks at every element of their state."""
+"""Takes running jobs through layouts and looks at every element of their state."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
 ODD = "--hidden-size 96 --ffn-hidden-size 200 --kv-channels 12 --num-layers 4"
 ALL = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)]
+MOST = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2)]
 FEW = [(1, 1, 1), (2, 1, 1), (1, 2, 2)]
 CUTS = [
     (1, 1, 1),
@@ -23,20 +24,41 @@ CUTS = [
 ]
 THREE = [(1, 1, 1), (1, 3, 1), (1, 3, 2)]
 SIX = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
-VARIANTS: dict[str, tuple[str, list[Any], list[Any]]] = {
-    "llama": (f"{TINY} {SHARDED}", ALL, [(2, 1, 1), (1, 2, 2), (2, 2, 1)]),
-    "gpt2-odd-bf16": (f"{TINY_GPT2} {ODD} --bf16 {OVERLAP}", ALL, [(1, 4, 1)]),
-    "gpt2-cuts": (f"{TINY_GPT2} {OVERLAP}", CUTS, [(1, 2, 1, (3, 1)), (1, 2, 2, (0, 2, 1, 1))]),
-    "further-bf16": (f"{FURTHER} --bf16 {OVERLAP}", [*FEW, (2, 2, 1)], [(1, 2, 2), (2, 2, 1)]),
-    "llama-plain": (TINY, FEW, [(1, 2, 2)]),
-    "gpt2-bf16-plain": (f"{TINY_GPT2} --bf16", FEW, []),
-    "llama-kept": (f"{TINY} {SHARDED}", [*FEW, (2, 2, 1)], [(2, 1, 1)]),
-    "llama-fp16": (f"{TINY} --fp16 --initial-loss-scale 1024 {SHARDED}", FEW, [(2, 1, 1)]),
-    "three": (f"{TINY_GPT2} {SIX} --global-batch-size 12 --bf16 {OVERLAP}", THREE, [(1, 3, 1)]),
+BATCH = "--global-batch-size 4"
+
+
+def there_and_back(layouts: list[Any]) -> list[Any]:
+    """A closed walk that enters each layout twice, from either neighbour in the list."""
+    around = [*layouts, layouts[0]]
+    return around + around[-2::-1]
+
+
+VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
+    "llama": (f"{TINY} {BATCH} {SHARDED}", walk(MOST), (1, 2, 2)),
+    "gpt2-odd-bf16": (
+        f"{TINY_GPT2} {BATCH} {ODD} --bf16 {OVERLAP}",
+        there_and_back(ALL),
+        (1, 4, 1),
+    ),
+    "gpt2-cuts": (f"{TINY_GPT2} {BATCH} {OVERLAP}", there_and_back(CUTS), (1, 2, 2, (0, 2, 1, 1))),
+    "further-bf16": (f"{FURTHER} {BATCH} --bf16 {OVERLAP}", walk(FEW), (2, 2, 1)),
+    "llama-plain": (f"{TINY} {BATCH}", walk(FEW), (1, 2, 2)),
+    "gpt2-bf16-plain": (f"{TINY_GPT2} {BATCH} --bf16", walk(FEW), (2, 1, 1)),
+    "llama-kept": (f"{TINY} {BATCH} {SHARDED}", there_and_back([*FEW, (2, 2, 1)]), (2, 1, 1)),
+    "llama-fp16": (
+        f"{TINY} {BATCH} --fp16 --initial-loss-scale 1024 {SHARDED}",
+        walk(FEW),
+        (2, 1, 1),
+    ),
+    "three": (
+        f"{TINY_GPT2} {SIX} --global-batch-size 6 --bf16 {OVERLAP}",
+        walk(THREE),
+        (1, 3, 1),
+    ),
 }
-"""Flags of a model, the layouts (tp, pp, vpp and layers of chunks, if uneven) whose pairs it goes
-through, and those that it trains on in."""
-BEFORE, AFTER = 3, 3
+"""Flags of a model; the layouts (tp, pp, vpp and layers of chunks, if uneven) that it goes through,
+first to last, which are the same; and the one that it then trains on in."""
+BEFORE, AFTER = 2, 2
 
 
 def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
@@ -161,22 +183,18 @@ def main(output: Path, *names: str) -> Any:
 
     results: dict[str, Any] = {}
     for name in names:
-        base, layouts, goes_on = VARIANTS[name]
+        base, path, last = VARIANTS[name]
         prebuild = 2 if name.endswith("kept") else 0
         flags = ["--train-iters", str(BEFORE + AFTER), "--clip-grad", "1.0"]
-        path = walk(layouts)[1:]
-        wandering = Wander(path, prebuild=prebuild)
-        run(flags, output / f"{name}-pairs", [wandering], base=base)
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, wandering.rows)
+        wandering = Wander([*path[1:], last], prebuild=prebuild)
         losses = {}
-        for label, way in (("whole", []), *((str(b), [b]) for b in goes_on)):
-            steps = run(
-                flags, output / f"{name}-{label}", [Wander(way, prebuild=prebuild)], base=base
-            )
+        for label, callbacks in (("whole", []), ("moved", [wandering])):
+            steps = run(flags, output / f"{name}-{label}", callbacks, base=base)
             losses[label] = [
                 [s["losses"]["lm loss"], s["grad_norm"], s["learning_rate"], s["consumed_samples"]]
                 for s in steps
             ]
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, wandering.rows)
         results[name] = {"rows": rows, "losses": losses}
     return results
