@@ -9,6 +9,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.helpers import processes
+
 TESTS = Path(__file__).parent
 UNIT_TIMEOUT_S = 120
 
@@ -18,10 +20,11 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, deran
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread per process, as on ranks that share a machine."""
+    """One thread per process, as on ranks that share a machine; none outlives this one."""
     # Imports leave no garbage, and searching for it would take a quarter of their time.
     gc.disable()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    processes.guard_session()
     hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
     if "PYTEST_XDIST_WORKER" in os.environ:
         # It runs files that import megatron-core: half the time without torch's compiler.

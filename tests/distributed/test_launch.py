@@ -185,6 +185,7 @@ def test_ranks_end_when_the_test_process_is_killed(tmp_path: Path) -> None:
         )
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del env[processes.SESSION]
     process = subprocess.Popen([sys.executable, str(driver)], env=env)
     try:
         _until(lambda: mark_file.exists() and mark_file.read_text() != "")

@@ -106,11 +106,12 @@ def run_ranks(
     """
     program = [str(args)] if isinstance(args, (str, Path)) else [str(arg) for arg in args]
     mark = uuid.uuid4().hex
+    processes.guard_session()
     is_forked = launcher == "direct" and _can_fork(program, env or {})
     if is_forked:
         _fork_server()  # its imports do not count as time of the ranks
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder, _guarded(mark):
+    with tempfile.TemporaryDirectory(prefix="copus-ranks-") as folder:
         work = Path(folder)
         base = _environment(env or {}, mark, work)
         children: list[_Child] = []
@@ -281,19 +282,3 @@ def stacks_of(mark: str, work: Path) -> str:
         f"--- stacks of {file.stem}\n{file.read_text(errors='replace') or 'no answer'}"
         for file in asked
     )
-
-
-@contextlib.contextmanager
-def _guarded(mark: str) -> Iterator[None]:
-    """Holds a process that ends the marked ones if this process dies first."""
-    guard = subprocess.Popen(
-        [sys.executable, str(Path(processes.__file__)), mark],
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait()

@@ -1,25 +1,48 @@
 """Finding and ending every process of a test by a mark in its environment.
 
-As a program it is the guard of one launch: `python processes.py MARK` waits for the end of its
-standard input, which comes even when the test process is killed, and then ends what bears the mark.
+As a program it is the guard of one session: `python processes.py PID SESSION` waits until that
+process is gone, in whatever way it ends, and then ends what bears the mark of the session.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 MARK = "COPUS_TEST_MARK"
 """Environment variable; its value is one launch, and children of children inherit it."""
+SESSION = "COPUS_TEST_SESSION"
+"""The same for all that a test process starts."""
+_guards: list[subprocess.Popen[bytes]] = []
 
 
-def marked(mark: str) -> list[int]:
+def guard_session() -> None:
+    """Marks what this process starts from now on, and has all of it killed when this process is
+    gone, even by SIGKILL. Supervisors, for one, would start ranks again for ever.
+
+    A process that was started by a guarded one does nothing.
+    """
+    if SESSION in os.environ or sys.platform != "linux":
+        return
+    session = uuid.uuid4().hex
+    command = [sys.executable, "-S", __file__, str(os.getpid()), session]
+    quiet = subprocess.DEVNULL
+    _guards.append(
+        subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+    )
+    os.environ[SESSION] = session
+
+
+def marked(mark: str, *, name: str = MARK) -> list[int]:
     """Returns the ids of live processes that bear the mark; zombies and the caller are left out."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{name}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -34,7 +57,7 @@ def marked(mark: str) -> list[int]:
     return sorted(found)
 
 
-def end_marked(mark: str, *, timeout_s: float = 10.0) -> list[int]:
+def end_marked(mark: str, *, name: str = MARK, timeout_s: float = 10.0) -> list[int]:
     """Kills every marked process and waits until none is left.
 
     Returns:
@@ -42,7 +65,7 @@ def end_marked(mark: str, *, timeout_s: float = 10.0) -> list[int]:
     """
     deadline = time.monotonic() + timeout_s
     # A dying parent may have started one more child between two looks.
-    while (left := marked(mark)) and time.monotonic() < deadline:
+    while (left := marked(mark, name=name)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -51,9 +74,11 @@ def end_marked(mark: str, *, timeout_s: float = 10.0) -> list[int]:
 
 
 def main() -> None:
-    """Guards one launch."""
-    sys.stdin.buffer.read()
-    end_marked(sys.argv[1])
+    """Guards one session."""
+    # Gone already, if it cannot be found.
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+    end_marked(sys.argv[2], name=SESSION)
 
 
 if __name__ == "__main__":
