@@ -134,7 +134,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
         fixed_bytes=float(context_bytes + FRAGMENTATION * buffer_bytes(rows)[0]),
         chunk_bytes=float(own_message) if rows.on_cpu[0] and rows.vpp[0] > 1 else 0.0,
         end_of_step=end,
-        fixed_s=c.step_s,
+        fixed_s=c.factors.compute * c.step_s,
     )
 
 

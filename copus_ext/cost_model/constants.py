@@ -11,6 +11,37 @@ from copus_ext.cost_model.spec_file import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartFactors:
+    """Seconds of the parts of a step over those under usual conditions; and of a byte on the links
+    that they share."""
+
+    compute: float = 1.0
+    """Computation, recomputation, the optimizer, and the fixed time of a step."""
+    tp: float = 1.0
+    """Tensor-parallel collectives."""
+    pp: float = 1.0
+    """Pipeline messages."""
+    dp: float = 1.0
+    """Gradients and weights among the replicas."""
+    within: float = 1.0
+    """A byte between ranks of a node."""
+    across: float = 1.0
+    """A byte between nodes."""
+
+    def times(self, other: PartFactors) -> PartFactors:
+        """Both together."""
+        names = (f.name for f in fields(self))
+        return PartFactors(**{name: getattr(self, name) * getattr(other, name) for name in names})
+
+    def __str__(self) -> str:
+        off = {f.name: x for f in fields(self) if abs((x := getattr(self, f.name)) - 1.0) > 0.01}
+        return ", ".join(f"{name} x {x:.2f}" for name, x in off.items()) or "as usual"
+
+
+USUAL = PartFactors()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Constants:
     """Efficiencies and latencies of one kind of machine with one software stack; all positive."""
 
@@ -45,8 +76,18 @@ class Constants:
     optimizer_factor: float = 1.0
     """Bytes that the end of a step really moves, over those of the model."""
 
+    @property
+    def factors(self) -> PartFactors:
+        """How the parts of a step differ from usual conditions."""
+        return USUAL
+
+    def under(self, factors: PartFactors) -> Constants:
+        """The same machine under other conditions."""
+        own = {f.name: getattr(self, f.name) for f in fields(Constants)}
+        return Constants(**own) if factors == USUAL else _ConstantsNow(**own, now=factors)
+
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(Constants):
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"constant {field.name} must be positive, got {value!r}")
@@ -71,6 +112,18 @@ class Constants:
     def load(cls, path: Path) -> Constants:
         """Reads a file that `bench/planner_accuracy.py` or a user wrote."""
         return cls.from_json(read_json(path)["constants"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ConstantsNow(Constants):
+    """Constants of a machine under conditions that are not usual; not to be fitted or written."""
+
+    now: PartFactors
+
+    @property
+    def factors(self) -> PartFactors:
+        """How the parts of a step differ from usual conditions."""
+        return self.now
 
 
 def describe(path: Path) -> dict[str, Any]:

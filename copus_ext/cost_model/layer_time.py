@@ -27,6 +27,14 @@ class Pass:
     recompute: Any
     """What is computed again in the backward pass."""
 
+    def times(self, factor: float) -> Pass:
+        """The same, so much slower."""
+        return Pass(
+            forward=factor * self.forward,
+            backward=factor * self.backward,
+            recompute=factor * self.recompute,
+        )
+
 
 def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any) -> Any:
     """Seconds of a matrix product [m, k] x [k, n].
@@ -119,8 +127,8 @@ def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     all-reduce)."""
     bandwidth = np.where(
         rows.tp > rows.gpus_per_node,
-        np.minimum(c.tp_cross_bytes_per_s, rows.nic_bytes_per_s),
-        np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s),
+        np.minimum(c.tp_cross_bytes_per_s, rows.nic_bytes_per_s) / c.factors.across,
+        np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within,
     )
     ring = (rows.tp - 1) / rows.tp * num_bytes / bandwidth
     return np.where(rows.tp > 1, ring + c.tp_latency_s / 2, 0.0)
@@ -169,14 +177,14 @@ class MicroBatch:
     @classmethod
     def of(cls, rows: Rows, c: Constants) -> MicroBatch:
         """Of every row."""
-        first, last = tp_ends_s(rows, c)
+        (first, last), slow = tp_ends_s(rows, c), c.factors
         return cls(
-            layer=layer(rows, c),
-            embedding=embedding(rows, c),
-            head=head(rows, c),
-            tp_layer=tp_layer(rows, c),
-            tp_first=first,
-            tp_last=last,
+            layer=layer(rows, c).times(slow.compute),
+            embedding=embedding(rows, c).times(slow.compute),
+            head=head(rows, c).times(slow.compute),
+            tp_layer=tp_layer(rows, c).times(slow.tp),
+            tp_first=slow.tp * first,
+            tp_last=slow.tp * last,
         )
 
     @property
@@ -197,6 +205,16 @@ class MicroBatch:
             inner + self.tp_layer.backward + self.tp_layer.recompute,
             self.head.backward + self.tp_last / 2,
         )
+
+
+def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
+    """What a node reaches over the network."""
+    return np.minimum(c.nic_bytes_per_s, rows.nic_bytes_per_s) / c.factors.across
+
+
+def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
+    """What a rank reaches within its node."""
+    return np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
 
 
 def hop_bytes(rows: Rows) -> Any:
@@ -220,9 +238,9 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     crosses = (stage * stride) // rows.gpus_per_node != (following * stride) // rows.gpus_per_node
     crosses |= stride >= rows.gpus_per_node
     num_bytes = hop_bytes(rows)
-    network = np.minimum(c.nic_bytes_per_s, rows.nic_bytes_per_s) / rows.gpus_per_node
-    inside = np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s)
-    return c.exchange_s + num_bytes / np.where(crosses, network, inside)
+    network = network_bytes_per_s(rows, c) / rows.gpus_per_node
+    inside = node_bytes_per_s(rows, c)
+    return c.factors.pp * (c.exchange_s + num_bytes / np.where(crosses, network, inside))
 
 
 def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
@@ -233,11 +251,11 @@ def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     """
     inside = np.minimum(rows.dp, np.maximum(rows.gpus_per_node // rows.tp, 1))
     nodes = np.ceil(rows.dp / inside)
-    fast = np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s)
-    network = np.minimum(c.nic_bytes_per_s, rows.nic_bytes_per_s)
-    lane = network / rows.gpus_per_node
+    fast = node_bytes_per_s(rows, c)
+    lane = network_bytes_per_s(rows, c) / rows.gpus_per_node
     slowest = np.where(nodes > 1, np.minimum(fast, lane * inside), fast)
     flat = (rows.dp - 1) / rows.dp * num_bytes / slowest
     staged = (inside - 1) / inside * num_bytes / fast
     staged = staged + (nodes - 1) / nodes * num_bytes / inside / lane
-    return np.where(rows.dp > 1, np.minimum(flat, staged) + c.tp_latency_s / 2, 0.0)
+    once = c.factors.dp * (np.minimum(flat, staged) + c.tp_latency_s / 2)
+    return np.where(rows.dp > 1, once, 0.0)

@@ -132,7 +132,9 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         ring = functools.partial(layer_time.ring_s, part, c)
         end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(ring), axis=0)
         back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
-        least[at] = np.maximum((own + end).max(axis=0), back + end[0]) + c.step_s
+        least[at] = (
+            np.maximum((own + end).max(axis=0), back + end[0]) + c.factors.compute * c.step_s
+        )
     return least
 
 
@@ -159,7 +161,7 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
         "pp": of(transfers),
         "dp": of(reduce + gather),
         "optimizer": of(optimizer),
-        "host": np.full(len(count), c.step_s),
+        "host": np.full(len(count), c.factors.compute * c.step_s),
     }
     busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
     bubble = of(clocks) - busy
@@ -266,5 +268,5 @@ def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep
         least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
         hidden_s=np.where(behind, _HIDDEN_SHARE * backward, 0.0),
         gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
-        optimizer_s=c.optimizer_factor * moved / rows.hbm_bytes_per_s,
+        optimizer_s=c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s,
     )

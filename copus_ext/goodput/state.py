@@ -10,8 +10,11 @@ import statistics
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from copus_ext.cost_model.constants import PartFactors
+from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.costs import LayoutChangeCosts
 from copus_ext.goodput.lr_scaling import Ramp
+from copus_ext.goodput.step_time_watch import StepTimeShift, StepTimeWatch
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
@@ -158,9 +161,14 @@ class ControllerState:
     """Newest changes whose outcome was measured."""
     layout_costs: LayoutChangeCosts = field(default_factory=LayoutChangeCosts)
     """Costs and failures of changes of the layout."""
+    watch: StepTimeWatch = field(default_factory=StepTimeWatch)
+    """Notices lasting changes of the present step time."""
+    conditions: Conditions = field(default_factory=Conditions)
+    """What has become slower than usual."""
 
     def __post_init__(self) -> None:
         self._steps_this_launch = 0
+        self._shift: StepTimeShift | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types. `asdict` on an object that holds a state gives the same."""
@@ -185,7 +193,10 @@ class ControllerState:
             "open_change": None if change is None else ConfigChange.from_json(change),
             "changes": [ConfigChange.from_json(c) for c in data["changes"]],
             "layout_costs": LayoutChangeCosts.from_json(data["layout_costs"]),
+            "watch": StepTimeWatch.from_json(data.get("watch", {})),
         }
+        if "conditions" in data:
+            parts["conditions"] = Conditions.from_json(data["conditions"])
         return cls(**{**data, **parts})
 
     def record_step(
@@ -221,10 +232,40 @@ class ControllerState:
             )
         )
         del self.steps[: -2 * WINDOW_STEPS]
+        self.conditions.steps_since_timed += 1
         if min(self.steps_after_change, self._steps_this_launch) > WARM_UP_STEPS:
             times = self.step_times.setdefault(key, [])
             times.append(seconds)
             del times[:-TIMED_STEPS]
+            self._shift = self.watch.add(key, seconds)
+
+    def take_shift(self) -> StepTimeShift | None:
+        """A lasting change of the step time that became certain with the last step."""
+        shift, self._shift = self._shift, None
+        return shift
+
+    def set_conditions(
+        self,
+        factors: PartFactors,
+        earlier_s: dict[str, float],
+        *,
+        present: str,
+        shift: StepTimeShift | None,
+    ) -> None:
+        """Goes on under other conditions. Times from before no longer count as measured.
+
+        Args:
+            factors: of the parts of a step.
+            earlier_s: what is expected of configurations that were timed before.
+            present: key of the present configuration.
+            shift: of its step time; None: its steps take what they took.
+        """
+        kept = self.step_times.get(present, [])
+        if shift is not None:
+            kept = [step.seconds for step in self.steps[-min(shift.steps, TIMED_STEPS) :]]
+        self.step_times = {present: kept} if kept else {}
+        self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
+        self.conditions.num_changes += 1
 
     def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;
@@ -258,7 +299,8 @@ class ControllerState:
     def is_due(
         self, *, consumed_samples: int, batch: int, scheduled: int | None, every_samples: float
     ) -> bool:
-        """Whether to decide after a step.
+        """Whether to decide after a step. While step times may just be changing, nothing is decided
+        but what a schedule asks for.
 
         Args:
             consumed_samples: samples of the run, this step's included.
@@ -268,6 +310,8 @@ class ControllerState:
         """
         if scheduled not in (None, batch, self.answered_batch):
             return True
+        if self.watch.is_unsure:
+            return False
         return consumed_samples - self.last_decision_samples >= every_samples
 
     def record_decision(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
-from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import (
     KINDS,
     PEAK_SD,
@@ -39,6 +39,7 @@ from copus_ext.planner.space import (
     Points,
     enumerate_points,
     joined,
+    points_of,
     prune_dominated,
     to_rows,
 )
@@ -347,6 +348,11 @@ class Planner:
             memory_margin=self.memory_margin,
             timings=self._measured.timings if cluster == self.cluster else (),
         )
+
+    def raw_step_s(self, configuration: Configuration, factors: PartFactors) -> float:
+        """Predicted seconds of a step under some conditions, uncorrected by measurements."""
+        rows = to_rows(self.model, self.cluster, points_of([configuration]))
+        return float(step_time(rows, self.constants.under(factors)).step_s[0])
 
     def explain(self, configuration: Configuration) -> Ranked | Rejected:
         """Prices one configuration, or says what speaks against it.

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.gns.observer import CONTROL, NoiseObserver
@@ -21,6 +23,7 @@ from copus_ext.goodput.state import (
     ControllerState,
     config_key,
 )
+from copus_ext.simulate.conditions import World
 from copus_ext.simulate.contenders import Contender
 from copus_ext.simulate.noise_trajectory import NoiseEstimatorModel
 from copus_ext.simulate.scenario import Scenario
@@ -61,6 +64,8 @@ class Run:
     """Decisions, including those to stay."""
     paused_s: float = 0.0
     """Seconds of changes of layout."""
+    seconds: float = 0.0
+    """Of the whole run with a controller, pauses included."""
 
     @property
     def relayouts(self) -> int:
@@ -126,7 +131,9 @@ class _Runner:
     ) -> None:
         assert contender.flags is not None
         self.scenario, self.flags, self.journal = scenario, contender.flags, journal
-        self.training, self.speeds = scenario.training(seed), scenario.speeds(seed)
+        self.training, self.world = scenario.training(seed), World(scenario, seed)
+        self.speeds = self.world.speeds
+        self.step_noise = np.random.default_rng([seed, 0x57E9])
         first = scenario.batches[0]
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
@@ -149,9 +156,11 @@ class _Runner:
         waiting = sorted(self.scenario.targets.items(), key=lambda item: item[1])
         while waiting and self.consumed < self.scenario.total_samples:
             self._step(waiting)
+            self._look_at_conditions()
             if self._is_due():
                 self._decide()
         self.out.paused_s = self.state.layout_costs.paused_s
+        self.out.seconds = self.clock_s
         return self.out
 
     def _step(self, waiting: list[tuple[str, float]]) -> None:
@@ -165,6 +174,8 @@ class _Runner:
             target, _ = waiting.pop(0)
             self.out.times_s[target] = self.clock_s + max(share, 0.0) * size / speed
         seconds = batch / speed
+        if self.scenario.step_noise:
+            seconds *= math.exp(self.scenario.step_noise * self.step_noise.standard_normal())
         self.clock_s += seconds
         self.out.steps += 1
         if self.measures:
@@ -178,6 +189,15 @@ class _Runner:
         )
         if self.state.steps_after_change == _TIMED:
             self.used.add((self.row.layout, batch))
+
+    def _look_at_conditions(self) -> None:
+        """Lets conditions change, and the controller notice it."""
+        if not self.scenario.events:
+            return
+        self.world.go_on(self.consumed / self.scenario.total_samples)
+        if self.world.look(self.row, self.state, self._key):
+            self.used = {(self.row.layout, self.row.global_batch_size)}
+        self.speeds = self.world.speeds
 
     @property
     def consumed(self) -> int:

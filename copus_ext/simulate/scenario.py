@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.constants import USUAL
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError, read_json
 from copus_ext.goodput.costs import Machine
@@ -17,6 +18,7 @@ from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
+from copus_ext.simulate.conditions import Event, factors_at, planner_under
 from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
 from copus_ext.simulate.training import ProgressTraining, Training, loss_curve
@@ -67,6 +69,10 @@ class Scenario:
     """Their relative uncertainty, as the controller assumes; None: the planner's."""
     average_error: float = 0.0
     """Error of the loss of averaged weights, standard deviation, nats per token."""
+    events: tuple[Event, ...] = ()
+    """When parts of the machine become faster or slower; the oracle does not know of them."""
+    step_noise: float = 0.0
+    """Scatter of the logarithm of a step's seconds, standard deviation."""
     about: dict[str, Any] = field(default_factory=dict)
     """Sources of the numbers."""
 
@@ -88,6 +94,11 @@ class Scenario:
                 error_sd=self.speed_error,
                 seed=key,
                 known_sd=self.known_sd,
+                others=[
+                    planner_under(self.planner, factors)
+                    for event in self.events
+                    if (factors := factors_at(self.events, event.at)) != USUAL
+                ],
             )
         return self._speeds[key]
 

@@ -109,6 +109,7 @@ def planned(
     error_sd: float = 0.0,
     seed: int = 0,
     known_sd: float | None = PROFILED_SD,
+    others: Sequence[Planner] = (),
 ) -> Speeds:
     """What the planner predicts.
 
@@ -118,31 +119,18 @@ def planned(
         error_sd: true speeds are off the known ones by so much, alike for all batches of a layout.
         seed: of these errors.
         known_sd: relative uncertainty that the run takes its rows to have; None: the planner's.
+        others: planners under other conditions, whose best layouts are kept too.
 
     Raises:
         NoSpeed: nothing fits.
     """
-    best: dict[tuple[Layout, int], ConfigThroughput] = {}
-    for plan in planner.rank(list(batches), top=_ASKED):
-        for r in plan.ranked:
-            sd = r.prediction.step_rel_sd if known_sd is None else known_sd
-            row = ConfigThroughput(
-                configuration=r.configuration,
-                samples_per_s=r.prediction.samples_per_s,
-                relative_sd=sd,
-                source=r.prediction.source,
-            )
-            best.setdefault((row.layout, row.global_batch_size), row)
+    best = best_rows(planner, batches, known_sd=known_sd)
     if not best:
         raise NoSpeed("no configuration of these batches fits on this cluster")
-    top = {b: max(r.samples_per_s for (_, own), r in best.items() if own == b) for _, b in best}
-    near = {
-        layout: max(
-            row.samples_per_s / top[b] for (where, b), row in best.items() if where == layout
-        )
-        for layout, _ in best
-    }
-    kept = sorted(near, key=lambda layout: (-near[layout], layout.sizes))[:_LAYOUTS]
+    kept = _nearest(best)
+    for other in others:
+        also = _nearest(best_rows(other, batches, known_sd=known_sd))
+        kept += [layout for layout in also if layout not in kept]
     known = [row for (layout, _), row in best.items() if layout in kept]
     if not error_sd:
         return Speeds(known)
@@ -153,3 +141,33 @@ def planned(
         for row in known
     ]
     return Speeds(true, known)
+
+
+def best_rows(
+    planner: Planner, batches: Sequence[int], *, known_sd: float | None
+) -> dict[Key, ConfigThroughput]:
+    """The fastest micro-batch of every layout and batch, as the planner predicts it."""
+    best: dict[Key, ConfigThroughput] = {}
+    for plan in planner.rank(list(batches), top=_ASKED):
+        for r in plan.ranked:
+            sd = r.prediction.step_rel_sd if known_sd is None else known_sd
+            row = ConfigThroughput(
+                configuration=r.configuration,
+                samples_per_s=r.prediction.samples_per_s,
+                relative_sd=sd,
+                source=r.prediction.source,
+            )
+            best.setdefault((row.layout, row.global_batch_size), row)
+    return best
+
+
+def _nearest(best: dict[Key, ConfigThroughput]) -> list[Layout]:
+    """The layouts that come nearest to the fastest of some batch."""
+    top = {b: max(r.samples_per_s for (_, own), r in best.items() if own == b) for _, b in best}
+    near = {
+        layout: max(
+            row.samples_per_s / top[b] for (where, b), row in best.items() if where == layout
+        )
+        for layout, _ in best
+    }
+    return sorted(near, key=lambda layout: (-near[layout], layout.sizes))[:_LAYOUTS]

@@ -300,7 +300,7 @@ def job_of(model: ModelSpec, cluster: ClusterSpec, what: Configuration, c: Const
         backward_s=backward[..., 0],
         hop_bytes=float(hop_bytes(rows)[0]),
         end=end,
-        fixed_s=c.step_s,
+        fixed_s=c.factors.compute * c.step_s,
     )
 
 

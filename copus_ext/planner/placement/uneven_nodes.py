@@ -234,7 +234,7 @@ class Site:
             backward_s=priced.backward_s[..., 0],
             hop_bytes=float(hop_bytes(self.rows)[0]),
             end=end_of_step(self.rows, self.constants, priced.parameters, backward),
-            fixed_s=self.constants.step_s,
+            fixed_s=self.constants.factors.compute * self.constants.step_s,
         )
 
     def placement(self, layers: Sequence[int]) -> Placement:

@@ -1,0 +1,108 @@
+"""Does the controller keep up with a network that becomes slow for half of a run?
+
+    python -m bench.time_to_loss.changing_network [--seeds N]
+
+Eight H100 in four nodes of two train llama-3.2-3b with a fixed batch, on the virtual clock of
+tools/simulate.py. After a quarter of the samples the network falls to a quarter of its speed, and
+after three quarters it comes back. Step times scatter by 5 %. The controller may only change the
+layout. It is compared with two fixed layouts: the one that was best in hindsight, and the one that
+is best while the network is healthy. Writes docs/results/changing_network.json.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from typing import Any
+
+from bench.support import arguments, origin
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.simulate.conditions import Event, World
+from copus_ext.simulate.contenders import Contender
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import Scenario, preset
+
+BATCHES, PRESET = (16, 32, 64, 128), "8xh100-3b"
+EVENTS = (Event(at=0.25, part="network", speed=0.25), Event(at=0.75, part="network", speed=4.0))
+STEPS = 12_000
+STEP_NOISE = 0.05
+GOAL_HINDSIGHT, GOAL_HEALTHY = 0.04, 0.15
+
+
+def scenario(batch: int, steps: int = STEPS) -> Scenario:
+    """A run of one batch to its last sample."""
+    return preset(PRESET).change(
+        batches=(batch,),
+        total_samples=steps * batch,
+        warmup_samples=100 * batch,
+        events=EVENTS,
+        step_noise=STEP_NOISE,
+        targets={"none": float(steps * batch)},  # out of reach
+    )
+
+
+def fixed(s: Scenario) -> dict[str, float]:
+    """Seconds of the whole run by layout."""
+    world, batch, seconds = World(s, 0), s.batches[0], {}
+    edges = [0.0, *(event.at for event in s.events), 1.0]
+    for start, end in itertools.pairwise(edges):
+        world.go_on(start)
+        for layout in world.speeds.layouts:
+            row = world.speeds.at(layout, batch)
+            if row is not None:
+                part = (end - start) * s.total_samples / row.samples_per_s
+                seconds[str(layout)] = seconds.get(str(layout), 0.0) + part
+    return seconds
+
+
+def one(batch: int, seeds: int) -> dict[str, Any]:
+    """Controller and fixed layouts."""
+    s = scenario(batch)
+    layouts = fixed(s)
+    healthy, best = str(s.speeds().fastest(batch).layout), min(layouts, key=layouts.__getitem__)
+    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
+    runs = [simulate(s, Contender(name="controller", flags=flags), seed=i) for i in range(seeds)]
+    seconds = [run.seconds for run in runs]
+    mean = statistics.fmean(seconds)
+    return {
+        "batch": batch,
+        "healthy": healthy,
+        "healthy_s": layouts[healthy],
+        "hindsight": best,
+        "hindsight_s": layouts[best],
+        "controller_s": seconds,
+        "saved_over_hindsight": 1 - mean / layouts[best],
+        "saved_over_healthy": 1 - mean / layouts[healthy],
+        "paused_s": [run.paused_s for run in runs],
+        "changes": [(c.consumed_samples // batch, c.layout) for c in runs[0].changes],
+    }
+
+
+def main() -> None:
+    """Runs, prints and writes."""
+    parser = arguments(__doc__, "changing_network.json")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    rows = [one(batch, args.seeds) for batch in BATCHES]
+    for r in rows:
+        print(
+            f"batch {r['batch']}: healthy best {r['healthy']} {r['healthy_s']:.0f} s, hindsight "
+            f"{r['hindsight']} {r['hindsight_s']:.0f} s, controller "
+            f"{', '.join(f'{x:.0f}' for x in r['controller_s'])} s: saves "
+            f"{100 * r['saved_over_hindsight']:.1f} % over hindsight, "
+            f"{100 * r['saved_over_healthy']:.1f} % over healthy; {r['changes']}",
+            flush=True,
+        )
+    met = [
+        r["batch"]
+        for r in rows
+        if r["saved_over_hindsight"] >= GOAL_HINDSIGHT and r["saved_over_healthy"] >= GOAL_HEALTHY
+    ]
+    print(f"at least 4 % over hindsight and 15 % over healthy: batches {met}")
+    result = {"what": "a network that is slow for half of a run", "rows": rows, "met": met}
+    args.output.write_text(json.dumps({**result, **origin()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

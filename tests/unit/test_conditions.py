@@ -1,0 +1,254 @@
+"""When a part of the machine becomes slow, the run learns which, and takes the layout that is best
+then; and it comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import asdict, astuple, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.time_to_loss.changing_network import GOAL_HEALTHY, GOAL_HINDSIGHT, fixed, scenario
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.cost_model.cluster_spec import preset as cluster
+from copus_ext.cost_model.conditions import (
+    Timed,
+    Timings,
+    explanations,
+    factors_after,
+    judged,
+)
+from copus_ext.cost_model.constants import USUAL, Constants, PartFactors
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.spec_file import SpecError
+from copus_ext.cost_model.step import least_step_s, step_time
+from copus_ext.goodput.conditions import CHECK_STEPS, Conditions, earlier_times
+from copus_ext.goodput.state import TIMED_STEPS, ControllerState
+from copus_ext.goodput.step_time_watch import FIRST_STEPS, LEAST_STEPS
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import points_of, to_rows
+from copus_ext.simulate.conditions import Event, factors_at
+from copus_ext.simulate.contenders import Contender
+from copus_ext.simulate.run import simulate
+from megatron.training.config.layout import Layout
+
+pytestmark = pytest.mark.unit
+PARTS = ("compute", "tp", "pp", "dp")
+
+
+def seconds(parts: np.ndarray, factors: PartFactors) -> np.ndarray:
+    """Of rows of a synthetic table."""
+    return parts @ np.array(astuple(factors)[: len(PARTS)])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_layout_after_a_part_became_slow_is_the_best_of_the_true_table(part: str) -> None:
+    right = []
+    for seed in range(150):
+        random = np.random.default_rng([seed, PARTS.index(part)])
+        num = int(random.integers(4, 10))
+        compute = random.uniform(0.95, 1.25, (num, 1))
+        messages = random.exponential(0.25, (num, 3)) * (random.random((num, 3)) < 0.7)
+        table = np.hstack([compute, messages])
+        now = int(np.argmin(table.sum(axis=1)))
+        truth = replace(USUAL, **{part: 4.0})
+        ratio = float(seconds(table[now], truth) / table[now].sum())
+        if math.log(ratio) < 0.04:
+            continue  # nobody would notice
+        timed = Timed(
+            link=4.0 if part in ("pp", "dp") else 1.0, compute=4.0 if part == "compute" else 1.0
+        )
+        noise = math.exp(0.01 * random.standard_normal())
+        found = judged(
+            explanations(
+                lambda f, now=now, table=table: float(seconds(table[now], f)),
+                ratio=ratio * noise,
+                timed=timed,
+            )
+        )
+        chosen = int(np.argmin(seconds(table, found)))
+        right.append(chosen == int(np.argmin(seconds(table, truth))))
+    assert len(right) > 40
+    assert np.mean(right) >= 0.9
+
+
+def test_what_one_number_cannot_tell_is_shared() -> None:
+    """Nothing was timed, and two kinds of messages take as long."""
+    shares = np.array([0.4, 0.0, 0.3, 0.3])
+    ways = explanations(lambda f: float(seconds(shares, f)), ratio=1.6)
+    found = judged(ways)
+    assert ways[0].weight < 0.5 and sum(way.weight for way in ways) == pytest.approx(1.0)
+    alone = 1 + 0.6 / 0.3  # if it were one of them
+    assert 1.1 < found.pp < 0.8 * alone and 1.1 < found.dp < 0.8 * alone
+    told = Timed(link=alone, compute=1.0)
+    sure = judged(explanations(lambda f: float(seconds(shares, f)), ratio=1.6, timed=told))
+    assert max(sure.pp, sure.dp) == pytest.approx(alone, rel=0.01)
+
+
+def test_the_way_back_is_the_way_to_usual_conditions() -> None:
+    shares = np.array([0.6, 0.1, 0.1, 0.2])
+    slow = replace(USUAL, dp=4.0)
+
+    def predict(f: PartFactors) -> float:
+        return float(seconds(shares, f))
+
+    back = predict(USUAL) / predict(slow)
+    usual = Timings(ring_s=1.0, compute_s=1.0)
+    found = factors_after(predict, ratio=back, now=slow, timings=usual, usual=usual)
+    assert found == USUAL
+
+
+def test_a_timed_link_explains_what_it_can() -> None:
+    planner = Planner(PRESETS["llama-3.2-3b"], replace(cluster("h100-80g:16"), gpus_per_node=8))
+    c = Configuration(
+        layout=Layout(tp=2, dp=8),
+        micro_batch_size=1,
+        global_batch_size=32,
+        recompute="none",
+        sequence_parallel=True,
+        use_distributed_optimizer=True,
+    )
+    usual, slow = Timings(ring_s=1.0, compute_s=1.0), Timings(ring_s=4.0, compute_s=1.0)
+
+    def predict(f: PartFactors) -> float:
+        return planner.raw_step_s(c, f)
+
+    truth = replace(USUAL, across=4.0)
+    ratio = predict(truth) / predict(USUAL)
+    assert ratio > 1.2
+    assert factors_after(predict, ratio=ratio, now=USUAL, timings=slow, usual=usual) == truth
+    # The same without a change of steps, and the way back.
+    assert factors_after(predict, ratio=None, now=USUAL, timings=slow, usual=usual) == truth
+    assert factors_after(predict, ratio=None, now=truth, timings=usual, usual=usual) == USUAL
+    within = replace(slow, is_one_node=True)
+    found = factors_after(predict, ratio=None, now=USUAL, timings=within, usual=usual)
+    assert found == replace(USUAL, within=4.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(1, 1, 1, 16), (2, 1, 1, 8), (1, 4, 1, 4), (2, 2, 2, 4), (8, 2, 1, 1)]),
+    st.sampled_from([f.name for f in dataclasses.fields(PartFactors)]),
+    st.floats(1.1, 8.0),
+    st.booleans(),
+)
+def test_the_cost_model_prices_a_slow_part(
+    sizes: tuple[int, int, int, int], part: str, factor: float, sharded: bool
+) -> None:
+    tp, pp, vpp, dp = sizes
+    c = Configuration(
+        layout=Layout(tp=tp, pp=pp, vpp=vpp, dp=dp),
+        micro_batch_size=1,
+        global_batch_size=64,
+        recompute="none",
+        sequence_parallel=tp > 1,
+        use_distributed_optimizer=sharded,
+    )
+    machine, model = replace(cluster("h100-80g:16"), gpus_per_node=8), PRESETS["llama-3.2-3b"]
+    rows = to_rows(model, machine, points_of([c]))
+    plain = machine.load_constants()
+    now = plain.under(replace(USUAL, **{part: factor}))
+    before, after = step_time(rows, plain), step_time(rows, now)
+    assert least_step_s(rows, now)[0] <= after.step_s[0] * (1 + 1e-9)
+    assert before.step_s[0] <= after.step_s[0] <= factor * before.step_s[0] * (1 + 1e-9)
+    if part in ("compute", "tp") and pp == 1:
+        assert after.parts[part][0] == pytest.approx(factor * before.parts[part][0])
+    if part == "dp" and dp == 1:
+        assert after.step_s[0] == before.step_s[0]
+    assert plain.under(USUAL) == plain and Constants.from_json(now.to_json() and plain.to_json())
+
+
+def test_everything_slower_by_one_factor_is_slower_by_it() -> None:
+    machine, model = cluster("h100-80g:16"), PRESETS["llama-3.2-3b"]
+    planner = Planner(model, machine)
+    c = planner.rank([64], top=5)[0].ranked[0].configuration
+    every = PartFactors(compute=3.0, tp=3.0, pp=3.0, dp=3.0)
+    assert planner.raw_step_s(c, every) == pytest.approx(3 * planner.raw_step_s(c, USUAL))
+
+
+def test_times_from_before_are_expected_anew_and_no_longer_measured() -> None:
+    state = ControllerState()
+    here, there = "tp1.pp1.dp2 1 8", "tp2.pp1.dp1 1 8"
+    state.step_times = {here: [1.0] * 9, there: [2.0, 2.2, 1.9], "gone 1 8": [5.0]}
+    ratios = {there: 3.0}
+    earlier = earlier_times(
+        state.step_times, {"older 1 8": 4.0}, present=here, ratio=lambda k: ratios.get(k)
+    )
+    assert earlier == {there: 6.0}
+    for i in range(FIRST_STEPS + 10 + 2 * LEAST_STEPS):
+        slow = i >= FIRST_STEPS + 10
+        state.record_step(
+            key=here,
+            consumed_samples=8 * i,
+            batch=8,
+            loss=1.0,
+            seconds=(3.0 if slow else 1.0) * (1.01 if i % 2 else 0.99),
+        )
+        if shift := state.take_shift():
+            break
+    assert shift is not None and shift.ratio == pytest.approx(3.0, rel=0.05)
+    assert state.take_shift() is None
+    state.set_conditions(replace(USUAL, dp=4.0), earlier, present=here, shift=shift)
+    assert set(state.step_times) == {here} and len(state.step_times[here]) <= TIMED_STEPS
+    assert min(state.step_times[here]) > 2.5
+    again = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert asdict(again) == asdict(state) and again.conditions.factors.dp == 4.0
+    old = {n: v for n, v in state.to_json().items() if n not in ("conditions", "watch")}
+    assert ControllerState.from_json(old).conditions == Conditions()
+
+
+def test_links_are_timed_again_only_while_something_is_slow() -> None:
+    one = Conditions(steps_since_timed=10 * CHECK_STEPS)
+    assert not one.is_check_due
+    one.factors = replace(USUAL, across=4.0)
+    assert one.is_check_due
+    one.steps_since_timed = CHECK_STEPS - 1
+    assert not one.is_check_due
+
+
+def test_nothing_is_decided_while_step_times_may_just_be_changing() -> None:
+    state = ControllerState()
+    for i in range(60):
+        at: dict[str, Any] = {"consumed_samples": 8 * (i + 1), "batch": 8}
+        state.record_step(key="one", loss=1.0, seconds=2.0 if i >= 54 else 1.0, **at)
+    assert state.watch.is_unsure
+    assert not state.is_due(scheduled=None, every_samples=8, **at)
+    assert state.is_due(scheduled=16, every_samples=8, **at)
+
+
+def test_events_multiply_speeds() -> None:
+    down, up = Event(at=0.25, part="network", speed=0.25), Event(at=0.75, part="network", speed=4)
+    assert factors_at((down, up), 0.2) == USUAL == factors_at((down, up), 0.8)
+    assert factors_at((down, up), 0.25) == replace(USUAL, across=4.0)
+    assert Event(at=0.0, part="dp", speed=0.5).factors == replace(USUAL, dp=2.0)
+    for wrong in ({"part": "disk"}, {"at": 1.5}, {"speed": 0.0}):
+        with pytest.raises(SpecError):
+            Event(**{"at": 0.5, "part": "network", "speed": 0.5, **wrong})
+
+
+@pytest.mark.parametrize("batch", [32, 64])
+def test_the_run_leaves_a_layout_that_a_slow_network_hurts_and_comes_back(batch: int) -> None:
+    s = scenario(batch, steps=6_000)
+    layouts = fixed(s)
+    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
+    run = simulate(s, Contender(name="controller", flags=flags), seed=11)
+    healthy = str(s.speeds().fastest(batch).layout)
+    assert run.seconds <= (1 - GOAL_HEALTHY) * layouts[healthy]
+    assert run.seconds <= (1 - GOAL_HINDSIGHT) * min(layouts.values())
+    assert run.changes[0].layout == run.changes[-1].layout == healthy
+    shares = [c.consumed_samples / s.total_samples for c in run.changes[1:]]
+    assert 0.25 <= shares[0] < 0.27 and 0.75 <= shares[-1] < 0.78
+
+
+def test_without_events_noise_of_steps_changes_no_layout() -> None:
+    s = scenario(32, steps=3_000).change(events=())
+    flags = CopusConfig(copus=True, copus_policy="static", copus_layouts="all")
+    run = simulate(s, Contender(name="controller", flags=flags), seed=2)
+    assert run.relayouts == 0 and run.seconds > 0
