@@ -162,6 +162,7 @@ CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
     (config_module.MOST_SHRINKING, 8, CONTROLLER),
     (config_module.DECISION_STEPS, 20, CONTROLLER),
+    (CopusConfig().copus_lr_warmup_min_steps, 50, "docs/decisions/030-warm-up-counts-steps.md"),
     (lr_scaling.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
     (costs.MOST_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
     (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),
