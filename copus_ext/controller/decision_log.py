@@ -39,7 +39,7 @@ class DecisionLog:
         """Writes a record and waits until it is on disk.
 
         Args:
-            kind: `start`, `decision`, `outcome`, `warm_up`, `spike`, `paused`, `resumed`, `failure`
+            kind: `start`, `decision`, `outcome`, `warmup`, `spike`, `paused`, `resumed`, `failure`
                 or `end`; for a change of layout `switch` and `switch.requested`, `.begin`,
                 `.commit`, `.cancelled` or `.abandoned`.
             fields: plain JSON types.

@@ -52,6 +52,6 @@ class WarmUpGuard:
             "after_shrinking": (state.updates + 1) * batch < state.lr_samples,
             "full_at_step": state.iteration - state.updates + self._rule.steps(batch),
         }
-        log.note("warm_up", iteration=state.iteration, **fields)
+        log.note("warmup", iteration=state.iteration, **fields)
         if held and dist.get_rank() == 0:
             print(f"copus: {warm_up_line(**fields)}", flush=True)

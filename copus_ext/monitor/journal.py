@@ -217,7 +217,7 @@ class DecisionHistory:
         if kind not in _NO_NOTE:
             note = _note(kind, record)
             self.notes.append(note)
-            if kind == "warm_up":
+            if kind == "warmup":
                 self.warm_up = note.line if (number(record.get("factor")) or 1.0) < 1.0 else ""
 
     def _start(self, record: dict[str, Any]) -> None:
@@ -402,7 +402,7 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "paused": "an operator paused the controller",
         "resumed": "an operator resumed the controller",
         "failure": f"the controller is disabled: {text(record.get('error'))}",
-        "warm_up": warm_up,
+        "warmup": warm_up,
         "spike": f"the loss spiked after the batch grew; no growth until sample {hold}",
         "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
         "switch.abandoned": "change of layout abandoned; the run left to start again",

@@ -97,7 +97,7 @@ def test_after_a_shrink_the_warm_up_has_the_steps_of_the_present_batch(
     # Growing again, the rate rises over the ten steps of a ramp: it does not jump to its schedule.
     ratios = [b / a for a, b in itertools.pairwise(rates[11:])]
     assert all(1.0 <= ratio < 1.2 for ratio in ratios) and rates[11] < 0.27
-    records = [r for r in shrunk["journal"] if r["kind"] == "warm_up"]
+    records = [r for r in shrunk["journal"] if r["kind"] == "warmup"]
     assert [(r["after_shrinking"], r["full_at_step"]) for r in records[:2]] == [
         (False, 10),
         (True, 25),

@@ -145,10 +145,10 @@ def test_status_tells_until_when() -> None:
         "step 205"
     )
     history = DecisionHistory()
-    record = {"kind": "warm_up", "factor": 0.314, "after_shrinking": True, "full_at_step": 205}
+    record = {"kind": "warmup", "factor": 0.314, "after_shrinking": True, "full_at_step": 205}
     history.add(0, record)
     assert history.warm_up == line == history.notes[-1].line
-    history.add(1, {"kind": "warm_up", "factor": 1.0, "full_at_step": 205})
+    history.add(1, {"kind": "warmup", "factor": 1.0, "full_at_step": 205})
     assert history.warm_up == "" and "follows its schedule" in history.notes[-1].line
     history.add(2, record)
     history.add(3, {"kind": "start", "iteration": 0})
