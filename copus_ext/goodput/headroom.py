@@ -41,7 +41,7 @@ published law."""
 _EARLIEST = 1e-3
 """Share of the run that is left out at its start: no law was measured there, and the learning rate
 is warming up."""
-_INTERVALS = 300
+_INTERVALS, _GRID = 300, 2000
 _SHOWN = 0.005
 """Share of the time from which a line names it."""
 
@@ -69,31 +69,45 @@ def power_law_course(
     level: float,
     level_at: float,
     exponent: float,
-    levels_off_at: float = math.inf,
+    at_most: float = math.inf,
     num_intervals: int = _INTERVALS,
 ) -> Course:
-    """A critical batch size of `level` (n / level_at)^exponent after n samples.
+    """A critical batch size that grows as a power of the progress, from `start` to `end`.
+
+    It is a power of the progress and not of the samples: of a batch far above it samples count
+    for little.
 
     Args:
         start: samples consumed.
         end: samples of the whole run.
-        batch: in which the samples up to the end were counted; it sets their progress. 0 counts
-            the samples as progress.
-        level: critical batch size at `level_at`, samples.
-        level_at: where that is, samples.
-        exponent: of the growth.
-        levels_off_at: samples from which it stands still.
+        batch: of all samples, from the first on; 0 counts them as progress.
+        level: critical batch size after `level_at`, samples.
+        level_at: where that is, samples consumed.
+        exponent: of the growth, below 1.
+        at_most: critical batch size at which the growth ends, samples.
         num_intervals: how finely to cut the rest.
 
     Raises:
-        ValueError: nothing is left of the run.
+        ValueError: nothing is left of the run, or an exponent that is too large.
     """
     if not 0 <= start < end:
         raise ValueError(f"nothing is left of {end:g} samples after {start:g}")
-    edges = np.geomspace(max(start, _EARLIEST * end), end, num_intervals + 1)
+    if not 0 <= exponent < 1:
+        raise ValueError(f"exponent {exponent:g} must be from 0 to below 1")
+
+    def phi(progress: Any) -> Any:
+        return np.minimum(level * (progress / known) ** exponent, at_most)
+
+    # Samples up to a progress P: the integral of 1 + batch / phi, P + P batch / phi(P) / (1 - e).
+    known = level_at / (1.0 + batch / (level * (1.0 - exponent)))
+    grid = np.geomspace(1e-9 * end, end, _GRID)
+    middle = np.sqrt(grid[1:] * grid[:-1])
+    first = grid[0] * (1.0 + batch / phi(grid[0]) / (1.0 - exponent))
+    samples = first + np.cumsum([0.0, *np.diff(grid) * (1.0 + batch / phi(middle))])
+    ends = np.interp([max(start, _EARLIEST * end), end], samples, grid)
+    edges = np.geomspace(*ends, num_intervals + 1)
     middle = np.sqrt(edges[1:] * edges[:-1])
-    phi = level * (np.minimum(middle, levels_off_at) / level_at) ** exponent
-    return Course(progress=np.diff(edges) / (1.0 + batch / phi), critical_batch_size=phi)
+    return Course(progress=np.diff(edges), critical_batch_size=phi(middle))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +124,8 @@ class Prior:
     """Samples consumed."""
     end: float
     """Samples of the whole run."""
-    levels_off_at: float = math.inf
-    """Samples from which the critical batch size stands still."""
+    at_most: float = math.inf
+    """Critical batch size at which the growth ends, samples."""
 
     @classmethod
     def of(
@@ -172,7 +186,7 @@ class Prior:
                 level=factor * self.level,
                 level_at=self.level_at,
                 exponent=exponent,
-                levels_off_at=self.levels_off_at,
+                at_most=self.at_most,
             )
             for factor, exponent in members
         ]
