@@ -24,8 +24,10 @@ _LEAST = 1e-4
 class Training(Protocol):
     """One run. The schedule of the learning rate is its own; it follows the samples."""
 
-    samples: int
-    """Samples trained; the last step of a run is cut at its length."""
+    @property
+    def samples(self) -> int:
+        """Samples trained; the last step of a run is cut at its length."""
+        ...
 
     @property
     def progress(self) -> float:

@@ -12,7 +12,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -114,9 +114,14 @@ class TrainingDynamics:
         return self.edges[i] + (wanted - spent[i]) * rates[i]
 
 
+ScheduleKind = Literal["cosine", "wsd", "constant"]
+WSD_DECAY = 0.2
+"""Share of a run over which `wsd` decays."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RateSchedule:
-    """Linear warm-up, then a cosine to a part of the peak, and its effect on a sample.
+    """Linear warm-up, then a schedule to a part of the peak, and its effect on a sample.
 
     To first order, progress is proportional to the learning rate, and less than that near the best
     rate. Both phases are counted in samples, so that the worth of a sample depends only on the
@@ -126,18 +131,23 @@ class RateSchedule:
     warmup_samples: int
     """Samples until the peak."""
     total_samples: int
-    """Samples of the run: the cosine ends there."""
+    """Samples of the run: the schedule ends there."""
     end_part: float
-    """Rate at the end over that at the peak."""
+    """Rate at the end over that at the peak; of no account if it is constant."""
+    kind: ScheduleKind = "cosine"
+    """`wsd` falls in a line over the last fifth of the run."""
     exponent: float = 0.0
     """A sample is worth this power of the rate over its peak; 0: the same at every rate."""
 
     def rate(self, samples: Any) -> Any:
         """Rate over its peak after so many samples."""
         n = np.asarray(samples, dtype=float)
-        decaying = max(self.total_samples - self.warmup_samples, 1)
-        done = np.clip((n - self.warmup_samples) / decaying, 0.0, 1.0)
-        decayed = self.end_part + (1 - self.end_part) * (1 + np.cos(np.pi * done)) / 2
+        start = self.warmup_samples
+        if self.kind == "wsd":
+            start = max((1 - WSD_DECAY) * self.total_samples, start)
+        done = np.clip((n - start) / max(self.total_samples - start, 1), 0.0, 1.0)
+        left = {"cosine": (1 + np.cos(np.pi * done)) / 2, "wsd": 1 - done, "constant": 1.0}
+        decayed = self.end_part + (1 - self.end_part) * left[self.kind]
         return np.minimum(n / max(self.warmup_samples, 1), 1.0) * decayed
 
     @cached_property

@@ -1,0 +1,218 @@
+"""The noisy quadratic: its closed forms, the critical batch that comes out, what growing saves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
+from copus_ext.simulate.training import branch_losses
+from copus_ext.simulate.training_dynamics import RateSchedule, ScheduleKind
+from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
+
+pytestmark = pytest.mark.unit
+
+PROBLEM = NoisyQuadratic()
+GOAL = 0.02
+
+
+def schedule(total: int = 80_000, kind: ScheduleKind = "cosine") -> RateSchedule:
+    return RateSchedule(warmup_samples=total // 50, total_samples=total, end_part=0.05, kind=kind)
+
+
+def trained(batch: int, peak: float, total: int, *, at_once: bool) -> QuadraticTraining:
+    training = QuadraticTraining(PROBLEM, schedule(total), peak=peak)
+    if at_once:
+        training.train(batch, total)
+    while training.samples < total:
+        training.train(batch)
+    return training
+
+
+def seconds(one: Tuned, overhead: float) -> float:
+    """A step of B samples takes as long as `overhead` + B of them."""
+    return one.steps * overhead + one.samples
+
+
+def saved(few: list[Tuned], others: list[Tuned], overhead: float) -> float:
+    """Percent that the best of others saves over the best of few."""
+    best, other = (min(seconds(x, overhead) for x in some) for some in (few, others))
+    return 100 * (1 - other / best)
+
+
+@functools.cache
+def found() -> tuple[list[Tuned], list[Tuned]]:
+    """Static batches, and batches that grow as the rate decays."""
+    fixed = [static(round(2 ** (k / 2))) for k in range(7, 20)]
+    sizes = [round(2 ** (k / 2)) for k in range(8, 18)]
+    grown = [BatchSchedule(pieces=((0, first),), decay=0.5) for first in sizes]
+    every = Tuner(PROBLEM, schedule()).tuned([*fixed, *grown], GOAL, peaks=(0.5, 1.0, 2.0))
+    return every[: len(fixed)], every[len(fixed) :]
+
+
+def test_a_rate_schedule_has_the_shape_of_its_name() -> None:
+    shapes: dict[ScheduleKind, list[float]] = {
+        "cosine": [0.5, 1.0, 0.525, 0.05],
+        "constant": [0.5, 1.0, 1.0, 1.0],
+        "wsd": [0.5, 1.0, 1.0, 0.05],
+    }
+    for kind, rates in shapes.items():
+        found = schedule(1000, kind).rate([10, 20, 510, 1000])
+        assert found.tolist() == pytest.approx(rates), kind
+    assert float(schedule(1000, "wsd").rate(900)) == pytest.approx(0.525)
+
+
+def test_mean_squares_are_those_of_the_update() -> None:
+    gain, batch = 0.3, 16.0
+    squares = PROBLEM.start
+    for _ in range(7):
+        keep = 1 - gain * PROBLEM.curvatures
+        squares = keep**2 * squares + gain**2 * PROBLEM.noise / batch
+    assert PROBLEM.moved(PROBLEM.start, gain, 7, batch) == pytest.approx(squares, rel=1e-10)
+    half = PROBLEM.moved(PROBLEM.start, gain, 3.5, batch)
+    assert PROBLEM.moved(half, gain, 3.5, batch) == pytest.approx(squares, rel=1e-10)
+
+
+@pytest.mark.parametrize(("batch", "peak"), [(16, 0.5), (64, 1.0), (64, 3.0)])
+def test_chunks_are_close_to_a_recursion_step_by_step(batch: int, peak: float) -> None:
+    """With the r of each step's start; at a peak of 3 the sharpest direction is unstable."""
+    total = 40_000
+    squares, rates = PROBLEM.start, schedule(total)
+    for samples in range(0, total, batch):
+        gain = peak * float(rates.rate(samples + batch / 2)) / PROBLEM.norm(squares, batch)
+        keep = 1 - gain * PROBLEM.curvatures
+        squares = keep**2 * squares + gain**2 * PROBLEM.noise / batch
+    exact = float(PROBLEM.loss(squares))
+    assert trained(batch, peak, total, at_once=False).loss() == pytest.approx(exact, rel=5e-3)
+    assert trained(batch, peak, total, at_once=True).loss() == pytest.approx(exact, rel=5e-3)
+    (column,) = Tuner(PROBLEM, rates).final_losses([static(batch)], [peak], total)
+    assert float(column[0]) == pytest.approx(exact, rel=5e-3)
+
+
+def test_chunks_of_half_the_size_change_no_loss() -> None:
+    some = found()[0] + found()[1]
+    batches = [one.batches for one in some]
+    peaks, lengths = [[one.peak] for one in some], [[one.samples] for one in some]
+    coarse, fine = (
+        Tuner(PROBLEM, schedule(), parts=parts).final_losses(batches, peaks, lengths).ravel()
+        for parts in (1, 2)
+    )
+    assert coarse == pytest.approx(GOAL, rel=2e-3)
+    assert coarse == pytest.approx(fine, rel=1e-3)
+
+
+def test_the_loss_of_averaged_weights_is_that_of_drawn_runs() -> None:
+    problem = NoisyQuadratic(num_directions=12, noise_trace=5.0)
+    training = QuadraticTraining(problem, schedule(6000), peak=1.0)
+    random, runs, batch = np.random.default_rng(0), 20_000, 16
+    x = np.sqrt(problem.start) * random.standard_normal((runs, 12))
+    total, plain = np.zeros_like(x), QuadraticTraining(problem, schedule(6000), peak=1.0)
+    for step in range(90):
+        before = plain.snapshot().squares
+        rate = float(plain.schedule.rate(plain.samples + batch / 2))
+        _, gain = problem.advanced(before, rate, 1, batch)
+        plain.train(batch)
+        noise = np.sqrt(problem.noise / batch) * random.standard_normal(x.shape)
+        x = x - gain * (problem.curvatures * x + noise)
+        if step >= 40:
+            total += x
+    training.train(batch, 40)
+    training.start_average()
+    training.train(batch, 50)
+    drawn = (total / 50) ** 2 @ problem.curvatures / 2
+    error = float(drawn.std()) / runs**0.5
+    assert abs(training.averaged_loss() - drawn.mean()) < 4 * error + 2e-3 * drawn.mean()
+    # The average is worth something, and steps one by one give the same.
+    assert training.averaged_loss() < 0.9 * training.loss()
+    single = QuadraticTraining(problem, schedule(6000), peak=1.0)
+    single.train(batch, 40)
+    single.start_average()
+    for _ in range(50):
+        single.train(batch)
+    assert single.averaged_loss() == pytest.approx(training.averaged_loss(), rel=2e-3)
+
+
+def test_branches_leave_a_quadratic_where_it_was() -> None:
+    training = QuadraticTraining(PROBLEM, schedule(), peak=1.0)
+    training.train(32, 300)
+    before = training.loss(), training.samples, training.noise_scale()
+    small, large, again = branch_losses(training, (32, 512, 32), 8192, (1.0, 4.0, 1.0))
+    assert (training.loss(), training.samples, training.noise_scale()) == before
+    assert small == again < large
+    assert training.passed(before[0]) == 0.0
+
+
+def test_a_loss_is_passed_within_a_step() -> None:
+    training = QuadraticTraining(PROBLEM, schedule(), peak=1.0)
+    training.train(32, 300)
+    before = training.loss()
+    training.train(32, 300)
+    assert training.passed(training.loss() - 1e-6) is None
+    assert training.passed((before + training.loss()) / 2) == pytest.approx(0.5)
+    assert training.progress == training.loss() < before
+
+
+def test_a_critical_batch_comes_out() -> None:
+    """Small batches need the same samples, large ones the same steps; the best rate goes with the
+    root of a small batch, and with no large one."""
+    fixed, _ = found()
+    samples = [one.samples for one in fixed]
+    assert samples == sorted(samples)
+    small = samples[2] / samples[0], fixed[4].peak / fixed[0].peak
+    assert small[0] < 1.1
+    assert small[1] == pytest.approx(2.0, rel=0.3)  # Of a batch four times as large.
+    assert fixed[-1].samples / fixed[-3].samples > 1.4  # Of a batch twice as large.
+    assert fixed[-1].peak / fixed[-5].peak < 1.7
+    # The batch of twice the samples is within a few times the noise scale near the end.
+    critical = next(one.batches.first for one in fixed if one.samples > 2 * samples[0])
+    assert 0.1 < critical / fixed[0].noise_scale < 3
+
+
+def test_batches_that_follow_the_decay_save_what_the_overhead_lets_them() -> None:
+    """About .5, 3, 4.5, 9 and 15 % where a step takes as long as 2, 8, 32, 128 and 512 samples more
+    than its own."""
+    savings = [saved(*found(), overhead) for overhead in (2, 8, 32, 128, 512)]
+    assert savings == sorted(savings)
+    for saving, known in zip(savings, (0.5, 3, 4.5, 9, 15)):
+        assert known / 3 - 0.3 < saving < 1.7 * known + 1
+
+
+def test_where_nothing_else_anneals_growing_saves_much_more() -> None:
+    tuner = Tuner(PROBLEM, schedule(400_000, "constant"))
+    fixed = [static(first) for first in (128, 256, 512)]
+    rising = [
+        BatchSchedule(
+            pieces=((0.0, first), *((1 - 0.5**k, first * 2**k) for k in range(1, 7))),
+            rate_exponent=0.0,
+        )
+        for first in (64, 128)
+    ]
+    every = tuner.tuned([*fixed, *rising], GOAL, peaks=(0.125, 0.25))
+    assert 20 < saved(every[:3], every[3:], 128) < 60
+
+
+def test_a_machine_without_a_batch_takes_the_nearest() -> None:
+    one = BatchSchedule(pieces=((0, 16), (0.5, 70)), decay=0.5, choices=(16, 32, 64, 128))
+    found = one.batches(np.array([0.0, 0.4, 0.6, 0.9]), np.array([0.1, 1.0, 1.0, 0.25]), 0.1)
+    assert found.tolist() == [16, 16, 64, 128]
+    free = BatchSchedule(pieces=((0, 16),), decay=1.0)
+    assert free.batches(np.array([0.9]), np.array([0.25]), 0.1).tolist() == [64]
+
+
+def test_a_loss_that_no_length_reaches_takes_for_ever() -> None:
+    tuner = Tuner(PROBLEM, schedule(1000))
+    least = tuner.shortest([static(16)], [1.0], 1e-6, low=[1000.0], high=[1100.0])
+    assert least.tolist() == [[float("inf")]]
+
+
+def test_seconds_are_those_of_the_steps() -> None:
+    tuner = Tuner(PROBLEM, schedule())
+    one = BatchSchedule(pieces=((0.0, 32), (0.5, 64)))
+    (found,) = tuner.tuned([one], 0.1, step_seconds=lambda b: 3 + b, peaks=(1.0,))
+    assert found.seconds == pytest.approx(3 * found.steps + found.samples)
+    halves = found.samples / 2
+    assert found.steps == pytest.approx(halves / 32 + halves / 64, rel=0.02)
+    assert list(itertools.islice(tuner.sizes(one), 1)) == [32]
