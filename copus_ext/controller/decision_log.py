@@ -41,7 +41,7 @@ class DecisionLog:
         Args:
             kind: `start`, `decision`, `outcome`, `warmup`, `spike`, `paused`, `resumed`, `failure`
                 or `end`; for a change of layout `switch` and `switch.requested`, `.begin`,
-                `.commit`, `.cancelled` or `.abandoned`.
+                `.commit`, `.cancelled` or `.abandoned`; for a fork test `fork.begin` and `fork`.
             fields: plain JSON types.
 
         Raises:

@@ -17,7 +17,16 @@ MOVED, CALLED_OFF, ABANDONED = "moved", "called off", "abandoned"
 again."""
 _GIVEN_UP = {"switch.cancelled": CALLED_OFF, "switch.abandoned": ABANDONED}
 _COUNTS, _TEXTS = ("best_batch", "num_layouts"), ("best_layout", "source")
-_NO_NOTE = ("switch.requested", "switch.begin", "switch.commit", "decision", "outcome", "switch")
+_NO_NOTE = (
+    "switch.requested",
+    "switch.begin",
+    "switch.commit",
+    "decision",
+    "outcome",
+    "switch",
+    "fork.begin",
+)
+_MOST_BRANCHES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,9 +417,27 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "switch.abandoned": "change of layout abandoned; the run left to start again",
     }
     line = lines.get(kind, kind)
+    if kind == "fork":
+        line = _fork_line(table(record.get("outcome")))
     if kind.startswith("switch.") and (reason := text(record.get("reason"))):
         line = f"{line}: {reason}"
     if kind == "start" and (remark := text(record.get("note"))):
         line = f"{line}; {remark}"
     t = seconds_of(record.get("time"))
     return NoteRecord(kind=kind, t=t, iteration=whole(record.get("iteration")), line=line)
+
+
+def _fork_line(outcome: dict[str, Any]) -> str:
+    """A fork test in words: its branches with their losses, or why it was not made."""
+    said = text(outcome.get("reason"))
+    if outcome.get("kind") != "done":
+        return f"fork test {text(outcome.get('kind'), 20)}" + (f": {said}" if said else "")
+    found = outcome.get("branches")
+    told = []
+    for result in found[:_MOST_BRANCHES] if isinstance(found, list) else []:
+        batch = whole(table(table(result).get("branch")).get("global_batch_size"))
+        loss = number(table(result).get("loss_averaged"))
+        told.append(f"batch {batch} loss {'unknown' if loss is None else f'{loss:.4f}'}")
+    kept = whole(outcome.get("kept"))
+    end = "discarded" if kept is None else f"branch {kept} kept"
+    return f"fork test over {whole(outcome.get('samples'))} samples: {', '.join(told)}; {end}"

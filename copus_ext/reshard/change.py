@@ -6,7 +6,6 @@ ranks vote after each part, so that a rank that fails alone never leaves the oth
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -44,8 +43,6 @@ from megatron.training.model.shards import Shards, own_shards
 from megatron.training.optim.optimizer import build_optimizer
 from megatron.training.train.build import install_layout, release_layout
 from megatron.training.train.job import Job
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,17 +197,14 @@ class Change:
             self.result.phases[topic] = time.perf_counter() - started
 
     def _part(self, name: str, topic: str, act: Callable[[], Any]) -> Any:
-        self.deadline.entering(topic if topic.endswith(TOGETHER) else "")
-        result = problem = None
-        try:
+        def part() -> Any:
             self.context.fault(topic)
-            result = act()
-        except Exception as error:  # memory, a group, a message: each is a vote against
-            logger.debug("changing the layout failed", exc_info=True)
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        problems = self.consensus.vote(topic, problem)
+            return act()
+
+        result, problems = self.consensus.carry_out(
+            topic, part, deadline=self.deadline, is_collective=topic.endswith(TOGETHER)
+        )
         if problems:
-            result = None
             raise PhaseFailed(name, problems)
         return result
 

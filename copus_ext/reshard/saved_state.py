@@ -88,8 +88,12 @@ def free_bytes(job: Job) -> float:
     if job.device.is_cuda:
         free, _ = torch.cuda.mem_get_info()
         return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
-    return psutil.virtual_memory().available / ranks
+    return psutil.virtual_memory().available / local_ranks()
+
+
+def local_ranks() -> int:
+    """Ranks that share the memory of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
 
 
 def extract(job: Job, shards: Shards) -> SavedState:

@@ -82,6 +82,11 @@ class BatchReader:
         self._next: _Position | None = None
         self._num_reads = 0
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of the data set."""
+        return self._num_samples
+
     def read(
         self,
         *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -14,14 +15,9 @@ from megatron.training.train.job import Job
 from megatron.training.train.step import run_schedule, share_numbers
 
 
-@torch.no_grad()
 def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason:
     """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks
     take part.
-
-    Always the first samples of the split, so that two evaluations differ by the weights alone. A
-    batch that does not divide over the replicas is filled up with masked samples, which count for
-    nothing.
 
     Args:
         job: the model and its layout.
@@ -31,22 +27,55 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
     Returns:
         The loss in nats per token, or why the ranks agreed to break it off and leave.
     """
-    config = job.config
-    size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
-    layout = config.layout
+    batch = job.config.batch
     event = "on_eval" if split == "valid" else "on_test"
+    job.fire(f"{event}_start")
+    loss = held_out_loss(
+        job,
+        reader,
+        num_samples=batch.eval_iters * batch.initial_global_batch_size,
+        tell=lambda when: job.fire(f"{event}_step_{when}"),
+    )
+    if not isinstance(loss, StopReason):
+        job.fire(f"{event}_end", loss_dict={"lm loss": loss})
+    return loss
+
+
+@torch.no_grad()
+def held_out_loss(
+    job: Job,
+    reader: BatchReader,
+    *,
+    num_samples: int,
+    tell: Callable[[str], None] = lambda when: None,
+) -> float | StopReason:
+    """Mean loss per token of the first samples of a data set. All ranks take part.
+
+    Always the same samples, so that two losses differ by the weights alone. A batch that does not
+    divide over the replicas is filled up with masked samples, which count for nothing.
+
+    Args:
+        job: the model and its layout.
+        reader: of the data set.
+        num_samples: how many.
+        tell: called with `start` before and `end` after every batch.
+
+    Returns:
+        The loss in nats per token, or why the ranks agreed to break it off and leave.
+    """
+    config, layout = job.config, job.config.layout
+    size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
     if config.runtime.manual_gc and config.runtime.manual_gc_eval:
         gc.collect()
     for chunk in job.model.chunks:
         chunk.eval()
-    job.fire(f"{event}_start")
     total = tokens = 0.0
     reason = None
-    for i in range(config.batch.eval_iters):
-        job.fire(f"{event}_step_start")
+    for start in range(0, num_samples, size):
+        tell("start")
         where = {
-            "num_samples": size,
-            "start": i * size,
+            "num_samples": min(size, num_samples - start),
+            "start": start,
             "micro_batch_size": mbs,
             "dp_rank": job.groups.dp.rank(),
             "dp_size": layout.dp,
@@ -57,7 +86,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
         losses = run_schedule(job, batches, count, micro_batch_size=mbs, forward_only=True)
         shared = share_numbers(job, losses, iteration=job.state.iteration)
         total, tokens = total + shared.loss, tokens + shared.num_tokens
-        job.fire(f"{event}_step_end")
+        tell("end")
         if shared.stop is not None and shared.stop.is_urgent:
             reason = shared.stop
             break
@@ -65,6 +94,4 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
         chunk.train()
     if reason is not None:
         return reason
-    loss = total / tokens if tokens else math.nan
-    job.fire(f"{event}_end", loss_dict={"lm loss": loss})
-    return loss
+    return total / tokens if tokens else math.nan
