@@ -27,7 +27,6 @@ from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.headroom import Headroom, Prior
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line, summary
@@ -206,7 +205,9 @@ class Controller(Callback):
                 "current speed",
                 self.table.note,
             )
-        headroom = self._headroom_at_start(context)
+        headroom = self.headroom_notice.at_start(
+            context, self.table, self.rules, self.state, self.gns.observer.noise()
+        )
         self.log.append(
             "start",
             iteration=context.state.iteration,
@@ -220,29 +221,6 @@ class Controller(Callback):
             global_batch_size=self.state.global_batch_size,
             micro_batch_size=self.state.micro_batch_size,
             headroom=headroom and headroom.to_json(),
-        )
-
-    def _headroom_at_start(self, context: CallbackContext) -> Headroom | None:
-        """What is to be gained by any batch of the grid, before the first step of this launch."""
-        table, config, settings = self.table, context.config, context.state.settings
-        assert table is not None
-        batch = settings.global_batch_size or self.rules.first_batch
-        prior = Prior.of(
-            self.gns.observer.noise(),
-            self.rules,
-            start=context.state.consumed_samples,
-            end=config.batch.train_samples,
-            tokens_per_sample=config.batch.seq_length,
-        )
-        return self.headroom_notice.at_start(
-            lambda: table.rows(
-                sorted({*self.rules.grid, batch}),
-                micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
-                global_batch_size=batch,
-                measured=self.state.measured_step_time,
-                visited=self.state.timed_layouts,
-            ),
-            prior,
         )
 
     def on_relayout_start(self, context: CallbackContext) -> None:

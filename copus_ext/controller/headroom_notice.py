@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+from copus_ext.controller.throughput_table import ThroughputTable
+from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput import headroom
 from copus_ext.goodput.headroom import Headroom, Prior
-from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.goodput.inputs import DecisionInputs, Rules
+from copus_ext.goodput.state import ControllerState
+from megatron.training.train.callbacks import CallbackContext
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +24,44 @@ class HeadroomNotice:
         self._said = ""
 
     def at_start(
-        self, rows: Callable[[], tuple[Sequence[ConfigThroughput], int]], prior: Prior | None
+        self,
+        context: CallbackContext,
+        table: ThroughputTable,
+        rules: Rules,
+        state: ControllerState,
+        noise: NoiseScale,
     ) -> Headroom | None:
-        """The headroom before the first step of a launch; None if it is unknown.
+        """The headroom of any batch of the grid before the first step of a launch; None if it is
+        unknown.
 
         Args:
-            rows: gives the configurations to choose from and the index of the present one.
-            prior: of the critical batch size.
+            context: of the setup.
+            table: of throughputs.
+            rules: of the decisions.
+            state: what this run has measured before.
+            noise: as restored from the checkpoint.
         """
-        return self._say(lambda: headroom.of_rows(*rows(), prior))
+        config, settings = context.config, context.state.settings
+        batch = settings.global_batch_size or rules.first_batch
+
+        def find() -> Headroom | None:
+            prior = Prior.of(
+                noise,
+                rules,
+                start=context.state.consumed_samples,
+                end=config.batch.train_samples,
+                tokens_per_sample=config.batch.seq_length,
+            )
+            rows, current = table.rows(
+                sorted({*rules.grid, batch}),
+                micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
+                global_batch_size=batch,
+                measured=state.measured_step_time,
+                visited=state.timed_layouts,
+            )
+            return headroom.of_rows(rows, current, prior)
+
+        return self._say(find)
 
     def at_decision(self, inputs: DecisionInputs) -> Headroom | None:
         """The headroom as of a decision; None if it is unknown."""

@@ -30,16 +30,17 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.headroom import Prior
+from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
-from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
+from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.space import Limits
 from copus_ext.simulate.scenario import preset as shipped
 from megatron.training.common.errors import UsageError, counted
+from megatron.training.common.step_settings import StepSettings
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.config.relayout import with_layout
@@ -347,19 +348,20 @@ def test_a_table_without_a_planner_takes_other_batches_to_be_as_fast() -> None:
 
 
 def test_the_user_reads_what_there_is_to_gain_at_the_start_and_with_the_noise_scale(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config()
     rules = rules_of(flags(copus_layouts="all"), run)
     table = ThroughputTable(run, flags(copus_layouts="all"), gpu=None)
-    now: dict[str, Any] = {"micro_batch_size": 1, "global_batch_size": 8}
 
-    def rows() -> Any:
-        return table.rows(list(rules.grid), **now, measured=lambda c: None)
+    def at_start(notice: HeadroomNotice, consumed_samples: int = 0) -> Headroom | None:
+        settings = StepSettings(global_batch_size=8, micro_batch_size=1)
+        at = SimpleNamespace(settings=settings, consumed_samples=consumed_samples)
+        context: Any = SimpleNamespace(config=run, state=at)
+        return notice.at_start(context, table, rules, ControllerState(), noise(None))
 
-    notice, end = HeadroomNotice(), run.batch.train_samples
-    prior = Prior.of(noise(None), rules, start=0, end=end, tokens_per_sample=run.batch.seq_length)
-    found = notice.at_start(rows, prior)
+    notice = HeadroomNotice()
+    found = at_start(notice)
     assert found is not None and found.source == "published" and found.num_layouts > 1
     assert capsys.readouterr().out == f"copus: {found}\n"
     few, many = situation(16, measured=noise(60.0, steps=5.0)), situation(16, 60.0)
@@ -367,8 +369,9 @@ def test_the_user_reads_what_there_is_to_gain_at_the_start_and_with_the_noise_sc
     assert [h and h.source for h in said] == ["published", "measured"] * 2
     assert capsys.readouterr().out == f"copus: {said[1]}\n"
     # What cannot be known, or goes wrong, costs nothing but the line.
-    assert HeadroomNotice().at_start(rows, None) is None
-    assert HeadroomNotice().at_start(lambda: ([], 0), prior) is None
+    assert at_start(HeadroomNotice(), run.batch.train_samples) is None
+    monkeypatch.setattr(table, "rows", lambda *a, **b: 1 / 0)
+    assert at_start(HeadroomNotice()) is None
     assert capsys.readouterr().out == ""
 
 
