@@ -368,6 +368,7 @@ def estimate(
     here = own[now.global_batch_size]
     same = [of[now.global_batch_size] for of in fastest.values() if now.global_batch_size in of]
     best = max(same, key=lambda row: (row.samples_per_s, row.layout == now.layout))
+    ratio = here.samples_per_s / best.samples_per_s
     own_speed = _speeds([own], batches)
     any_speed = _speeds(list(fastest.values()), batches)
     at = batches.index(now.global_batch_size)
@@ -387,7 +388,8 @@ def estimate(
         batch=Saving.over(batch),
         micro_batch=_saved(now.samples_per_s, here.samples_per_s),
         layout=_saved(here.samples_per_s, best.samples_per_s),
-        layout_sd=0.0 if best is here else best.relative_sd,
+        # The saving is 1 - T_now / T.
+        layout_sd=0.0 if best is here else ratio * best.relative_sd,
         together=Saving.over(together),
         best_layout=str(best.layout),
         best_batch=best_batch,
