@@ -58,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Converts and prints the outcome."""
+    from megatron.training.resilience.env_checks import import_core
+
+    import_core()
     from megatron.training.checkpoint.convert import huggingface
     from megatron.training.checkpoint.convert.convert import convert
     from megatron.training.checkpoint.convert.target import Changes

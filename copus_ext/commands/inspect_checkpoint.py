@@ -80,6 +80,9 @@ def text_of(record: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the report."""
+    from megatron.training.resilience.env_checks import import_core
+
+    import_core()
     from megatron.training.checkpoint.convert.archive import open_archive
     from megatron.training.checkpoint.convert.describe import describe
     from megatron.training.checkpoint.convert.huggingface import is_model

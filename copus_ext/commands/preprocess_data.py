@@ -73,6 +73,9 @@ def main(argv: list[str] | None = None) -> int:
     # About what training on GPUs would miss; text needs none of it.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     from megatron.training.common.errors import TrainingFailure, UsageError
+    from megatron.training.resilience.env_checks import import_core
+
+    import_core()
     from megatron.training.data.preprocess import Job, preprocess
 
     options: dict[str, Any] = {

@@ -170,10 +170,22 @@ def preload() -> None:
                     names.add(node.module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if not Path("/dev/nvidiactl").exists():
+            _import_without_compiler()
         for name in sorted(n for n in names if n.startswith(_PRELOADED)):
             # Transformer Engine's and other optional parts.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+
+
+def _import_without_compiler() -> None:
+    """Does what `import_core` of our own packages does on ranks without a GPU."""
+    torch: Any = importlib.import_module("torch")
+    compiler, torch.compile = torch.compile, lambda function: function
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compiler
 
 
 class _Jobs:
