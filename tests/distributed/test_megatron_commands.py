@@ -1,5 +1,5 @@
-"""Commands of Megatron-LM's functional tests, one of each kind, trained on four CPU ranks: sizes
-and lengths scaled down, all other flags as they are."""
+"""Commands of Megatron-LM's functional tests, one for each flag that no other test trains, on four
+CPU ranks: sizes and lengths scaled down, all other flags as they are."""
 
 from __future__ import annotations
 
@@ -17,33 +17,20 @@ _OVERLAPPED = "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce"
 COMMANDS = {
     # Name of the test -> its layout on four ranks, after a change if it makes one.
     "gpt/gpt3_15b_8t_release": Layout(tp=4),
-    "gpt/gpt3_7b_tp4_pp1_memory_speed": Layout(tp=4),
     "gpt/gpt3_mcore_reruns_reshard": Layout(tp=2, pp=2),
-    "gpt/gpt3_mcore_te_tp1_pp1_dist_optimizer_no_mmap_bin_files": Layout(dp=4),
     "gpt/gpt3_mcore_te_tp1_pp1_uniform_full_recompute": Layout(dp=4),
     "gpt/gpt3_mcore_te_tp1_pp2_rope_embeddings": Layout(pp=2, dp=2),
-    "gpt/gpt3_mcore_te_tp1_pp2_rope_embeddings_interleaved_no_fusion": Layout(pp=2, dp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_persistent_ckpt_disable_bias_linear": Layout(pp=4),
-    "gpt/gpt3_mcore_te_tp1_pp4_resume_torch_dist_swiglu": Layout(pp=4),
-    "gpt/gpt3_mcore_te_tp1_pp4_untie_embeddings_and_outputs": Layout(pp=4),
-    "gpt/gpt3_mcore_te_tp1_pp4_vp1_calculate_per_token_loss": Layout(pp=4, vpp=2),
     f"{_OVERLAPPED}_param_gather_overlap_optimizer": Layout(pp=4, vpp=2),
-    "gpt/gpt3_mcore_te_tp1_pp4_vp1_decoupled_lr": Layout(pp=4, vpp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap": Layout(pp=4, vpp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": Layout(pp=4, layer_partition=(2, 1, 1, 2)),
     "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": Layout(
         pp=4, vpp=2, layer_partition=(0, 1, 1, 1, 1, 1, 1, 0)
     ),
-    "gpt/gpt3_mcore_te_tp2_pp1_multi_dist_optimizer_instances": Layout(tp=2, dp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": Layout(tp=2, pp=2),
-    "gpt/gpt3_mcore_te_tp2_pp2_mla": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_reshard_1x4xNone": Layout(pp=4),
     "gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode": Layout(tp=4),
-    "gpt/gpt3_mcore_tp1_pp1_resume_torch_dist_dist_optimizer_overlap_grad_reduce_param_gather": (
-        Layout(dp=4)
-    ),
-    "gpt/gpt3_mcore_tp1_pp2_fp16": Layout(pp=2, dp=2),
     "gpt/gpt3_mcore_tp4_pp1_resume_torch": Layout(tp=4),
 }
 pytestmark = pytest.mark.timeout(420)
