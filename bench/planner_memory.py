@@ -24,7 +24,7 @@ from bench.support import arguments, launch, origin, write
 GPT2 = """--num-layers 8 --hidden-size 128 --num-attention-heads 8 --seq-length 256
 --max-position-embeddings 256 --global-batch-size 16 --lr 1e-3 --tokenizer-type NullTokenizer
 --vocab-size 4095 --mock-data --hidden-dropout 0 --attention-dropout 0 --eval-iters 0
---log-interval 1000 --lr-warmup-iters 0 --train-iters 4"""
+--log-interval 1000 --lr-warmup-iters 0 --train-iters 3"""
 LLAMA = f"""{GPT2} --num-attention-heads 4 --swiglu --normalization RMSNorm --disable-bias-linear
 --position-embedding-type rope --untie-embeddings-and-output-weights"""
 CASES: list[tuple[int, str, dict[str, Any]]] = [

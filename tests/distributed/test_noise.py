@@ -51,8 +51,9 @@ def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> 
 
 def test_micro_batches_of_one_sample_are_per_sample_gradients(runs: dict[str, Any]) -> None:
     """Brute force: the optimizer's norm of steps of one sample each, with weights held still."""
-    alone = runs["alone"]["grad_norms"][:8]
+    alone = runs["alone"]["grad_norms"]
     measured = runs[case_name(*CASES[0])]["noise"][0]["squares"]["small"]
+    assert len(alone) == 8
     want = sum(norm**2 for norm in alone) / 8
     assert sum(measured.values()) == pytest.approx(want, rel=1e-5)
 
@@ -67,17 +68,17 @@ def test_observing_changes_no_bit(runs: dict[str, Any], estimator: str) -> None:
 
 def test_one_collective_per_measured_step_and_none_otherwise(runs: dict[str, Any]) -> None:
     plain = runs["plain"]["collectives"]
-    assert runs["observed micro"]["collectives"] == plain + 6
-    assert runs["every second"]["collectives"] == plain + 3
-    assert [n["measured"] for n in runs["every second"]["noise"]] == [False, True] * 3
+    assert runs["observed micro"]["collectives"] == plain + 4
+    assert runs["every second"]["collectives"] == plain + 2
+    assert [n["measured"] for n in runs["every second"]["noise"]] == [False, True] * 2
     ages = [n["age_tokens"] for n in runs["every second"]["noise"]]
-    assert ages == pytest.approx([0, 0, 8 * 32, 0, 8 * 32, 0], rel=0.1)
+    assert ages == pytest.approx([0, 0, 8 * 32, 0], rel=0.1)
 
 
 def test_a_step_with_a_bad_gradient_is_not_measured(runs: dict[str, Any]) -> None:
     run = runs["spoilt"]
     assert run["same_on_all_ranks"] and not run["broken"]
-    assert [n["measured"] for n in run["noise"]] == [i != SPOILT for i in range(1, 7)]
+    assert [n["measured"] for n in run["noise"]] == [i != SPOILT for i in range(1, 5)]
     before, after = run["states"][SPOILT - 2], run["states"][SPOILT - 1]
     assert after["averages"] == before["averages"]
     assert after["num_skipped"] == before["num_skipped"] + 1
@@ -113,7 +114,7 @@ def test_auto_takes_what_the_layout_allows(runs: dict[str, Any]) -> None:
 def test_the_state_moves_to_another_layout(runs: dict[str, Any]) -> None:
     stored, moved, unmoved = runs["first half"], runs["moved"], runs["unmoved"]
     assert moved["at_setup"] == stored["states"][-1]
-    assert moved["states"][-1]["num_measured"] == 8
+    assert moved["states"][-1]["num_measured"] == 4
     got, want = (run["states"][-1]["averages"]["layers"] for run in (moved, unmoved))
     assert got == pytest.approx(want, rel=1e-4)
     got, want = (run["noise"][-1]["phi_samples"] for run in (moved, unmoved))
