@@ -12,7 +12,7 @@ from megatron.training.checkpoint import files
 from tests.distributed.worker_controller_layouts import BASE, write_profile
 from tests.helpers.jobs import losses_of, steps_of, train
 
-STEPS, SAVED = 24, 12
+STEPS, SAVED = 20, 10
 """At which it ends, and of the first launch; the flags ask for more, so that a change pays."""
 COPUS = "--copus --copus-layouts all --copus-policy static --copus-max-micro-batch-size 1"
 

@@ -8,7 +8,7 @@ from typing import Any
 from tests.helpers.jobs import layout_flags, run
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 1)]
-"""test_relayout.py goes through all pairs of eight."""
+"""test_relayout.py goes through more."""
 BEFORE, AFTER = 2, 2
 COMMON = ["--use-distributed-optimizer", "--train-iters", str(BEFORE + AFTER)]
 COMMON += ["--global-batch-size", "4"]

@@ -98,7 +98,8 @@ def main(output: Path) -> Any:
         (output / "paused" / "control").mkdir(parents=True)
         (output / "paused" / "control" / "pause").touch()
     dist.barrier()
-    record("paused", [], Noting(**DOUBLING))
+    record("paused", ["--exit-interval", "20"], Noting(**DOUBLING))
     record("failed", [], Failing(**DOUBLING))
-    record("resumed plain", ["--load", str(output / "saved"), "--ckpt-step", "10"])
+    load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
+    record("resumed plain", [*load, "--exit-interval", "14"])
     return results

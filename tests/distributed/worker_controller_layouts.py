@@ -9,7 +9,7 @@ from typing import Any
 from tests.helpers.jobs import TINY, run, steps_of
 
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "8", "--weight-decay", "0.1"]
-BASE += ["--adam-beta2", "0.9", "--train-samples", "640", "--use-distributed-optimizer"]
+BASE += ["--adam-beta2", "0.9", "--train-samples", "240", "--use-distributed-optimizer"]
 TRACED = ["--profile", "--profile-step-start", "6", "--profile-step-end", "10"]
 """Around the first decision."""
 
@@ -36,7 +36,7 @@ def write_profile(path: Path, world_size: int) -> None:
         dp = world_size // (tp * pp)
         for micro in (1, 2, 4, 8):
             for count in (2, 8):
-                seconds = 0.01 * count * micro * dp * (0.1 if pp == 2 else 1.0)
+                seconds = 0.03 * count * micro * dp * (0.1 if pp == 2 else 1.0)
                 store.add(
                     Timing(
                         configuration=Configuration(
@@ -119,5 +119,5 @@ def main(output: Path) -> Any:
     record("plain", [])
     record("observed", [], Noting(**flags, copus_mode="observe"))
     record("rolled back", [], Failing(**flags))
-    record("resumed", ["--load", str(output / "saved"), "--ckpt-step", "40"], Noting(**flags))
+    record("resumed", ["--load", str(output / "saved"), "--ckpt-step", "20"], Noting(**flags))
     return results

@@ -13,7 +13,7 @@ from typing import Any
 from tests.helpers.jobs import TINY, TINY_GPT2, layout_flags, run
 
 BEFORE, AFTER = 2, 2
-LENGTH = ["--train-iters", str(BEFORE + AFTER)]
+LENGTH = ["--train-iters", str(BEFORE + AFTER), "--global-batch-size", "2"]
 DISTRIBUTED, BF16 = "--use-distributed-optimizer", "--bf16"
 
 
