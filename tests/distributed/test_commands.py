@@ -1,4 +1,5 @@
-"""Flag lists in the style of well-known Megatron-LM examples, through torchrun on four ranks."""
+"""Flag lists in the style of well-known Megatron-LM examples, on four ranks. `test_quickstart`
+has torchrun start such a run."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_gpt3_style_trains_real_text_saves_and_goes_on(text: Path, tmp_path: Pat
     )
     # From the default scale of 2^32 the first twenty steps or so would overflow.
     flags += ["--initial-loss-scale", "4096"]
-    result = train([*flags, "--exit-interval", "5"], tmp_path, launcher="torchrun").check()
+    result = train([*flags, "--exit-interval", "5"], tmp_path).check()
     assert "gloo" in result.stdout and "--distributed-backend" in result.stdout
     lines = LOG_LINE.findall(result.stdout)
     assert [int(iteration) for iteration, _, _ in lines] == [1, 2, 3, 4, 5]
@@ -152,7 +153,7 @@ def test_the_readme_commands_run(tmp_path: Path) -> None:
     assert (nproc, program) == ("4", "pretrain_gpt.py")
     fewer = {"--train-iters": "8", "--eval-interval": "4", "--save-interval": "4"}
     flags = with_values(" ".join(flags), {**fewer, "--eval-iters": "1"})
-    first = train([*flags, "--exit-interval", "4"], tmp_path, launcher="torchrun").check()
+    first = train([*flags, "--exit-interval", "4"], tmp_path).check()
     assert "saved iteration 4" in first.stdout
     other = with_values(" ".join(flags), {"--pipeline-model-parallel-size": "1"})
     second = train(other, tmp_path, 2).check()

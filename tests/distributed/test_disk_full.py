@@ -4,9 +4,6 @@ on."""
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,42 +12,30 @@ from megatron.training.checkpoint import files
 from megatron.training.logging.metrics import read_metrics
 from tests.distributed.worker_failed_saves import FAULTS
 from tests.helpers.jobs import TINY
-from tests.helpers.launch import ROOT
+from tests.helpers.launch import RanksResult, run_ranks
 from tests.helpers.on_ranks import on_ranks
 
 pytestmark = pytest.mark.waits
 
+WORKER = Path(__file__).with_name("worker_small_files.py")
 FLAGS = [*TINY.split(), "--train-iters", "6"]
 TOO_SMALL_BYTES = 300_000
 
 
-def train(save: Path, *flags: str, limit_bytes: int | None = None) -> tuple[int, str, str]:
-    """Runs one rank, its files held to a size; returns exit code, standard output and error."""
-
-    def limit() -> None:
-        if limit_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-    command = [sys.executable, "pretrain_gpt.py", *FLAGS, "--save", str(save), *flags]
-    result = subprocess.run(
-        [*command, "--run-dir", str(save / "run")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=limit,
-    )
-    return result.returncode, result.stdout, result.stderr
+def train(save: Path, *flags: str, limit_bytes: int = 1 << 30) -> RanksResult:
+    """Runs one rank, its files held to a size."""
+    program = [WORKER, str(limit_bytes), *FLAGS, "--save", save, "--run-dir", save / "run", *flags]
+    return run_ranks(program, 1, timeout_s=120)
 
 
 @pytest.mark.parametrize("mode", [(), ("--async-save",)], ids=["sync", "async"])
 def test_a_failed_write_stops_no_training_and_the_previous_checkpoint_stays(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:
-    code, out, errors = train(tmp_path, "--exit-interval", "2", *mode)
-    assert code == 0, errors
+    train(tmp_path, "--exit-interval", "2", *mode).check()
     flags = ("--load", str(tmp_path), "--save-interval", "4", *mode)
-    code, out, errors = train(tmp_path, *flags, limit_bytes=TOO_SMALL_BYTES)
+    failed = train(tmp_path, *flags, limit_bytes=TOO_SMALL_BYTES)
+    code, out, errors = failed.returncode, failed.stdout, failed.stderr
     alerts = [line for line in out.splitlines() if line.startswith("ALERT: saving iteration 4")]
     assert len(alerts) == 1 and "training goes on" in alerts[0], out
     line = errors.strip().splitlines()[-1]

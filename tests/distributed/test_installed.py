@@ -129,10 +129,8 @@ def test_from_text_to_a_report_and_to_text_again(installed: Installed) -> None:
     assert "complete" in installed.run("copus", "inspect-checkpoint", "alone", "--verify")
     # Ranks of torch's launcher and of ours, which finds the trainer without a checkout.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    module = ["-m", "copus_ext.commands.pretrain"]
     ways = {
-        "module": [*torchrun, 2, *module, *flags],
-        "program": [*torchrun, 2, "--no-python", "copus", "pretrain", *flags],
+        "torchrun": [*torchrun, 2, "--no-python", "copus", "pretrain", *flags],
         "ours": ["copus", "launch", "--nproc-per-node", 2, "--", *flags],
     }
     for name, command in ways.items():

@@ -30,7 +30,7 @@ TO = {"tp": (2, 1), "pp": (1, 2)}
 """Tensor and pipeline sizes to change to."""
 BEFORE, AFTER = 2, 3
 KINDS = ("raise", "memory", "oom")
-PATIENCE_S, TIMEOUT_S = 3.0, 20.0
+PATIENCE_S, TIMEOUT_S = 3.0, 12.0
 
 
 def topics(*, waiting: bool) -> list[str]:
