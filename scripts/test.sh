@@ -98,12 +98,13 @@ build_docs() {
 tests() { python -m pytest -q -rs "$@"; }
 parallel() { tests -n "$cores" "$@"; }
 
-# Tests that wait more than they compute: for a daemon, a browser, a time-out.
+# Tests that wait more than they compute: for a daemon, a browser, a time-out. Ranks that wait for
+# one another leave room for those of a second file.
 waiting_lane() {
     if $quick; then group "four ranks" tests tests/distributed/test_walk.py; fi
     if has slurm; then group "tests on SLURM" tests tests/slurm; fi
     if has browser; then group "tests in a browser" tests tests/browser; fi
-    if has ranks; then group "ranks that wait" tests tests/distributed -m waits; fi
+    if has ranks; then group "ranks that wait" parallel --dist loadfile tests/distributed -m waits; fi
 }
 
 computing_lane() {
@@ -112,7 +113,8 @@ computing_lane() {
     if has ranks; then
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
             -m "not waits and not alone" \
-            tests/distributed/test_{layouts,convert,features,planner_rules,relayout}.py \
+            tests/distributed/test_{relayout,layouts,noise,features,megatron_commands}.py \
+            tests/distributed/test_{quickstart,installed,commands,memory,controller}.py \
             tests/distributed
     fi
 }

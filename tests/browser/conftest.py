@@ -26,11 +26,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return usual_run(tmp_path_factory.mktemp("runs") / "usual").path
 
 
-LONG_STEPS, LONG_EVERY = 100_000, 20
+LONG_STEPS, LONG_EVERY = 30_000, 15
 
 
 @pytest.fixture(scope="session")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 100,000 steps and 5,000 decisions."""
+    """A run of 30,000 steps and 2,000 decisions."""
     path = tmp_path_factory.mktemp("runs") / "long"
     return usual_run(path, steps=LONG_STEPS, every=LONG_EVERY).path
