@@ -26,7 +26,7 @@ BASE = """--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-le
 --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3
 --tokenizer-type NullTokenizer --vocab-size 63 --mock-data --swiglu --normalization RMSNorm
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
---hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 2 --eval-interval 2 --log-interval 1
+--hidden-dropout 0.1 --attention-dropout 0.1 --eval-iters 2 --eval-interval 2 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 4 --train-samples 256 --lr-warmup-samples 32
 --weight-decay 0.1"""
 SHARDED = "--use-distributed-optimizer"
@@ -161,8 +161,9 @@ def plain_run(folder: Path, base: str) -> dict[str, Any]:
 
 
 def forked_run(folder: Path, base: str) -> dict[str, Any]:
-    """The run with fork tests: one refused, two discarded, one kept, one broken on all ranks in
-    the middle of a step and one stopped by a signal."""
+    """The run with fork tests: one refused, one discarded, one kept, one broken on all ranks in
+    the middle of a step, one after that, and one stopped by a signal."""
+    import torch.distributed as dist
 
     from copus_ext.controller.decision_log import DecisionLog
     from copus_ext.controller.flags import CopusConfig
@@ -212,12 +213,12 @@ def forked_run(folder: Path, base: str) -> dict[str, Any]:
             move = moves.get(context.state.iteration)
             return None if move is None else Request(kind="change", reason="", move=move)
 
-        def make(self, job: Any, keep: Any = None, *, is_traceless: bool = True) -> None:
-            """One fork test; notes what it has changed if it must change nothing."""
+        def make(self, job: Any, keep: Any = None, branches: Any = (same, other)) -> None:
+            """One fork test; notes what it has changed if it keeps nothing."""
             gathered(job)
             before = state_of_rank(job, self.observer)
             plan = ForkPlan(
-                branches=(same, other), samples=SAMPLES, eval_samples=EVAL_SAMPLES, keep=keep
+                branches=branches, samples=SAMPLES, eval_samples=EVAL_SAMPLES, keep=keep
             )
             beats = job.watchdog._beats
             request = self.tests.request(plan, done=lambda r: self.results.append(r.to_json()))
@@ -225,7 +226,7 @@ def forked_run(folder: Path, base: str) -> dict[str, Any]:
             request.move(job)
             self.beats.append(job.watchdog._beats - beats)
             after = state_of_rank(job, self.observer)
-            if is_traceless:
+            if keep is None:
                 self.changed += [name for name in before if before[name] != after[name]]
 
         def refused(self, job: Any) -> None:
@@ -235,12 +236,11 @@ def forked_run(folder: Path, base: str) -> dict[str, Any]:
         def discarded(self, job: Any) -> None:
             watchdog = job.watchdog
             self.tests.fault = lambda topic: self.shown.append(watchdog.iteration)
-            self.make(job)
-            self.make(job)
+            self.make(job, branches=(other, same, other))
             self.tests.fault = lambda topic: None
 
         def kept(self, job: Any) -> None:
-            self.make(job, lambda result: len(result.branches) - 1, is_traceless=False)
+            self.make(job, lambda result: len(result.branches) - 1)
 
         def broken(self, job: Any) -> None:
             with broken_step(job.model.core_config) as arm:
@@ -254,9 +254,7 @@ def forked_run(folder: Path, base: str) -> dict[str, Any]:
             self.end = state_of_rank(job, self.observer)
 
             def stop(topic: str) -> None:
-                if topic == "branch 1: step 2" and os.environ["RANK"] == str(
-                    int(os.environ["WORLD_SIZE"]) - 1
-                ):
+                if topic == "branch 0: step 2" and dist.get_rank() == dist.get_world_size() - 1:
                     os.kill(os.getpid(), signal.SIGTERM)
 
             self.tests.fault = stop
@@ -352,7 +350,7 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
             if context.state.iteration != case["at"]:
                 return None
             branch = Branch(global_batch_size=8, micro_batch_size=1, lr_factor=2.0)
-            return self.tests.request(ForkPlan(branches=(branch,), samples=32, eval_samples=8))
+            return self.tests.request(ForkPlan(branches=(branch,), samples=32, eval_samples=4))
 
     pretrain.controllers = lambda args: [Once()]
     return pretrain.main(flags)
