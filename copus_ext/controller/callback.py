@@ -300,7 +300,7 @@ class Controller(Callback):
             self.flags,
             context.config,
             step.global_batch_size,
-            is_first=not self.state.num_decisions,
+            last_decision_samples=self.state.last_decision_samples,
         )
         return self.state.is_due(
             consumed_samples=step.consumed_samples,
@@ -336,9 +336,7 @@ class Controller(Callback):
             state.postpone(**position)
             return None
         decision = Decision.from_json(answer["decision"])
-        state.record_decision(
-            above_optimal=decision.batch_above_optimal if decision.candidates else None, **position
-        )
+        state.record_decision(**position)
         # A change that is made is reported when it is done.
         is_change = self._acts and decision.kind != "stay"
         self._log_text = "" if is_change else decision_line(decision)
@@ -457,7 +455,6 @@ class Controller(Callback):
         step, to = context.step, decision.to
         assert step is not None
         self._record_outcome(now=True)
-        noise_scale = self.gns.observer.noise().phi_samples
         self.state.apply(
             ConfigChange(
                 decision=self.state.num_decisions,
@@ -474,7 +471,7 @@ class Controller(Callback):
                 reason=decision.reason,
             ),
             ramp=ramp,
-            critical_batch_size=noise_scale and self.rules.noise_scale_multiplier * noise_scale,
+            critical_batch_size=decision.critical_batch_size,
         )
         if dist.get_rank() == 0:
             lines = [f"copus: {decision.reason}", self._length_line(context, before, to)]

@@ -26,8 +26,8 @@ from megatron.training.config.layout import Layout, batch_problems, further_size
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
-GROWTH = 2.0
-"""Most by which the batch grows at once."""
+GROWTH, OWN_GROWTH = 2.0, 4.0
+"""Most by which the batch grows at once, with the published policies and with adaptive."""
 _ANY = 1e9
 _POSITIVE = (
     "copus_noise_scale_multiplier",
@@ -150,8 +150,14 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
 def _bounds(flags: CopusConfig, first: int) -> tuple[int, int]:
     least = flags.copus_min_global_batch_size
     if least is None:
-        least = max(first // MOST_SHRINKING, 1) if flags.copus_allow_shrink else first
+        least = max(first // MOST_SHRINKING, 1) if _allows_shrink(flags) else first
     return least, flags.copus_max_global_batch_size or MOST_GROWTH * first
+
+
+def _allows_shrink(flags: CopusConfig) -> bool:
+    if flags.copus_allow_shrink is None:
+        return flags.copus_policy == "adaptive"
+    return flags.copus_allow_shrink
 
 
 def _user_grid(flags: CopusConfig) -> list[int]:
@@ -192,7 +198,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
     more = {*_user_grid(flags), *(size for _, size in schedule)}
     sizes |= {size for size in more if least <= size <= most and size % unit == 0}
     tokens = flags.copus_doubling_first_tokens
-    is_paper = flags.copus_policy == "copus"
+    is_paper, is_ours = (flags.copus_policy == name for name in ("copus", "adaptive"))
     switch_rule: Any = flags.copus_switch_rule
     return Rules(
         policy=flags.copus_policy,
@@ -202,14 +208,16 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         reference_batch=flags.copus_reference_batch_size or first,
         first_batch=first,
         grid=tuple(sorted(sizes - {0})),
-        allow_shrink=flags.copus_allow_shrink or bool(schedule),
-        growth=_ANY if schedule else GROWTH,
+        allow_shrink=_allows_shrink(flags) or bool(schedule),
+        growth=_ANY if schedule else OWN_GROWTH if is_ours else GROWTH,
         min_effective_steps=MIN_EFFECTIVE_STEPS,
         norm_test_eta=flags.copus_norm_test_eta,
         schedule=schedule,
         doubling_first_samples=None if tokens is None else max(int(tokens / batch.seq_length), 1),
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
+        early_steps=flags.copus_early_steps if is_ours else 0.0,
+        decay_exponent=flags.copus_decay_exponent if is_ours else 0.0,
     )
 
 
@@ -251,19 +259,24 @@ def warm_up_of(flags: CopusConfig, config: Config) -> WarmUp | None:
     )
 
 
-def samples_to_decision(flags: CopusConfig, config: Config, batch: int, *, is_first: bool) -> float:
+def samples_to_decision(
+    flags: CopusConfig, config: Config, batch: int, *, last_decision_samples: int
+) -> float:
     """Samples between two decisions, or before the first of a run.
 
     Args:
         flags: of the controller.
         config: of the run.
         batch: samples of a step.
-        is_first: whether nothing has been decided yet.
+        last_decision_samples: samples trained at the last decision, 0 before the first.
     """
     samples: float = DECISION_STEPS * batch
     if flags.copus_interval is not None:
         samples = flags.copus_interval / config.batch.seq_length
-    is_early = is_first and flags.copus_layouts == "all"
+    if flags.copus_policy == "adaptive" and flags.copus_early_steps:
+        # At first the bound of the critical batch size grows fast.
+        return min(samples, max(last_decision_samples, batch))
+    is_early = not last_decision_samples and flags.copus_layouts == "all"
     return min(samples, _FIRST_STEPS * batch) if is_early else samples
 
 
@@ -271,5 +284,5 @@ def batches_to_weigh(rules: Rules, present: int) -> list[int]:
     """The batches that the present one may become, and those near it."""
     if rules.policy in policies.SCHEDULED:
         return sorted({*rules.grid, present})
-    near = [size for size in rules.grid if size <= 4 * present]
-    return sorted({*near, present})
+    most = present * 2 * rules.growth
+    return sorted({*(size for size in rules.grid if size <= most), present})

@@ -8,13 +8,12 @@ from copus_ext.goodput import policies, switch_rule
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 
 WARMING_UP = "the learning rate is warming up"
-_SHRINK_HALF_LIVES = 4.0
 _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
 _SETTLE_STEPS = 50
 """Steps between a change and one of the micro-batch or layout alone."""
-_SWING = 8.0
-"""After it shrank, the batch grows again when the noise scale is so many times what it was."""
+_SWING = 4.0
+"""The batch turns round once the critical batch size has changed by this factor."""
 
 
 def run_blocked_reason(s: DecisionInputs) -> str:
@@ -36,7 +35,7 @@ def _run_reasons(s: DecisionInputs) -> Iterator[str]:
 def only_layouts(s: DecisionInputs) -> bool:
     """Whether only the layout may change: the learning rate still warms up, on which everything but
     the speed of a layout depends."""
-    return s.in_warmup and s.rules.policy != "step_schedule"
+    return s.in_warmup and s.rules.policy != "step_schedule" and not s.rules.early_steps
 
 
 def unmeasurable_reason(s: DecisionInputs, row: ConfigThroughput) -> str:
@@ -108,16 +107,19 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield f"grows more than {s.rules.growth:g} times at once"
     if s.rules.policy in policies.SCHEDULED:
         return
+    if s.rules.early_steps and not s.is_noise_known:
+        steps, least = s.noise.effective_steps, s.rules.min_effective_steps
+        yield f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
     if s.in_ramp:
         yield "the learning rate still follows the last growth"
-    if s.last_change_samples is not None and s.rules.policy != "copus":
+    if s.last_change_samples is not None and s.rules.policy in policies.TARGETS:
         since = s.consumed_samples - s.last_change_samples
         if since < s.half_life_samples:
             yield f"{since} of {s.half_life_samples:.0f} samples since the last change of batch"
     # Growing now could undo a shrinking on account of mere noise.
     then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
     if then is not None and now is not None and now < _SWING * then:
-        yield f"the batch shrank, and the noise scale is not {_SWING:g} times what it was"
+        yield f"the batch shrank, and the critical one is not {_SWING:g} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
         yield f"held after a loss spike until sample {s.hold_growth_until_samples}"
 
@@ -127,16 +129,15 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
         yield "the batch does not shrink without allow_shrink"
     if s.rules.policy in policies.SCHEDULED:
         return
-    if to.global_batch_size < max(x for x in grid(s) if x < s.now.global_batch_size):
-        yield "shrinks by more than one step of the grid"
+    then, now = s.critical_batch_size_when_grown, s.critical_batch_size
+    if then is not None and now is not None and now > then / _SWING:
+        yield f"the batch grew, and the critical one is not {_SWING:g} times smaller"
+    if s.rules.early_steps:
+        return
     if s.noise.status != "ok":
         yield "the noise scale has no upper bound"
-    if not above_optimal or s.above_optimal_since_samples is None:
+    if not above_optimal:
         yield "it is not certain that the optimal batch is smaller"
-        return
-    long_enough = _SHRINK_HALF_LIVES * s.half_life_samples
-    if s.consumed_samples - s.above_optimal_since_samples < long_enough:
-        yield f"above the optimal batch for less than {long_enough:.0f} samples"
 
 
 def grid(s: DecisionInputs) -> list[int]:

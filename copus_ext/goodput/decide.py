@@ -63,6 +63,7 @@ def _decision(
         gain=None if chosen is None else chosen.gain,
         target_batch=target_batch,
         batch_above_optimal=batch_above_optimal,
+        critical_batch_size=s.critical_batch_size,
         candidates=candidates,
     )
 
@@ -120,7 +121,7 @@ def _unknown(s: DecisionInputs) -> str:
         return reason
     if constraints.only_layouts(s):
         return constraints.WARMING_UP
-    if not policies.needs_noise(s.rules.policy):
+    if not policies.needs_noise(s.rules.policy) or s.rules.early_steps:
         return ""
     steps, least = s.noise.effective_steps, s.rules.min_effective_steps
     if steps < least:
@@ -175,7 +176,8 @@ def _is_above_optimal(s: DecisionInputs) -> bool:
     high, policy = s.noise.high_samples, s.rules.policy
     if s.noise.status != "ok" or high is None:
         return False
-    critical = s.rules.noise_scale_multiplier * high
+    critical = s.critical_batch_size_of(high)
+    assert critical is not None
     best = s.now.global_batch_size
     if policy == "cbs":
         best = policies.snap(critical, constraints.grid(s), policy=policy)
@@ -266,6 +268,8 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
 def _log_noise_variance(s: DecisionInputs) -> float:
     """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound."""
     low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
+    if s.rules.early_steps and s.is_critical_batch_size_bound:
+        return 0.0
     if s.noise.status != "ok" or not phi or not high:
         return 0.0
     # An interval down to 0 does not bound the noise scale below: assume it as wide as above.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -91,6 +92,10 @@ _OPTIONS = {
 """Memory options of a configuration, with what a row of the journal that lacks them had."""
 
 
+_LEAST_DECAY = 0.01
+"""A learning rate that has decayed further counts as this part of its largest."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """How to decide, fixed for a launch. `copus_ext.controller.rules` makes it of the flags."""
@@ -125,6 +130,15 @@ class Rules:
     """Of `doubling`: each further doubling comes after this times as many samples."""
     relayout: bool
     """Whether the layout may change."""
+    early_steps: float = 0.0
+    """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
+    decay_exponent: float = 0.0
+    """The critical batch size is divided by this power of the schedule's learning rate over its
+    largest."""
+
+
+_RETIRED = "above_optimal_since_samples"
+"""A field that journals of 2026 still hold and that no decision depends on any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +189,10 @@ class DecisionInputs:
     """Whether too many changes of layout have failed."""
     hold_growth_until_samples: int = 0
     """No growth before, because of a loss spike."""
-    above_optimal_since_samples: int | None = None
-    """Samples since when the batch has been above the optimal one with confidence."""
     critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size when the batch last became smaller, samples."""
+    """Critical batch size when the batch last became smaller, samples; None once it has grown."""
+    critical_batch_size_when_grown: float | None = None
+    """Critical batch size when the batch last became larger, samples; None once it has shrunk."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
 
@@ -188,13 +202,52 @@ class DecisionInputs:
         return self.rows[self.current]
 
     @property
+    def is_noise_known(self) -> bool:
+        """Whether the noise scale rests on enough measurements and is positive."""
+        phi = self._noise_samples
+        is_enough = self.noise.effective_steps >= self.rules.min_effective_steps
+        return is_enough and phi is not None and phi > 0
+
+    @property
+    def _noise_samples(self) -> float | None:
+        is_bound = self.noise.status == "lower_bound_only"
+        return self.noise.low_samples if is_bound else self.noise.phi_samples
+
+    @property
+    def most_critical_batch_size(self) -> float:
+        """An upper bound of the critical batch size that needs no measurement, samples.
+
+        By definition it is the samples over the steps that one could not do without (arXiv
+        1812.06162). A run needs some steps to get anywhere, so early on it is small.
+        """
+        early = self.rules.early_steps
+        return self.consumed_samples / early if early else math.inf
+
+    @property
     def critical_batch_size(self) -> float | None:
-        """The multiplier times the noise scale, samples; while only a lower bound is known, from
-        that."""
-        phi = self.noise.phi_samples
-        if self.noise.status == "lower_bound_only":
-            phi = self.noise.low_samples
-        return None if phi is None else self.rules.noise_scale_multiplier * phi
+        """The critical batch size that decisions go by, samples; None without any knowledge.
+
+        While only a lower bound of the noise scale is known, it comes from that.
+        """
+        phi = self._noise_samples
+        if phi is None or (self.rules.early_steps and not self.is_noise_known):
+            phi = math.inf
+        return self.critical_batch_size_of(phi)
+
+    def critical_batch_size_of(self, noise_scale: float) -> float | None:
+        """The multiplier times a noise scale, within its bound, and larger as the learning rate
+        decays; samples. None if neither bounds it."""
+        known = min(self.rules.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
+        if math.isinf(known):
+            return None
+        return known / max(self.lr_decay_factor, _LEAST_DECAY) ** self.rules.decay_exponent
+
+    @property
+    def is_critical_batch_size_bound(self) -> bool:
+        """Whether the bound decides, and not the noise scale."""
+        phi = self._noise_samples if self.is_noise_known else None
+        bound = self.most_critical_batch_size
+        return phi is None or self.rules.noise_scale_multiplier * phi >= bound
 
     def cost_s(self, layout: Layout) -> float:
         """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""
@@ -222,9 +275,10 @@ class DecisionInputs:
         rules = dict(data["rules"])
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
+        known = {name: value for name, value in data.items() if name != _RETIRED}
         return cls(
             **{
-                **data,
+                **known,
                 "rules": Rules(**rules),
                 "noise": NoiseScale(**data["noise"]),
                 "rows": tuple(ConfigThroughput.from_json(row) for row in data["rows"]),
@@ -275,8 +329,8 @@ def build_inputs(
         blocked_layouts=costs.blocked_layouts(rows[current].layout),
         relayouts_ended=costs.has_given_up,
         hold_growth_until_samples=state.hold_growth_until_samples,
-        above_optimal_since_samples=state.above_optimal_since_samples,
         critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
+        critical_batch_size_when_grown=state.critical_batch_size_when_grown,
         paused=paused,
     )
 
@@ -320,6 +374,8 @@ class Decision:
     batch_above_optimal: bool
     """Whether the present batch is above the optimal one even at the upper end of the noise
     scale's interval."""
+    critical_batch_size: float | None = None
+    """What the decision went by, samples."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
 

@@ -30,6 +30,8 @@ WINDOW_STEPS = 50
 _CHANGES_KEPT = 100
 SPIKE_NATS, SPIKE_SD = 0.5, 6.0
 """Rise of the loss over its mean before that counts as a spike, nats and standard deviations."""
+_RETIRED = "above_optimal_since_samples"
+"""A field that checkpoints of 2026 still hold and that nothing depends on any more."""
 _HOLD_HALF_LIVES = 2.0
 """A loss spike after growth stops growth for so many half-lives of the noise scale's average."""
 
@@ -147,10 +149,10 @@ class ControllerState:
     """The batch does not grow before, because of a loss spike."""
     consecutive_spikes: int = 0
     """Growths in a row that a loss spike followed."""
-    above_optimal_since_samples: int | None = None
-    """Samples since when the batch has been above the optimal one with confidence."""
     critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size, samples, when the batch last became smaller."""
+    """Critical batch size, samples, when the batch last became smaller; None once it has grown."""
+    critical_batch_size_when_grown: float | None = None
+    """Critical batch size, samples, when the batch last became larger; None once it has shrunk."""
     step_times: dict[str, list[float]] = field(default_factory=dict)
     """Newest step times, seconds, by `config_key`."""
     steps: list[StepRecord] = field(default_factory=list)
@@ -197,7 +199,8 @@ class ControllerState:
         }
         if "conditions" in data:
             parts["conditions"] = Conditions.from_json(data["conditions"])
-        return cls(**{**data, **parts})
+        known = {name: value for name, value in data.items() if name != _RETIRED}
+        return cls(**{**known, **parts})
 
     def record_step(
         self,
@@ -314,23 +317,15 @@ class ControllerState:
             return False
         return consumed_samples - self.last_decision_samples >= every_samples
 
-    def record_decision(
-        self, *, consumed_samples: int, scheduled: int | None, above_optimal: bool | None
-    ) -> None:
+    def record_decision(self, *, consumed_samples: int, scheduled: int | None) -> None:
         """Counts a decision, also one to stay.
 
         Args:
             consumed_samples: samples of the run.
             scheduled: batch that a schedule asks for here; None without one.
-            above_optimal: whether the batch is above the optimal one with confidence; None where
-                nothing was compared.
         """
         self.num_decisions += 1
         self.postpone(consumed_samples=consumed_samples, scheduled=scheduled)
-        if above_optimal and self.above_optimal_since_samples is None:
-            self.above_optimal_since_samples = consumed_samples
-        elif above_optimal is False:
-            self.above_optimal_since_samples = None
 
     def postpone(self, *, consumed_samples: int, scheduled: int | None) -> None:
         """Waits a full interval from here to the next decision."""
@@ -356,9 +351,9 @@ class ControllerState:
         if change.to_batch != change.from_batch:
             self.ramp = ramp
             self.last_change_samples = change.consumed_samples
-            self.above_optimal_since_samples = None
-            if change.to_batch < change.from_batch:
-                self.critical_batch_size_when_shrunk = critical_batch_size
+            shrinks = change.to_batch < change.from_batch
+            self.critical_batch_size_when_shrunk = critical_batch_size if shrinks else None
+            self.critical_batch_size_when_grown = None if shrinks else critical_batch_size
         self.global_batch_size, self.micro_batch_size = change.to_batch, change.to_micro_batch
 
     def hold_growth_after_spike(
@@ -458,7 +453,7 @@ def _slope(steps: list[StepRecord]) -> float | None:
 _NAMES_OF_VERSION_1 = {
     "since_change": "steps_after_change",
     "spikes_in_a_row": "consecutive_spikes",
-    "small_since_samples": "above_optimal_since_samples",
+    "small_since_samples": _RETIRED,
     "noise_when_shrunk": "critical_batch_size_when_shrunk",
     "times": "step_times",
     "open": "open_change",

@@ -31,6 +31,8 @@ class Contender:
     start: Start = "small"
     """First layout: the fastest of the first batch, or of the largest."""
     flags: CopusConfig | None = None
+    first_batch: int | None = None
+    """Batch of the first step; None: the scenario's smallest."""
 
 
 def _flags(policy: str, **more: Any) -> CopusConfig:

@@ -134,7 +134,7 @@ class _Runner:
         self.training, self.world = scenario.training(seed), World(scenario, seed)
         self.speeds = self.world.speeds
         self.step_noise = np.random.default_rng([seed, 0x57E9])
-        first = scenario.batches[0]
+        first = contender.first_batch or scenario.batches[0]
         begin = first if contender.start == "small" else scenario.batches[-1]
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
@@ -243,7 +243,10 @@ class _Runner:
     def _is_due(self) -> bool:
         batch = self.row.global_batch_size
         samples = rules.samples_to_decision(
-            self.flags, self.config, batch, is_first=not self.state.num_decisions
+            self.flags,
+            self.config,
+            batch,
+            last_decision_samples=self.state.last_decision_samples,
         )
         return self.state.is_due(
             consumed_samples=self.consumed,
@@ -276,11 +279,7 @@ class _Runner:
             priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
         )
         decision = decide(inputs)
-        self.state.record_decision(
-            consumed_samples=self.consumed,
-            scheduled=self._scheduled(),
-            above_optimal=decision.batch_above_optimal if decision.candidates else None,
-        )
+        self.state.record_decision(consumed_samples=self.consumed, scheduled=self._scheduled())
         self.out.decisions += 1
         if self.journal is not None:
             self.journal.append(
@@ -311,7 +310,6 @@ class _Runner:
                 seconds=cost_s, iteration=self.out.steps, prior_s=self.scenario.prior_s(*pair)
             )
         self.state.record_outcome(now=True)
-        phi = self.observer.noise().phi_samples
         self.state.apply(
             ConfigChange(
                 decision=self.state.num_decisions,
@@ -323,7 +321,7 @@ class _Runner:
                 predicted_samples_per_s=to.samples_per_s,
             ),
             ramp=ramp,
-            critical_batch_size=phi and self.rules.noise_scale_multiplier * phi,
+            critical_batch_size=decision.critical_batch_size,
         )
         self.row = to
         if decision.kind == "relayout":
@@ -336,7 +334,9 @@ class _Runner:
         self.config: Any = SimpleNamespace(
             batch=SimpleNamespace(
                 seq_length=s.seq_length,
-                initial_global_batch_size=s.batches[0],
+                initial_global_batch_size=self.out.changes[0].batch
+                if self.out.changes
+                else self.row.global_batch_size,
                 step_batch_size_schedule=None,
             ),
             layout=row.layout,

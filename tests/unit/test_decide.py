@@ -46,10 +46,10 @@ def situation(
     current = next(i for i, r in enumerate(table) if r.global_batch_size == batch)
     values: dict[str, Any] = {
         "iteration": 1000,
-        "consumed_samples": 16_000,
+        "consumed_samples": 500_000,
         "total_samples": 1_000_000,
         "half_life_samples": 1000.0,
-        "elapsed_s": 1600.0,
+        "elapsed_s": 50_000.0,
         "switch_cost_s": 60.0,
         **more,
     }
@@ -74,12 +74,44 @@ def follow(s: DecisionInputs, number: int = 30) -> list[int]:
 
 @pytest.mark.parametrize(("phi", "best"), [(8, 32), (16, 32), (32, 64), (64, 64), (256, 128)])
 def test_goodput_leads_to_the_root_of_critical_batch_and_saturation(phi: int, best: int) -> None:
-    """The nearest of the grid to sqrt(24 x 4 phi), twice the batch at a time."""
+    """The nearest of the grid to sqrt(24 x 4 phi), four times the batch at most."""
     assert follow(situation(8, phi))[-1] == best
     sizes = {b: abs(math.log(b / math.sqrt(24 * 4 * phi))) for b in GRID}
     assert min(sizes, key=lambda b: sizes[b]) == best
-    assert follow(situation(16, 4000.0), 4) == [16, 32, 64, 128, 256]
-    assert decide(situation(16, 4000.0)).target_batch == 512
+    late = {"consumed_samples": 5_000_000, "total_samples": 10_000_000}
+    assert follow(situation(16, 4000.0, **late), 3) == [16, 64, 256, 512]
+    assert decide(situation(16, 4000.0, **late)).target_batch == 512
+    down = follow(situation(512, phi))
+    assert down[1] == down[-1] <= 2 * best, "any way down at once"
+    published = {"copus_policy": "cbs"}
+    assert follow(situation(16, 4000.0, flags=published, **late), 2) == [16, 32, 64]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
+    """At most the samples over 100 steps, whatever was measured; growth waits for the noise."""
+    measured = noise(4000.0) if known else noise(None)
+    for consumed, best in ((1_000, 16), (6_000, 32), (30_000, 64)):
+        s = situation(512, measured=measured, consumed_samples=consumed)
+        assert s.critical_batch_size == consumed / 100
+        assert math.isclose(best, math.sqrt(24 * consumed / 100), rel_tol=0.42)
+        assert decide(s).to.global_batch_size == best
+    s = situation(8, measured=measured, consumed_samples=30_000)
+    decision = decide(s)
+    assert decision.to.global_batch_size == (32 if known else 8), "4 times at most"
+    assert known or "not known yet" in decision.reason
+    assert situation(8, 4.0, consumed_samples=30_000).critical_batch_size == 16.0
+    published = situation(8, 4000.0, flags={"copus_policy": "copus"}, consumed_samples=30_000)
+    assert published.critical_batch_size == 8000.0
+
+
+def test_the_critical_batch_grows_as_the_learning_rate_decays() -> None:
+    flags = {"copus_decay_exponent": 1.0}
+    half = situation(16, 64.0, flags=flags, lr_decay_factor=0.5)
+    assert half.critical_batch_size == 2 * 4 * 64
+    assert situation(16, 64.0, lr_decay_factor=0.5).critical_batch_size == 4 * 64
+    least = situation(16, 64.0, flags=flags, lr_decay_factor=0.0)
+    assert least.critical_batch_size == 100 * 4 * 64
 
 
 @pytest.mark.parametrize("phi", [4, 8, 32, 128])
@@ -129,14 +161,9 @@ def test_an_unsure_gain_waits() -> None:
         situation(32, 30.0, rows=guessed),
     ):
         assert decide(unsure).kind == "stay"
-    # A lower bound allows growth and no shrinking.
+    # A lower bound allows growth.
     bound = noise(100.0, status="lower_bound_only")
-    assert decide(situation(16, measured=bound)).to.global_batch_size == 32
-    small = noise(5.0, status="lower_bound_only")
-    s = situation(
-        64, measured=small, flags={"copus_allow_shrink": True}, above_optimal_since_samples=0
-    )
-    assert decide(s).kind == "stay"
+    assert decide(situation(16, measured=bound)).to.global_batch_size == 64
 
 
 @pytest.mark.parametrize(
@@ -145,10 +172,9 @@ def test_an_unsure_gain_waits() -> None:
         ({"paused": True}, "paused"),
         ({"skipped_steps": 6}, "6 of the last 100 steps were skipped"),
         ({"consumed_samples": 1_000_000}, "the run is over"),
-        ({"in_warmup": True}, "warming up"),
         ({"in_ramp": True}, "follows the last growth"),
-        ({"last_change_samples": 15_500}, "500 of 1000 samples"),
-        ({"hold_growth_until_samples": 20_000}, "until sample 20000"),
+        ({"critical_batch_size_when_shrunk": 200.0}, "the batch shrank"),
+        ({"hold_growth_until_samples": 600_000}, "until sample 600000"),
         ({"measured": noise(64.0, steps=19.0)}, "not known yet: 19 of 20 measurements"),
         ({"phi": None}, "not known yet"),
     ],
@@ -159,15 +185,18 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
     assert decision.kind == "stay" and words in decision.reason
 
 
-def test_while_the_learning_rate_warms_up_only_the_layout_may_change() -> None:
+def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> None:
     rows = [row(16, 10.0), row(32, 40.0), row(16, 13.0, dp=1), row(32, 50.0, dp=1)]
     warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
-    free = situation(16, rows=rows, flags={"copus_layouts": "all"}, switch_cost_s=5.0, **warm)
+    cbs = {"copus_policy": "cbs"}
+    free = situation(
+        16, rows=rows, flags={**cbs, "copus_layouts": "all"}, switch_cost_s=5.0, **warm
+    )
     decision = decide(free)
     assert (decision.kind, decision.to) == ("relayout", rows[2]), decision.reason
     there = dataclasses.replace(free, current=2)
     assert decide(there).kind == "stay" and "warming up" in decide(there).reason
-    own = situation(16, rows=rows, **warm)
+    own = situation(16, rows=rows, flags=cbs, **warm)
     assert decide(own).reason == "the learning rate is warming up"
     paper = {"copus_policy": "copus", "copus_layouts": "all"}
     papers = situation(16, rows=rows, flags=paper, **warm)
@@ -200,29 +229,29 @@ def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
     assert decide(situation(16, None, rows=close)).kind == "stay"
 
 
-def test_shrinking_waits_until_it_is_sure_for_long() -> None:
-    flags = {"copus_allow_shrink": True}
-    assert decide(situation(256, 8.0)).kind == "stay"
-    small = decide(situation(256, 8.0, flags=flags))
-    assert small.kind == "stay" and small.batch_above_optimal
-    short = situation(256, 8.0, flags=flags, above_optimal_since_samples=16_000 - 3999)
-    assert decide(short).kind == "stay"
-    long = situation(256, 8.0, flags=flags, above_optimal_since_samples=16_000 - 4000)
-    assert decide(long).to.global_batch_size == 128, "one step of the grid"
+def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
+    assert decide(situation(256, 8.0)).to.global_batch_size == 32
+    assert decide(situation(256, 8.0, flags={"copus_allow_shrink": False})).kind == "stay"
+    grown = situation(256, 8.0, critical_batch_size_when_grown=127.0)
+    assert decide(grown).kind == "stay" and "the batch grew" in decide(grown).reason
+    grown = dataclasses.replace(grown, critical_batch_size_when_grown=128.0)
+    assert decide(grown).to.global_batch_size == 32
 
 
 def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None:
     flags = {"copus_allow_shrink": True, "copus_policy": "cbs"}
-    s = situation(256, 8.0, flags=flags, above_optimal_since_samples=0)
-    assert decide(s).to.global_batch_size == 128
+    assert decide(situation(256, 8.0, flags=flags)).to.global_batch_size == 128
+    unsure = situation(256, measured=noise(8.0, sd=3.0), flags=flags)
+    assert "not certain" in decide(unsure).reason
+    bound = noise(5.0, status="lower_bound_only")
+    assert "no upper bound" in decide(situation(64, measured=bound, flags=flags)).reason
     falling = {"policy": "step_schedule", "schedule": ((0, 64), (100, 8)), "allow_shrink": True}
     assert decide(situation(64, None, rules=falling)).to.global_batch_size == 8
     flags = {"copus_objective": "lr_model"}
-    assert decide(situation(256, 16.0, flags=flags)).kind == "stay"
-    s = situation(
-        256, 16.0, flags={**flags, "copus_allow_shrink": True}, above_optimal_since_samples=0
+    assert decide(situation(256, 16.0, flags=flags)).to.global_batch_size < 256
+    assert decide(situation(256, 16.0, flags={**flags, "copus_allow_shrink": False})).to == row(
+        256, saturating()[5].samples_per_s
     )
-    assert decide(s).to.global_batch_size == 128
 
 
 def test_another_layout_is_weighed_and_taken_where_it_may_and_pays_off() -> None:
@@ -350,19 +379,15 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
                 consumed_samples=s.consumed_samples + 20 * batch,
             )
             decision = decide(s)
-            since = s.above_optimal_since_samples if decision.batch_above_optimal else None
-            if decision.batch_above_optimal and since is None:
-                since = s.consumed_samples
-            changed = decision.to.global_batch_size != batch
-            s = dataclasses.replace(
-                s,
-                current=s.rows.index(decision.to),
-                above_optimal_since_samples=None if changed else since,
-                last_change_samples=s.consumed_samples if changed else s.last_change_samples,
-                critical_batch_size_when_shrunk=s.critical_batch_size
-                if decision.to.global_batch_size < batch
-                else s.critical_batch_size_when_shrunk,
-            )
+            to, critical = decision.to.global_batch_size, s.critical_batch_size
+            s = dataclasses.replace(s, current=s.rows.index(decision.to))
+            if changed := to != batch:
+                s = dataclasses.replace(
+                    s,
+                    last_change_samples=s.consumed_samples,
+                    critical_batch_size_when_shrunk=critical if to < batch else None,
+                    critical_batch_size_when_grown=critical if to > batch else None,
+                )
             if changed:
                 sizes.append(decision.to.global_batch_size)
         turns = sum((b > a) != (c > b) for a, b, c in zip(sizes, sizes[1:], sizes[2:]))
