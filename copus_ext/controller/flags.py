@@ -87,7 +87,7 @@ class CopusConfig:
     copus_early_steps: float = _setting(EARLY_STEPS)
     """For adaptive: the critical batch size is at most the samples trained over this. 0: no such
     bound."""
-    copus_decay_exponent: float = _setting(0.0)
+    copus_decay_exponent: float = _setting(1.0)
     """For adaptive: as the learning rate decays to a part f of its largest, the critical batch size
     counts as divided by f to this power."""
     copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))

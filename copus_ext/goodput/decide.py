@@ -347,9 +347,15 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
 
 
 def critical_batch_size_words(s: DecisionInputs) -> str:
-    """The critical batch size and its two factors, as the log and the report put it."""
+    """The critical batch size and what it comes from, as the log and the report put it."""
     critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
     assert critical is not None
+    decayed = s.decay_divisor
+    if s.is_critical_batch_size_bound:
+        source = f"{s.consumed_samples} samples / {s.rules.early_steps:g}"
+    else:
+        source = f"{multiplier:g} x noise scale {critical * decayed / multiplier:.1f}"
+    if decayed < 1:
+        source += f" / {decayed:.2f} of the learning rate"
     least = "at least " if s.noise.status == "lower_bound_only" else ""
-    noise = critical / multiplier
-    return f"critical batch size {least}{critical:.1f} = {multiplier:g} x noise scale {noise:.1f}"
+    return f"critical batch size {least}{critical:.1f} = {source}"

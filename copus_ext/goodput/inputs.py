@@ -130,9 +130,9 @@ class Rules:
     """Of `doubling`: each further doubling comes after this times as many samples."""
     relayout: bool
     """Whether the layout may change."""
-    early_steps: float = 0.0
+    early_steps: float
     """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
-    decay_exponent: float = 0.0
+    decay_exponent: float
     """The critical batch size is divided by this power of the schedule's learning rate over its
     largest."""
 
@@ -240,7 +240,13 @@ class DecisionInputs:
         known = min(self.rules.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
         if math.isinf(known):
             return None
-        return known / max(self.lr_decay_factor, _LEAST_DECAY) ** self.rules.decay_exponent
+        return known / self.decay_divisor
+
+    @property
+    def decay_divisor(self) -> float:
+        """The power of the schedule's learning rate over its largest that the critical batch size
+        is divided by."""
+        return max(self.lr_decay_factor, _LEAST_DECAY) ** self.rules.decay_exponent
 
     @property
     def is_critical_batch_size_bound(self) -> bool:
@@ -272,7 +278,8 @@ class DecisionInputs:
         Raises:
             TypeError, KeyError: a record of another form.
         """
-        rules = dict(data["rules"])
+        # Journals of before have neither.
+        rules = {"early_steps": 0.0, "decay_exponent": 0.0, **data["rules"]}
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
         known = {name: value for name, value in data.items() if name != _RETIRED}

@@ -108,14 +108,16 @@ def test_flags_that_contradict_the_run(values: dict[str, Any], more: str, words:
 
 
 def test_the_grid_holds_what_the_layout_can_cut() -> None:
-    assert rules_of(flags(), config()).grid == (8, 16, 32, 64, 128, 256, 512)
+    assert rules_of(flags(), config()).grid == (2, 4, 8, 16, 32, 64, 128, 256, 512)
+    up = flags(copus_allow_shrink=False)
+    assert rules_of(up, config()).grid == (8, 16, 32, 64, 128, 256, 512)
     some = flags(copus_batch_grid="24,27", copus_max_global_batch_size=40)
-    assert rules_of(some, config()).grid == (8, 16, 24, 32)
+    assert rules_of(some, config()).grid == (2, 4, 8, 16, 24, 32)
     uneven = rules_of(flags(copus_batch_grid="30"), config("--global-batch-size 9", world=3))
     assert uneven.grid[:3] == (9, 18, 30)
-    small = flags(copus_allow_shrink=True, copus_max_global_batch_size=16)
-    assert rules_of(small, config()).grid == (2, 4, 8, 16)
-    assert batches_to_weigh(rules_of(flags(), config()), 16) == [8, 16, 32, 64]
+    assert batches_to_weigh(rules_of(flags(), config()), 16) == [2, 4, 8, 16, 32, 64, 128]
+    published = flags(copus_policy="cbs")
+    assert batches_to_weigh(rules_of(published, config()), 16) == [8, 16, 32, 64]
 
 
 def test_the_papers_policy_is_the_papers() -> None:
@@ -133,6 +135,7 @@ def test_the_papers_policy_is_the_papers() -> None:
 
 
 OBJECTIVE, CONTROLLER = "docs/decisions/020-goodput-with-c-4.md", "docs/controller.md"
+BOTH_WAYS = "docs/decisions/028-the-batch-goes-both-ways.md"
 SHIPPED = [
     # The rules of a run with --copus alone whose first batch is 8, and what justifies each.
     ("policy", "adaptive", CONTROLLER),
@@ -141,9 +144,11 @@ SHIPPED = [
     ("switch_rule", "forward", CONTROLLER),
     ("reference_batch", 8, CONTROLLER),
     ("first_batch", 8, CONTROLLER),
-    ("grid", (8, 16, 32, 64, 128, 256, 512), "docs/decisions/012-copus-acts-by-default.md"),
-    ("allow_shrink", False, "docs/decisions/012-copus-acts-by-default.md"),
-    ("growth", 2.0, "docs/decisions/012-copus-acts-by-default.md"),
+    ("grid", (2, 4, 8, 16, 32, 64, 128, 256, 512), BOTH_WAYS),
+    ("allow_shrink", True, BOTH_WAYS),
+    ("growth", 4.0, BOTH_WAYS),
+    ("early_steps", 100.0, BOTH_WAYS),
+    ("decay_exponent", 1.0, BOTH_WAYS),
     ("min_effective_steps", 20.0, "docs/gns.md"),
     ("norm_test_eta", 0.5, "copus_ext/controller/flags.py"),
     ("schedule", (), CONTROLLER),
@@ -161,7 +166,7 @@ SHIPPED_RATES = [
 ]
 CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
-    (config_module.MOST_SHRINKING, 8, CONTROLLER),
+    (config_module.MOST_SHRINKING, 16, BOTH_WAYS),
     (config_module.DECISION_STEPS, 20, CONTROLLER),
     (CopusConfig().copus_lr_warmup_min_steps, 50, "docs/decisions/030-warm-up-counts-steps.md"),
     (lr_scaling.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
@@ -191,8 +196,11 @@ def test_what_ships_is_what_is_written_down() -> None:
         assert (ROOT / page).exists(), page
         assert value == want, f"{name} is {value}, and {page} justifies {want}: change both"
     assert flags().copus_mode == "act", "docs/decisions/012-copus-acts-by-default.md justifies act"
-    every = samples_to_decision(flags(), config(), 8, is_first=False)
-    assert every == 20 * 8, "docs/controller.md says 20 steps between decisions"
+    every = [
+        samples_to_decision(flags(), config(), 8, last_decision_samples=samples)
+        for samples in (0, 8, 16, 80, 800)
+    ]
+    assert every == [8, 8, 16, 80, 160], "docs/controller.md says 20 steps between decisions"
 
 
 def test_rules_have_no_defaults_of_their_own() -> None:
@@ -459,9 +467,9 @@ def test_a_cluster_is_the_one_of_the_run_and_known_by_its_name_or_found(tmp_path
 
 def test_words_for_the_log() -> None:
     stays = decide(situation(16, 64.0, in_ramp=True))
-    assert "copus: batch 16 stays | target batch 64 | batch 32 in" in decision_line(stays)
+    assert "copus: batch 16 stays | target batch 64 | batch 64 in" in decision_line(stays)
     moves = decide(situation(16, measured=noise(22.5)))
-    assert "copus: would change batch 16 -> 32; gains" in decision_line(moves)
+    assert "copus: would change batch 16 -> 64; gains" in decision_line(moves)
     assert "critical batch size 90.0 = 4 x noise scale 22.5; target batch 64" in moves.reason
     bound = decide(situation(16, measured=noise(22.5, status="lower_bound_only")))
     assert "critical batch size at least 90.0 = 4 x noise scale 22.5" in bound.reason

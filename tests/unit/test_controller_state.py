@@ -117,20 +117,6 @@ def test_a_loss_spike_after_growth_holds_growth_and_the_second_one_for_good() ->
     json.dumps(outcome.to_json(), allow_nan=False)
 
 
-def test_a_batch_above_the_optimal_one_is_known_since_when() -> None:
-    state = ControllerState()
-    for at, above, since in ((8, True, 8), (16, True, 8), (24, None, 8), (32, False, None)):
-        state.record_decision(consumed_samples=at, scheduled=None, above_optimal=above)
-        assert state.above_optimal_since_samples == since
-    assert state.num_decisions == 4
-    due: dict[str, Any] = {"batch": 8, "every_samples": 100}
-    assert not state.is_due(consumed_samples=131, scheduled=None, **due)
-    assert state.is_due(consumed_samples=132, scheduled=None, **due)
-    assert state.is_due(consumed_samples=40, scheduled=16, **due)
-    state.postpone(consumed_samples=40, scheduled=16)
-    assert not state.is_due(consumed_samples=48, scheduled=16, **due)
-
-
 def test_a_change_of_layout_costs_the_most_of_the_last_three() -> None:
     costs = LayoutChangeCosts(prior_s=7.0)
     assert costs.seconds == 7.0
@@ -262,3 +248,15 @@ def test_numbers_for_the_sinks_are_worth_no_decision(
     kinds = [record["kind"] for record in read_journal(tmp_path / NAME)]
     assert kinds == ["start", "decision", "outcome", "decision"]
     assert log.take_scalars() == {} and "math range error" in caplog.text
+
+
+def test_decisions_are_due_after_an_interval_and_where_a_schedule_asks() -> None:
+    state = ControllerState()
+    state.record_decision(consumed_samples=32, scheduled=None)
+    assert state.num_decisions == 1
+    due: dict[str, Any] = {"batch": 8, "every_samples": 100}
+    assert not state.is_due(consumed_samples=131, scheduled=None, **due)
+    assert state.is_due(consumed_samples=132, scheduled=None, **due)
+    assert state.is_due(consumed_samples=40, scheduled=16, **due)
+    state.postpone(consumed_samples=40, scheduled=16)
+    assert not state.is_due(consumed_samples=48, scheduled=16, **due)

@@ -106,11 +106,15 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
 
 
 def test_the_critical_batch_grows_as_the_learning_rate_decays() -> None:
-    flags = {"copus_decay_exponent": 1.0}
-    half = situation(16, 64.0, flags=flags, lr_decay_factor=0.5)
+    half = situation(16, 64.0, lr_decay_factor=0.5)
     assert half.critical_batch_size == 2 * 4 * 64
-    assert situation(16, 64.0, lr_decay_factor=0.5).critical_batch_size == 4 * 64
-    least = situation(16, 64.0, flags=flags, lr_decay_factor=0.0)
+    off = {"copus_decay_exponent": 0.0}
+    assert situation(16, 64.0, flags=off, lr_decay_factor=0.5).critical_batch_size == 4 * 64
+    words = "critical batch size 512.0 = 4 x noise scale 64.0 / 0.50 of the learning rate"
+    assert words in decide(half).reason
+    early = situation(16, 640.0, consumed_samples=30_000)
+    assert "critical batch size 300.0 = 30000 samples / 100" in decide(early).reason
+    least = situation(16, 64.0, lr_decay_factor=0.0)
     assert least.critical_batch_size == 100 * 4 * 64
 
 
@@ -362,7 +366,7 @@ def test_a_steady_noisy_noise_scale_makes_no_batch_swing(
     """10,000 steps each, decided every 20: the batch finds its place and does not go to and fro."""
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        phi, half_life = float(np.exp(rng.uniform(3, 6))), 1000.0
+        phi, half_life = float(np.exp(rng.uniform(3, 6))), 20_000.0
         speeds = {b: 100.0 * b / (b + 40) * float(np.exp(rng.normal(0, 0.02))) for b in GRID}
         rows = [row(b, v, sd=0.02) for b, v in speeds.items()]
         flags = {"copus_allow_shrink": allow_shrink, "copus_objective": objective}
