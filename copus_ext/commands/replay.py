@@ -83,13 +83,16 @@ def answer(args: argparse.Namespace) -> int:
     path = args.journal / NAME if args.journal.is_dir() else args.journal
     names = ("noise_scale_multiplier", "objective")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    same = different = 0
+    same = different = older = 0
     try:
         for record in read_journal(path):
             if record["kind"] != "decision":
                 continue
-            if record["version"] != VERSION:
-                raise ValueError(f"version {record['version']} instead of {VERSION}")
+            if record["version"] > VERSION:
+                raise ValueError(f"version {record['version']}; this release knows {VERSION}")
+            if record["version"] < VERSION:
+                older += 1
+                continue
             is_same, again = replayed(record, changes)
             same, different = same + is_same, different + (not is_same)
             if args.all or not is_same or again["kind"] != "stay":
@@ -100,6 +103,8 @@ def answer(args: argparse.Namespace) -> int:
         tell("replay.py", f"error: {path}: {type(error).__name__}: {error}")
         return 5
     print(f"{same} decisions the same, {different} different")
+    if older:
+        print(f"{older} decisions by the rules of an earlier release are not decided again")
     return 1 if different and not changes else 0
 
 

@@ -20,7 +20,8 @@ from copus_ext.goodput.state import ConfigChange
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
-VERSION = 2
+VERSION = 3
+"""3: decisions by the rules of docs/decisions/028; older ones cannot be decided again."""
 
 
 class DecisionLog:
@@ -150,7 +151,8 @@ def read_journal(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def upgraded(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of any version with today's names. Version 1 is read for one release.
+    """A record of any version with today's names, and its own version. Version 1 is read for one
+    release.
 
     Args:
         record: a line of a journal; parts of an unknown form stay as they are.
@@ -158,7 +160,7 @@ def upgraded(record: dict[str, Any]) -> dict[str, Any]:
     if record.get("version") != 1:
         return record
     _warn_of_version_1()
-    new = {**record, "version": VERSION}
+    new = dict(record)
     if "obeyed" in new:
         new["applied"] = new.pop("obeyed")
     if "sizes" in new:

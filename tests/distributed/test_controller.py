@@ -136,7 +136,7 @@ def test_a_changed_journal_is_found_out(
     assert changed != lines
     (tmp_path / "journal.jsonl").write_text("\n".join(changed))
     assert replay.main([str(tmp_path)]) == 1
-    (tmp_path / "journal.jsonl").write_text('{"kind": "decision", "version": 1}\n')
+    (tmp_path / "journal.jsonl").write_text('{"kind": "decision", "version": 3}\n')
     assert replay.main([str(tmp_path)]) == 5
     assert "replay.py: error" in capsys.readouterr().err
 
@@ -162,12 +162,12 @@ def test_observing_changes_no_bit(results: dict[str, Any]) -> None:
     assert not any(r["applied"] for r in decisions)
 
 
-def test_growth_is_at_most_twofold(results: dict[str, Any]) -> None:
-    for name in ("adaptive", "paper"):
+def test_growth_is_at_most_fourfold_and_twofold_in_the_paper(results: dict[str, Any]) -> None:
+    for name, most in (("adaptive", 4), ("paper", 2)):
         sizes = column(results[name], "global_batch_size")
         # The last step takes what is left.
         assert max(sizes) > 8
-        assert all(b <= 2 * a for a, b in itertools.pairwise(sizes[:-1]))
+        assert all(b <= most * a for a, b in itertools.pairwise(sizes[:-1]))
         assert column(results[name], "consumed_samples")[-1] == 360
     assert max(column(results["adaptive"], "global_batch_size")) <= 64
 

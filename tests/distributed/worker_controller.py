@@ -90,9 +90,11 @@ def main(output: Path) -> Any:
     saved = ["--load", str(output / "shrunk saved"), "--ckpt-step", "8"]
     record("shrunk resumed", [*SHRINKS, *saved], Noting(**SHRINKING))
     record("plain", [])
-    observe = {"copus_mode": "observe", "copus_noise_scale_multiplier": 1e3}
+    # A run of 360 samples is early to its end.
+    eager = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
+    observe = {"copus_mode": "observe", **eager}
     record("observed", ["--log-interval", "1"], Noting(**observe))
-    record("adaptive", [], Noting(copus_noise_scale_multiplier=1e3, copus_max_global_batch_size=64))
+    record("adaptive", [], Noting(**eager, copus_max_global_batch_size=64))
     record("paper", [], Noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:
         (output / "paused" / "control").mkdir(parents=True)

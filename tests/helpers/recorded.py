@@ -96,7 +96,10 @@ def situation(iteration: int, batch: int = BATCH, phi: float = 64.0) -> Decision
     rows = tuple(row(b) for b in (8, 16, 32, 64, 128))
     return DecisionInputs(
         rules=shipped_rules(
-            grid=(8, 16, 32, 64, 128), objective="copus", noise_scale_multiplier=1.0
+            grid=(8, 16, 32, 64, 128),
+            objective="copus",
+            noise_scale_multiplier=1.0,
+            early_steps=0.0,
         ),
         noise=noise(phi),
         rows=rows,

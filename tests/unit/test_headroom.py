@@ -224,7 +224,7 @@ def test_a_plan_is_compared_with_what_is_best_for_the_whole_run() -> None:
 
 
 def test_what_a_decision_knows() -> None:
-    s = situation(16, 64.0)
+    s = situation(16, 64.0, consumed_samples=16_000)
     h = of_inputs(s)
     assert h is not None and h.source == "measured" and h.num_layouts == 1
     assert h.adapting.low <= h.adapting.likely <= h.adapting.high <= h.batch.high

@@ -124,7 +124,7 @@ def test_changes_are_those_of_the_record(run: Path, shown: dict[str, Any]) -> No
     batch = course["batch"]
     by_step = dict(zip(batch["meta"]["x"]["steps"], batch["y"]))
     sizes = [s["global_batch_size"] for s in steps]
-    assert len(set(sizes)) > 2
+    assert len(set(sizes)) > 1
     assert all(by_step[steps[i]["iteration"]] == sizes[i] for i in changes(sizes))
     switch = lines_of(run / "journal.jsonl", "switch")
     assert course["layout"]["y"][0] == "tp1.pp1.dp4"

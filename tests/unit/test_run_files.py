@@ -223,10 +223,11 @@ def test_only_a_layout_that_was_reached_is_a_change_that_was_made(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["act_run", "slow_link"])
-def test_a_journal_of_version_1_is_read(name: str) -> None:
+def test_a_journal_of_version_1_is_read(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "docs" / "results" / f"{name}.journal.jsonl"
     assert '"obeyed": true' in path.read_text()
     payload = payload_of(path)
     assert len(payload["landscapes"][0]["path"]) > 1, "changes were made"
     assert all(item["layouts"] for item in payload["landscapes"][0]["items"])
     assert replay.main([str(path)]) == 0
+    assert "by the rules of an earlier release" in capsys.readouterr().out
