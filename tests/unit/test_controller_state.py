@@ -210,7 +210,9 @@ def test_a_journal_of_version_1_is_read_under_todays_names(
         assert inputs.noise.grad_norm_sq == old["situation"]["noise"]["g2"]
         assert inputs.noise.grad_variance_trace == old["situation"]["noise"]["v"]
     assert len(pairs) == 3
-    assert upgraded(news[0]) is news[0]
+    assert upgraded(news[0]) == news[0]
+    todays = {"kind": "start", "version": 3}
+    assert upgraded(todays) is todays
     inputs = situation(16).to_json()
     inputs["rules"]["calibration"] = inputs["rules"].pop("noise_scale_multiplier")
     old = {"kind": "decision", "version": 1, "situation": inputs}
