@@ -90,13 +90,12 @@ def answer(args: argparse.Namespace) -> int:
                 continue
             if record["version"] > VERSION:
                 raise ValueError(f"version {record['version']}; this release knows {VERSION}")
-            if record["version"] < VERSION:
-                older += 1
-                continue
             is_same, again = replayed(record, changes)
-            same, different = same + is_same, different + (not is_same)
+            is_older = record["version"] < VERSION
+            older += is_older and not is_same
+            same, different = same + is_same, different + (not is_same and not is_older)
             if args.all or not is_same or again["kind"] != "stay":
-                mark = "same" if is_same else "DIFFERENT"
+                mark = "same" if is_same else "changed" if is_older else "DIFFERENT"
                 print(f"{record['number']:5d}  step {record['iteration']:7d}  {mark:9s}  ", end="")
                 print(f"{again['kind']:8s} {again['reason']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -104,7 +103,7 @@ def answer(args: argparse.Namespace) -> int:
         return 5
     print(f"{same} decisions the same, {different} different")
     if older:
-        print(f"{older} decisions by the rules of an earlier release are not decided again")
+        print(f"{older} decisions by the rules of an earlier release would be others today")
     return 1 if different and not changes else 0
 
 

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
 VERSION = 3
-"""3: decisions by the rules of docs/decisions/028; older ones cannot be decided again."""
+"""3: decisions by the rules of docs/decisions/032; today older ones may come out as others."""
 
 
 class DecisionLog:

@@ -21,7 +21,7 @@ MOST_GROWTH, MOST_SHRINKING = 64, 16
 DECISION_STEPS = 20
 """Steps between two decisions."""
 EARLY_STEPS = 100.0
-"""The critical batch size is at most the samples trained over this (docs/decisions/028)."""
+"""The critical batch size is at most the samples trained over this (docs/decisions/032)."""
 
 FILE_FLAG = "--copus-config"
 

@@ -44,12 +44,12 @@ def test_it_resumes_with_the_same_batches_and_losses(old: Path) -> None:
     assert replay.main([str(old / "run")]) == 0, "old decisions and new ones in one journal"
 
 
-def test_its_journal_is_reported_and_not_decided_again(
+def test_its_journal_is_reported_and_decided_again(
     old: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert replay.main([str(old / "run")]) == 0
     said = capsys.readouterr().out
-    assert "0 different" in said and "3 decisions by the rules of an earlier release" in said
+    assert "0 different" in said and "by the rules of an earlier release" in said
     page = old / "report.html"
     assert report.main([str(old / "run"), "-o", str(page)]) == 0
     text = page.read_text()

@@ -135,7 +135,7 @@ def test_the_papers_policy_is_the_papers() -> None:
 
 
 OBJECTIVE, CONTROLLER = "docs/decisions/020-goodput-with-c-4.md", "docs/controller.md"
-BOTH_WAYS = "docs/decisions/028-the-batch-goes-both-ways.md"
+BOTH_WAYS = "docs/decisions/032-the-batch-goes-both-ways.md"
 SHIPPED = [
     # The rules of a run with --copus alone whose first batch is 8, and what justifies each.
     ("policy", "adaptive", CONTROLLER),
