@@ -34,7 +34,7 @@ CASES = [
     ("llama", 2, 1, 1, f"{UNEVEN} {OVERLAP} --calculate-per-token-loss"),
     ("llama", 1, 1, 1, f"{UNEVEN} {OVERLAP}"),
     ("llama-bytes", 1, 1, 1, ""),
-    ("llama-bytes", 4, 1, 1, ""),
+    ("llama-bytes", 2, 1, 1, ""),
     ("gpt2", 1, 1, 1, SHARDED),
     ("gpt2", 4, 1, 1, "--sequence-parallel"),
     ("gpt2", 2, 2, 1, f"--recompute-activations {SHARDED}"),

@@ -143,7 +143,7 @@ def main(output: Path) -> Any:
     alone = (
         f"--train-iters {8 * STEPS} --exit-interval 8 --global-batch-size 1 --lr 1e-30 --min-lr 0"
     )
-    record("alone", f"{layout_flags_text(4, 1)} {alone}", plain=True)
+    record("alone", f"{layout_flags_text(1, 4)} {alone}", plain=True)
     four = f"--train-iters 4 {OVERLAP}"
     record("plain", four, plain=True)
     for estimator in ("micro", "rank", "half"):
@@ -157,7 +157,7 @@ def main(output: Path) -> Any:
     for mbs in (1, 2):
         flags = f"--train-iters 2 --micro-batch-size {mbs} --global-batch-size 8"
         record(f"auto {mbs}", flags)
-    record("blind", f"{layout_flags_text(4, 1)} --train-iters 2 --micro-batch-size 8")
+    record("blind", f"{layout_flags_text(1, 4)} --train-iters 2 --micro-batch-size 8")
     saved = output / "saved"
     save = f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 4 --save {saved}"
     record("first half", f"{save} --exit-interval 2")
