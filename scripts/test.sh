@@ -104,7 +104,10 @@ waiting_lane() {
     if $quick; then group "four ranks" tests tests/distributed/test_walk.py; fi
     if has slurm; then group "tests on SLURM" tests tests/slurm; fi
     if has browser; then group "tests in a browser" tests tests/browser; fi
-    if has ranks; then group "ranks that wait" parallel --dist loadfile tests/distributed -m waits; fi
+    if has ranks; then
+        group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder -m waits \
+            tests/distributed/test_{switch_faults,faults,local_cpu}.py tests/distributed
+    fi
 }
 
 computing_lane() {
