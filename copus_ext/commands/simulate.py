@@ -22,6 +22,9 @@ TRUTHS = ("goodput", "lr_model", "copus")
 """Objectives that may be the simulated truth: those whose scale was checked."""
 
 
+_NOISY_QUADRATIC = "noisy_quadratic"
+
+
 class UsageProblem(Exception):
     """Wrong flags or values."""
 
@@ -79,9 +82,10 @@ def parser() -> argparse.ArgumentParser:
         )
     p.add_argument(
         "--truth",
-        choices=TRUTHS,
+        choices=(*TRUTHS, _NOISY_QUADRATIC),
         help="true worth of a sample: goodput: optimal learning rate at every batch; lr_model: "
-        "only at the first batch; copus: progress also proportional to sqrt(batch)",
+        "only at the first batch; copus: progress also proportional to sqrt(batch). "
+        "noisy_quadratic: rate, length and annealing count too",
     )
     p.add_argument("--speed-error", type=float, help="relative error of the speeds known before")
     p.add_argument("--gns-interval", type=int, help="steps between measurements of the noise")
@@ -109,7 +113,7 @@ def scenario_of(args: argparse.Namespace) -> Any:
         "gns_interval": args.gns_interval,
     }
     values = {name: value for name, value in values.items() if value is not None}
-    if args.truth is not None:
+    if args.truth not in (None, _NOISY_QUADRATIC):
         values["truth"] = dataclasses.replace(scenario.truth, objective=args.truth)
     if args.profile is not None:
         found = timings_of(args.profile, scenario.planner.model, scenario.cluster)
@@ -120,7 +124,7 @@ def scenario_of(args: argparse.Namespace) -> Any:
             scenario = scenario.follow(load(args.trajectory, scenario.truth))
         except TrajectoryError as error:
             raise InputProblem(f"--trajectory {error}") from error
-    return scenario
+    return scenario.with_noisy_quadratic() if args.truth == _NOISY_QUADRATIC else scenario
 
 
 def check(args: argparse.Namespace) -> None:

@@ -75,7 +75,7 @@ def show(result: Comparison, console: Any) -> None:
     pause = least if least == most else f"{least} to {most}"
     title = (
         f"{s.name}: {s.model}, {s.cluster.world_size} x {s.cluster.gpu.name}; a change of layout "
-        f"takes {pause} s; truth {s.truth.objective}, "
+        f"takes {pause} s; truth {s.truth_name}, "
         f"noise scale multiplier {s.truth.noise_scale_multiplier:g}"
     )
     table = Table(title=title, title_justify="left")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import USUAL
@@ -20,12 +23,26 @@ from copus_ext.planner.space import Limits
 from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
 from copus_ext.simulate.conditions import Event, factors_at, planner_under
 from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
+from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
 from copus_ext.simulate.training import ProgressTraining, Training, loss_curve
-from copus_ext.simulate.training_dynamics import GroundTruth, RateSchedule, TrainingDynamics
+from copus_ext.simulate.training_dynamics import (
+    GroundTruth,
+    RateSchedule,
+    ScheduleKind,
+    TrainingDynamics,
+)
+from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
 from megatron.training.config.layout import Layout
 
 _DATA = Path(__file__).parent / "data"
+NOISY_QUADRATIC = "noisy_quadratic"
+_NOISE_PART = 120.0
+"""Noise scale at the end, samples, over the trace of the quadratic's noise."""
+_PEAKS = tuple((2.0 ** np.arange(-6, 2.1, 0.25)).tolist())
+_TARGET_SHARE = 0.8
+_FIRST_LOSS = 10.8
+"""ln of a vocabulary of 49,000."""
 BEYOND = 1.5
 """The dynamics are known up to this multiple of the progress of the last target."""
 
@@ -73,6 +90,12 @@ class Scenario:
     """When parts of the machine become faster or slower; the oracle does not know of them."""
     step_noise: float = 0.0
     """Scatter of the logarithm of a step's seconds, standard deviation."""
+    quadratic: NoisyQuadratic | None = None
+    """The truth instead of `truth` and `trajectory`. Targets are then losses."""
+    peak: float = 1.0
+    """Of its learning rate at the first batch."""
+    lr_schedule: ScheduleKind = "cosine"
+    """Of the learning rate."""
     about: dict[str, Any] = field(default_factory=dict)
     """Sources of the numbers."""
 
@@ -120,6 +143,7 @@ class Scenario:
             total_samples=self.total_samples,
             end_part=self.lr_decay,
             exponent=self.truth.rate_exponent,
+            kind=self.lr_schedule,
         )
 
     def training(self, seed: int = 0) -> Training:
@@ -128,6 +152,8 @@ class Scenario:
         Args:
             seed: of the errors of fork tests.
         """
+        if self.quadratic is not None:
+            return QuadraticTraining(self.quadratic, self.schedule, peak=self.peak)
         return ProgressTraining(
             self.dynamics,
             self.schedule,
@@ -170,6 +196,56 @@ class Scenario:
     def change(self, **values: Any) -> Scenario:
         """The same with other values."""
         return dataclasses.replace(self, **values)
+
+    def with_noisy_quadratic(self) -> Scenario:
+        """The same machine and length, training on a noisy quadratic.
+
+        Its noise is a fixed part of the preset's noise scale at the end. The fastest static batch
+        then costs at most a tenth more than the best under the present truth, and the noise scale
+        at the end is within a few times its critical batch size. The rate is the best of the first
+        batch for the whole length. The target is what that batch reaches at 80 % of the length, in
+        the name of the preset's last loss; the loss starts at that of a uniform guess.
+        """
+        phi = float(self.trajectory.phi_at(self.last))
+        unit = NoisyQuadratic(noise_trace=phi / _NOISE_PART)
+        tuner, first = Tuner(unit, self.schedule), [static(self.batches[0])]
+        peaks = np.array(_PEAKS)
+        peak = float(peaks[tuner.final_losses(first, peaks, self.total_samples).argmin()])
+        goal = tuner.final_losses(first, peaks, _TARGET_SHARE * self.total_samples).min()
+        name = max(self.targets, key=self.targets.__getitem__)
+        try:
+            last = float(name)
+        except ValueError:
+            last = loss_curve(self.targets).loss(self.last)
+        scale = (_FIRST_LOSS - last) / (1.0 - float(goal))
+        problem = dataclasses.replace(unit, loss_scale=scale, loss_floor=_FIRST_LOSS - scale)
+        return self.change(quadratic=problem, peak=peak, targets={name: last})
+
+    def tuned(self, schedules: Sequence[BatchSchedule]) -> dict[str, list[Tuned]]:
+        """By target, batch schedules on a noisy quadratic, each with its best rate and length and
+        the fastest layout of every batch.
+
+        Raises:
+            ValueError: another truth.
+        """
+        if self.quadratic is None:
+            raise ValueError("only a noisy quadratic has learning rates to tune")
+        speeds, tuner = self.speeds(), Tuner(self.quadratic, self.schedule)
+        seconds = {b: b / speeds.fastest(b).samples_per_s for b in self.batches}
+        return {
+            name: tuner.tuned(schedules, loss, step_seconds=lambda b: seconds[round(b)])
+            for name, loss in self.targets.items()
+        }
+
+    @cached_property
+    def tuned_statics(self) -> dict[str, list[Tuned]]:
+        """By target, every static batch on a noisy quadratic."""
+        return self.tuned([static(batch) for batch in self.batches])
+
+    @property
+    def truth_name(self) -> str:
+        """Of `--truth`."""
+        return self.truth.objective if self.quadratic is None else NOISY_QUADRATIC
 
     def recalibrated(self, multiplier: float) -> Scenario:
         """The same critical batch sizes with another noise scale multiplier: samples get as far,

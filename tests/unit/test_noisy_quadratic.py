@@ -8,7 +8,11 @@ import itertools
 import numpy as np
 import pytest
 
+from copus_ext.simulate.compare import optima
+from copus_ext.simulate.contenders import contenders
 from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
+from copus_ext.simulate.run import simulate
+from copus_ext.simulate.scenario import preset
 from copus_ext.simulate.training import branch_losses
 from copus_ext.simulate.training_dynamics import RateSchedule, ScheduleKind
 from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuned, Tuner, static
@@ -216,3 +220,37 @@ def test_seconds_are_those_of_the_steps() -> None:
     halves = found.samples / 2
     assert found.steps == pytest.approx(halves / 32 + halves / 64, rel=0.02)
     assert list(itertools.islice(tuner.sizes(one), 1)) == [32]
+
+
+def test_the_controller_runs_on_a_noisy_quadratic() -> None:
+    scenario = preset("32xmi210-7b").change(total_samples=40_000, batches=(16, 32, 64))
+    scenario = scenario.with_noisy_quadratic()
+    assert scenario.truth_name == "noisy_quadratic"
+    assert scenario.training().loss() == pytest.approx(10.8)
+    everybody = contenders(scenario.batches)
+    run = simulate(scenario, everybody["doubling_small"], seed=0)
+    assert run.resizes
+    fixed = simulate(scenario, everybody["static_16"], seed=0)
+    # Its target is what the first batch reaches at 0.8 of the length, by the chunks of a tuner.
+    speed = scenario.speeds().fastest(16).samples_per_s
+    assert fixed.times_s["2.8"] == pytest.approx(0.8 * 40_000 / speed, rel=5e-3)
+    best = optima(scenario)["2.8"].seconds
+    assert best <= min(tuned.seconds for tuned in scenario.tuned_statics["2.8"]) * 1.001
+    again = simulate(scenario, everybody["doubling_small"], seed=0)
+    assert again.to_json() == run.to_json()
+
+
+@pytest.mark.parametrize("name", ["8xh100-3b", "32xmi210-7b"])
+def test_presets_have_a_quadratic_near_their_own_truth(name: str) -> None:
+    scenario = preset(name)
+    quadratic, dynamics = scenario.with_noisy_quadratic(), scenario.dynamics
+    times = {
+        batch: dynamics.samples(batch, scenario.last)
+        / scenario.speeds().fastest(batch).samples_per_s
+        for batch in scenario.batches
+    }
+    tuned = min(next(iter(quadratic.tuned_statics.values())), key=lambda one: one.seconds)
+    # Its best static batch is nearly the best one of the first truth.
+    assert times[round(tuned.batches.first)] < 1.12 * min(times.values())
+    critical = scenario.truth.noise_scale_multiplier * dynamics.phi(scenario.last)
+    assert 0.3 < tuned.noise_scale / critical < 4
