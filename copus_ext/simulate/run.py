@@ -276,12 +276,19 @@ class _Runner:
             every_samples=samples,
         )
 
+    def _decay(self) -> float:
+        """The scheduled rate over its peak, 1 before it decays."""
+        s = self.scenario
+        if s.lr_schedule != "cosine":
+            return float(s.schedule.rate(max(self.consumed, s.warmup_samples)))
+        done = min(self.consumed / s.total_samples, 1.0)
+        return s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2
+
     def _decide(self) -> None:
         s = self.scenario
         batches = rules.batches_to_weigh(self.rules, self.row.global_batch_size)
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
-        done = min(self.consumed / s.total_samples, 1.0)
         in_warmup = self.consumed < s.warmup_samples
         in_warmup |= self._warm_up_factor(self.row.global_batch_size) < 1.0
         inputs = build_inputs(
@@ -295,7 +302,7 @@ class _Runner:
             consumed_samples=self.consumed,
             total_samples=s.total_samples,
             in_warmup=in_warmup,
-            lr_decay_factor=s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2,
+            lr_decay_factor=self._decay(),
             paused=False,
             priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from copus_ext.controller.decision_log import NAME, DecisionLog, read_journal
 from copus_ext.simulate.compare import optima
 from copus_ext.simulate.contenders import contenders
 from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
@@ -254,3 +256,12 @@ def test_presets_have_a_quadratic_near_their_own_truth(name: str) -> None:
     assert times[round(tuned.batches.first)] < 1.12 * min(times.values())
     critical = scenario.truth.noise_scale_multiplier * dynamics.phi(scenario.last)
     assert 0.3 < tuned.noise_scale / critical < 4
+
+
+def test_decisions_see_the_schedule_of_the_run(tmp_path: Path) -> None:
+    scenario = preset("32xmi210-7b").change(total_samples=40_000, lr_schedule="constant")
+    everybody = contenders(scenario.batches)
+    simulate(scenario, everybody["doubling_small"], seed=0, journal=DecisionLog(tmp_path))
+    inputs = [record["situation"] for record in read_journal(tmp_path / NAME)]
+    assert len(inputs) > 10
+    assert {one["lr_decay_factor"] for one in inputs} == {1.0}
