@@ -65,9 +65,12 @@ def leave_lock(folder: Path, *, age_s: float, **changes: Any) -> Path:
     """A lock of another machine, touched so long ago."""
     path = folder / LOCK_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**ELSEWHERE, "launch": "other.0.0", **changes}))
+    # Whoever watches the lock sees all of it or nothing.
+    whole = path.with_name("lock.whole")
+    whole.write_text(json.dumps({**ELSEWHERE, "launch": "other.0.0", **changes}))
     then = time.time() - age_s
-    os.utime(path, (then, then))
+    os.utime(whole, (then, then))
+    whole.replace(path)
     return path
 
 

@@ -99,7 +99,7 @@ def test_chunks_are_close_to_a_recursion_step_by_step(batch: int, peak: float) -
 
 
 def test_chunks_of_half_the_size_change_no_loss() -> None:
-    some = found()[0] + found()[1]
+    some = found()[0][::4] + found()[1][::4]
     batches = [one.batches for one in some]
     peaks, lengths = [[one.peak] for one in some], [[one.samples] for one in some]
     coarse, fine = (
@@ -188,16 +188,16 @@ def test_batches_that_follow_the_decay_save_what_the_overhead_lets_them() -> Non
 
 def test_where_nothing_else_anneals_growing_saves_much_more() -> None:
     tuner = Tuner(PROBLEM, schedule(400_000, "constant"))
-    fixed = [static(first) for first in (128, 256, 512)]
+    fixed = [static(first) for first in (128, 256)]
     rising = [
         BatchSchedule(
             pieces=((0.0, first), *((1 - 0.5**k, first * 2**k) for k in range(1, 7))),
             rate_exponent=0.0,
         )
-        for first in (64, 128)
+        for first in (128,)
     ]
     every = tuner.tuned([*fixed, *rising], GOAL, peaks=(0.125, 0.25))
-    assert 20 < saved(every[:3], every[3:], 128) < 60
+    assert 20 < saved(every[:2], every[2:], 128) < 60
 
 
 def test_a_machine_without_a_batch_takes_the_nearest() -> None:
@@ -225,7 +225,7 @@ def test_seconds_are_those_of_the_steps() -> None:
 
 
 def test_the_controller_runs_on_a_noisy_quadratic() -> None:
-    scenario = preset("32xmi210-7b").change(total_samples=40_000, batches=(16, 32, 64))
+    scenario = preset("32xmi210-7b").change(total_samples=20_000, batches=(16, 32))
     scenario = scenario.with_noisy_quadratic()
     assert scenario.truth_name == "noisy_quadratic"
     assert scenario.training().loss() == pytest.approx(10.8)
@@ -235,16 +235,15 @@ def test_the_controller_runs_on_a_noisy_quadratic() -> None:
     fixed = simulate(scenario, everybody["static_16"], seed=0)
     # Its target is what the first batch reaches at 0.8 of the length, by the chunks of a tuner.
     speed = scenario.speeds().fastest(16).samples_per_s
-    assert fixed.times_s["2.8"] == pytest.approx(0.8 * 40_000 / speed, rel=5e-3)
+    assert fixed.times_s["2.8"] == pytest.approx(0.8 * 20_000 / speed, rel=5e-3)
     best = optima(scenario)["2.8"].seconds
     assert best <= min(tuned.seconds for tuned in scenario.tuned_statics["2.8"]) * 1.001
     again = simulate(scenario, everybody["doubling_small"], seed=0)
     assert again.to_json() == run.to_json()
 
 
-@pytest.mark.parametrize("name", ["8xh100-3b", "32xmi210-7b"])
-def test_presets_have_a_quadratic_near_their_own_truth(name: str) -> None:
-    scenario = preset(name)
+def test_a_preset_has_a_quadratic_near_its_own_truth() -> None:
+    scenario = preset("32xmi210-7b")
     quadratic, dynamics = scenario.with_noisy_quadratic(), scenario.dynamics
     times = {
         batch: dynamics.samples(batch, scenario.last)
