@@ -16,16 +16,18 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.controller import rules
+from copus_ext.controller.conditions_check import have_conditions_changed
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
-from copus_ext.controller.link_timing import time_link
+from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
+from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
@@ -98,7 +100,7 @@ class Controller(Callback):
         self.failed = False
         self.keeps_settings = self._acts
         self._flag_layout: Layout | None = None
-        self._was_paused = False
+        self._was_paused, self._key = False, ""
         self._log_text = UNDECIDED
 
     @property
@@ -121,8 +123,10 @@ class Controller(Callback):
         rules.check_run(self.flags, config)
         self.gns.on_setup_start(context)
         self.warm_up = WarmUpGuard(self.flags, config)
-        self.link = time_link(config.runtime.device)
+        timings = time_machine(config.runtime.device)
+        self.link = link_of(timings, config)
         self._restore(context)
+        self.state.conditions = Conditions(usual=timings)
         self._flag_layout = config.layout
         problem = machine = None
         if dist.get_rank() == 0:
@@ -181,7 +185,17 @@ class Controller(Callback):
             fixed_micro_batch=not self.changes_micro_batch,
             link=self.link,
             flag_layout=self._flag_layout,
+            factors=self.state.conditions.factors,
         )
+
+    def _renew_table(self, context: CallbackContext) -> None:
+        """Opens the table of another layout, or under other conditions, on rank 0."""
+        if dist.get_rank() == 0:
+            try:
+                self.table = self._open_table(context)
+            except UsageError as error:  # ends the decisions, not the run
+                self.table = None
+                logger.error("controller disabled: %s", error)
 
     def _set_first_step(self, context: CallbackContext) -> None:
         """Sets the batch sizes of the first step of this launch: those of the checkpoint where the
@@ -231,12 +245,7 @@ class Controller(Callback):
         """Adds the hooks to the new model, and sets what goes with the new layout."""
         self.gns.on_relayout_end(context)
         self._on_layout(context)
-        if dist.get_rank() == 0:
-            try:
-                self.table = self._open_table(context)
-            except UsageError as error:  # ends the decisions, not the run
-                self.table = None
-                logger.error("controller disabled: %s", error)
+        self._renew_table(context)
 
     # A step.
 
@@ -251,6 +260,7 @@ class Controller(Callback):
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         """Measures the step, decides if a decision is due, applies it, and records."""
         self._measure(context)
+        self._look_at_conditions(context)
         is_due = not self.failed and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
@@ -265,8 +275,9 @@ class Controller(Callback):
         step, state = context.step, self.state
         assert step is not None
         layout = str(context.config.layout)
+        self._key = config_key(layout, step.micro_batch_size, step.global_batch_size)
         state.record_step(
-            key=config_key(layout, step.micro_batch_size, step.global_batch_size),
+            key=self._key,
             consumed_samples=step.consumed_samples,
             batch=step.global_batch_size,
             loss=step.loss,
@@ -285,6 +296,14 @@ class Controller(Callback):
                     "the loss rose after the batch grew: no growth until sample %d", until
                 )
         self._record_outcome()
+
+    def _look_at_conditions(self, context: CallbackContext) -> None:
+        """Times links again after a lasting change of the step time. Collective then."""
+        step, device = context.step, context.config.runtime.device
+        assert step is not None
+        where = {"key": self._key, "iteration": step.iteration, "device": device}
+        if not self.failed and have_conditions_changed(self.state, self.table, self.log, **where):
+            self._renew_table(context)
 
     def _record_outcome(self, *, now: bool = False) -> None:
         """Records the outcome of the last change once it is known, or with `now` as it is."""
@@ -368,6 +387,7 @@ class Controller(Callback):
             global_batch_size=now.global_batch_size,
             measured=self.state.measured_step_time,
             visited=self.state.timed_layouts,
+            earlier_s=self.state.conditions.earlier_s,
         )
         in_warmup = state.lr_samples < config.optim.lr_warmup_samples
         in_warmup |= self.warm_up.factor(now.global_batch_size, context) < 1.0

@@ -40,9 +40,10 @@ class DecisionLog:
         """Writes a record and waits until it is on disk.
 
         Args:
-            kind: `start`, `decision`, `outcome`, `warmup`, `spike`, `paused`, `resumed`, `failure`
-                or `end`; for a change of layout `switch` and `switch.requested`, `.begin`,
-                `.commit`, `.cancelled` or `.abandoned`; for a fork test `fork.begin` and `fork`.
+            kind: `start`, `decision`, `outcome`, `warmup`, `conditions`, `spike`, `paused`,
+                `resumed`, `failure` or `end`; for a change of layout `switch` and
+                `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a fork
+                test `fork.begin` and `fork`.
             fields: plain JSON types.
 
         Raises:

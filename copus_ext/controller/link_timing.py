@@ -1,18 +1,26 @@
-"""How fast the network between the nodes of a run is, timed when it starts."""
+"""How fast links and ranks of a run are, timed when it starts and when its steps change."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from copus_ext.cost_model.conditions import Timings
 from megatron.training.common.collectives import all_gather_object
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 _BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Of a message that a network of that kind carries at its full speed."""
+_PRODUCT = {"cpu": (384, 2, torch.float32), "cuda": (4096, 16, torch.bfloat16)}
+"""Rows and columns of a matrix product, how often it is done, and its numbers."""
 _TRIES = 3
 
 
@@ -36,29 +44,67 @@ class Link:
         return self.bytes_per_s / self.ranks
 
 
-def time_link(device: str) -> Link | None:
-    """Times the network between the nodes; None on one node. The same on every rank. Collective.
+def time_machine(device: str) -> Timings:
+    """Times a message round all ranks, and a matrix product on the slowest of them. The same on
+    every rank. Collective.
 
     Args:
         device: `cpu` or `cuda`.
     """
     world_size = dist.get_world_size()
     ranks = max(all_gather_object(ranks_of_a_node(world_size)))
-    if ranks == world_size:
+    compute_s = _product_s(device)
+    ring_s = _ring_s(device) if world_size > 1 else 0.0
+    slowest = torch.tensor([compute_s, ring_s], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    compute_s, ring_s = slowest.tolist()
+    return Timings(
+        ring_s=ring_s or None, compute_s=compute_s or None, is_one_node=ranks == world_size
+    )
+
+
+def link_of(timings: Timings, config: Config) -> Link | None:
+    """The network between the nodes; None on one node.
+
+    Args:
+        timings: of the machine; the same on every rank.
+        config: of the run.
+    """
+    world_size = config.layout.world_size
+    if timings.is_one_node or timings.ring_s is None:
         return None
+    num_bytes = 2 * (world_size - 1) / world_size * _BYTES[config.runtime.device]
+    return Link(bytes_per_s=num_bytes / timings.ring_s, ranks=ranks_of_a_node(world_size))
+
+
+def _ring_s(device: str) -> float:
     message = torch.zeros(_BYTES[device], dtype=torch.uint8, device=device)
     dist.all_reduce(message[:1024])  # connects
+    return _best_s(device, lambda: dist.all_reduce(message))
+
+
+def _product_s(device: str) -> float:
+    size, times, kind = _PRODUCT[device]
+    a = torch.ones(size, size, dtype=kind, device=device)
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        for _ in range(times):
+            torch.mm(a, a, out=out)
+
+    multiply()  # loads the kernel
+    return _best_s(device, multiply)
+
+
+def _best_s(device: str, run: Callable[[], Any]) -> float:
     best_s = float("inf")
     for _ in range(_TRIES):
         _wait(device)
         began = time.perf_counter()
-        dist.all_reduce(message)
+        run()
         _wait(device)
         best_s = min(best_s, time.perf_counter() - began)
-    seconds = torch.tensor([best_s], dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    num_bytes = 2 * (world_size - 1) / world_size * _BYTES[device]
-    return Link(bytes_per_s=num_bytes / float(seconds.item()), ranks=ranks)
+    return best_s
 
 
 def _wait(device: str) -> None:

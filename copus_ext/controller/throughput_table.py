@@ -4,7 +4,7 @@ it goes."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
+from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.goodput.inputs import ConfigThroughput
+from copus_ext.goodput.state import key_of
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import ForeignProfile, Timing, read_profile
 from copus_ext.planner.search import Planner
@@ -56,6 +58,7 @@ class ThroughputTable:
         link: between nodes, as timed.
         flag_layout: layout of the flags; a layout of its sizes has its stages, every other one
             even stages. None: that of `config`.
+        factors: of the parts of a step, under present conditions.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -70,6 +73,7 @@ class ThroughputTable:
         fixed_micro_batch: bool = False,
         link: Link | None = None,
         flag_layout: Layout | None = None,
+        factors: PartFactors = USUAL,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
         self._known = {x.sizes: x for x in (flag_layout, config.layout) if x is not None}
@@ -85,9 +89,15 @@ class ThroughputTable:
             self.planner = Planner(
                 model,
                 cluster,
+                constants=cluster.load_constants().under(factors),
                 limits=_limits(config, flags, fixed_micro_batch),
-                timings=self.profiled,
             )
+            # A profile was measured under usual conditions.
+            self.profiled = [
+                replace(t, step_s=t.step_s * self._ratio(t.configuration, USUAL, factors))
+                for t in self.profiled
+            ]
+            self.planner.retime(self.profiled)
         except SpecError as error:
             if flags.copus_cluster is not None:
                 raise UsageError(f"--copus-cluster {flags.copus_cluster}: {error}") from error
@@ -99,6 +109,21 @@ class ThroughputTable:
     def cluster(self) -> ClusterSpec | None:
         """The machine; None where nothing describes it."""
         return self.planner and self.planner.cluster
+
+    def raw_step_s(self, c: Configuration, factors: PartFactors) -> float:
+        """Predicted seconds of a step of any configuration under some conditions, uncorrected."""
+        assert self.planner is not None
+        return self.planner.raw_step_s(_even(c), factors)
+
+    def configuration_of(self, key: str) -> Configuration:
+        """The configuration of a key of `config_key`."""
+        layout, micro, batch = key.rsplit(" ", 2)
+        return _configuration(self.config, int(micro), int(batch), Layout.from_text(layout))
+
+    def _ratio(self, c: Configuration, before: PartFactors, after: PartFactors) -> float:
+        if before == after:
+            return 1.0
+        return self.raw_step_s(c, after) / self.raw_step_s(c, before)
 
     @property
     def peak_flops(self) -> float | None:
@@ -119,6 +144,7 @@ class ThroughputTable:
         global_batch_size: int,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
         visited: Sequence[Layout] = (),
+        earlier_s: Mapping[str, float] | None = None,
     ) -> tuple[list[ConfigThroughput], int]:
         """Every configuration of some batches that fits.
 
@@ -129,12 +155,14 @@ class ThroughputTable:
             measured: median seconds of a step, their median deviation and number, if this run has
                 timed the configuration.
             visited: further layouts under which it has; only used where the layout may change.
+            earlier_s: seconds of a step that are expected of configurations, by key, because they
+                were timed under other conditions.
 
         Returns:
             The rows, and the index of the present configuration.
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
-        rows = self._predicted(batches, now, measured, visited)
+        rows = self._predicted(batches, now, measured, visited, earlier_s or {})
         is_known = any(row.layout.sizes == self.config.layout.sizes for row in rows)
         if not rows or (now.layout.layer_partition and not is_known):
             # The planner ranks even stages only; it has none where the layers do not divide.
@@ -157,10 +185,11 @@ class ThroughputTable:
         now: Configuration,
         measured: Callable[[Configuration], tuple[float, float, int] | None],
         visited: Sequence[Layout],
+        earlier_s: Mapping[str, float],
     ) -> list[ConfigThroughput]:
         if self.planner is None:
             return []
-        live = []
+        live, earlier = [], []
         sizes = range(1, self.flags.copus_max_micro_batch_size + 1)
         own = set()
         if self.flags.copus_layouts == "all":
@@ -176,14 +205,13 @@ class ThroughputTable:
                 live.append(
                     Timing(configuration=c, step_s=median, spread_s=deviation, num_steps=number)
                 )
+            elif c.is_even and (step_s := earlier_s.get(key_of(c))) is not None:
+                earlier.append(Timing(configuration=c, step_s=step_s))
         seen = {t.key for t in live}
-        self.planner.retime(live, earlier=self.profiled)
-        against = now
-        if not now.is_even:
-            # The cost model knows equal micro-batches only.
-            unit = now.layout.dp * now.micro_batch_size
-            against = now.with_num_microbatches(max(now.global_batch_size // unit, 1))
-        rows = []
+        expected = {t.key for t in earlier}
+        profiled = [t for t in self.profiled if t.key not in expected]
+        self.planner.retime(live, earlier=[*earlier, *profiled])
+        against, rows = _even(now), []
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
@@ -248,6 +276,14 @@ def _is(row: ConfigThroughput, c: Configuration) -> bool:
         c.micro_batch_size,
         c.global_batch_size,
     )
+
+
+def _even(c: Configuration) -> Configuration:
+    """The cost model knows equal micro-batches only."""
+    if c.is_even:
+        return c
+    unit = c.layout.dp * c.micro_batch_size
+    return c.with_num_microbatches(max(c.global_batch_size // unit, 1))
 
 
 def _recompute(config: Config) -> tuple[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from copus_ext.goodput.decide import best_alternative
 from copus_ext.goodput.inputs import Candidate, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.objectives import useful_samples_per_s
@@ -140,3 +142,34 @@ def outcome_scalars(change: ConfigChange, *, num_changes: int) -> dict[str, floa
         "copus/speed-over-predicted": change.speed_over_predicted if is_sure else None,
     }
     return {tag: value for tag, value in named.items() if value is not None}
+
+
+def conditions_line(
+    *, before_s: float | None, after_s: float | None, factors: Mapping[str, float]
+) -> str:
+    """What has changed, and what is put down to which part of a step.
+
+    Args:
+        before_s: seconds of a step before; None where steps take what they took.
+        after_s: seconds since.
+        factors: seconds of the parts of a step over the usual ones, by name.
+    """
+    head = "links were timed again"
+    if before_s and after_s:
+        head = f"steps take {after_s:.3g} s instead of {before_s:.3g} s; {head}"
+    parts = [
+        f"{_PART_WORDS.get(name, name)} {x:.2f} times"
+        for name, x in factors.items()
+        if abs(x - 1.0) > 0.01
+    ]
+    return f"{head}: " + (", ".join(parts) + " as slow as usual" if parts else "all is as usual")
+
+
+_PART_WORDS = {
+    "compute": "computation",
+    "tp": "tensor-parallel messages",
+    "pp": "pipeline messages",
+    "dp": "data-parallel messages",
+    "within": "links within nodes",
+    "across": "the network",
+}

@@ -41,6 +41,11 @@ def config_key(layout: str, micro_batch_size: int, global_batch_size: int) -> st
     return f"{layout} {micro_batch_size} {global_batch_size}"
 
 
+def key_of(c: Configuration) -> str:
+    """The same of a configuration."""
+    return config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
+
+
 @dataclass(kw_only=True)
 class StepRecord:
     """A finished step."""
@@ -273,8 +278,7 @@ class ControllerState:
     def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;
         None before enough were timed."""
-        key = config_key(str(c.layout), c.micro_batch_size, c.global_batch_size)
-        times = self.step_times.get(key, [])
+        times = self.step_times.get(key_of(c), [])
         if len(times) < MIN_TIMED_STEPS:
             return None
         median = statistics.median(times)
@@ -282,8 +286,9 @@ class ControllerState:
 
     @property
     def timed_layouts(self) -> list[Layout]:
-        """Layouts under which steps were timed."""
-        return [Layout.from_text(text) for text in sorted({k.split()[0] for k in self.step_times})]
+        """Layouts under which steps were timed, under whatever conditions."""
+        keys = (*self.step_times, *self.conditions.earlier_s)
+        return [Layout.from_text(text) for text in sorted({key.split()[0] for key in keys})]
 
     @property
     def skipped_steps(self) -> int:

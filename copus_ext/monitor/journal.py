@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.messages import warm_up_line
+from copus_ext.goodput.messages import conditions_line, warm_up_line
 from copus_ext.monitor.values import FOREIGN, number, rows, seconds_of, table, text, whole
 from megatron.training.common.errors import counted
 from megatron.training.config.layout import Layout
@@ -396,6 +396,14 @@ def _outcome(record: dict[str, Any]) -> OutcomeRecord:
     )
 
 
+def _conditions(record: dict[str, Any]) -> str:
+    given = record.get("factors")
+    named = given.items() if isinstance(given, dict) else ()
+    factors = {text(n, 20): x for n, value in named if (x := number(value)) is not None}
+    before_s, after_s = number(record.get("before_s")), number(record.get("after_s"))
+    return conditions_line(before_s=before_s, after_s=after_s, factors=factors)
+
+
 def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
     kind = text(kind, 60)
     hold = whole(record.get("hold_growth_until_samples"))
@@ -412,6 +420,7 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "resumed": "an operator resumed the controller",
         "failure": f"the controller is disabled: {text(record.get('error'))}",
         "warmup": warm_up,
+        "conditions": _conditions(record),
         "spike": f"the loss spiked after the batch grew; no growth until sample {hold}",
         "switch.cancelled": f"change to {text(record.get('to'), 100)} cancelled",
         "switch.abandoned": "change of layout abandoned; the run left to start again",
