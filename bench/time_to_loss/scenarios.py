@@ -1,0 +1,308 @@
+"""Does the controller finish sooner than the best static batch that a sweep would have found?
+
+    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S8]
+
+S1: the paper's four clusters, every first batch of the grid, no sweep, two truths: samples of a
+batch B make 1/(1 + B/Phi) progress, and a noisy quadratic whose static batches have the best rate
+and length each. Figures: time over the best static batch known afterwards, mean and worst.
+S2: GPU time in all over that of a sweep by successive halving and its best batch.
+S7: the network falls to a quarter of its speed for half of the samples: saved over the layout best
+in hindsight, and over the one best while the network is healthy.
+S8: where the run says that adapting the batch can save less than 2 %: behind the best static batch.
+
+What a user waits for counts: pauses, measuring (as measured by bench.noise_overhead) and deciding.
+Rules were chosen on seeds 0 and 1. Writes docs/results/time_to_loss_scenarios.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bench.support import arguments, origin
+from bench.time_to_loss import changing_network
+from copus_ext.goodput import headroom
+from copus_ext.simulate.contenders import Contender, contenders
+from copus_ext.simulate.run import simulate, static_run
+from copus_ext.simulate.scenario import Scenario, preset, presets
+
+FILE = "time_to_loss_scenarios.json"
+MEASURING, DECIDING_S = 0.011, 0.02
+"""Share of the time that measuring takes, docs/results/noise_overhead.json, and seconds of a
+decision, docs/results/controller_cost.json, both rounded up."""
+LITTLE = 0.02
+"""A headroom below this is little."""
+_BOOTSTRAPS = 2000
+GOALS = {
+    "S1": {"mean": 0.97, "worst": 1.10},
+    "S2": {"figure": 0.7},
+    "S7": {"hindsight": 0.04, "healthy": 0.15},
+    "S8": {"worst": 0.01},
+}
+HIGHER = {"S7"}
+"""Scenarios whose figures should be at least the goal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A run of the controller from one first batch, against static batches."""
+
+    cluster: str
+    truth: str
+    first_batch: int
+    seed: int
+    seconds: float
+    """Until the last target, with all that a user waits for; infinite if it was not reached."""
+    best_s: float
+    """Of the best static batch."""
+    same_s: float
+    """Of a static run of the first batch; infinite if it never gets there."""
+    sweep_s: float
+    """Of a sweep over the static batches and the best one to its end."""
+
+    @property
+    def ratio(self) -> float:
+        """Over the best static batch."""
+        return self.seconds / self.best_s
+
+
+def clusters() -> list[str]:
+    """The paper's four."""
+    return [name for name in presets() if "nvswitch" not in name]
+
+
+def truths(name: str) -> dict[str, Scenario]:
+    """One cluster under both truths."""
+    one = preset(name)
+    return {"progress": one, "noisy quadratic": one.with_noisy_quadratic()}
+
+
+def static_seconds(s: Scenario) -> dict[int, float]:
+    """Seconds of every static batch on its fastest layout to the last target."""
+    last = max(s.targets, key=s.targets.__getitem__)
+    if s.quadratic is not None:
+        last = next(iter(s.targets))
+        tuned = s.tuned_statics[last]
+        return {batch: one.seconds for batch, one in zip(s.batches, tuned)}
+    found = {}
+    for batch in s.batches:
+        time_s = static_run(s, Contender(name="static", batch=batch), 0).times_s[last]
+        found[batch] = math.inf if time_s is None else time_s
+    return found
+
+
+def sweep_seconds(static_s: dict[int, float]) -> float:
+    """A sweep by successive halving, then the best to its end.
+
+    All batches train to an eighth of their run, the better half of them to a quarter, and so on.
+    Nothing is trained twice, the better half is known without error, and a batch that never gets
+    there counts as much as the slowest that does: a generous sweep.
+    """
+    slowest = max(t for t in static_s.values() if math.isfinite(t))
+    times = sorted(min(t, slowest) for t in static_s.values())
+    total, done, alive = 0.0, 0.0, len(times)
+    for share in (1 / 8, 1 / 4, 1 / 2):
+        total += (share - done) * sum(times[:alive])
+        done, alive = share, max(math.ceil(alive / 2), 1)
+    return total + (1.0 - done) * times[0]
+
+
+def controller_seconds(s: Scenario, first_batch: int, seed: int) -> float:
+    """Seconds of a run with `--copus --copus-layouts all` from a first batch, all counted."""
+    flags = contenders(s.batches)["adaptive_goodput_forward"].flags
+    run = simulate(s, Contender(name="copus", flags=flags, first_batch=first_batch), seed=seed)
+    last = (
+        max(s.targets, key=s.targets.__getitem__) if s.quadratic is None else next(iter(s.targets))
+    )
+    time_s = run.times_s[last]
+    if time_s is None:
+        return math.inf
+    return time_s * (1 + MEASURING) + run.decisions * DECIDING_S
+
+
+def starts(seeds: Sequence[int], say: Callable[[str], None]) -> list[Start]:
+    """All starts of S1."""
+    found = []
+    for cluster in clusters():
+        for truth, s in truths(cluster).items():
+            static_s = static_seconds(s)
+            best, sweep = min(static_s.values()), sweep_seconds(static_s)
+            for batch in s.batches:
+                for seed in seeds:
+                    seconds = controller_seconds(s, batch, seed)
+                    found.append(
+                        Start(
+                            cluster=cluster,
+                            truth=truth,
+                            first_batch=batch,
+                            seed=seed,
+                            seconds=seconds,
+                            best_s=best,
+                            same_s=static_s[batch],
+                            sweep_s=sweep,
+                        )
+                    )
+                own = [one.ratio for one in found[-len(seeds) :]]
+                say(f"{cluster}, {truth}, first batch {batch}: {statistics.fmean(own):.3f}")
+    return found
+
+
+def interval(values: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> list[float]:
+    """A 95 % interval of a figure by drawing seeds anew.
+
+    Args:
+        values: [seeds] what each seed gave.
+        figure: of some of them.
+    """
+    rng = np.random.default_rng(0)
+    drawn = [
+        figure([values[i] for i in rng.integers(0, len(values), len(values))])
+        for _ in range(_BOOTSTRAPS)
+    ]
+    return [float(x) for x in np.percentile(drawn, [2.5, 97.5])]
+
+
+def _by_seed(found: list[Start], seeds: Sequence[int]) -> list[list[Start]]:
+    return [[one for one in found if one.seed == seed] for seed in seeds]
+
+
+def s1(found: list[Start], seeds: Sequence[int]) -> dict[str, Any]:
+    """Time over the best static batch known afterwards."""
+
+    def mean(groups: Sequence[list[Start]]) -> float:
+        return statistics.fmean(one.ratio for group in groups for one in group)
+
+    def worst(groups: Sequence[list[Start]]) -> float:
+        return max(one.ratio for group in groups for one in group)
+
+    groups = _by_seed(found, seeds)
+    return {
+        "mean": mean(groups),
+        "worst": worst(groups),
+        "interval": {"mean": interval(groups, mean), "worst": interval(groups, worst)},
+        "over_the_same_start": _saved_over_same(found),
+        "rows": [vars(one) for one in found],
+    }
+
+
+def _saved_over_same(found: list[Start]) -> dict[str, float]:
+    """Mean of the time saved over a static run of the same first batch, where that gets there."""
+    saved: dict[str, list[float]] = {}
+    for one in found:
+        if math.isfinite(one.same_s):
+            saved.setdefault(one.cluster, []).append(1 - one.seconds / one.same_s)
+    return {name: statistics.fmean(values) for name, values in saved.items()}
+
+
+def s2(found: list[Start], seeds: Sequence[int]) -> dict[str, Any]:
+    """GPU time over sweep and best static batch."""
+
+    def figure(groups: Sequence[list[Start]]) -> float:
+        return statistics.fmean(one.seconds / one.sweep_s for group in groups for one in group)
+
+    groups = _by_seed(found, seeds)
+    return {"figure": figure(groups), "interval": {"figure": interval(groups, figure)}}
+
+
+def s7(seeds: Sequence[int]) -> dict[str, Any]:
+    """A network that falls to a quarter for half of the samples: the mean over the batches."""
+    rows = [changing_network.one(batch, len(seeds)) for batch in changing_network.BATCHES]
+    values = list(zip(*(row["controller_s"] for row in rows)))
+
+    def against(name: str) -> Callable[[Sequence[Any]], float]:
+        def figure(chosen: Sequence[Any]) -> float:
+            return statistics.fmean(
+                1 - seconds[i] / row[name] for seconds in chosen for i, row in enumerate(rows)
+            )
+
+        return figure
+
+    names = {"hindsight": "hindsight_s", "healthy": "healthy_s"}
+    return {
+        **{key: against(name)(values) for key, name in names.items()},
+        "interval": {key: interval(values, against(name)) for key, name in names.items()},
+        "rows": rows,
+    }
+
+
+def flat(name: str) -> Scenario:
+    """A cluster whose critical batch size stands still: nothing is to be had by adapting."""
+    s = preset(name)
+    at = s.trajectory
+    level = float(at.phi_at(s.last / 2))
+    return s.follow(type(at)(progress=(1.0, s.last), phi=(level, level)))
+
+
+def s8(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
+    """Behind the best static batch, started there, where the headroom is below 2 %."""
+    rows: list[dict[str, Any]] = []
+    cases = {name: preset(name) for name in presets()}
+    cases |= {f"{name}, constant critical batch": flat(name) for name in clusters()}
+    for name, s in cases.items():
+        static_s = static_seconds(s)
+        best = min(static_s, key=static_s.__getitem__)
+        told = told_headroom(s, best)
+        if told >= LITTLE:
+            continue
+        behind = [controller_seconds(s, best, seed) / static_s[best] - 1 for seed in seeds]
+        rows.append({"case": name, "headroom": told, "first_batch": best, "behind": behind})
+        say(f"{name}: headroom {told:.3f}, behind {max(behind):.4f}")
+
+    def worst(chosen: Sequence[Any]) -> float:
+        return max(row["behind"][i] for i in chosen for row in rows)
+
+    seen = range(len(seeds))
+    return {"worst": worst(seen), "interval": {"worst": interval(seen, worst)}, "rows": rows}
+
+
+def told_headroom(s: Scenario, batch: int) -> float:
+    """What adapting the batch can save on the fastest layout of a batch, over its true course."""
+    layout = s.speeds().fastest(batch).layout
+    rows = [row for b in s.batches if (row := s.speeds().at(layout, b)) is not None]
+    now = next(i for i, row in enumerate(rows) if row.global_batch_size == batch)
+    edges = np.geomspace(1e-3, 1.0, 301) * s.last
+    phi = s.trajectory.phi_at(np.sqrt(edges[1:] * edges[:-1]))
+    course = headroom.Course(
+        progress=np.diff(edges), critical_batch_size=s.truth.noise_scale_multiplier * phi
+    )
+    return headroom.estimate(rows, now, [course], source="measured").adapting.likely
+
+
+def main() -> None:
+    """Runs, prints and writes."""
+    parser = arguments(__doc__, FILE)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=10)
+    parser.add_argument("--only", default="S1,S2,S7,S8")
+    args = parser.parse_args()
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    names = args.only.split(",")
+    say: Callable[[str], None] = lambda text: print(text, flush=True)  # noqa: E731
+    results = json.loads(args.output.read_text()) if args.output.exists() else {}
+    command = f"python -m bench.time_to_loss.scenarios --seeds {args.seeds}"
+    about = {"seeds": list(seeds), "command": f"{command} --first-seed {args.first_seed}"}
+    if {"S1", "S2"} & {*names}:
+        found = starts(seeds, say)
+        results["S1"], results["S2"] = ({**f(found, seeds), **about} for f in (s1, s2))
+    if "S7" in names:
+        results["S7"] = {**s7(seeds), **about, "seeds": list(range(args.seeds))}
+    if "S8" in names:
+        results["S8"] = {**s8(seeds, say), **about}
+    for name, goals in GOALS.items():
+        if name in results:
+            for figure, goal in goals.items():
+                value = results[name][figure]
+                met = value >= goal if name in HIGHER else value <= goal
+                say(f"{name} {figure}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
+    results["origin"] = origin()
+    args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
