@@ -16,6 +16,7 @@ Rules were chosen on seeds 0 and 1. Writes docs/results/time_to_loss_scenarios.j
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
@@ -31,6 +32,7 @@ from copus_ext.goodput import headroom
 from copus_ext.simulate.contenders import Contender, contenders
 from copus_ext.simulate.run import simulate, static_run
 from copus_ext.simulate.scenario import Scenario, preset, presets
+from copus_ext.simulate.tuned_schedules import static
 
 FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
@@ -83,13 +85,19 @@ def truths(name: str) -> dict[str, Scenario]:
     return {"progress": one, "noisy quadratic": one.with_noisy_quadratic()}
 
 
-def static_seconds(s: Scenario) -> dict[int, float]:
-    """Seconds of every static batch on its fastest layout to the last target."""
+def static_seconds(s: Scenario, loss: float | None = None) -> dict[int, float]:
+    """Seconds of every static batch on its fastest layout.
+
+    Args:
+        s: the scenario.
+        loss: on the noisy quadratic: that the best rate and the shortest length reach. None: to the
+            last target.
+    """
     last = max(s.targets, key=s.targets.__getitem__)
     if s.quadratic is not None:
-        last = next(iter(s.targets))
-        tuned = s.tuned_statics[last]
-        return {batch: one.seconds for batch, one in zip(s.batches, tuned)}
+        goal = s if loss is None else s.change(targets={"end": loss})
+        tuned = goal.tuned([static(float(batch)) for batch in s.batches])
+        return {b: one.seconds for b, one in zip(s.batches, next(iter(tuned.values())))}
     found = {}
     for batch in s.batches:
         time_s = static_run(s, Contender(name="static", batch=batch), 0).times_s[last]
@@ -113,17 +121,31 @@ def sweep_seconds(static_s: dict[int, float]) -> float:
     return total + (1.0 - done) * times[0]
 
 
-def controller_seconds(s: Scenario, first_batch: int, seed: int) -> float:
-    """Seconds of a run with `--copus --copus-layouts all` from a first batch, all counted."""
+def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dict[int, float]]:
+    """Seconds of a run with `--copus --copus-layouts all` from a first batch, all counted, and of
+    every static batch to the same loss.
+
+    On the noisy quadratic the run trains all of its samples, as its learning rate decays to their
+    end. Static runs then have the length that takes them to its last loss.
+    """
     flags = contenders(s.batches)["adaptive_goodput_forward"].flags
-    run = simulate(s, Contender(name="copus", flags=flags, first_batch=first_batch), seed=seed)
-    last = (
-        max(s.targets, key=s.targets.__getitem__) if s.quadratic is None else next(iter(s.targets))
-    )
-    time_s = run.times_s[last]
-    if time_s is None:
-        return math.inf
-    return time_s * (1 + MEASURING) + run.decisions * DECIDING_S
+    assert flags is not None
+    # The learning rate was chosen for the smallest batch of the grid.
+    flags = dataclasses.replace(flags, copus_reference_batch_size=s.batches[0])
+    who = Contender(name="copus", flags=flags, first_batch=first_batch)
+    if s.quadratic is not None:
+        run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
+        assert run.last_loss is not None
+        return _counted(run.seconds, run.decisions), static_seconds(s, run.last_loss)
+    run = simulate(s, who, seed=seed)
+    time_s = run.times_s[max(s.targets, key=s.targets.__getitem__)]
+    reached = math.inf if time_s is None else _counted(time_s, run.decisions)
+    return reached, static_seconds(s)
+
+
+def _counted(seconds: float, decisions: int) -> float:
+    """With what measuring and deciding take."""
+    return seconds * (1 + MEASURING) + decisions * DECIDING_S
 
 
 def starts(seeds: Sequence[int], say: Callable[[str], None]) -> list[Start]:
@@ -131,11 +153,9 @@ def starts(seeds: Sequence[int], say: Callable[[str], None]) -> list[Start]:
     found = []
     for cluster in clusters():
         for truth, s in truths(cluster).items():
-            static_s = static_seconds(s)
-            best, sweep = min(static_s.values()), sweep_seconds(static_s)
             for batch in s.batches:
                 for seed in seeds:
-                    seconds = controller_seconds(s, batch, seed)
+                    seconds, static_s = controller_run(s, batch, seed)
                     found.append(
                         Start(
                             cluster=cluster,
@@ -143,9 +163,9 @@ def starts(seeds: Sequence[int], say: Callable[[str], None]) -> list[Start]:
                             first_batch=batch,
                             seed=seed,
                             seconds=seconds,
-                            best_s=best,
+                            best_s=min(static_s.values()),
                             same_s=static_s[batch],
-                            sweep_s=sweep,
+                            sweep_s=sweep_seconds(static_s),
                         )
                     )
                 own = [one.ratio for one in found[-len(seeds) :]]
@@ -250,7 +270,7 @@ def s8(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
         told = told_headroom(s, best)
         if told >= LITTLE:
             continue
-        behind = [controller_seconds(s, best, seed) / static_s[best] - 1 for seed in seeds]
+        behind = [controller_run(s, best, seed)[0] / static_s[best] - 1 for seed in seeds]
         rows.append({"case": name, "headroom": told, "first_batch": best, "behind": behind})
         say(f"{name}: headroom {told:.3f}, behind {max(behind):.4f}")
 

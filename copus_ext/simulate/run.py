@@ -66,6 +66,8 @@ class Run:
     """Seconds of changes of layout."""
     seconds: float = 0.0
     """Of the whole run with a controller, pauses included."""
+    last_loss: float | None = None
+    """At the end of a run with a controller, nats per token."""
 
     @property
     def relayouts(self) -> int:
@@ -180,6 +182,7 @@ class _Runner:
             self._look_at_conditions()
             if self._is_due():
                 self._decide()
+        self.out.last_loss = self.training.loss()
         self.out.paused_s = self.state.layout_costs.paused_s
         self.out.seconds = self.clock_s
         return self.out
