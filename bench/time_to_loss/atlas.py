@@ -1,0 +1,364 @@
+"""What do batch and batch schedule do to real runs, each with its best rate and warm-up?
+
+python -m bench.time_to_loss.atlas run [--minutes M]      trains what is missing
+python -m bench.time_to_loss.atlas figure               draws loss and time against the batch
+
+Every line of the results file is one run of `small_gpt`. Rate and warm-up are tuned for each batch
+and schedule by coordinate search. Several processes may run at once: they share the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.support import RESULTS, arguments, figure
+from bench.time_to_loss.small_gpt import BatchSchedule, Kind, Recipe, train
+
+FILE = "atlas.jsonl"
+BASE_RATE = 0.008
+"""Rate 0 of the search; rate k is 2^(k/2) times it, at a batch of 32."""
+WARMUPS = (0.02, 0.1, 0.2, 0.3)
+MOST_RATE = 8
+SHORT, MIDDLE, LONG = 32_768, 49_152, 65_536
+"""Lengths of runs in samples: 17, 26 and 35 tokens a parameter."""
+EVALUATIONS = tuple(i / 20 for i in range(1, 20))
+OVERHEADS = (8, 32, 128, 512)
+"""h: fixed time of a step, in samples. A step of B samples takes h + B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run."""
+
+    kind: Kind
+    total_samples: int
+    schedule: BatchSchedule
+    rate: int
+    """k of 2^(k/2) `BASE_RATE`."""
+    warmup: float
+    seed: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names the run."""
+        return (
+            f"{self.kind} {self.total_samples} [{self.schedule.name}] rate {self.rate} "
+            f"warmup {self.warmup:g} seed {self.seed}"
+        )
+
+    @property
+    def recipe(self) -> Recipe:
+        """As the run takes it."""
+        return Recipe(
+            total_samples=self.total_samples,
+            learning_rate=BASE_RATE * 2 ** (self.rate / 2),
+            warmup=self.warmup,
+            kind=self.kind,
+            seed=self.seed,
+        )
+
+
+Losses = dict[str, float]
+"""Last loss of each finished run, by its key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One schedule of one length, with all that is tuned for it."""
+
+    kind: Kind
+    total_samples: int
+    schedule: BatchSchedule
+    first_rate: int = 0
+    """The search begins there."""
+    first_warmup: float = 0.1
+    stride: int = 2
+    """Of the first three rates."""
+    seeds: int = 3
+
+    def spec(self, rate: int, warmup: float, seed: int = 0) -> Spec:
+        """One of its runs."""
+        return Spec(
+            kind=self.kind,
+            total_samples=self.total_samples,
+            schedule=self.schedule,
+            rate=rate,
+            warmup=warmup,
+            seed=seed,
+        )
+
+    def wanted(self, done: Losses) -> Iterator[Spec]:
+        """The runs that the search asks for next, none when it is over."""
+        best_rate, warmup = self.first_rate, self.first_warmup
+        for stride in sorted({self.stride, 1}, reverse=True):
+            best_rate = yield from self._rates(done, best_rate, warmup, stride)
+            if best_rate is None:
+                return
+        trials = [self.spec(best_rate, w) for w in WARMUPS]
+        if missing := [s for s in trials if s.key not in done]:
+            yield from missing
+            return
+        best = min(trials, key=lambda s: done[s.key])
+        if best.warmup != warmup:
+            best_rate = yield from self._rates(done, best_rate, best.warmup, 1)
+            if best_rate is None:
+                return
+        final = self.spec(best_rate, best.warmup)
+        again = [replace(final, seed=seed) for seed in range(1, self.seeds)]
+        yield from (s for s in again if s.key not in done)
+
+    def _rates(self, done: Losses, rate: int, warmup: float, stride: int) -> Any:
+        """Moves to the best rate; gives None while runs are missing, which it yields."""
+        while True:
+            trials = [self.spec(k, warmup) for k in (rate - stride, rate, rate + stride)]
+            if missing := [s for s in trials if s.key not in done]:
+                yield from missing
+                return None
+            best = min(trials, key=lambda s: done[s.key]).rate
+            if best == rate or abs(best) > MOST_RATE:
+                return best
+            rate = best
+
+
+def pieces(*parts: float) -> BatchSchedule:
+    """`pieces(16, .05, 32)` is 16 until 5 % of the samples, then 32."""
+    starts = [0.0, *parts[1::2]]
+    return BatchSchedule(pieces=tuple((a, int(b)) for a, b in zip(starts, parts[::2])))
+
+
+def _schedules() -> list[BatchSchedule]:
+    """Growth, decay, both, and starts that are too large."""
+    grown = [pieces(b // 4, 0.05, b // 2, 0.15, b) for b in (32, 64, 128, 256)]
+    slow = [pieces(b // 4, 0.1, b // 2, 0.3, b) for b in (64, 128)]
+    halves = [pieces(b // 2, 0.1, b) for b in (64, 128)]
+    late = [pieces(b // 4, 0.2, b // 2, 0.5, b) for b in (128, 512)]
+    decays = [replace(pieces(b), decay=0.5) for b in (16, 32, 64, 128)]
+    faster = [replace(pieces(b), decay=1.0) for b in (16, 32, 64)]
+    both = [replace(pieces(b // 4, 0.05, b // 2, 0.15, b), decay=0.5) for b in (32, 64, 128)]
+    shrinks = [pieces(a, at, b) for a, at, b in SHRINKS]
+    return [
+        grown[1],
+        both[1],
+        decays[1],
+        *grown,
+        *both,
+        *decays,
+        *shrinks,
+        *halves,
+        *slow,
+        *late,
+        *faster,
+    ]
+
+
+SHRINKS = ((256, 0.05, 32), (512, 0.05, 32), (512, 0.05, 64), (256, 0.1, 32), (128, 0.2, 32))
+
+
+def cells(done: Losses) -> Iterator[Cell]:
+    """All cells, those first that say most. Some begin where another one ended."""
+    statics = (32, 64, 16, 128, 8, 256, 512, 4)
+    for batch in statics:
+        yield Cell(
+            kind="cosine",
+            total_samples=SHORT,
+            schedule=pieces(batch),
+            first_warmup=0.1 if batch <= 64 else 0.2,
+        )
+    for schedule in _unique(_schedules()):
+        first = _near(done, "cosine", SHORT, pieces(32))
+        yield Cell(
+            kind="cosine",
+            total_samples=SHORT,
+            schedule=schedule,
+            first_rate=first[0],
+            first_warmup=0.2 if schedule in (pieces(*x) for x in SHRINKS) else 0.1,
+            stride=1,
+            seeds=2,
+        )
+    for length in (LONG, MIDDLE):
+        for batch in (32, 64, 128, 16, 256, 8, 512):
+            rate, warmup = _near(done, "cosine", SHORT, pieces(batch))
+            yield Cell(
+                kind="cosine",
+                total_samples=length,
+                schedule=pieces(batch),
+                first_rate=rate,
+                first_warmup=warmup,
+                stride=1,
+                seeds=2,
+            )
+    kinds: tuple[Kind, ...] = ("constant", "wsd")
+    for kind in kinds:
+        for batch in (32, 64, 16, 128, 256):
+            rate, warmup = _near(done, "cosine", SHORT, pieces(batch))
+            yield Cell(
+                kind=kind,
+                total_samples=SHORT,
+                schedule=pieces(batch),
+                first_rate=rate - 1,
+                first_warmup=warmup,
+                stride=1,
+                seeds=2,
+            )
+        for schedule in (pieces(16, 0.1, 64, 0.5, 256), pieces(32, 0.5, 128), pieces(32, 0.8, 256)):
+            first = _near(done, kind, SHORT, pieces(32))
+            yield Cell(
+                kind=kind,
+                total_samples=SHORT,
+                schedule=schedule,
+                first_rate=first[0],
+                stride=1,
+                seeds=2,
+            )
+
+
+def _unique(schedules: list[BatchSchedule]) -> list[BatchSchedule]:
+    return list(dict.fromkeys(schedules))
+
+
+def _near(done: Losses, kind: Kind, length: int, schedule: BatchSchedule) -> tuple[int, float]:
+    """Best rate and warm-up so far of another cell."""
+    start = f"{kind} {length} [{schedule.name}] "
+    own = [key for key in done if key.startswith(start) and key.endswith("seed 0")]
+    if not own:
+        return 0, 0.1
+    words = min(own, key=lambda key: done[key])[len(start) :].split()
+    return int(words[1]), float(words[3])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Finished runs, without a line that was cut off."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _claim(path: Path, claims: Path) -> Spec | None:
+    """The first run that is neither finished nor claimed by a living process."""
+    with open(f"{claims}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        taken = json.loads(claims.read_text()) if claims.exists() else {}
+        taken = {key: pid for key, pid in taken.items() if Path(f"/proc/{pid}").exists()}
+        done = {row["key"]: row["loss"] for row in read(path)}
+        for cell in cells(done):
+            for spec in cell.wanted(done):
+                if spec.key not in taken:
+                    taken = {k: p for k, p in taken.items() if p != os.getpid()}
+                    claims.write_text(json.dumps({**taken, spec.key: os.getpid()}))
+                    return spec
+    return None
+
+
+def run(path: Path, minutes: float) -> None:
+    """Trains until nothing is missing or the time is over."""
+    claims, end = path.with_suffix(".claims"), time.monotonic() + 60 * minutes
+    while time.monotonic() < end and (spec := _claim(path, claims)) is not None:
+        began = time.monotonic()
+        trained, curve = train(spec.recipe, spec.schedule, evaluations=EVALUATIONS)
+        loss = trained.evaluate()
+        row = {"key": spec.key, "loss": round(loss, 5), "steps": trained.steps}
+        row |= {"seconds": round(time.monotonic() - began, 1), "python": sys.version.split()[0]}
+        row |= {"spec": asdict(spec), "curve": curve}
+        with path.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(json.dumps(row) + "\n")
+        print(f"{spec.key}: {loss:.4f} in {row['seconds']} s", flush=True)
+
+
+def best_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By kind, length and schedule: its best run with seed 0, and the mean loss of its seeds."""
+    found: dict[str, dict[str, Any]] = {}
+    by_key = {row["key"]: row for row in rows}
+    for row in rows:
+        cell = row["key"].partition(" rate")[0]
+        if row["spec"]["seed"] == 0 and row["loss"] < found.get(cell, {"loss": 99})["loss"]:
+            found[cell] = row
+    for cell, row in found.items():
+        stem = row["key"].rpartition(" ")[0]
+        losses = [r["loss"] for k, r in by_key.items() if k.rpartition(" ")[0] == stem]
+        found[cell] = {**row, "mean_loss": sum(losses) / len(losses), "num_seeds": len(losses)}
+    return found
+
+
+def draw(path: Path, output: Path) -> None:
+    """Loss of the tuned static batches, and the time to a loss for four overheads of a step."""
+    best = best_of(read(path))
+    with figure(output, columns=2, figsize=(10, 4)) as (left, right):
+        for length in (SHORT, MIDDLE, LONG):
+            own = _statics(best, length)
+            left.plot(*zip(*own), marker="o", label=f"{length:,} samples")
+        left.set(xscale="log", xlabel="batch", ylabel="last loss, nats a byte")
+        left.legend()
+        goal = max(loss for _, loss in _statics(best, SHORT)[:3])
+        for overhead in OVERHEADS:
+            points = []
+            for batch in (8, 16, 32, 64, 128, 256, 512):
+                if (needed := samples_to(best, batch, goal)) is not None:
+                    points.append((batch, needed * (overhead + batch) / batch))
+            if points:
+                right.plot(*zip(*points), marker="o", label=f"h = {overhead}")
+        right.set(xscale="log", yscale="log", xlabel="batch", ylabel=f"time to {goal:.3f}, samples")
+        right.legend()
+
+
+def _statics(best: dict[str, dict[str, Any]], length: int) -> list[tuple[int, float]]:
+    found = []
+    for batch in (4, 8, 16, 32, 64, 128, 256, 512):
+        row = best.get(f"cosine {length} [{batch}]")
+        if row is not None:
+            found.append((batch, row["mean_loss"]))
+    return found
+
+
+def samples_to(best: dict[str, dict[str, Any]], batch: int, loss: float) -> float | None:
+    """Length of the run of a static batch that ends at a loss, samples.
+
+    Between lengths the logarithm of the samples is a straight line over the loss; it goes on by
+    half of the distance beyond the ends, else the answer is None.
+    """
+    import numpy as np
+
+    points = [
+        (row["mean_loss"], np.log(length))
+        for length in (SHORT, MIDDLE, LONG)
+        if (row := best.get(f"cosine {length} [{batch}]")) is not None
+    ]
+    if len(points) < 2:
+        return None
+    losses, logs = zip(*sorted(points))
+    reach = (losses[-1] - losses[0]) / 2
+    if not losses[0] - reach <= loss <= losses[-1] + reach:
+        return None
+    i = int(np.clip(np.searchsorted(losses, loss) - 1, 0, len(losses) - 2))
+    slope = (logs[i + 1] - logs[i]) / (losses[i + 1] - losses[i])
+    return float(np.exp(logs[i] + slope * (loss - losses[i])))
+
+
+def main() -> None:
+    """Runs what the command line asks for."""
+    parser = arguments(__doc__, FILE)
+    parser.add_argument("what", choices=("run", "figure"))
+    parser.add_argument("--minutes", type=float, default=1e9)
+    args = parser.parse_args()
+    if args.what == "run":
+        run(args.output, args.minutes)
+    else:
+        draw(args.output, RESULTS / "atlas.svg")
+
+
+if __name__ == "__main__":
+    main()
