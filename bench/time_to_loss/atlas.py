@@ -173,7 +173,7 @@ def cells(done: Losses) -> Iterator[Cell]:
             first_warmup=0.1 if batch <= 64 else 0.2,
         )
     for schedule in _unique(_schedules()):
-        first = _near(done, "cosine", SHORT, pieces(32))
+        first = nearest(done, "cosine", SHORT, pieces(32))
         yield Cell(
             kind="cosine",
             total_samples=SHORT,
@@ -185,7 +185,7 @@ def cells(done: Losses) -> Iterator[Cell]:
         )
     for length in (LONG, MIDDLE):
         for batch in (32, 64, 128, 16, 256, 8, 512):
-            rate, warmup = _near(done, "cosine", SHORT, pieces(batch))
+            rate, warmup = nearest(done, "cosine", SHORT, pieces(batch))
             yield Cell(
                 kind="cosine",
                 total_samples=length,
@@ -198,7 +198,7 @@ def cells(done: Losses) -> Iterator[Cell]:
     kinds: tuple[Kind, ...] = ("constant", "wsd")
     for kind in kinds:
         for batch in (32, 64, 16, 128, 256):
-            rate, warmup = _near(done, "cosine", SHORT, pieces(batch))
+            rate, warmup = nearest(done, "cosine", SHORT, pieces(batch))
             yield Cell(
                 kind=kind,
                 total_samples=SHORT,
@@ -209,7 +209,7 @@ def cells(done: Losses) -> Iterator[Cell]:
                 seeds=2,
             )
         for schedule in (pieces(16, 0.1, 64, 0.5, 256), pieces(32, 0.5, 128), pieces(32, 0.8, 256)):
-            first = _near(done, kind, SHORT, pieces(32))
+            first = nearest(done, kind, SHORT, pieces(32))
             yield Cell(
                 kind=kind,
                 total_samples=SHORT,
@@ -224,7 +224,7 @@ def _unique(schedules: list[BatchSchedule]) -> list[BatchSchedule]:
     return list(dict.fromkeys(schedules))
 
 
-def _near(done: Losses, kind: Kind, length: int, schedule: BatchSchedule) -> tuple[int, float]:
+def nearest(done: Losses, kind: Kind, length: int, schedule: BatchSchedule) -> tuple[int, float]:
     """Best rate and warm-up so far of another cell."""
     start = f"{kind} {length} [{schedule.name}] "
     own = [key for key in done if key.startswith(start) and key.endswith("seed 0")]

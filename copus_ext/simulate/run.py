@@ -25,7 +25,6 @@ from copus_ext.goodput.state import (
 )
 from copus_ext.simulate.conditions import World
 from copus_ext.simulate.contenders import Contender
-from copus_ext.simulate.noise_trajectory import NoiseEstimatorModel
 from copus_ext.simulate.scenario import Scenario
 from megatron.training.config.layout import Layout
 
@@ -160,7 +159,7 @@ class _Runner:
         layout = self.speeds.fastest(begin).layout
         self.row = self.speeds.at(layout, first) or self.speeds.fastest(first)
         self.state = ControllerState()
-        self.estimator = NoiseEstimatorModel(seed)
+        self.estimator = scenario.estimator(seed)
         is_paper = self.flags.copus_policy == "copus"
         self.observer = NoiseObserver(interval=scenario.gns_interval, per_step=is_paper)
         self.measures = policies.needs_noise(self.flags.copus_policy)

@@ -22,7 +22,7 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from copus_ext.reshard.pause import PausePredictor, predictor_of, shape_for
 from copus_ext.simulate.conditions import Event, factors_at, planner_under
-from copus_ext.simulate.noise_trajectory import NoiseTrajectory, power_law
+from copus_ext.simulate.noise_trajectory import NoiseEstimatorModel, NoiseTrajectory, power_law
 from copus_ext.simulate.noisy_quadratic import NoisyQuadratic, QuadraticTraining
 from copus_ext.simulate.speeds import PROFILED_SD, Speeds, planned
 from copus_ext.simulate.training import ProgressTraining, Training, loss_curve
@@ -161,6 +161,10 @@ class Scenario:
             average_error=self.average_error,
             seed=seed,
         )
+
+    def estimator(self, seed: int) -> NoiseEstimatorModel:
+        """Draws what a run measures of the noise scale."""
+        return NoiseEstimatorModel(seed)
 
     @property
     def last(self) -> float:
