@@ -147,6 +147,7 @@ class SmallRun:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.model = SmallGPT()
+        self._parameters: list[Any] = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
@@ -154,22 +155,45 @@ class SmallRun:
         order = np.random.default_rng(recipe.seed + 100).permutation(len(self.train))
         self.order = torch.from_numpy(order)
         self.samples = self.steps = 0
-        self.lr_multiple = 1.0
-        """Beside the recipe's rate."""
+        self.lr_multiple: float | None = None
+        """Beside the recipe's rate; None: the root of the batch over `REFERENCE_BATCH`."""
+        self.squared_norms: tuple[float, float] | None = None
+        """Of the last step's gradients: mean of its groups, and of their mean; None for one
+        group."""
 
-    def step(self, batch: int) -> float:
-        """Trains on the next `batch` samples; their loss before the step."""
+    def step(self, batch: int, groups: int = 1) -> float:
+        """Trains on the next `batch` samples.
+
+        Args:
+            batch: samples of the step.
+            groups: equal parts whose gradients are compared; it divides the batch.
+
+        Returns:
+            Mean loss of the samples before the step, nats a byte.
+        """
         where = (self.samples + torch.arange(batch)) % len(self.order)
         data = self.train[self.order[where]]
-        lr = self.recipe.learning_rate * math.sqrt(batch / REFERENCE_BATCH) * self.lr_multiple
+        multiple = self.lr_multiple
+        if multiple is None:
+            multiple = math.sqrt(batch / REFERENCE_BATCH)
+        lr = self.recipe.learning_rate * multiple
         for group in self.optimizer.param_groups:
             group["lr"] = lr * self.recipe.rate(self.samples + batch / 2)
         self.optimizer.zero_grad()
-        total = 0.0
-        for part in data.split(_MICRO_BATCH):
-            loss = self.model.loss(part) * (len(part) / batch)
-            loss.backward()
-            total += loss.item()
+        total, norms = 0.0, []
+        before = torch.zeros(())
+        for group in data.split(batch // groups):
+            for part in group.split(_MICRO_BATCH):
+                loss = self.model.loss(part) * (len(part) / batch)
+                loss.backward()
+                total += loss.item()
+            if groups > 1:
+                now = torch.cat([p.grad.flatten() for p in self._parameters])
+                norms.append(float(((now - before) * groups).square().sum()))
+                before = now
+        self.squared_norms = None
+        if groups > 1:
+            self.squared_norms = sum(norms) / groups, float(before.square().sum())
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.samples += batch

@@ -104,8 +104,8 @@ def power_law_course(
     middle = np.sqrt(grid[1:] * grid[:-1])
     first = grid[0] * (1.0 + batch / phi(grid[0]) / (1.0 - exponent))
     samples = first + np.cumsum([0.0, *np.diff(grid) * (1.0 + batch / phi(middle))])
-    ends = np.interp([max(start, _EARLIEST * end), end], samples, grid)
-    edges = np.geomspace(*ends, num_intervals + 1)
+    first, last = np.interp([max(start, _EARLIEST * end), end], samples, grid).tolist()
+    edges = np.geomspace(first, last, num_intervals + 1)
     middle = np.sqrt(edges[1:] * edges[:-1])
     return Course(progress=np.diff(edges), critical_batch_size=phi(middle))
 

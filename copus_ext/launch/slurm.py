@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ _NODE_NAME = "SLURMD_NODENAME"
 _UNITS_S = (1, 60, 3600, 86400)
 _asked: set[subprocess.Popen[str]] = set()
 """Commands of SLURM that run now."""
+_starting = threading.Lock()
+"""Held while one starts: whoever ends them all must not miss it."""
 _MAX_NODES = 1 << 20
 
 
@@ -242,17 +245,18 @@ def address_of(node: str) -> str:
 def answer(command: Sequence[str]) -> str | None:
     """What a command prints, or None if it is missing, fails or takes too long."""
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-        )
+        with _starting:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+            )
+            _asked.add(process)
     except OSError:
         return None
-    _asked.add(process)
     try:
         text, _ = process.communicate(timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:
@@ -266,7 +270,9 @@ def answer(command: Sequence[str]) -> str | None:
 
 def stop_asking() -> None:
     """Ends the commands that still run: nobody waits for their answers any more."""
-    for process in list(_asked):
+    with _starting:
+        running = list(_asked)
+    for process in running:
         process.kill()
 
 

@@ -78,7 +78,7 @@ def test_goodput_leads_to_the_root_of_critical_batch_and_saturation(phi: int, be
     assert follow(situation(8, phi))[-1] == best
     sizes = {b: abs(math.log(b / math.sqrt(24 * 4 * phi))) for b in GRID}
     assert min(sizes, key=lambda b: sizes[b]) == best
-    late = {"consumed_samples": 5_000_000, "total_samples": 10_000_000}
+    late: dict[str, Any] = {"consumed_samples": 5_000_000, "total_samples": 10_000_000}
     assert follow(situation(16, 4000.0, **late), 3) == [16, 64, 256, 512]
     assert decide(situation(16, 4000.0, **late)).target_batch == 512
     down = follow(situation(512, phi))

@@ -163,7 +163,7 @@ def test_the_prior_holds_the_level_where_it_is_known() -> None:
 
 
 def test_a_course_is_a_power_of_the_progress() -> None:
-    known = {"level": 64.0, "level_at": 20_000.0, "exponent": 0.5}
+    known: dict[str, Any] = {"level": 64.0, "level_at": 20_000.0, "exponent": 0.5}
     course = power_law_course(start=20_000, end=1e6, batch=512, **known)
     # Samples up to there: P + 2 P 512 / Phi(P), which is 64 at 20,000 samples.
     done = 20_000 / 17
@@ -186,7 +186,7 @@ def test_a_course_is_a_power_of_the_progress() -> None:
 
 def test_a_critical_batch_size_that_levels_off_leaves_less_to_gain() -> None:
     def saved(at_most: float) -> float:
-        known = {"level": 1e5, "level_at": 1e8, "exponent": 0.9, "at_most": at_most}
+        known: dict[str, Any] = {"level": 1e5, "level_at": 1e8, "exponent": 0.9, "at_most": at_most}
         course = power_law_course(start=0, end=1e8, batch=0, **known)
         assert course.critical_batch_size.max() <= at_most
         return found(affine(5000.0), course).adapting.likely
