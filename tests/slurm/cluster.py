@@ -135,7 +135,8 @@ class Cluster:
 
         def has_begun() -> bool:
             if self.state(job) == "PENDING":
-                self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+                with contextlib.suppress(AssertionError):  # It may begin by itself meanwhile.
+                    self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             return self.state(job) == "RUNNING"
 
         self.wait("the start", has_begun, job, 60)
