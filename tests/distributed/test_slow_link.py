@@ -35,6 +35,6 @@ def test_a_slow_link_makes_a_live_job_change_its_layout(tmp_path: Path) -> None:
     pipeline = first["speeds"]["tp1.pp2.dp1"]["samples_per_s"]
     assert pipeline > 2 * first["now"]["samples_per_s"], "nothing in bulk crosses the link"
     assert [m["outcome"]["kind"] for m in run["moves"]] == ["moved"], run["decisions"]
-    assert run["moves"][0]["iteration"] == 8
+    assert run["moves"][0]["iteration"] <= 8
     assert run["curves"]["layout"][-1].startswith("tp1.pp2.")
     assert run["decided_again_the_same"] == len(run["decisions"])
