@@ -47,7 +47,10 @@ _LAYOUT = Layout(dp=1)
 
 
 class SmallTraining:
-    """A real run as the simulator's runner steps it (`copus_ext.simulate.training.Training`)."""
+    """A real run as the simulator's runner steps it.
+
+    It has what the runner asks of a `copus_ext.simulate.training.Training` without fork tests.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.run = SmallRun(recipe)
@@ -91,22 +94,6 @@ class SmallTraining:
         groups = min(GROUPS, batch)
         trace = (small - whole) / (groups / batch - 1 / batch)
         return Estimate(grad_norm_sq=whole - trace / batch, grad_variance_trace=trace)
-
-    def start_average(self) -> None:
-        """Averages are for fork tests."""
-        raise NotImplementedError
-
-    def averaged_loss(self) -> float:
-        """Averages are for fork tests."""
-        raise NotImplementedError
-
-    def snapshot(self) -> Any:
-        """All that a step changes."""
-        return self.run.snapshot()
-
-    def restore(self, snapshot: Any) -> None:
-        """Goes back."""
-        self.run.restore(snapshot)
 
 
 @dataclass(frozen=True, kw_only=True)

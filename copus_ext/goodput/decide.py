@@ -268,7 +268,7 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
 def _log_noise_variance(s: DecisionInputs) -> float:
     """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound."""
     low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
-    if s.rules.early_steps and s.is_critical_batch_size_bound:
+    if s.is_critical_batch_size_bound:
         return 0.0
     if s.noise.status != "ok" or not phi or not high:
         return 0.0

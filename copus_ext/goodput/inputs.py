@@ -251,6 +251,8 @@ class DecisionInputs:
     @property
     def is_critical_batch_size_bound(self) -> bool:
         """Whether the bound decides, and not the noise scale."""
+        if not self.rules.early_steps:
+            return False
         phi = self._noise_samples if self.is_noise_known else None
         bound = self.most_critical_batch_size
         return phi is None or self.rules.noise_scale_multiplier * phi >= bound

@@ -101,6 +101,9 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
     assert decision.to.global_batch_size == (32 if known else 8), "4 times at most"
     assert known or "not known yet" in decision.reason
     assert situation(8, 4.0, consumed_samples=30_000).critical_batch_size == 16.0
+    few = noise(4.0, steps=3.0)
+    unsure = situation(8, measured=few, flags={"copus_policy": "copus"}, consumed_samples=30_000)
+    assert not unsure.is_critical_batch_size_bound, "a published policy knows no bound"
     published = situation(8, 4000.0, flags={"copus_policy": "copus"}, consumed_samples=30_000)
     assert published.critical_batch_size == 8000.0
 
