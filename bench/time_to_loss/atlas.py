@@ -25,7 +25,7 @@ from bench.time_to_loss.small_gpt import BatchSchedule, Kind, Recipe, train
 FILE = "atlas.jsonl"
 BASE_RATE = 0.008
 """Rate 0 of the search; rate k is 2^(k/2) times it, at a batch of 32."""
-WARMUPS = (0.02, 0.1, 0.2, 0.3)
+WARMUPS = (0.02, 0.1, 0.2, 0.3, 0.5)
 MOST_RATE = 8
 SHORT, MIDDLE, LONG = 32_768, 49_152, 65_536
 """Lengths of runs in samples: 17, 26 and 35 tokens a parameter."""
@@ -102,16 +102,14 @@ class Cell:
             best_rate = yield from self._rates(done, best_rate, warmup, stride)
             if best_rate is None:
                 return
-        trials = [self.spec(best_rate, w) for w in WARMUPS]
-        if missing := [s for s in trials if s.key not in done]:
-            yield from missing
+        best_warmup = yield from self._warmups(done, best_rate, warmup)
+        if best_warmup is None:
             return
-        best = min(trials, key=lambda s: done[s.key])
-        if best.warmup != warmup:
-            best_rate = yield from self._rates(done, best_rate, best.warmup, 1)
+        if best_warmup != warmup:
+            best_rate = yield from self._rates(done, best_rate, best_warmup, 1)
             if best_rate is None:
                 return
-        final = self.spec(best_rate, best.warmup)
+        final = self.spec(best_rate, best_warmup)
         again = [replace(final, seed=seed) for seed in range(1, self.seeds)]
         yield from (s for s in again if s.key not in done)
 
@@ -119,13 +117,30 @@ class Cell:
         """Moves to the best rate; gives None while runs are missing, which it yields."""
         while True:
             trials = [self.spec(k, warmup) for k in (rate - stride, rate, rate + stride)]
-            if missing := [s for s in trials if s.key not in done]:
-                yield from missing
+            if (best := (yield from _best(done, trials))) is None:
                 return None
-            best = min(trials, key=lambda s: done[s.key]).rate
-            if best == rate or abs(best) > MOST_RATE:
-                return best
-            rate = best
+            if best.rate == rate or abs(best.rate) > MOST_RATE:
+                return best.rate
+            rate = best.rate
+
+    def _warmups(self, done: Losses, rate: int, warmup: float) -> Any:
+        """Moves to the best warm-up among its neighbours; None while runs are missing."""
+        while True:
+            at = WARMUPS.index(warmup)
+            trials = [self.spec(rate, w) for w in WARMUPS[max(at - 1, 0) : at + 2]]
+            if (best := (yield from _best(done, trials))) is None:
+                return None
+            if best.warmup == warmup:
+                return warmup
+            warmup = best.warmup
+
+
+def _best(done: Losses, trials: list[Spec]) -> Any:
+    """The run of least loss; None while some are missing, which it yields."""
+    if missing := [s for s in trials if s.key not in done]:
+        yield from missing
+        return None
+    return min(trials, key=lambda s: done[s.key])
 
 
 def pieces(*parts: float) -> BatchSchedule:
@@ -164,14 +179,8 @@ SHRINKS = ((256, 0.05, 32), (512, 0.05, 32), (512, 0.05, 64), (256, 0.1, 32), (1
 
 def cells(done: Losses) -> Iterator[Cell]:
     """All cells, those first that say most. Some begin where another one ended."""
-    statics = (32, 64, 16, 128, 8, 256, 512, 4)
-    for batch in statics:
-        yield Cell(
-            kind="cosine",
-            total_samples=SHORT,
-            schedule=pieces(batch),
-            first_warmup=0.1 if batch <= 64 else 0.2,
-        )
+    yield from _short((32, 64, 16, 128, 8, 256))
+    yield from _longer(done, LONG)
     for schedule in _unique(_schedules()):
         first = nearest(done, "cosine", SHORT, pieces(32))
         yield Cell(
@@ -183,18 +192,8 @@ def cells(done: Losses) -> Iterator[Cell]:
             stride=1,
             seeds=2,
         )
-    for length in (LONG, MIDDLE):
-        for batch in (32, 64, 128, 16, 256, 8, 512):
-            rate, warmup = nearest(done, "cosine", SHORT, pieces(batch))
-            yield Cell(
-                kind="cosine",
-                total_samples=length,
-                schedule=pieces(batch),
-                first_rate=rate,
-                first_warmup=warmup,
-                stride=1,
-                seeds=2,
-            )
+    yield from _longer(done, MIDDLE)
+    yield from _short((512, 4))
     kinds: tuple[Kind, ...] = ("constant", "wsd")
     for kind in kinds:
         for batch in (32, 64, 16, 128, 256):
@@ -218,6 +217,32 @@ def cells(done: Losses) -> Iterator[Cell]:
                 stride=1,
                 seeds=2,
             )
+
+
+def _short(batches: tuple[int, ...]) -> Iterator[Cell]:
+    """Static batches, the search for their rates wide."""
+    for batch in batches:
+        yield Cell(
+            kind="cosine",
+            total_samples=SHORT,
+            schedule=pieces(batch),
+            first_warmup=0.1 if batch <= 64 else 0.2,
+        )
+
+
+def _longer(done: Losses, length: int) -> Iterator[Cell]:
+    """Static batches of a longer run; they begin where the short ones ended."""
+    for batch in (32, 64, 128, 16, 256, 8, 512):
+        rate, warmup = nearest(done, "cosine", SHORT, pieces(batch))
+        yield Cell(
+            kind="cosine",
+            total_samples=length,
+            schedule=pieces(batch),
+            first_rate=rate,
+            first_warmup=warmup,
+            stride=1,
+            seeds=2,
+        )
 
 
 def _unique(schedules: list[BatchSchedule]) -> list[BatchSchedule]:
