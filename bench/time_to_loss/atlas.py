@@ -180,19 +180,21 @@ SHRINKS = ((256, 0.05, 32), (512, 0.05, 32), (512, 0.05, 64), (256, 0.1, 32), (1
 def cells(done: Losses) -> Iterator[Cell]:
     """All cells, those first that say most. Some begin where another one ended."""
     yield from _short((32, 64, 16, 128, 8, 256))
-    yield from _longer(done, LONG)
+    yield from _longer(done, MIDDLE, (64, 128, 32, 256))
+    yield from _longer(done, LONG, (128, 64, 256))
     for schedule in _unique(_schedules()):
         first = nearest(done, "cosine", SHORT, pieces(32))
         yield Cell(
             kind="cosine",
             total_samples=SHORT,
             schedule=schedule,
-            first_rate=first[0],
-            first_warmup=0.2 if schedule in (pieces(*x) for x in SHRINKS) else 0.1,
+            first_rate=first[0] - 1,
+            first_warmup=0.2,
             stride=1,
             seeds=2,
         )
-    yield from _longer(done, MIDDLE)
+    for length in (MIDDLE, LONG):
+        yield from _longer(done, length, (16, 32, 8, 512))
     yield from _short((512, 4))
     kinds: tuple[Kind, ...] = ("constant", "wsd")
     for kind in kinds:
@@ -230,9 +232,9 @@ def _short(batches: tuple[int, ...]) -> Iterator[Cell]:
         )
 
 
-def _longer(done: Losses, length: int) -> Iterator[Cell]:
+def _longer(done: Losses, length: int, batches: tuple[int, ...]) -> Iterator[Cell]:
     """Static batches of a longer run; they begin where the short ones ended."""
-    for batch in (32, 64, 128, 16, 256, 8, 512):
+    for batch in batches:
         rate, warmup = nearest(done, "cosine", SHORT, pieces(batch))
         yield Cell(
             kind="cosine",
