@@ -30,13 +30,13 @@ from bench.support import arguments, origin
 from bench.time_to_loss import changing_network
 from copus_ext.goodput import headroom
 from copus_ext.simulate.contenders import Contender, contenders
-from copus_ext.simulate.run import simulate, static_run
+from copus_ext.simulate.run import Run, simulate, static_run
 from copus_ext.simulate.scenario import Scenario, preset, presets
 from copus_ext.simulate.tuned_schedules import static
 
 FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
-"""Share of the time that measuring takes, docs/results/noise_overhead.json, and seconds of a
+"""Share of a measured step that measuring takes, docs/results/noise_overhead.json, and seconds of a
 decision, docs/results/controller_cost.json, both rounded up."""
 LITTLE = 0.02
 """A headroom below this is little."""
@@ -136,16 +136,16 @@ def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dic
     if s.quadratic is not None:
         run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
         assert run.last_loss is not None
-        return _counted(run.seconds, run.decisions), static_seconds(s, run.last_loss)
+        return _counted(run.seconds, run), static_seconds(s, run.last_loss)
     run = simulate(s, who, seed=seed)
     time_s = run.times_s[max(s.targets, key=s.targets.__getitem__)]
-    reached = math.inf if time_s is None else _counted(time_s, run.decisions)
+    reached = math.inf if time_s is None else _counted(time_s, run)
     return reached, static_seconds(s)
 
 
-def _counted(seconds: float, decisions: int) -> float:
+def _counted(seconds: float, run: Run) -> float:
     """With what measuring and deciding take."""
-    return seconds * (1 + MEASURING) + decisions * DECIDING_S
+    return seconds + run.measured_s * MEASURING + run.decisions * DECIDING_S
 
 
 def starts(seeds: Sequence[int], say: Callable[[str], None]) -> list[Start]:

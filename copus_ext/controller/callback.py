@@ -491,7 +491,7 @@ class Controller(Callback):
                 reason=decision.reason,
             ),
             ramp=ramp,
-            critical_batch_size=decision.critical_batch_size,
+            critical_batch_size=decision.measured_critical_batch_size,
         )
         if dist.get_rank() == 0:
             lines = [f"copus: {decision.reason}", self._length_line(context, before, to)]

@@ -16,7 +16,7 @@ from megatron.training.config.flag_names import nearest_flag, setting_name
 # Defaults that depend on the run or on another flag; every other one stands at its flag.
 NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 4.0, 2.0
 """c of ours, and of what is published (docs/decisions/020)."""
-MOST_GROWTH, MOST_SHRINKING = 64, 16
+MOST_GROWTH, MOST_SHRINKING = 64, 64
 """Times that the batch may grow, or shrink where that is allowed, from the first."""
 DECISION_STEPS = 20
 """Steps between two decisions."""
@@ -58,8 +58,8 @@ class CopusConfig:
     copus_interval: float | None = option(None)
     """Tokens between two decisions. Default: the tokens of 20 steps."""
     copus_min_global_batch_size: int | None = option(None)
-    """Smallest batch to choose. Default: a sixteenth of the first; the first where the batch may
-    not shrink."""
+    """Smallest batch to choose. Default: a 64th of the first; the first where the batch may not
+    shrink."""
     copus_max_global_batch_size: int | None = option(None)
     """Largest batch to choose. Default: 64 times the first."""
     copus_batch_grid: str | None = _setting(None)
@@ -85,11 +85,8 @@ class CopusConfig:
     copus_allow_shrink: bool | None = _setting(None)
     """Let the batch shrink. Default: yes with adaptive, no with the published policies."""
     copus_early_steps: float = _setting(EARLY_STEPS)
-    """For adaptive: the critical batch size is at most the samples trained over this. 0: no such
-    bound."""
-    copus_decay_exponent: float = _setting(1.0)
-    """For adaptive: as the learning rate decays to a part f of its largest, the critical batch size
-    counts as divided by f to this power."""
+    """For adaptive: the critical batch size is at most the samples trained over this, and of the
+    first 3 % of the run that many. 0: no such bound."""
     copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))
     """How the learning rate scales with the batch, relative to the reference batch."""
     copus_lr_ramp_steps: int | None = _setting(None)

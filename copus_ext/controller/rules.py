@@ -217,7 +217,6 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
         early_steps=flags.copus_early_steps if is_ours else 0.0,
-        decay_exponent=flags.copus_decay_exponent if is_ours else 0.0,
     )
 
 

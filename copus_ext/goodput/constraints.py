@@ -13,7 +13,7 @@ _MOST_SKIPPED = 5
 _SETTLE_STEPS = 50
 """Steps between a change and one of the micro-batch or layout alone."""
 _SWING = 4.0
-"""The batch turns round once the critical batch size has changed by this factor."""
+"""The batch turns round once a measured critical batch size has changed by this factor."""
 
 
 def run_blocked_reason(s: DecisionInputs) -> str:

@@ -64,6 +64,7 @@ def _decision(
         target_batch=target_batch,
         batch_above_optimal=batch_above_optimal,
         critical_batch_size=s.critical_batch_size,
+        critical_batch_size_is_bound=s.is_critical_batch_size_bound,
         candidates=candidates,
     )
 
@@ -350,12 +351,9 @@ def critical_batch_size_words(s: DecisionInputs) -> str:
     """The critical batch size and what it comes from, as the log and the report put it."""
     critical, multiplier = s.critical_batch_size, s.rules.noise_scale_multiplier
     assert critical is not None
-    decayed = s.decay_divisor
     if s.is_critical_batch_size_bound:
-        source = f"{s.consumed_samples} samples / {s.rules.early_steps:g}"
+        source = f"{critical * s.rules.early_steps:.0f} samples / {s.rules.early_steps:g}"
     else:
-        source = f"{multiplier:g} x noise scale {critical * decayed / multiplier:.1f}"
-    if decayed < 1:
-        source += f" / {decayed:.2f} of the learning rate"
+        source = f"{multiplier:g} x noise scale {critical / multiplier:.1f}"
     least = "at least " if s.noise.status == "lower_bound_only" else ""
     return f"critical batch size {least}{critical:.1f} = {source}"

@@ -92,8 +92,9 @@ _OPTIONS = {
 """Memory options of a configuration, with what a row of the journal that lacks them had."""
 
 
-_LEAST_DECAY = 0.01
-"""A learning rate that has decayed further counts as this part of its largest."""
+EARLY_SHARE = 0.03
+"""Share of the run that counts as trained from the start on for the bound of the critical batch
+size. Smaller batches than it gives cost steps and gain nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +133,11 @@ class Rules:
     """Whether the layout may change."""
     early_steps: float
     """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
-    decay_exponent: float
-    """The critical batch size is divided by this power of the schedule's learning rate over its
-    largest."""
 
 
-_RETIRED = "above_optimal_since_samples"
-"""A field that journals of 2026 still hold and that no decision depends on any more."""
+_RETIRED = "above_optimal_since_samples", "decay_exponent"
+"""Fields, one of them of the rules, that journals of 2026 still hold and that no decision depends
+on any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +189,11 @@ class DecisionInputs:
     hold_growth_until_samples: int = 0
     """No growth before, because of a loss spike."""
     critical_batch_size_when_shrunk: float | None = None
-    """Critical batch size when the batch last became smaller, samples; None once it has grown."""
+    """Measured critical batch size when the batch last became smaller, samples; None once it has
+    grown, or if the bound decided."""
     critical_batch_size_when_grown: float | None = None
-    """Critical batch size when the batch last became larger, samples; None once it has shrunk."""
+    """Measured critical batch size when the batch last became larger, samples; None once it has
+    shrunk, or if the bound decided."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
 
@@ -221,7 +222,8 @@ class DecisionInputs:
         1812.06162). A run needs some steps to get anywhere, so early on it is small.
         """
         early = self.rules.early_steps
-        return self.consumed_samples / early if early else math.inf
+        trained = max(self.consumed_samples, EARLY_SHARE * self.total_samples)
+        return trained / early if early else math.inf
 
     @property
     def critical_batch_size(self) -> float | None:
@@ -235,18 +237,10 @@ class DecisionInputs:
         return self.critical_batch_size_of(phi)
 
     def critical_batch_size_of(self, noise_scale: float) -> float | None:
-        """The multiplier times a noise scale, within its bound, and larger as the learning rate
-        decays; samples. None if neither bounds it."""
+        """The multiplier times a noise scale, within its bound; samples. None if neither bounds
+        it."""
         known = min(self.rules.noise_scale_multiplier * noise_scale, self.most_critical_batch_size)
-        if math.isinf(known):
-            return None
-        return known / self.decay_divisor
-
-    @property
-    def decay_divisor(self) -> float:
-        """The power of the schedule's learning rate over its largest that the critical batch size
-        is divided by."""
-        return max(self.lr_decay_factor, _LEAST_DECAY) ** self.rules.decay_exponent
+        return None if math.isinf(known) else known
 
     @property
     def is_critical_batch_size_bound(self) -> bool:
@@ -280,11 +274,12 @@ class DecisionInputs:
         Raises:
             TypeError, KeyError: a record of another form.
         """
-        # Journals of before have neither.
-        rules = {"early_steps": 0.0, "decay_exponent": 0.0, **data["rules"]}
+        # Older journals know no bound.
+        rules = {"early_steps": 0.0, **data["rules"]}
+        rules = {name: value for name, value in rules.items() if name not in _RETIRED}
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
-        known = {name: value for name, value in data.items() if name != _RETIRED}
+        known = {name: value for name, value in data.items() if name not in _RETIRED}
         return cls(
             **{
                 **known,
@@ -385,8 +380,16 @@ class Decision:
     scale's interval."""
     critical_batch_size: float | None = None
     """What the decision went by, samples."""
+    critical_batch_size_is_bound: bool = False
+    """Whether that is the bound, which needs no measurement."""
     candidates: tuple[Candidate, ...] = field(default_factory=tuple)
     """The best, best first."""
+
+    @property
+    def measured_critical_batch_size(self) -> float | None:
+        """What the decision went by if it was measured, samples. Noise can make that swing. The
+        bound only grows."""
+        return None if self.critical_batch_size_is_bound else self.critical_batch_size
 
     @property
     def other_layouts(self) -> list[Layout]:

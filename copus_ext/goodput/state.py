@@ -344,7 +344,7 @@ class ControllerState:
         Args:
             change: without its outcome; the figures before the change are filled in here.
             ramp: the learning rate's way to the new batch.
-            critical_batch_size: in samples; None where the noise scale is unknown.
+            critical_batch_size: as measured, samples; None where it was not.
         """
         before = self.steps[-WINDOW_STEPS:]
         losses = [step.loss for step in before[-TIMED_STEPS:]]

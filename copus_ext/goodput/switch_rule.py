@@ -10,7 +10,7 @@ import math
 
 Z = 1.28
 """Standard deviations of confidence: right nine times of ten."""
-BATCH_MARGIN, RELAYOUT_MARGIN = 0.02, 0.01
+BATCH_MARGIN, RELAYOUT_MARGIN = 0.005, 0.01
 """Least gain, as a logarithm, of another batch and of another layout."""
 PAPER_MARGIN, _ROUNDING = 0.10, 1e-12
 COOL_DOWN_COSTS, COOL_DOWN_STEPS, COOL_DOWN_SHARE = 10.0, (100, 200), 0.05

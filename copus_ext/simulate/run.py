@@ -61,6 +61,8 @@ class Run:
     """Optimizer steps."""
     decisions: int = 0
     """Decisions, including those to stay."""
+    measured_s: float = 0.0
+    """Seconds of the steps that measured the noise scale."""
     paused_s: float = 0.0
     """Seconds of changes of layout."""
     seconds: float = 0.0
@@ -203,6 +205,7 @@ class _Runner:
         self.out.steps += 1
         if self.measures:
             self._measure(batch, phi)
+        self.out.measured_s += seconds * (phi is not None)
         self.state.record_step(
             key=self._key,
             consumed_samples=self.consumed,
@@ -351,7 +354,7 @@ class _Runner:
                 predicted_samples_per_s=to.samples_per_s,
             ),
             ramp=ramp,
-            critical_batch_size=decision.critical_batch_size,
+            critical_batch_size=decision.measured_critical_batch_size,
         )
         self.row = to
         if decision.kind == "relayout":

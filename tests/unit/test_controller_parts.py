@@ -31,7 +31,7 @@ from copus_ext.goodput import costs, lr_scaling, switch_rule
 from copus_ext.goodput.costs import FIXED_S, RELAUNCH_S
 from copus_ext.goodput.decide import decide
 from copus_ext.goodput.headroom import Headroom
-from copus_ext.goodput.inputs import ConfigThroughput, Rules
+from copus_ext.goodput.inputs import EARLY_SHARE, ConfigThroughput, Rules
 from copus_ext.goodput.lr_scaling import RateRules
 from copus_ext.goodput.messages import decision_line, length_line, summary
 from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS, ControllerState
@@ -148,7 +148,6 @@ SHIPPED = [
     ("allow_shrink", True, BOTH_WAYS),
     ("growth", 4.0, BOTH_WAYS),
     ("early_steps", 100.0, BOTH_WAYS),
-    ("decay_exponent", 1.0, BOTH_WAYS),
     ("min_effective_steps", 20.0, "docs/gns.md"),
     ("norm_test_eta", 0.5, "copus_ext/controller/flags.py"),
     ("schedule", (), CONTROLLER),
@@ -166,14 +165,15 @@ SHIPPED_RATES = [
 ]
 CONSTANTS = [
     (config_module.PUBLISHED_NOISE_SCALE_MULTIPLIER, 2.0, OBJECTIVE),
-    (config_module.MOST_SHRINKING, 16, BOTH_WAYS),
+    (config_module.MOST_SHRINKING, 64, BOTH_WAYS),
     (config_module.DECISION_STEPS, 20, CONTROLLER),
     (CopusConfig().copus_lr_warmup_min_steps, 50, "docs/decisions/030-warm-up-counts-steps.md"),
     (lr_scaling.MOST_RAMP_STEPS, 100, "docs/decisions/014-batch-ramp-at-most-100-steps.md"),
     (costs.MOST_FAILURES, 3, "docs/decisions/016-layouts-change-on-request.md"),
     (costs.RELAUNCH_S, 60.0, "copus_ext/controller/flags.py"),
     (switch_rule.Z, 1.28, CONTROLLER),
-    (switch_rule.BATCH_MARGIN, 0.02, CONTROLLER),
+    (EARLY_SHARE, 0.03, BOTH_WAYS),
+    (switch_rule.BATCH_MARGIN, 0.005, CONTROLLER),
     (switch_rule.RELAYOUT_MARGIN, 0.01, CONTROLLER),
     (switch_rule.PAPER_MARGIN, 0.10, CONTROLLER),
     (switch_rule.MOST_PAUSED, 0.02, CONTROLLER),

@@ -92,8 +92,9 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
     """At most the samples over 100 steps, whatever was measured; growth waits for the noise."""
     measured = noise(4000.0) if known else noise(None)
     for consumed, best in ((1_000, 16), (6_000, 32), (30_000, 64)):
-        s = situation(512, measured=measured, consumed_samples=consumed)
+        s = situation(512, measured=measured, consumed_samples=consumed, total_samples=33_000)
         assert s.critical_batch_size == consumed / 100
+        assert decide(s).measured_critical_batch_size is None
         assert math.isclose(best, math.sqrt(24 * consumed / 100), rel_tol=0.42)
         assert decide(s).to.global_batch_size == best
     s = situation(8, measured=measured, consumed_samples=30_000)
@@ -108,17 +109,13 @@ def test_early_in_a_run_the_critical_batch_is_small(known: bool) -> None:
     assert published.critical_batch_size == 8000.0
 
 
-def test_the_critical_batch_grows_as_the_learning_rate_decays() -> None:
-    half = situation(16, 64.0, lr_decay_factor=0.5)
-    assert half.critical_batch_size == 2 * 4 * 64
-    off = {"copus_decay_exponent": 0.0}
-    assert situation(16, 64.0, flags=off, lr_decay_factor=0.5).critical_batch_size == 4 * 64
-    words = "critical batch size 512.0 = 4 x noise scale 64.0 / 0.50 of the learning rate"
-    assert words in decide(half).reason
+def test_a_decision_says_what_its_critical_batch_size_comes_from() -> None:
+    words = "critical batch size 256.0 = 4 x noise scale 64.0"
+    assert words in decide(situation(16, 64.0)).reason
     early = situation(16, 640.0, consumed_samples=30_000)
     assert "critical batch size 300.0 = 30000 samples / 100" in decide(early).reason
-    least = situation(16, 64.0, lr_decay_factor=0.0)
-    assert least.critical_batch_size == 100 * 4 * 64
+    first = situation(16, 640.0, consumed_samples=10, total_samples=1_000_000)
+    assert "critical batch size 300.0 = 30000 samples / 100" in decide(first).reason
 
 
 @pytest.mark.parametrize("phi", [4, 8, 32, 128])

@@ -270,7 +270,7 @@ def test_where_noise_stands_still_so_does_the_batch(seed: int) -> None:
     scenario._speeds[0] = Speeds([row(layout, b, 90.0) for b in scenario.batches])
     who = contenders(scenario.batches)["adaptive_copus_forward"]
     assert who.flags is not None
-    flags = dataclasses.replace(who.flags, copus_decay_exponent=0.0, copus_early_steps=0.0)
+    flags = dataclasses.replace(who.flags, copus_early_steps=0.0)
     run = simulate(scenario, dataclasses.replace(who, flags=flags), seed=seed)
     assert run.decisions > 20
     assert len(run.changes) == 1
