@@ -1,0 +1,594 @@
+"""Does `--copus` finish as soon as the best static batch? Real runs, real clock, two nodes.
+
+    sudo python -m bench.time_to_loss.real_clock [--only S4] [--minutes M]   trains what is missing
+    python -m bench.time_to_loss.real_clock --summary [--draw]               figures from the file
+
+Two network namespaces have one core and one rank each, and run `pretrain_gpt.py` as it is. Every
+row of the results file is one run; a killed command goes on where it was. S3: the quickstart's
+model, three links, `--copus --copus-layouts all` from five first batches on data parallelism,
+behind the best static batch. S4: a small model on data parallelism over 100 Mbit/s, `--copus` from
+four first batches, saved over the best static batch.
+
+Rates are tuned on seed 0 for each static batch: three rates a factor of 2 apart, more while the
+best one is at an end, then the longer warm-up. Runs under the controller have the rate and warm-up
+of the reference batch, by the rule that the controller follows. Their clock counts everything but
+evaluations: set-up, measuring, deciding, pauses.
+
+Only runs under the controller and timings need a quiet machine. `--losses` trains static runs
+alone, whose losses do not depend on the clock, and so can go on beside other work.
+
+On a quiet machine a run of S4 takes about 100 s (75 to 130 by its clock, 150 with start and
+evaluations), one of S3 about 280 s. The first seed of S4 is there after 70 minutes, all of S4 after
+2 hours, all of S3 after another 7 to 8. `--losses` holds 70 minutes of S4 and 2.5 hours of S3. S4
+has 0.4M parameters: with 1M and five tokens for each a run would take ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import math
+import os
+import resource
+import shutil
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import nodes
+from bench.support import (
+    QUICKSTART_MODEL,
+    RESULTS,
+    ROOT,
+    TRAINER,
+    RunRecord,
+    arguments,
+    make_dataset,
+    origin,
+    read_run,
+)
+from bench.time_to_loss import real_clock_figures as figures
+from bench.time_to_loss.atlas import read
+from copus_ext.planner.configuration import Configuration
+from megatron.training.config.layout import Layout
+
+FILE, SUMMARY = "time_to_loss_real_clock.jsonl", "time_to_loss_scenarios.json"
+NO_LIMIT = "0"
+_TUNING_SEED = 0
+_MOST_RATE = 2
+"""Powers of 2 from the first rate, at which the search ends."""
+_TIMED_STEPS = 16
+_BUSY = 0.1
+"""Of a core, which others may have during a run whose clock counts."""
+_SHARED = ["--split", "95,5,0", "--log-interval", "100", "--adam-beta2", "0.95"]
+_DATA_PARALLEL = Layout(dp=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What a scenario's runs share, and which runs it has."""
+
+    name: str
+    model: str
+    """Flags."""
+    copus: str
+    """Flags."""
+    samples: int
+    """Length of a run; a multiple of evaluations times the largest first batch."""
+    links: tuple[str, ...]
+    """Mbit/s; 0 is a link without limit."""
+    starts: tuple[int, ...]
+    """First batches of runs under the controller."""
+    statics: tuple[int, ...]
+    """Those that say most come first."""
+    reference_batch: int
+    """Whose rate and warm-up the controller gets."""
+    lr: float
+    """At the reference batch, where the search begins."""
+    layouts: tuple[str, ...]
+    """In which static batches are timed."""
+    start_micro_batch: int
+    """Largest, of a run's first steps."""
+    timed_micro_batches: tuple[int, ...]
+    seeds: tuple[int, ...] = (1, 2, 3)
+    rates: tuple[int, ...] = (-1, 0, 1)
+    """Powers of 2 times the first rate that are tried at first."""
+    warmups: tuple[float, ...] = (0.1, 0.3)
+    """Parts of the samples."""
+    eval_samples: int = 64
+    """Held-out, of each evaluation."""
+    evaluations: int = 32
+
+    @property
+    def digest(self) -> str:
+        """Of all that a run's losses and times depend on. Rows with another one do not count."""
+        words = (self.model, self.copus, self.samples, self.lr, self.reference_batch)
+        more = (self.eval_samples, self.evaluations, self.start_micro_batch)
+        return hashlib.sha256(repr((words, more)).encode()).hexdigest()[:8]
+
+
+def _model(layers: int, hidden: int, ffn: int, heads: int) -> str:
+    """The quickstart's model in another size."""
+    words = " ".join(QUICKSTART_MODEL.split()).replace("layers 8", f"layers {layers}")
+    words = words.replace("hidden-size 256", f"hidden-size {hidden}")
+    words = words.replace("ffn-hidden-size 1024", f"ffn-hidden-size {ffn}")
+    return words.replace("heads 8", f"heads {heads}").replace("--eval-iters 0", "").strip()
+
+
+S3 = Scenario(
+    name="S3",
+    # A layout that is moved to has these overlaps too.
+    model=_model(8, 256, 1024, 8) + " --overlap-grad-reduce --overlap-param-gather",
+    copus="--copus --copus-layouts all",
+    samples=4096,
+    links=("5000", "2000", NO_LIMIT),
+    starts=(4, 2, 8, 16, 32),
+    statics=(8, 4, 16, 2, 32),
+    reference_batch=4,
+    lr=7e-4,
+    layouts=("tp1.pp1.dp2", "tp1.pp2.vpp4.dp1"),
+    start_micro_batch=1,
+    timed_micro_batches=(2, 4, 8),
+)
+S4 = Scenario(
+    name="S4",
+    model=_model(3, 96, 256, 3),
+    copus="--copus",
+    samples=15_360,
+    links=("100",),
+    starts=(32, 8, 128, 2),
+    statics=(64, 32, 128, 16, 8, 256, 2),
+    reference_batch=32,
+    lr=4e-3,
+    layouts=("tp1.pp1.dp2",),
+    start_micro_batch=16,
+    timed_micro_batches=(16, 64),
+    eval_samples=256,
+    evaluations=30,
+)
+_TINY = _model(2, 32, 64, 2)
+QUICK = (
+    replace(
+        S4,
+        model=_TINY,
+        samples=1024,
+        starts=(8,),
+        statics=(8,),
+        reference_batch=8,
+        seeds=(1,),
+        rates=(0,),
+        warmups=(0.1,),
+        timed_micro_batches=(64,),
+        eval_samples=16,
+        evaluations=16,
+    ),
+    replace(
+        S3,
+        model=_model(4, 64, 128, 2),
+        samples=256,
+        links=("2000",),
+        starts=(4,),
+        statics=(4,),
+        layouts=S3.layouts[:1],
+        seeds=(1,),
+        rates=(0,),
+        warmups=(0.1,),
+        eval_samples=16,
+        evaluations=16,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One run."""
+
+    scenario: str
+    kind: str
+    """static: to the end of its samples. copus: the same under the controller. timing: a few steps
+    of a static batch."""
+    batch: int
+    """The first."""
+    link: str
+    seed: int
+    rate: int = 0
+    """Powers of 2 over the first rate of the scenario, which goes with the root of the batch."""
+    warmup: float = 0.1
+    """Part of the samples."""
+    layout: str = str(_DATA_PARALLEL)
+    micro_batch: int = 1
+
+    @property
+    def key(self) -> str:
+        """Names the run."""
+        return (
+            f"{self.scenario} {self.kind} {self.batch} in {self.micro_batch} on {self.layout} "
+            f"link {self.link} rate {self.rate} warmup {self.warmup:g} seed {self.seed}"
+        )
+
+
+Losses = dict[str, float]
+"""Last held-out loss of each finished run, by its key; 0 for a timing."""
+Search = Generator[Spec, None, "Spec | None"]
+
+
+def _static(s: Scenario, batch: int) -> Spec:
+    """The static run with which the search for a batch begins."""
+    return Spec(
+        scenario=s.name,
+        kind="static",
+        batch=batch,
+        link=NO_LIMIT,
+        seed=_TUNING_SEED,
+        warmup=s.warmups[0],
+        micro_batch=max(min(batch // 2, max(s.timed_micro_batches)), 1),
+    )
+
+
+def tuned(s: Scenario, batch: int, done: Losses) -> Search:
+    """Yields the runs that the search for a batch asks for next; returns the best run, or None
+    while runs are missing."""
+    first = _static(s, batch)
+    trials = [replace(first, rate=k) for k in s.rates]
+    while True:
+        if (best := (yield from _best(trials, done))) is None:
+            return None
+        rates = [spec.rate for spec in trials]
+        beyond = best.rate + (1 if best.rate == max(rates) else -1)
+        if beyond in rates or abs(beyond) > _MOST_RATE or len(s.rates) == 1:
+            break
+        trials.append(replace(first, rate=beyond))
+    return (yield from _best([replace(best, warmup=w) for w in s.warmups], done))
+
+
+def _best(trials: list[Spec], done: Losses) -> Search:
+    """The run of least loss; None while some are missing, which it yields."""
+    if missing := [spec for spec in trials if spec.key not in done]:
+        yield from missing
+        return None
+    return min(trials, key=lambda spec: done[spec.key])
+
+
+def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
+    """A few steps of every static batch in the configurations that may be its fastest."""
+    for batch in s.statics:
+        for text in s.layouts:
+            layout = Layout.from_text(text)
+            share = batch // layout.dp
+            if layout.vpp > 1:
+                # Micro-batches in groups of as many as there are stages.
+                share //= layout.pp
+            micros = {max(min(share, m), 1) for m in s.timed_micro_batches}
+            for micro in sorted(micros):
+                if batch % (layout.dp * micro * (layout.pp if layout.vpp > 1 else 1)) == 0:
+                    yield Spec(
+                        scenario=s.name,
+                        kind="timing",
+                        batch=batch,
+                        link=link,
+                        seed=seed,
+                        layout=text,
+                        micro_batch=micro,
+                    )
+
+
+def wanted(scenarios: Sequence[Scenario], done: Losses) -> Iterator[Spec]:
+    """What is missing, the most telling first. What depends on a missing run does not come yet."""
+    for turn in range(max(len(s.seeds) for s in scenarios)):
+        for s in scenarios:
+            if turn < len(s.seeds):
+                yield from _of_seed(s, s.seeds[turn], done)
+
+
+def _of_seed(s: Scenario, seed: int, done: Losses) -> Iterator[Spec]:
+    best = yield from tuned(s, s.reference_batch, done)
+    if best is not None:
+        for link in s.links:
+            own = [
+                Spec(
+                    scenario=s.name,
+                    kind="copus",
+                    batch=batch,
+                    link=link,
+                    seed=seed,
+                    rate=best.rate,
+                    warmup=best.warmup,
+                    micro_batch=max(min(batch // 2, s.start_micro_batch), 1),
+                )
+                for batch in s.starts
+            ]
+            runs = [*own, *timings(s, link, seed)]
+            yield from (spec for spec in runs if spec.key not in done)
+    for batch in s.statics:
+        best = yield from tuned(s, batch, done)
+        if best is not None and (again := replace(best, seed=seed)).key not in done:
+            yield again
+
+
+def flags_of(s: Scenario, spec: Spec) -> list[str]:
+    """The trainer's flags of a run, without data and directories.
+
+    Rates go with the batch as the controller would change them: learning rate by the root, weight
+    decay per token. All runs see the same held-out samples after the same samples.
+    """
+    factor = math.sqrt(spec.batch / s.reference_batch)
+    lr = s.lr * 2.0**spec.rate * factor
+    c = Configuration(
+        layout=Layout.from_text(spec.layout),
+        micro_batch_size=spec.micro_batch,
+        global_batch_size=spec.batch,
+    )
+    evaluating = ["--eval-iters", str(s.eval_samples // spec.batch)]
+    evaluating += ["--eval-interval", str(s.samples // s.evaluations // spec.batch)]
+    if spec.kind == "timing":
+        evaluating = ["--eval-iters", "0", "--exit-interval", str(_TIMED_STEPS)]
+    return [
+        *s.model.split(),
+        *_SHARED,
+        *c.to_flags(),
+        *("--train-samples", str(s.samples)),
+        *("--lr", f"{lr:.9g}", "--min-lr", f"{0.1 * lr:.9g}", "--lr-decay-style", "cosine"),
+        *("--lr-warmup-samples", str(int(spec.warmup * s.samples))),
+        *("--weight-decay", f"{0.01 * factor:.9g}"),
+        *evaluating,
+        *("--seed", str(spec.seed)),
+        *(s.copus.split() if spec.kind == "copus" else ()),
+    ]
+
+
+def clocked(records: Sequence[dict[str, Any]]) -> list[tuple[int, float, float]]:
+    """Gives steps their `clock`; returns the evaluations as (samples, clock, loss).
+
+    The clock begins when the trainer has its flags. An evaluation lasts from the record of the step
+    before it to its own; that is taken off.
+    """
+    began = next(r["m"] for r in records if r["kind"] == "run.start")
+    evaluations, off, step = [], 0.0, {}
+    for r in records:
+        if r["kind"] == "step":
+            step = r
+            r["clock"] = r["m"] - began - off
+        elif r["kind"] == "eval":
+            off += r["m"] - step["m"]
+            loss = round(r["losses"]["lm loss"], 6)
+            # The last step may be evaluated once more.
+            if not evaluations or evaluations[-1][0] != r["consumed_samples"]:
+                evaluations.append((r["consumed_samples"], round(step["clock"], 4), loss))
+    return evaluations
+
+
+def account(run: RunRecord) -> dict[str, Any]:
+    """Curve, configurations, step times, changes and decisions of a finished run."""
+    curve = clocked(run.records)
+    ways: list[dict[str, Any]] = []
+    intervals: dict[figures.Way, list[float]] = {}
+    samples, set_up_s = 0, run.steps[0]["clock"] - run.steps[0]["seconds"]
+    clock = set_up_s
+    for r in run.steps:
+        at = r["layout"], r["micro_batch_size"], r["global_batch_size"]
+        named = dict(zip(("layout", "micro_batch", "batch"), at))
+        if not ways or figures.way_of(ways[-1]) != at:
+            ways.append({"samples": samples, **named})
+        intervals.setdefault(at, []).append(r["clock"] - clock)
+        samples, clock = r["consumed_samples"], r["clock"]
+    return {
+        "loss": curve[-1][2] if curve else 0.0,
+        "steps": len(run.steps),
+        "seconds": round(clock, 3),
+        "set_up_s": round(set_up_s, 3),
+        "curve": curve,
+        "ways": ways,
+        "speeds": [
+            {
+                **dict(zip(("layout", "micro_batch", "batch"), way)),
+                "steps": len(some),
+                "step_s": round(figures.ordinary_mean(some), 5),
+            }
+            for way, some in intervals.items()
+        ],
+        "moves": [
+            {
+                **{k: r[k] for k in ("consumed_samples", "start", "to")},
+                "kind": r["outcome"]["kind"],
+                "pause_s": round(r["outcome"]["pause_s"], 3),
+            }
+            for r in run.of("switch")
+        ],
+        "decisions": [
+            {"samples": r["consumed_samples"], "seconds": round(r["seconds"], 4)}
+            | {k: r["decision"][k] for k in ("kind", "reason")}
+            for r in run.of("decision")
+        ],
+    }
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Adds a line; one that a kill cut short ends before it."""
+    is_cut = path.exists() and (old := path.read_bytes()) and not old.endswith(b"\n")
+    with path.open("a") as file:
+        file.write("\n" * bool(is_cut) + json.dumps(row) + "\n")
+
+
+def rows_of(path: Path, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
+    """Finished runs of the scenarios as they are now."""
+    digests = {s.name: s.digest for s in scenarios}
+    return [r for r in read(path) if digests.get(r["spec"]["scenario"]) == r["digest"]]
+
+
+def _cpu_s() -> tuple[float, float]:
+    """CPU seconds of ended children of this program, and of all programs of the machine."""
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = Path("/proc/stat").read_text().split("\n")[0].split()[1:]
+    busy = sum(int(words[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
+    return own.ru_utime + own.ru_stime, busy
+
+
+class Runner:
+    """Trains one run after another."""
+
+    def __init__(self, work: Path) -> None:
+        self._work = work
+        work.mkdir(parents=True, exist_ok=True)
+        self._data = str(work / "stdlib_text_document")
+        if not Path(f"{self._data}.idx").exists():
+            make_dataset(work / "stdlib")
+        self.data_bytes = Path(f"{self._data}.bin").stat().st_size
+        self._indexed: set[tuple[str, int]] = set()
+
+    def train(self, s: Scenario, spec: Spec) -> dict[str, Any]:
+        """The row of a run."""
+        at = self._work / "run"
+        command = [TRAINER, *flags_of(s, spec), "--data-path", self._data]
+        command += ["--data-cache-path", str(self._work / "cache"), "--run-dir", str(at)]
+        before = {k: v for k, v in origin().items() if k in ("date", "commit", "load_average")}
+        with nodes.two_nodes(float(spec.link)) as pair:
+            if (s.name, spec.seed) not in self._indexed:
+                # One step, so that no run is the one that makes the index of the samples.
+                shutil.rmtree(at, ignore_errors=True)
+                pair.run([*command, "--exit-interval", "1"], self._work / "index")
+                self._indexed.add((s.name, spec.seed))
+            link = pair.measure_link(1.0) if spec.kind == "copus" else {}
+            shutil.rmtree(at, ignore_errors=True)
+            cpu_s, busy_s = _cpu_s()
+            wall_s = pair.run(command, self._work / spec.kind)
+            own_s = _cpu_s()[0] - cpu_s
+            others_s = _cpu_s()[1] - busy_s - own_s
+        row = {"key": spec.key, "digest": s.digest, **account(read_run(at))}
+        shutil.rmtree(at)
+        return row | {
+            "wall_s": round(wall_s, 1),
+            "cpu_s": round(own_s, 1),
+            "others_cpu_s": round(others_s, 1),
+            "mbit_per_s": link,
+            "data_bytes": self.data_bytes,
+            "spec": asdict(spec),
+            **before,
+        }
+
+
+def run(path: Path, scenarios: Sequence[Scenario], minutes: float, *, only_losses: bool) -> None:
+    """Trains until nothing is missing or the time is over.
+
+    Raises:
+        SystemExit: another process writes the file, it is about other data, or a run failed.
+    """
+    nodes.require()
+    runner, end = Runner(ROOT / "runs" / path.stem), time.monotonic() + 60 * minutes
+    by_name = {s.name: s for s in scenarios}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another process writes {path}") from None
+        if any(row["data_bytes"] != runner.data_bytes for row in rows_of(path, scenarios)):
+            raise SystemExit(f"{path} is about another data set")
+        while time.monotonic() < end:
+            done = {row["key"]: row["loss"] for row in rows_of(path, scenarios)}
+            missing = wanted(scenarios, done)
+            if only_losses:
+                missing = (spec for spec in missing if spec.kind == "static")
+            if (spec := next(missing, None)) is None:
+                return
+            row = runner.train(by_name[spec.scenario], spec)
+            append(path, row)
+            print(
+                f"{row['key']}: loss {row['loss']:.4f} in {row['seconds']} s; wall "
+                f"{row['wall_s']}, cpu {row['cpu_s']}, others {row['others_cpu_s']}",
+                flush=True,
+            )
+
+
+def tuned_rows(s: Scenario, rows: figures.Rows) -> list[dict[str, Any]]:
+    """Rows of a scenario without static runs whose rate or warm-up is not the tuned one."""
+    own = [row for row in rows if row["spec"]["scenario"] == s.name]
+    done = {row["key"]: row["loss"] for row in own}
+    best = {batch: _last(tuned(s, batch, done)) for batch in s.statics}
+    kept = {replace(spec, seed=k).key for spec in best.values() if spec for k in s.seeds}
+    return [row for row in own if row["spec"]["kind"] != "static" or row["key"] in kept]
+
+
+def _last(search: Search) -> Spec | None:
+    """What a search returns."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as end:
+            return end.value
+
+
+def summarise(path: Path, scenarios: Sequence[Scenario], output: Path) -> None:
+    """Prints the figures of every scenario that has a complete seed, and writes them."""
+    rows, found = rows_of(path, scenarios), {}
+    for s in scenarios:
+        own = tuned_rows(s, rows)
+        seeds, comparisons = figures.compare(
+            own, links=s.links, seeds=s.seeds, starts=s.starts, statics=s.statics
+        )
+        if not seeds:
+            print(f"{s.name}: no seed is complete")
+            continue
+        command = "sudo python -m bench.time_to_loss.real_clock; ... --summary"
+        commits = sorted({row["commit"] for row in own})
+        about = figures.result(s.name, seeds, comparisons)
+        found[s.name] = {**about, "command": command, "commits": commits}
+        for one in comparisons:
+            print(
+                f"{s.name} link {one.link} seed {one.seed} from {one.first_batch}: "
+                f"{one.seconds:.1f} s to {one.loss:.3f}, static {one.best_batch} {one.best_s:.1f} s"
+            )
+        print("\n".join(figures.verdicts(s.name, about)))
+    figures.keep(output, found)
+    clocked_rows = [row for row in rows if row["spec"]["kind"] != "static"]
+    busy = [r["key"] for r in clocked_rows if r["others_cpu_s"] > _BUSY * r["wall_s"]]
+    if busy:
+        print(f"others had more than {_BUSY:.0%} of a core during: {'; '.join(busy)}")
+
+
+def draw(path: Path, s: Scenario, output: Path) -> None:
+    """Draws the first complete seed of S4.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    rows = tuned_rows(s, rows_of(path, [s]))
+    seeds, found = figures.compare(
+        rows, links=s.links, seeds=s.seeds, starts=s.starts, statics=s.statics
+    )
+    if not seeds:
+        raise SystemExit(f"{s.name}: no seed is complete")
+    statics, ours = figures.curves_of(rows, s.links[0], seeds[0])
+    loss = max(one.loss for one in found if one.seed == seeds[0])
+    figures.draw(output, statics, ours, loss)
+
+
+def main() -> None:
+    """Does what the command line asks for."""
+    p = arguments(__doc__, FILE)
+    p.add_argument("--only", choices=("S3", "S4"))
+    p.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")
+    p.add_argument("--losses", action="store_true", help="only what needs no quiet machine")
+    p.add_argument("--quick", action="store_true", help="tiny sizes, in runs/; two minutes")
+    p.add_argument("--summary", action="store_true", help="figures from the file, no runs")
+    p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
+    args: argparse.Namespace = p.parse_args()
+    scenarios = [s for s in (QUICK if args.quick else (S4, S3)) if args.only in (None, s.name)]
+    path, summary = args.output, RESULTS / SUMMARY
+    if args.quick and path == RESULTS / FILE:
+        path = ROOT / "runs" / "time_to_loss_real_clock_quick.jsonl"
+    if args.quick:
+        summary = path.with_suffix(".summary.json")
+    if not (args.summary or args.draw):
+        run(path, scenarios, args.minutes, only_losses=args.losses)
+    if args.summary or args.quick:
+        summarise(path, scenarios, summary)
+    if args.draw or args.quick:
+        draw(path, next(s for s in scenarios if s.name == "S4"), path.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Times to a loss, and figures S3 and S4, out of the rows of `real_clock`.
+
+A shared machine is slower in one hour than in the next, so a step does not count with its own time.
+Every configuration has a usual time on a link: the median over all runs and timings there. A run
+counts with its own clock, corrected by the difference between its ordinary steps and the usual
+ones. So its set-up, pauses, decisions and slow first steps count as they were.
+
+A static run trains on a link without limit, because its losses do not depend on the link. On each
+link it counts in the fastest configuration that any run or timing had there for its batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.support import figure
+from bench.time_to_loss.scenarios import interval
+
+MEASURING = 0.011
+"""Part that measuring the noise scale adds to a step, docs/results/noise_overhead.json. Runs under
+the controller have it in their steps, static runs and timings do not."""
+ORDINARY = 1.5
+"""A step longer than this times the median of its configuration is not an ordinary one."""
+LEAST_STEPS = 4
+"""A configuration with fewer steps in a run says nothing about its usual time."""
+_WINDOW = 5
+"""Evaluations that make a smoothed one."""
+Way = tuple[str, int, int]
+"""Layout, micro-batch, batch."""
+Rows = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Smoothed evaluations of one run, in order."""
+
+    samples: Sequence[int]
+    """Samples trained before each."""
+    seconds: Sequence[float]
+    """Clock of the run at each."""
+    losses: Sequence[float]
+    """Held-out losses, from a straight line over ln(samples) through the nearest few."""
+
+    def time_to(self, target: float) -> float | None:
+        """Seconds until the loss first is at most the target, on a straight line between two
+        evaluations; None if it never is.
+
+        A target that is met before the first evaluation counts as met there.
+        """
+        for i, loss in enumerate(self.losses):
+            if loss > target:
+                continue
+            if i == 0:
+                return self.seconds[0]
+            before = self.losses[i - 1]
+            part = (before - target) / (before - loss)
+            return self.seconds[i - 1] + part * (self.seconds[i] - self.seconds[i - 1])
+        return None
+
+
+@functools.cache
+def smooth(samples: tuple[int, ...], losses: tuple[float, ...]) -> tuple[float, ...]:
+    """Losses from a straight line over ln(samples) through the nearest `_WINDOW` of them."""
+    x, y = np.log(samples), np.asarray(losses, dtype=float)
+    size = min(_WINDOW, len(x))
+    if size < 3:
+        return losses
+    found = []
+    for i in range(len(x)):
+        first = min(max(i - size // 2, 0), len(x) - size)
+        some = slice(first, first + size)
+        found.append(float(np.polyfit(x[some] - x[i], y[some], 1)[1]))
+    return tuple(found)
+
+
+def ordinary_mean(seconds: Sequence[float]) -> float:
+    """Mean of those that are at most `ORDINARY` times the median."""
+    middle = statistics.median(seconds)
+    return statistics.fmean(s for s in seconds if s <= ORDINARY * middle)
+
+
+def way_of(record: Mapping[str, Any]) -> Way:
+    """The configuration of a record."""
+    return record["layout"], record["micro_batch"], record["batch"]
+
+
+def usual(rows: Rows, link: str) -> dict[Way, float]:
+    """Seconds of an ordinary step without measuring, by configuration, of all rows of a link."""
+    found: dict[Way, list[float]] = {}
+    for row in rows:
+        if row["spec"]["link"] != link:
+            continue
+        factor = 1 + MEASURING * (row["spec"]["kind"] == "copus")
+        for speed in row["speeds"]:
+            if speed["steps"] >= LEAST_STEPS:
+                found.setdefault(way_of(speed), []).append(speed["step_s"] / factor)
+    return {way: statistics.median(some) for way, some in found.items()}
+
+
+def curve_of(row: dict[str, Any], targets: Mapping[Way, float]) -> Curve:
+    """The curve of a run with another time for its ordinary steps.
+
+    Args:
+        row: of the results file.
+        targets: seconds of an ordinary step by configuration; the run's own where one is missing.
+    """
+    own = {way_of(speed): speed["step_s"] for speed in row["speeds"]}
+    longer = {way: targets.get(way, step_s) - step_s for way, step_s in own.items()}
+    samples, seconds, losses = zip(*row["curve"])
+    starts = [*(way["samples"] for way in row["ways"]), samples[-1]]
+    clocks = []
+    for n, clock in zip(samples, seconds):
+        for way, (begin, end) in zip(row["ways"], itertools.pairwise(starts)):
+            steps = -(-(min(n, end) - begin) // way["batch"]) if n > begin else 0
+            clock += steps * longer[way_of(way)]
+        clocks.append(clock)
+    return Curve(samples=samples, seconds=clocks, losses=smooth(samples, losses))
+
+
+def static_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve | None:
+    """A static run on a link, in the fastest configuration that is known there for its batch; None
+    if none is known.
+
+    Args:
+        row: of the results file.
+        usual_s: of `usual`.
+    """
+    steps_s = [s for way, s in usual_s.items() if way[2] == row["spec"]["batch"]]
+    if not steps_s:
+        return None
+    return curve_of(row, {way_of(way): min(steps_s) for way in row["ways"]})
+
+
+def copus_curve(row: dict[str, Any], usual_s: Mapping[Way, float]) -> Curve:
+    """A run under the controller on its link, all of it counted."""
+    return curve_of(row, {way: (1 + MEASURING) * s for way, s in usual_s.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One run under the controller against the static batches of its seed and link."""
+
+    link: str
+    seed: int
+    first_batch: int
+    loss: float
+    """The lowest that this run and a static one reach."""
+    seconds: float
+    """Of this run to that loss."""
+    best_batch: int
+    """The static batch that is there first."""
+    best_s: float
+    same_s: float | None
+    """Of the static run of the first batch; None if it never gets there or was not trained."""
+
+    @property
+    def behind(self) -> float:
+        """Part of the best static time that this run takes longer."""
+        return self.seconds / self.best_s - 1
+
+    @property
+    def saved(self) -> float:
+        """Part of the best static time that this run saves."""
+        return -self.behind
+
+
+def curves_of(rows: Rows, link: str, seed: int) -> tuple[dict[int, Curve], dict[int, Curve]]:
+    """Curves of the static runs and of the controller's, by first batch."""
+    usual_s, statics, ours = usual(rows, link), {}, {}
+    for row in rows:
+        spec = row["spec"]
+        if spec["seed"] != seed:
+            continue
+        if spec["kind"] == "static" and (curve := static_curve(row, usual_s)):
+            statics[spec["batch"]] = curve
+        elif spec["kind"] == "copus" and spec["link"] == link:
+            ours[spec["batch"]] = copus_curve(row, usual_s)
+    return statics, ours
+
+
+def compare(
+    rows: Rows,
+    *,
+    links: Iterable[str],
+    seeds: Iterable[int],
+    starts: Sequence[int],
+    statics: Sequence[int],
+) -> tuple[list[int], list[Comparison]]:
+    """Every run under the controller of the seeds that are complete, and those seeds.
+
+    Args:
+        rows: of one scenario.
+        links: that a seed has to have.
+        seeds: to look at.
+        starts: first batches that a seed has to have on each link.
+        statics: batches whose static runs a seed has to have.
+    """
+    complete, found = [], []
+    for seed in seeds:
+        own: list[Comparison] = []
+        for link in links:
+            still, ours = curves_of(rows, link, seed)
+            if not set(starts) <= ours.keys() or not set(statics) <= still.keys():
+                break
+            own += [_comparison(link, seed, b, ours[b], still) for b in starts]
+        else:
+            complete.append(seed)
+            found += own
+    return complete, found
+
+
+def _comparison(
+    link: str, seed: int, first_batch: int, ours: Curve, statics: dict[int, Curve]
+) -> Comparison:
+    lowest = min(min(curve.losses) for curve in statics.values())
+    loss = max(min(ours.losses), lowest)
+    times = {batch: t for batch, c in statics.items() if (t := c.time_to(loss)) is not None}
+    best = min(times, key=times.__getitem__)
+    seconds = ours.time_to(loss)
+    assert seconds is not None
+    return Comparison(
+        link=link,
+        seed=seed,
+        first_batch=first_batch,
+        loss=loss,
+        seconds=seconds,
+        best_batch=best,
+        best_s=times[best],
+        same_s=times.get(first_batch),
+    )
+
+
+Figure = Callable[[Sequence[list[Comparison]]], float]
+
+
+def mean_behind(groups: Sequence[list[Comparison]]) -> float:
+    """Mean over seeds, links and starts."""
+    return statistics.fmean(one.behind for group in groups for one in group)
+
+
+def worst_behind(groups: Sequence[list[Comparison]]) -> float:
+    """Worst of seeds, links and starts."""
+    return max(one.behind for group in groups for one in group)
+
+
+def mean_saved(groups: Sequence[list[Comparison]]) -> float:
+    """Mean over seeds, links and starts."""
+    return -mean_behind(groups)
+
+
+FIGURES: dict[str, dict[str, Figure]] = {
+    "S3": {"mean": mean_behind, "worst": worst_behind},
+    "S4": {"figure": mean_saved},
+}
+GOALS = {"S3": {"mean": 0.03, "worst": 0.06}, "S4": {"figure": 0.06}}
+
+
+def result(name: str, seeds: list[int], found: list[Comparison]) -> dict[str, Any]:
+    """Figures of a scenario with their intervals over the seeds, and the rows that they come from.
+
+    Args:
+        name: S3 or S4.
+        seeds: those that are complete, at least one.
+        found: of `compare`.
+    """
+    groups = [[one for one in found if one.seed == seed] for seed in seeds]
+    figures = FIGURES[name]
+    kept = {key: f(groups) for key, f in figures.items()}
+    starts = list(dict.fromkeys(one.first_batch for one in found))
+    by_start = {
+        str(b): statistics.fmean(one.saved for one in found if one.first_batch == b) for b in starts
+    }
+    return {
+        **kept,
+        "interval": {key: interval(groups, f) for key, f in figures.items()},
+        "seeds": seeds,
+        "saved_by_first_batch": by_start,
+        "rows": [{**vars(one), "behind": one.behind} for one in found],
+    }
+
+
+def verdicts(name: str, about: dict[str, Any]) -> list[str]:
+    """One line for each figure, with its goal."""
+    lines = []
+    for key, goal in GOALS[name].items():
+        value = about[key]
+        met = value >= goal if name == "S4" else value <= goal
+        lines.append(f"{name} {key}: {value:.3f}, goal {goal}: {'met' if met else 'NOT MET'}")
+    return lines
+
+
+def keep(path: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Puts the results of scenarios into a file, and leaves the others in it as they are."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, **found}, indent=1) + "\n")
+
+
+def draw(path: Path, statics: dict[int, Curve], ours: dict[int, Curve], loss: float) -> None:
+    """Held-out loss over time: static batches on the left, the controller on the right.
+
+    Args:
+        path: of the figure.
+        statics: by batch.
+        ours: by first batch; those that the left side shows too.
+        loss: to be reached; the time to it is marked.
+    """
+    most = 2.2 * max(t for c in ours.values() if (t := c.time_to(loss)) is not None)
+    with figure(path, 1, 2, figsize=(8, 3), sharex=True, sharey=True) as axes:
+        sides = (("static batches, tuned rates", statics), ("--copus, started at batch", ours))
+        for axis, (title, curves) in zip(axes, sides):
+            for i, batch in enumerate(sorted(ours)):
+                if batch not in curves:
+                    continue
+                curve = curves[batch]
+                axis.plot(curve.seconds, curve.losses, color=f"C{i}", lw=1.3, label=f"{batch}")
+                if (reached := curve.time_to(loss)) is not None and reached <= most:
+                    axis.plot([reached], [loss], "o", color=f"C{i}", ms=5)
+            axis.axhline(loss, color="grey", lw=0.8, ls="--")
+            axis.set_title(title, fontsize="medium")
+            axis.set(xlabel="seconds", xlim=(0, most))
+            axis.legend(fontsize="small", frameon=False)
+        top = max(float(np.interp(0.1 * most, c.seconds, c.losses)) for c in ours.values())
+        axes[0].set(ylabel="held-out loss", ylim=(loss - 0.05 * (top - loss), top))
