@@ -14,8 +14,8 @@ from megatron.training.config.fields import OptionSpec, option, option_specs
 from megatron.training.config.flag_names import nearest_flag, setting_name
 
 # Defaults that depend on the run or on another flag; every other one stands at its flag.
-NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 4.0, 2.0
-"""c of ours, and of what is published (docs/decisions/020)."""
+NOISE_SCALE_MULTIPLIER, PUBLISHED_NOISE_SCALE_MULTIPLIER = 8.0, 2.0
+"""c of ours, and of what is published (docs/decisions/032, 020)."""
 MOST_GROWTH, MOST_SHRINKING = 64, 64
 """Times that the batch may grow, or shrink where that is allowed, from the first."""
 DECISION_STEPS = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from copus_ext.goodput import policies, switch_rule
@@ -12,8 +13,9 @@ _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
 _SETTLE_STEPS = 50
 """Steps between a change and one of the micro-batch or layout alone."""
-_SWING = 4.0
-"""The batch turns round once a measured critical batch size has changed by this factor."""
+_SWING, _SWING_SDS = (1.5, 4.0), 5.5
+"""The batch turns round once a measured critical batch size has changed by a factor: so many
+standard deviations of its logarithm, within a least and a most."""
 
 
 def run_blocked_reason(s: DecisionInputs) -> str:
@@ -107,9 +109,11 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield f"grows more than {s.rules.growth:g} times at once"
     if s.rules.policy in policies.SCHEDULED:
         return
-    if s.rules.early_steps and not s.is_noise_known:
+    is_new = to.global_batch_size > s.rules.first_batch
+    if s.rules.early_steps and not s.is_noise_known and is_new:
         steps, least = s.noise.effective_steps, s.rules.min_effective_steps
-        yield f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
+        why = f"{steps:.0f} of {least:.0f} measurements" if steps < least else WARMING_UP
+        yield f"the noise scale is not known yet: {why}"
     if s.in_ramp:
         yield "the learning rate still follows the last growth"
     if s.last_change_samples is not None and s.rules.policy in policies.TARGETS:
@@ -118,8 +122,9 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
             yield f"{since} of {s.half_life_samples:.0f} samples since the last change of batch"
     # Growing now could undo a shrinking on account of mere noise.
     then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
-    if then is not None and now is not None and now < _SWING * then:
-        yield f"the batch shrank, and the critical one is not {_SWING:g} times what it was"
+    factor = _swing(s)
+    if then is not None and now is not None and now < factor * then:
+        yield f"the batch shrank, and the critical one is not {factor:.1f} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
         yield f"held after a loss spike until sample {s.hold_growth_until_samples}"
 
@@ -130,14 +135,22 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
     if s.rules.policy in policies.SCHEDULED:
         return
     then, now = s.critical_batch_size_when_grown, s.critical_batch_size
-    if then is not None and now is not None and now > then / _SWING:
-        yield f"the batch grew, and the critical one is not {_SWING:g} times smaller"
+    factor = _swing(s)
+    if then is not None and now is not None and now > then / factor:
+        yield f"the batch grew, and the critical one is not {factor:.1f} times smaller"
     if s.rules.early_steps:
         return
     if s.noise.status != "ok":
         yield "the noise scale has no upper bound"
     if not above_optimal:
         yield "it is not certain that the optimal batch is smaller"
+
+
+def _swing(s: DecisionInputs) -> float:
+    """Factor by which a measured critical batch size must have changed for the batch to turn."""
+    least, most = _SWING
+    variance = s.log_noise_variance
+    return min(max(math.exp(_SWING_SDS * math.sqrt(variance)), least), most) if variance else most
 
 
 def grid(s: DecisionInputs) -> list[int]:

@@ -18,7 +18,6 @@ from copus_ext.goodput.inputs import PRESENT, Candidate, ConfigThroughput, Decis
 
 _KEPT = 12
 """Candidates that a decision keeps."""
-_INTERVAL_Z = 1.96
 _SAME_BATCH_NOISE = 1.0
 """A critical batch size where only rows of one batch compare: any value gives the same order."""
 
@@ -262,20 +261,8 @@ def _log_sd(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float
         )
         for r in (row, s.now)
     ]
-    variance = (slopes[0] - slopes[1]) ** 2 * _log_noise_variance(s)
+    variance = (slopes[0] - slopes[1]) ** 2 * s.log_noise_variance
     return math.sqrt(variance + row.relative_sd**2 + s.now.relative_sd**2)
-
-
-def _log_noise_variance(s: DecisionInputs) -> float:
-    """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound."""
-    low, phi, high = s.noise.low_samples, s.noise.phi_samples, s.noise.high_samples
-    if s.is_critical_batch_size_bound:
-        return 0.0
-    if s.noise.status != "ok" or not phi or not high:
-        return 0.0
-    # An interval down to 0 does not bound the noise scale below: assume it as wide as above.
-    width = math.log(high / low) if low else 2 * math.log(high / phi)
-    return (width / (2 * _INTERVAL_Z)) ** 2
 
 
 def _net(s: DecisionInputs, c: Candidate) -> float:

@@ -135,6 +135,7 @@ class Rules:
     """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
 
 
+_INTERVAL_Z = 1.96
 _RETIRED = "above_optimal_since_samples", "decay_exponent"
 """Fields, one of them of the rules, that journals of 2026 still hold and that no decision depends
 on any more."""
@@ -204,7 +205,14 @@ class DecisionInputs:
 
     @property
     def is_noise_known(self) -> bool:
-        """Whether the noise scale rests on enough measurements and is positive."""
+        """Whether the noise scale rests on enough measurements and is positive.
+
+        Where the bound decides early on, it does so alone while the learning rate still warms up in
+        the first 3 % of the run. The noise scale of hardly trained weights is far too small.
+        """
+        is_early = self.consumed_samples < EARLY_SHARE * self.total_samples
+        if self.rules.early_steps and self.in_warmup and is_early:
+            return False
         phi = self._noise_samples
         is_enough = self.noise.effective_steps >= self.rules.min_effective_steps
         return is_enough and phi is not None and phi > 0
@@ -250,6 +258,19 @@ class DecisionInputs:
         phi = self._noise_samples if self.is_noise_known else None
         bound = self.most_critical_batch_size
         return phi is None or self.rules.noise_scale_multiplier * phi >= bound
+
+    @property
+    def log_noise_variance(self) -> float:
+        """Variance of the logarithm of the noise scale, from its interval; 0 for a lower bound, and
+        where the bound of the critical batch size decides."""
+        low, phi, high = self.noise.low_samples, self.noise.phi_samples, self.noise.high_samples
+        if self.is_critical_batch_size_bound:
+            return 0.0
+        if self.noise.status != "ok" or not phi or not high:
+            return 0.0
+        # An interval down to 0 does not bound the noise scale below: assume it as wide as above.
+        width = math.log(high / low) if low else 2 * math.log(high / phi)
+        return (width / (2 * _INTERVAL_Z)) ** 2
 
     def cost_s(self, layout: Layout) -> float:
         """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""

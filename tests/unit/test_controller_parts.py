@@ -140,7 +140,7 @@ SHIPPED = [
     # The rules of a run with --copus alone whose first batch is 8, and what justifies each.
     ("policy", "adaptive", CONTROLLER),
     ("objective", "goodput", OBJECTIVE),
-    ("noise_scale_multiplier", 4.0, OBJECTIVE),
+    ("noise_scale_multiplier", 8.0, BOTH_WAYS),
     ("switch_rule", "forward", CONTROLLER),
     ("reference_batch", 8, CONTROLLER),
     ("first_batch", 8, CONTROLLER),

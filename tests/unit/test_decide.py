@@ -53,8 +53,11 @@ def situation(
         "switch_cost_s": 60.0,
         **more,
     }
+    given = {"copus_noise_scale_multiplier": 4.0, **(flags or {})}
+    if {"copus_policy", "copus_objective"} & {*given}:
+        given = dict(flags or {})  # these have a multiplier of their own
     return DecisionInputs(
-        rules=shipped_rules(flags=flags, **(rules or {})),
+        rules=shipped_rules(flags=given, **(rules or {})),
         noise=measured or noise(phi),
         rows=tuple(table),
         current=current,
@@ -240,6 +243,12 @@ def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
     assert decide(grown).kind == "stay" and "the batch grew" in decide(grown).reason
     grown = dataclasses.replace(grown, critical_batch_size_when_grown=128.0)
     assert decide(grown).to.global_batch_size == 32
+    for known, factor in ((0.1, math.exp(0.55)), (0.25, math.exp(5.5 / 4)), (0.4, 4.0)):
+        better = dataclasses.replace(grown, noise=noise(8.0, sd=known))
+        for share, kind in ((0.99, "stay"), (1.01, "batch")):
+            then = share * factor * 32
+            s = dataclasses.replace(better, critical_batch_size_when_grown=then)
+            assert decide(s).kind == kind, (known, share)
 
 
 def test_other_policies_shrink_too_and_a_batch_without_goodput_is_left() -> None:
