@@ -29,6 +29,8 @@ _16_GPUS = {
     "pp=4, dp=4": {"tp": 1, "pp": 4, "dp": 4},
 }
 """Layouts, by the name they are shown under."""
+_MULTIPLIER = 4.0
+"""c of the run that the goodput is drawn of."""
 
 
 def _pyplot() -> Any:
@@ -77,10 +79,9 @@ def draw_noise(decisions: list[dict[str, Any]], path: Path) -> None:
 
 def draw_goodput(situation: dict[str, Any], path: Path) -> None:
     """Throughput, efficiency and their product by batch and layout, at one decision."""
-    from copus_ext.controller.flags import NOISE_SCALE_MULTIPLIER
     from copus_ext.goodput.objectives import goodput
 
-    phi = NOISE_SCALE_MULTIPLIER * situation["noise"]["phi_samples"]
+    phi = _MULTIPLIER * situation["noise"]["phi_samples"]
     sizes = sorted({row["global_batch_size"] for row in situation["rows"]})
     figure, panels = _pyplot().subplots(1, 3, figsize=(7.5, 2.8), layout="constrained")
     speed, sample, product = panels
