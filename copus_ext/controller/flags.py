@@ -120,7 +120,7 @@ class CopusConfig:
     rank, or of half of the micro-batches. auto takes the first of these that the layout allows."""
     copus_gns_interval: int | None = _setting(None)
     """Steps between measurements of the noise scale. Default: 1 at first, later up to 16, so that a
-    half-life holds 64 measurements."""
+    half-life holds 32 measurements."""
     copus_gns_half_life_tokens: float | None = _setting(None)
     """Half-life of a measurement in tokens. Default: 0.44 million or a twentieth of the tokens
     trained, whichever is more. It is at most a quarter of them and at least 16 measurements."""

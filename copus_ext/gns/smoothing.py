@@ -24,7 +24,7 @@ HALF_LIFE_FRACTION = 0.05
 MAX_HALF_LIFE_FRACTION = 0.25
 """Of the run so far: more would never forget its first steps, whose gradients are the largest."""
 MIN_HALF_LIFE_STEPS = 16
-ENOUGH_MEASUREMENTS, LARGEST_INTERVAL = 64, 16
+ENOUGH_MEASUREMENTS, LARGEST_INTERVAL = 32, 16
 """In a half-life, if every step is not measured; and the most steps from one to the next."""
 Z_95 = 1.959963984540054
 """Two-sided 95 % of a normal distribution."""
@@ -49,8 +49,8 @@ def half_life_tokens(consumed_tokens: float, tokens_per_measurement: float) -> f
 
 
 def measuring_interval(half_life: float, tokens_per_step: float) -> int:
-    """Steps from one measurement to the next, a power of two: as many as leave 64 measurements in a
-    half-life, at most 16. Their average is then known to some 8 % of what one of them scatters by,
+    """Steps from one measurement to the next, a power of two: as many as leave 32 measurements in a
+    half-life, at most 16. Their average is then known to some 12 % of what one of them scatters by,
     and measuring costs a sixteenth of what it costs in every step."""
     spare = half_life / (ENOUGH_MEASUREMENTS * tokens_per_step)
     return min(1 << max(int(spare).bit_length() - 1, 0), LARGEST_INTERVAL)
