@@ -1,0 +1,65 @@
+"""The atlas of small runs: its search, its file, and what it reads from its runs."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from bench.time_to_loss import atlas
+from bench.time_to_loss.atlas import LONG, MIDDLE, SHORT, WARMUPS, Cell, Spec, pieces
+
+BEST_RATE, BEST_WARMUP = -3, 0.3
+
+
+def _loss(spec: Spec) -> float:
+    warmups = WARMUPS.index(spec.warmup) - WARMUPS.index(BEST_WARMUP)
+    return 1.5 + 0.01 * (spec.rate - BEST_RATE) ** 2 + 0.02 * warmups**2
+
+
+def _row(spec: Spec) -> str:
+    return json.dumps({"key": spec.key, "loss": _loss(spec), "spec": {"seed": spec.seed}}) + "\n"
+
+
+def test_the_search_ends_at_the_optimum_after_few_runs() -> None:
+    cell = Cell(kind="cosine", total_samples=SHORT, schedule=pieces(32))
+    done: dict[str, float] = {}
+    while missing := list(cell.wanted(done)):
+        done[missing[0].key] = _loss(missing[0])
+        assert len(done) <= 20
+    best = cell.spec(BEST_RATE, BEST_WARMUP)
+    assert min(done.values()) == done[best.key]
+    assert {cell.spec(BEST_RATE, BEST_WARMUP, seed).key for seed in (1, 2)} <= done.keys()
+
+
+def test_a_line_that_was_cut_off_is_trained_again(tmp_path: Path) -> None:
+    path, claims = tmp_path / "atlas.jsonl", tmp_path / "atlas.claims"
+    first = atlas._claim(path, claims)
+    assert first is not None
+    line = _row(first)
+    path.write_text(line[: len(line) // 2])
+    assert atlas._claim(path, claims.with_name("anew")) == first
+    path.write_text(line)
+    assert atlas._claim(path, claims.with_name("again")) != first
+
+
+def test_a_run_that_a_living_process_trains_is_left_to_it(tmp_path: Path) -> None:
+    path, claims = tmp_path / "atlas.jsonl", tmp_path / "atlas.claims"
+    first = atlas._claim(path, claims)
+    assert first is not None
+    claims.write_text(json.dumps({first.key: os.getppid()}))
+    second = atlas._claim(path, claims)
+    assert second is not None and second.key != first.key
+    claims.write_text(json.dumps({first.key: 2**30}))
+    assert atlas._claim(path, claims) == first
+
+
+def test_samples_between_lengths_lie_on_a_line_over_the_loss() -> None:
+    losses = {SHORT: 1.7, MIDDLE: 1.6, LONG: 1.5}
+    best = {f"cosine {n} [64]": {"mean_loss": loss} for n, loss in losses.items()}
+    for length, loss in losses.items():
+        assert atlas.samples_to(best, 64, loss) == pytest.approx(length)
+    assert atlas.samples_to(best, 64, 1.55) == pytest.approx(math.sqrt(MIDDLE * LONG))
+    assert atlas.samples_to(best, 64, 1.3) is None
+    assert atlas.samples_to(best, 32, 1.6) is None
