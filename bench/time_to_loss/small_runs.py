@@ -1,13 +1,16 @@
 """Does the shipped controller beat the best static batch on real small runs?
 
     python -m bench.time_to_loss.small_runs [--minutes M]     trains what is missing
-    python -m bench.time_to_loss.small_runs --show            compares with the atlas
+    python -m bench.time_to_loss.small_runs --summary         compares with the atlas
 
 S10: the GPT of `small_gpt` trains with decisions from its own noise scale. A step of B samples
 takes h + B, h = 32 and 128. First batches are 8, 32, 128 and 512. There are two learning rates: the
 one tuned at a batch of 32 and half of it. The figure is the time to the last loss over that of the
-best static batch of the atlas, with the rate, warm-up and length that are best for it. Every line
-of the results file is a run; a killed command goes on where it was.
+best static batch of the atlas, with the rate, warm-up and length that are best for it.
+S5: the same from 32 with the tuned rate, h = 8, 32, 128 and 512. The figure is what it saves over
+the best static batch, over what the best schedule of the atlas saves, sums over h.
+Every line of the results file is a run; a killed command goes on where it was. `--summary` writes
+both into docs/results/time_to_loss_scenarios.json.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.support import RESULTS, arguments
-from bench.time_to_loss import atlas
+from bench.time_to_loss import atlas, scenarios
+from bench.time_to_loss.scenarios import interval
 from bench.time_to_loss.small_gpt import REFERENCE_BATCH, SEQ_LENGTH, Recipe, SmallRun
 from copus_ext.cost_model.cluster_spec import preset as cluster
 from copus_ext.gns.estimators import Estimate
@@ -166,9 +170,12 @@ class Spec:
 
 
 def specs() -> Iterator[Spec]:
-    """All runs, a seed at a time."""
+    """All runs, a seed at a time; those of S5 alone at the end."""
     for seed, rate, overhead, first in itertools.product(SEEDS, RATES, OVERHEADS, FIRST_BATCHES):
         yield Spec(overhead=overhead, first_batch=first, rate=rate, seed=seed)
+    for seed, overhead in itertools.product(SEEDS, atlas.OVERHEADS):
+        if overhead not in OVERHEADS:
+            yield Spec(overhead=overhead, first_batch=REFERENCE_BATCH, rate=0, seed=seed)
 
 
 def one(spec: Spec, tuned: tuple[int, float]) -> dict[str, Any]:
@@ -213,19 +220,112 @@ def best_static(best: dict[str, dict[str, Any]], overhead: float, loss: float) -
     return min(found, default=None)
 
 
-def show(path: Path, atlas_file: Path) -> list[float]:
-    """Prints every run against the atlas; the ratios that are known."""
-    best, ratios = atlas.best_of(atlas.read(atlas_file)), []
-    for row in atlas.read(path):
-        overhead = float(row["key"].split()[1])
-        static = best_static(best, overhead, row["loss"])
-        ratio = None if static is None else row["time"] / static
-        ratios += [] if ratio is None else [ratio]
-        text = "no static batch is known to" if ratio is None else f"{ratio:.3f}"
-        print(f"{row['key']}: loss {row['loss']:.4f}, over the best static batch {text}")
-    if ratios:
-        print(f"mean {statistics.fmean(ratios):.3f}, worst {max(ratios):.3f}")
-    return ratios
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A run against the best static batch that ends at its loss."""
+
+    spec: Spec
+    ratio: float | None
+    """Its time over that batch's; None where none is known to reach the loss."""
+
+
+def outcomes(rows: list[dict[str, Any]], best: dict[str, dict[str, Any]]) -> list[Outcome]:
+    """Finished runs against the atlas."""
+    found, by_key = [], {spec.key: spec for spec in specs()}
+    for row in rows:
+        spec = by_key[row["key"]]
+        static = best_static(best, spec.overhead, row["loss"])
+        found.append(Outcome(spec=spec, ratio=None if static is None else row["time"] / static))
+    return found
+
+
+def s10(found: list[Outcome]) -> dict[str, Any]:
+    """Mean and worst over starts, overheads and rates; also by part."""
+    ratios = [(x.spec, x.ratio) for x in found if x.ratio is not None and _is_of_s10(x.spec)]
+    by_seed = [[r for spec, r in ratios if spec.seed == seed] for seed in SEEDS]
+    by_seed = [values for values in by_seed if values]
+
+    def mean(groups: Sequence[list[float]]) -> float:
+        return statistics.fmean(r for group in groups for r in group)
+
+    def worst(groups: Sequence[list[float]]) -> float:
+        return max(r for group in groups for r in group)
+
+    parts: dict[str, list[float]] = {}
+    for spec, ratio in ratios:
+        for name in ("overhead", "first_batch", "rate"):
+            parts.setdefault(f"{name} {getattr(spec, name)}", []).append(ratio)
+    return {
+        "mean": mean(by_seed),
+        "worst": worst(by_seed),
+        "interval": {"mean": interval(by_seed, mean), "worst": interval(by_seed, worst)},
+        "means": {name: statistics.fmean(values) for name, values in parts.items()},
+        "runs": len(ratios),
+        "runs_without_a_static_batch": sum(x.ratio is None and _is_of_s10(x.spec) for x in found),
+    }
+
+
+def _is_of_s10(spec: Spec) -> bool:
+    return spec.overhead in OVERHEADS
+
+
+def schedule_savings(best: dict[str, dict[str, Any]], overhead: float) -> dict[str, float]:
+    """What each schedule of the atlas saves over the best static batch that ends at its loss."""
+    found = {}
+    for cell, row in best.items():
+        name = cell.partition("[")[2][:-1]
+        if row["spec"]["kind"] != "cosine" or name.isdigit():
+            continue
+        static = best_static(best, overhead, row["mean_loss"])
+        if static is not None:
+            time_s = overhead * row["steps"] + row["spec"]["total_samples"]
+            found[cell] = 1 - time_s / static
+    return found
+
+
+def s5(found: list[Outcome], best: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Share of the best schedule's saving; None while an overhead lacks its runs or schedules."""
+    rows: dict[str, Any] = {}
+    for overhead in atlas.OVERHEADS:
+        saved = schedule_savings(best, overhead)
+        own = {
+            x.spec.seed: 1 - x.ratio
+            for x in found
+            if x.ratio is not None and _is_of_s5(x.spec) and x.spec.overhead == overhead
+        }
+        if not saved or not own:
+            return None
+        name = max(saved, key=saved.__getitem__)
+        rows[str(overhead)] = {"best_schedule": name, "saves": saved[name], "controller": own}
+    seeds = sorted(set.intersection(*({*row["controller"]} for row in rows.values())))
+    hindsight = sum(row["saves"] for row in rows.values())
+
+    def figure(chosen: Sequence[int]) -> float:
+        each = [statistics.fmean(r["controller"][s] for s in chosen) for r in rows.values()]
+        return sum(each) / hindsight
+
+    return {"figure": figure(seeds), "interval": {"figure": interval(seeds, figure)}, "by_h": rows}
+
+
+def _is_of_s5(spec: Spec) -> bool:
+    return spec.first_batch == REFERENCE_BATCH and spec.rate == 0
+
+
+def summarize(path: Path, atlas_file: Path, output: Path) -> None:
+    """Prints every run and writes the figures beside those of the other scenarios."""
+    best = atlas.best_of(atlas.read(atlas_file))
+    found = outcomes(atlas.read(path), best)
+    for x in found:
+        ratio = "no static batch is known to" if x.ratio is None else f"{x.ratio:.3f}"
+        print(f"{x.spec.key}: over the best static batch {ratio}")
+    about = {"seeds": list(SEEDS), "command": "python -m bench.time_to_loss.small_runs"}
+    results = json.loads(output.read_text()) if output.exists() else {}
+    results["S10"] = {**s10(found), **about}
+    if (share := s5(found, best)) is not None:
+        results["S5"] = {**share, **about}
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"S10 mean {results['S10']['mean']:.3f}, worst {results['S10']['worst']:.3f}")
+    print("S5 waits for runs" if share is None else f"S5 {share['figure']:.2f}")
 
 
 def main() -> None:
@@ -233,10 +333,10 @@ def main() -> None:
     parser = arguments(__doc__, FILE)
     parser.add_argument("--atlas", type=Path, default=RESULTS / atlas.FILE)
     parser.add_argument("--minutes", type=float, default=1e9)
-    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--summary", action="store_true")
     args = parser.parse_args()
-    if args.show:
-        show(args.output, args.atlas)
+    if args.summary:
+        summarize(args.output, args.atlas, RESULTS / scenarios.FILE)
         return
     losses = {row["key"]: row["loss"] for row in atlas.read(args.atlas)}
     tuned = atlas.nearest(losses, "cosine", atlas.SHORT, atlas.pieces(REFERENCE_BATCH))
