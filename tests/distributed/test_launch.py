@@ -111,6 +111,34 @@ def test_a_forked_rank_is_as_clean_as_a_fresh_one(tmp_path: Path) -> None:
     assert first == second == fresh.replace("atexit ran", "forked\natexit ran")
 
 
+def test_a_forked_rank_ends_as_a_fresh_one_does(tmp_path: Path) -> None:
+    """A thread that still runs, an error, a text as the exit code, and an interrupt."""
+    path = script(
+        tmp_path,
+        """
+        import os, sys, threading, time
+        def late():
+            time.sleep(0.2)
+            print("late")
+        threading.Thread(target=late).start()
+        how = os.environ["HOW"]
+        if how == "error":
+            raise ValueError("in vain")
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        sys.exit({"text": "a word", "large": 300, "none": None}[how])
+        """,
+    )
+    for how in ("error", "interrupt", "text", "large", "none"):
+        fresh, forked = (
+            run_ranks(path, 1, timeout_s=60, launcher=launcher, env={"HOW": how})
+            for launcher in ("fresh", "direct")
+        )
+        assert forked.returncode == fresh.returncode, how
+        assert forked.stdout == fresh.stdout == "late\n", how
+        assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:], how
+
+
 def test_a_failing_rank_gives_its_code_and_ends_the_others(tmp_path: Path) -> None:
     path = script(
         tmp_path,
