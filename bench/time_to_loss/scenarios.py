@@ -18,6 +18,7 @@ Rules were chosen on seeds 0 and 1. Writes docs/results/time_to_loss_scenarios.j
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -33,7 +34,7 @@ from copus_ext.goodput import headroom
 from copus_ext.simulate.contenders import Contender, contenders
 from copus_ext.simulate.run import Run, simulate, static_run
 from copus_ext.simulate.scenario import Scenario, preset, presets
-from copus_ext.simulate.tuned_schedules import static
+from copus_ext.simulate.tuned_schedules import BatchSchedule, Tuner, static
 
 FILE = "time_to_loss_scenarios.json"
 MEASURING, DECIDING_S = 0.011, 0.02
@@ -122,6 +123,35 @@ def sweep_seconds(static_s: dict[int, float]) -> float:
         total += (share - done) * sum(times[:alive])
         done, alive = share, max(math.ceil(alive / 2), 1)
     return total + (1.0 - done) * times[0]
+
+
+def schedule_ratios(s: Scenario) -> dict[str, float]:
+    """On a noisy quadratic: time of batch schedules over the best static batch that ends at the
+    same loss. Each has the learning rate that S1's controller has, and its whole length.
+
+    Growth in three pieces by two paces or in one, and with the decay of the rate by four powers.
+    """
+    assert s.quadratic is not None
+    tuner, found = Tuner(s.quadratic, s.schedule), {}
+    seconds = {b: b / s.speeds().fastest(b).samples_per_s for b in s.batches}
+    widths = np.diff(tuner.edges)
+    goal = max(s.targets.values())
+    floor = s.quadratic.loss_floor
+    losses = floor + (goal - floor) * np.geomspace(0.5, 2.5, 9)
+    times = [min(static_seconds(s, float(loss)).values()) for loss in losses]
+    paces: tuple[tuple[float, ...], ...] = ((), (0.02, 0.06), (0.05, 0.15), (0.1, 0.3))
+    for batch, power, at in itertools.product(s.batches[:5], (0.0, 0.25, 0.5, 1.0), paces):
+        sizes = [max(batch / 2 ** (len(at) - i), s.batches[0]) for i in range(len(at) + 1)]
+        schedule = BatchSchedule(
+            pieces=tuple(zip((0.0, *at), sizes)), decay=power, choices=s.batches
+        )
+        peak = s.peak * math.sqrt(schedule.first / s.batches[0])
+        loss = float(tuner.final_losses([schedule], [peak], s.total_samples)[0, 0])
+        each = [seconds[round(size)] / size for size in tuner.sizes(schedule)]
+        static_s = np.exp(np.interp(np.log(loss - floor), np.log(losses - floor), np.log(times)))
+        time_s = s.total_samples * float(np.dot(widths, each))
+        found[f"{batch} f^-{power:g} {at}"] = time_s / float(static_s)
+    return found
 
 
 def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dict[int, float]]:
@@ -332,6 +362,12 @@ def main() -> None:
     if {"S1", "S2"} & {*names}:
         found = starts(seeds, say)
         results["S1"], results["S2"] = ({**f(found, seeds), **about} for f in (s1, s2))
+        best = {}
+        for name in clusters():
+            ratios = schedule_ratios(truths(name)["noisy quadratic"])
+            best[name] = min((ratio, schedule) for schedule, ratio in ratios.items())
+            say(f"{name}, noisy quadratic: best schedule {best[name][1]}: {best[name][0]:.3f}")
+        results["S1"]["best_schedules"] = best
     if "S7" in names:
         results["S7"] = {**s7(seeds), **about, "seeds": list(range(args.seeds))}
     if "S8" in names:

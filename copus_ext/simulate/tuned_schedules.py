@@ -98,7 +98,8 @@ class Tuner:
         self.problem, self.schedule, self.parts = problem, schedule, parts
 
     @cached_property
-    def _edges(self) -> Any:
+    def edges(self) -> Any:
+        """[chunks + 1] shares of a run between which rate and batch stand still."""
         edges = [0.0, FIRST]
         while edges[-1] < 1.0:
             edges.append(min(edges[-1] + min(CHUNK, GROWTH * edges[-1]), 1.0))
@@ -108,9 +109,9 @@ class Tuner:
     @cached_property
     def _chunks(self) -> tuple[Any, Any, Any]:
         """[chunks] widths, shares of their middles, and rates there."""
-        middles = (self._edges[1:] + self._edges[:-1]) / 2
+        middles = (self.edges[1:] + self.edges[:-1]) / 2
         rates = self.schedule.rate(middles * self.schedule.total_samples)
-        return np.diff(self._edges), middles, np.asarray(rates)
+        return np.diff(self.edges), middles, np.asarray(rates)
 
     def sizes(self, batches: BatchSchedule) -> Any:
         """[chunks] batches of a schedule."""

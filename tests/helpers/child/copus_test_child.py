@@ -18,6 +18,9 @@ import time
 
 
 def _register() -> None:
+    # A shell starts what it puts into the background without it, and ranks are interrupted here.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = os.environ.get("COPUS_TEST_STACKS")
     if folder:
         name = f"rank{os.environ['RANK']}" if "RANK" in os.environ else "launcher"
