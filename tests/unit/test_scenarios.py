@@ -43,8 +43,8 @@ def test_growths_keep_the_mean_of_the_inverse_critical_batch_size(
 
     s = scenarios.growing(HEADROOM_CASE, *growth)
     late = s.trajectory.phi_at(np.array([0.5, 1.0]) * s.last)
-    level_at = growth[1] if len(growth) > 1 else 1.0
-    assert late[1] / late[0] == pytest.approx(2 ** growth[0] if level_at == 1.0 else 1.0, rel=0.02)
+    exponent, *levels = growth
+    assert late[1] / late[0] == pytest.approx(1.0 if levels else 2**exponent, rel=0.02)
     assert mean_inverse(s) == pytest.approx(mean_inverse(preset(HEADROOM_CASE)), rel=0.35)
 
 
