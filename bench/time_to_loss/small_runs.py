@@ -318,7 +318,8 @@ def summarize(path: Path, atlas_file: Path, output: Path) -> None:
     for x in found:
         ratio = "no static batch is known to" if x.ratio is None else f"{x.ratio:.3f}"
         print(f"{x.spec.key}: over the best static batch {ratio}")
-    about = {"seeds": list(SEEDS), "command": "python -m bench.time_to_loss.small_runs"}
+    seeds = sorted({x.spec.seed for x in found})
+    about = {"seeds": seeds, "command": "python -m bench.time_to_loss.small_runs"}
     results = json.loads(output.read_text()) if output.exists() else {}
     results["S10"] = {**s10(found), **about}
     if (share := s5(found, best)) is not None:
