@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ class Cell:
         """Moves to the best rate; gives None while runs are missing, which it yields."""
         while True:
             trials = [self.spec(k, warmup) for k in (rate - stride, rate, rate + stride)]
-            if (best := (yield from _best(done, trials))) is None:
+            if (best := (yield from best_trial(done, trials))) is None:
                 return None
             if best.rate == rate or abs(best.rate) > MOST_RATE:
                 return best.rate
@@ -128,15 +128,15 @@ class Cell:
         while True:
             at = WARMUPS.index(warmup)
             trials = [self.spec(rate, w) for w in WARMUPS[max(at - 1, 0) : at + 2]]
-            if (best := (yield from _best(done, trials))) is None:
+            if (best := (yield from best_trial(done, trials))) is None:
                 return None
             if best.warmup == warmup:
                 return warmup
             warmup = best.warmup
 
 
-def _best(done: Losses, trials: list[Spec]) -> Any:
-    """The run of least loss; None while some are missing, which it yields."""
+def best_trial(done: Losses, trials: Sequence[Any]) -> Any:
+    """The run of least loss, by its `key`; None while some are missing, which it yields."""
     if missing := [s for s in trials if s.key not in done]:
         yield from missing
         return None

@@ -52,11 +52,12 @@ from bench.support import (
     read_run,
 )
 from bench.time_to_loss import real_clock_figures as figures
-from bench.time_to_loss.atlas import read
+from bench.time_to_loss.atlas import best_trial, read
+from bench.time_to_loss.scenarios import FILE as SCENARIOS
 from copus_ext.planner.configuration import Configuration
 from megatron.training.config.layout import Layout
 
-FILE, SUMMARY = "time_to_loss_real_clock.jsonl", "time_to_loss_scenarios.json"
+FILE = "time_to_loss_real_clock.jsonl"
 NO_LIMIT = "0"
 _TUNING_SEED = 0
 _MOST_RATE = 2
@@ -235,22 +236,14 @@ def tuned(s: Scenario, batch: int, done: Losses) -> Search:
     first = _static(s, batch)
     trials = [replace(first, rate=k) for k in s.rates]
     while True:
-        if (best := (yield from _best(trials, done))) is None:
+        if (best := (yield from best_trial(done, trials))) is None:
             return None
         rates = [spec.rate for spec in trials]
         beyond = best.rate + (1 if best.rate == max(rates) else -1)
         if beyond in rates or abs(beyond) > _MOST_RATE or len(s.rates) == 1:
             break
         trials.append(replace(first, rate=beyond))
-    return (yield from _best([replace(best, warmup=w) for w in s.warmups], done))
-
-
-def _best(trials: list[Spec], done: Losses) -> Search:
-    """The run of least loss; None while some are missing, which it yields."""
-    if missing := [spec for spec in trials if spec.key not in done]:
-        yield from missing
-        return None
-    return min(trials, key=lambda spec: done[spec.key])
+    return (yield from best_trial(done, [replace(best, warmup=w) for w in s.warmups]))
 
 
 def timings(s: Scenario, link: str, seed: int) -> Iterator[Spec]:
@@ -577,7 +570,7 @@ def main() -> None:
     p.add_argument("--draw", action="store_true", help="figure from the file, no runs")
     args: argparse.Namespace = p.parse_args()
     scenarios = [s for s in (QUICK if args.quick else (S4, S3)) if args.only in (None, s.name)]
-    path, summary = args.output, RESULTS / SUMMARY
+    path, summary = args.output, RESULTS / SCENARIOS
     if args.quick and path == RESULTS / FILE:
         path = ROOT / "runs" / "time_to_loss_real_clock_quick.jsonl"
     if args.quick:

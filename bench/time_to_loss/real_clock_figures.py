@@ -23,11 +23,8 @@ from typing import Any
 import numpy as np
 
 from bench.support import figure
-from bench.time_to_loss.scenarios import interval
+from bench.time_to_loss.scenarios import MEASURING, interval
 
-MEASURING = 0.011
-"""Part that measuring the noise scale adds to a step, docs/results/noise_overhead.json. Runs under
-the controller have it in their steps, static runs and timings do not."""
 ORDINARY = 1.5
 """A step longer than this times the median of its configuration is not an ordinary one."""
 LEAST_STEPS = 4
@@ -94,7 +91,8 @@ def way_of(record: Mapping[str, Any]) -> Way:
 
 
 def usual(rows: Rows, link: str) -> dict[Way, float]:
-    """Seconds of an ordinary step without measuring, by configuration, of all rows of a link."""
+    """Seconds of an ordinary step without measuring, by configuration, of all rows of a link. Steps
+    under the controller have it in them, those of static runs and timings do not."""
     found: dict[Way, list[float]] = {}
     for row in rows:
         if row["spec"]["link"] != link:

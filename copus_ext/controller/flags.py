@@ -53,7 +53,7 @@ class CopusConfig:
     """forward: a change needs a confident gain that pays for its pause over the rest of the run.
     paper: a change needs a gain of 10 %."""
     copus_noise_scale_multiplier: float | None = option(None, old_strings=("--copus-calibration",))
-    """The critical batch size is this times the measured noise scale. Default: 4; 2 with the
+    """The critical batch size is this times the measured noise scale. Default: 8; 2 with the
     objective copus and the published policies."""
     copus_interval: float | None = option(None)
     """Tokens between two decisions. Default: the tokens of 20 steps."""

@@ -189,6 +189,8 @@ def test_what_ships_is_what_is_written_down() -> None:
     of_rates = asdict(rate_rules_of(flags(), config("--adam-beta2 0.95")))
     assert set(rules) == {name for name, _, _ in SHIPPED}, "a rule without a reason"
     assert set(of_rates) == {name for name, _, _ in SHIPPED_RATES}, "a rate without a reason"
+    said = (ROOT / "docs" / "copus.yaml").read_text()
+    assert f"measured noise scale. Default: {rules['noise_scale_multiplier']:g};" in said
     found = [(rules[name], want, page, name) for name, want, page in SHIPPED]
     found += [(of_rates[name], want, page, name) for name, want, page in SHIPPED_RATES]
     found += [(value, want, page, f"{want}") for value, want, page in CONSTANTS]
