@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from copus_ext.goodput import policies, switch_rule
+from copus_ext.goodput import objectives, policies, switch_rule
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 
 WARMING_UP = "the learning rate is warming up"
@@ -111,9 +111,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         return
     is_new = to.global_batch_size > s.rules.first_batch
     if s.rules.early_steps and not s.is_noise_known and is_new:
-        steps, least = s.noise.effective_steps, s.rules.min_effective_steps
-        why = f"{steps:.0f} of {least:.0f} measurements" if steps < least else WARMING_UP
-        yield f"the noise scale is not known yet: {why}"
+        yield from _unknown_noise_reasons(s, to)
     if s.in_ramp:
         yield "the learning rate still follows the last growth"
     if s.last_change_samples is not None and s.rules.policy in policies.TARGETS:
@@ -127,6 +125,27 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield f"the batch shrank, and the critical one is not {factor:.1f} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
         yield f"held after a loss spike until sample {s.hold_growth_until_samples}"
+
+
+def _unknown_noise_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
+    """Where the bound decides alone, a batch above the first one needs a noise scale too. Early on
+    that is too small, so that it may hold growth back but asks for nothing."""
+    if not s.is_noise_measured:
+        steps, least = s.noise.effective_steps, s.rules.min_effective_steps
+        yield f"the noise scale is not known yet: {steps:.0f} of {least:.0f} measurements"
+        return
+    there, here = (
+        objectives.goodput(
+            s.rules.objective,
+            row.samples_per_s,
+            row.global_batch_size,
+            s.measured_critical_batch_size,
+            reference_batch=s.rules.reference_batch,
+        )
+        for row in (to, s.now)
+    )
+    if there <= here:
+        yield f"the noise scale asks for no more, and {WARMING_UP}"
 
 
 def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool) -> Iterator[str]:

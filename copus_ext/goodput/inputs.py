@@ -214,14 +214,19 @@ class DecisionInputs:
 
     @property
     def is_noise_known(self) -> bool:
-        """Whether the noise scale rests on enough measurements and is positive.
+        """Whether decisions go by the noise scale.
 
         Where the bound decides early on, it does so alone while the learning rate still warms up in
         the first 3 % of the run. The noise scale of hardly trained weights is far too small.
         """
         is_early = self.consumed_samples < EARLY_SHARE * self.total_samples
-        if self.rules.early_steps and self.in_warmup and is_early:
-            return False
+        return self.is_noise_measured and not (
+            self.rules.early_steps and self.in_warmup and is_early
+        )
+
+    @property
+    def is_noise_measured(self) -> bool:
+        """Whether the noise scale rests on enough measurements and is positive."""
         phi = self._noise_samples
         is_enough = self.noise.effective_steps >= self.rules.min_effective_steps
         return is_enough and phi is not None and phi > 0
@@ -252,6 +257,12 @@ class DecisionInputs:
         if phi is None or (self.rules.early_steps and not self.is_noise_known):
             phi = math.inf
         return self.critical_batch_size_of(phi)
+
+    @property
+    def measured_critical_batch_size(self) -> float | None:
+        """What the noise scale gives, within the bound, samples; None where it is not measured."""
+        phi = self._noise_samples
+        return None if phi is None else self.critical_batch_size_of(phi)
 
     def critical_batch_size_of(self, noise_scale: float) -> float | None:
         """The multiplier times a noise scale, within its bound; samples. None if neither bounds

@@ -192,6 +192,19 @@ def test_what_keeps_a_batch(more: dict[str, Any], words: str) -> None:
     assert decision.kind == "stay" and words in decision.reason
 
 
+def test_an_early_noise_scale_holds_growth_back_but_shrinks_nothing() -> None:
+    """In the first 3 % of the run, while the learning rate warms up: decided by the bound of 300
+    samples, as far as the noise scale agrees."""
+    rules = {"early_steps": 100.0, "first_batch": 16}
+    early = {"in_warmup": True, "iteration": 200, "consumed_samples": 3_000, "rules": rules}
+    decision = decide(situation(16, **early))
+    assert decision.kind == "batch" and decision.to.global_batch_size > 16
+    kept = decide(situation(16, phi=2.0, **early))
+    assert kept.kind == "stay" and "the noise scale asks for no more" in kept.reason
+    unknown = decide(situation(16, measured=noise(64.0, steps=19.0), **early))
+    assert unknown.kind == "stay" and "not known yet" in unknown.reason
+
+
 def test_with_published_policies_only_the_layout_may_change_in_the_warm_up() -> None:
     rows = [row(16, 10.0), row(32, 40.0), row(16, 13.0, dp=1), row(32, 50.0, dp=1)]
     warm = {"in_warmup": True, "iteration": 10, "consumed_samples": 160}
