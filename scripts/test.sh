@@ -30,7 +30,37 @@ for part in ${parts//,/ }; do
 done
 has() { case ",$parts," in *",$1,"*) true ;; *) false ;; esac; }
 
+# Debian packages for tests that say so and are skipped without them:
+#   install_packages "COMMAND ..." PACKAGE ...      does nothing where any of the commands is found
+install_packages() {
+    local commands=$1
+    shift
+    # Any of them: of SLURM's, then this machine belongs to a real cluster.
+    # shellcheck disable=SC2086
+    if command -v $commands >/dev/null; then return; fi
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+    local policy=/usr/sbin/policy-rc.d made=false
+    # Packages must start no daemons.
+    if [ ! -e $policy ] && printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy; then
+        made=true
+    fi
+    export DEBIAN_FRONTEND=noninteractive
+    { timeout 300 apt-get update && timeout 600 apt-get install -y --no-install-recommends \
+        "$@"; } >/dev/null 2>&1 || echo "apt-get could not install $*"
+    if $made; then rm -f $policy; fi
+}
+
+# One after another: two calls of apt-get would wait for each other's lock.
+install_all_packages() {
+    if has unit; then install_packages promtool prometheus; fi
+    if has slurm; then install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client; fi
+    # A driver goes with one version of the browser: by name both.
+    if has browser; then install_packages chromedriver chromium chromium-driver; fi
+}
+
+install_all_packages &
 python=$(bash scripts/setup_env.sh dev)
+wait
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH
 # What some hundred processes import is compiled once.
 unset PYTHONDONTWRITEBYTECODE
@@ -66,26 +96,6 @@ lane() {
     (set -e; "$1") &
     lanes+=($!)
     set +m
-}
-
-# Debian packages for tests that say so and are skipped without them:
-#   install_packages "COMMAND ..." PACKAGE ...      does nothing where any of the commands is found
-install_packages() {
-    local commands=$1
-    shift
-    # Any of them: of SLURM's, then this machine belongs to a real cluster.
-    # shellcheck disable=SC2086
-    if command -v $commands >/dev/null; then return; fi
-    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
-    local policy=/usr/sbin/policy-rc.d made=false
-    # Packages must start no daemons.
-    if [ ! -e $policy ] && printf '#!/bin/sh\nexit 101\n' >$policy && chmod +x $policy; then
-        made=true
-    fi
-    export DEBIAN_FRONTEND=noninteractive
-    { timeout 300 apt-get update && timeout 600 apt-get install -y --no-install-recommends \
-        "$@"; } >/dev/null 2>&1 || echo "apt-get could not install $*"
-    if $made; then rm -f $policy; fi
 }
 
 # Fails on a link that leads nowhere, and on whatever a page would fetch from another host.
@@ -132,12 +142,6 @@ if has lint; then
     group "ruff format" ruff format --check .
     group "import layers" lint-imports
 fi
-# Packages first: two calls of apt-get would wait for each other's lock.
-if has unit; then install_packages promtool prometheus; fi
-if has slurm; then install_packages "slurmctld slurmd sbatch" slurmctld slurmd slurm-client; fi
-# A driver goes with one version of the browser: by name both.
-if has browser; then install_packages chromedriver chromium chromium-driver; fi
-
 lane waiting_lane
 lane computing_lane
 if has lint; then lane reading_lane; fi

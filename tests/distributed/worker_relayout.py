@@ -78,28 +78,32 @@ def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
             # Else the other ranks' weights only come with the next forward pass.
             chunk.start_param_sync(force_sync=True)
     shards = own_shards(job.model, job.optimizer, job.groups)
+    # Arrays: to pickle a small tensor takes many times as long.
     own = [
-        (r, {k: view_of(shards.tensors[r.shard][k], r, (r.lo, r.hi)).clone() for k in KINDS})
+        (r, {k: view_of(shards.tensors[r.shard][k], r, (r.lo, r.hi)).numpy() for k in KINDS})
         for r in shards.records
     ]
-    weights = [(r, w.clone()) for r, w in weights_of(job.model, job.groups)]
+    weights = [(r, w.detach().float().numpy()) for r, w in weights_of(job.model, job.groups)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (own, weights))
+    dtype = next(iter(job.model.chunks[0].parameters())).dtype
     full: dict[str, Any] = {}
     for records, _ in gathered:
         for r, parts in records:
             place = tuple(map(slice, r.lo, r.hi))
             for kind in KINDS:
                 whole = full.setdefault(f"{kind}.{r.key}", torch.full(r.shape, torch.nan))
+                part = torch.from_numpy(parts[kind])
                 seen = ~whole[place].isnan()
-                assert torch.equal(whole[place][seen], parts[kind][seen]), "copies differ"
-                whole[place] = parts[kind]
+                assert torch.equal(whole[place][seen], part[seen]), "copies differ"
+                whole[place] = part
     holes = [name for name, whole in full.items() if whole.isnan().any()]
     assert not holes, holes
     for _, held in gathered:
         for r, weight in held:
             master = full[f"param.{r.key}"][tuple(map(slice, r.lo, r.hi))]
-            assert torch.equal(weight, master.reshape(weight.shape).to(weight.dtype)), r.key
+            rounded = master.reshape(weight.shape).to(dtype).float()
+            assert torch.equal(torch.from_numpy(weight), rounded), r.key
     local = [{k: v.clone() for k, v in t.items()} for t in shards.tensors]
     parts = getattr(job.optimizer, "chained_optimizers", [job.optimizer])
     rest = {

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from megatron.training.common.errors import UsageError
 
 _CPU = torch.device("cpu")
+_NAMED_DEVICE = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
+"""Calls that may have a device without its keyword."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +49,19 @@ class _CpuAnswersForCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # megatron-core's optimizers compare p.type() with the names of CUDA tensor types.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.cuda:
-            return args[0]
+        # Some thousand calls a step come here: most leave at once.
+        if func in _NAMED_DEVICE:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+                # megatron-core's optimizers compare p.type() with the names of CUDA tensor types.
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
+                args = (args[0], _CPU, *args[2:])
+        if not kwargs:
+            return func(*args)
         if _means_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _means_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
         return func(*args, **kwargs)
 
 
@@ -103,6 +108,9 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
     def nothing(*_args: Any, **_kwargs: Any) -> None:
         return None
 
+    def seed(value: Any) -> torch.Generator:
+        return torch.default_generator.manual_seed(int(value))
+
     return [
         # A device and not an index: megatron-core passes the answer on as device=.
         (torch.cuda, "current_device", lambda: _CPU),
@@ -111,7 +119,9 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "empty_cache", nothing),
         (torch.cuda, "get_rng_state", get_state),
         (torch.cuda, "set_rng_state", set_state),
-        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "manual_seed", seed),
+        # torch's own also notes the stack for each kind of accelerator, which takes milliseconds.
+        (torch, "manual_seed", seed),
         (torch.cuda.random, "get_rng_state", get_state),
         (core_random, "_get_cuda_rng_state", get_state),
         (core_random, "_set_cuda_rng_state", set_state),
