@@ -132,7 +132,7 @@ def test_the_batch_script_clears_only_what_is_its_own(
         os.utime(lock, (at, at))
     found, end = tmp_path / "found", tmp_path / "end"
     programs = {
-        "srun": f"cp {stop} {found}; kill -USR1 $PPID; sleep 0.5; cp {stop} {end}",
+        "srun": f"cp {stop} {found}; kill -USR1 $PPID; sleep 0.2; cp {stop} {end}",
         "python": "exit 1",
     }
     for name, text in programs.items():
