@@ -160,10 +160,12 @@ def _schedules() -> list[BatchSchedule]:
     both = [replace(pieces(b // 4, 0.05, b // 2, 0.15, b), decay=0.5) for b in (32, 64, 128)]
     shrinks = [pieces(a, at, b) for a, at, b in SHRINKS]
     return [
-        grown[1],
+        *(grown[i] for i in (1, 2, 3, 0)),
         both[1],
+        late[1],
+        both[2],
         decays[1],
-        *grown,
+        decays[3],
         *both,
         *decays,
         *shrinks,
@@ -181,7 +183,7 @@ def cells(done: Losses) -> Iterator[Cell]:
     """All cells, those first that say most. Some begin where another one ended."""
     yield from _short((32, 64, 16, 128, 8, 256))
     yield from _longer(done, MIDDLE, (64, 128, 32, 256))
-    yield from _longer(done, LONG, (128, 64, 256))
+    yield from _longer(done, LONG, (128, 64))
     for schedule in _unique(_schedules()):
         first = nearest(done, "cosine", SHORT, pieces(32))
         yield Cell(
@@ -193,6 +195,7 @@ def cells(done: Losses) -> Iterator[Cell]:
             stride=1,
             seeds=2,
         )
+    yield from _longer(done, LONG, (256,))
     for length in (MIDDLE, LONG):
         yield from _longer(done, length, (16, 32, 8, 512))
     yield from _short((512, 4))

@@ -6,6 +6,9 @@ S1: the paper's four clusters, every first batch of the grid, no sweep, two trut
 batch B make 1/(1 + B/Phi) progress, and a noisy quadratic whose static batches have the best rate
 and length each. Figures: time over the best static batch known afterwards, mean and worst.
 S2: GPU time in all over that of a sweep by successive halving and its best batch.
+S6: the paper's own sets of batches under a constant learning rate, on the noisy quadratic: saved
+over the best of its static batches and of its critical-batch-size rule on two layouts. The
+controller anneals by batch, as nothing else does; without that it is shown beside it.
 S7: the network falls to a quarter of its speed for half of the samples, at the best static batch:
 saved over the layout best in hindsight, and over the one best while the network is healthy.
 S8: where a perfect schedule saves less than 2 % over the best static batch: behind that, started
@@ -45,13 +48,25 @@ LITTLE = 0.02
 GROWTHS = {"P^.46": (0.46,), "P^.63": (0.63,), "P^.9": (0.9,), "level": (0.9, 1 / 6)}
 """Growth of the critical batch size over progress: its power, and the share where it ends."""
 _BOOTSTRAPS = 2000
+PAPER_SETS = {
+    "8xh100-3b": (16, 32, 64, 128, 1024),
+    "16xh100-13b": (32, 64, 128, 1024),
+    "32xmi210-7b": (32, 64, 128, 1024),
+    "32xh100-32b": (64, 128, 512),
+}
+"""Static batches of the paper by cluster (arXiv 2604.26687)."""
+ANNEALING = 0.1
+"""Part of the run in S6 over which the batch grows instead of the learning rate's decay."""
+_LONGER = 4
+"""Times the length of a run, for rules under a constant rate that are not there yet."""
 GOALS = {
     "S1": {"mean": 0.97, "worst": 1.10},
     "S2": {"figure": 0.7},
+    "S6": {"figure": 0.06},
     "S7": {"hindsight": 0.04, "healthy": 0.15},
     "S8": {"worst": 0.01},
 }
-HIGHER = {"S7"}
+HIGHER = {"S6", "S7"}
 """Scenarios whose figures should be at least the goal."""
 
 
@@ -161,11 +176,7 @@ def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dic
     On the noisy quadratic the run trains all of its samples, as its learning rate decays to their
     end. Static runs then have the length that takes them to its last loss.
     """
-    flags = contenders(s.batches)["adaptive_goodput_forward"].flags
-    assert flags is not None
-    # The learning rate was chosen for the smallest batch of the grid.
-    flags = dataclasses.replace(flags, copus_reference_batch_size=s.batches[0])
-    who = Contender(name="copus", flags=flags, first_batch=first_batch)
+    who = copus(s, first_batch)
     if s.quadratic is not None:
         run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
         assert run.last_loss is not None
@@ -174,6 +185,16 @@ def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dic
     time_s = run.times_s[max(s.targets, key=s.targets.__getitem__)]
     reached = math.inf if time_s is None else _counted(time_s, run)
     return reached, static_seconds(s)
+
+
+def copus(s: Scenario, first_batch: int, **flags: Any) -> Contender:
+    """`--copus --copus-layouts all` from a first batch. The learning rate was chosen for the
+    smallest batch of the grid."""
+    own = contenders(s.batches)["adaptive_goodput_forward"].flags
+    assert own is not None
+    flags["copus_reference_batch_size"] = s.batches[0]
+    own = dataclasses.replace(own, **flags)
+    return Contender(name="copus", flags=own, first_batch=first_batch)
 
 
 def _counted(seconds: float, run: Run) -> float:
@@ -261,6 +282,49 @@ def s2(found: list[Start], seeds: Sequence[int]) -> dict[str, Any]:
 
     groups = _by_seed(found, seeds)
     return {"figure": figure(groups), "interval": {"figure": interval(groups, figure)}}
+
+
+def s6(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
+    """Saved over the best static batch and the critical-batch-size rule, at a constant rate."""
+    rows: list[dict[str, Any]] = []
+    for cluster, batches in PAPER_SETS.items():
+        s = preset(cluster).change(lr_schedule="constant", batches=batches).with_noisy_quadratic()
+        for batch, share in itertools.product(batches, (ANNEALING, 0.0)):
+            own = [
+                _at_constant_rate(s, copus(s, batch, copus_anneal_by_batch=share), seed)
+                for seed in seeds
+            ]
+            rows.append({"cluster": cluster, "first_batch": batch, "annealing": share, "runs": own})
+            saved = statistics.fmean(run["saved"] for run in own)
+            say(f"{cluster}, first batch {batch}, annealing over {share:g}: saved {saved:.3f}")
+
+    def figure(chosen: Sequence[Any], share: float = ANNEALING) -> float:
+        some = [row["runs"] for row in rows if row["annealing"] == share]
+        return statistics.fmean(runs[i]["saved"] for i in chosen for runs in some)
+
+    seen = range(len(seeds))
+    return {
+        "figure": figure(seen),
+        "interval": {"figure": interval(seen, figure)},
+        "without_annealing": figure(seen, 0.0),
+        "rows": rows,
+    }
+
+
+def _at_constant_rate(s: Scenario, who: Contender, seed: int) -> dict[str, Any]:
+    """A run over all samples, and what others need to its last loss."""
+    run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
+    assert run.last_loss is not None
+    others = {f"static_{b}": time_s for b, time_s in static_seconds(s, run.last_loss).items()}
+    longer = s.change(targets={"end": run.last_loss}, total_samples=_LONGER * s.total_samples)
+    everybody = contenders(s.batches)
+    for name in ("cbs_small", "cbs_large"):
+        found = simulate(longer, everybody[name], seed=seed).times_s["end"]
+        others[name] = math.inf if found is None else found
+    seconds, best = _counted(run.seconds, run), min(others, key=others.__getitem__)
+    finite = {name: time_s for name, time_s in others.items() if math.isfinite(time_s)}
+    saved = 1 - seconds / others[best]
+    return {"saved": saved, "seconds": seconds, "best": best, "loss": run.last_loss, **finite}
 
 
 def s7(seeds: Sequence[int]) -> dict[str, Any]:
@@ -351,7 +415,7 @@ def main() -> None:
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=10)
-    parser.add_argument("--only", default="S1,S2,S7,S8")
+    parser.add_argument("--only", default="S1,S2,S6,S7,S8")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     names = args.only.split(",")
@@ -368,6 +432,8 @@ def main() -> None:
             best[name] = min((ratio, schedule) for schedule, ratio in ratios.items())
             say(f"{name}, noisy quadratic: best schedule {best[name][1]}: {best[name][0]:.3f}")
         results["S1"]["best_schedules"] = best
+    if "S6" in names:
+        results["S6"] = {**s6(seeds, say), **about}
     if "S7" in names:
         results["S7"] = {**s7(seeds), **about, "seeds": list(range(args.seeds))}
     if "S8" in names:

@@ -261,6 +261,12 @@ class Controller(Callback):
         """Measures the step, decides if a decision is due, applies it, and records."""
         self._measure(context)
         self._look_at_conditions(context)
+        self.state.begin_annealing(
+            self.rules.anneal_share,
+            batch=CurrentConfiguration.of(context).global_batch_size,
+            consumed_samples=context.state.consumed_samples,
+            total_samples=context.config.batch.train_samples,
+        )
         is_due = not self.failed and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
@@ -525,6 +531,7 @@ class Controller(Callback):
             return self.state.ramp
         state = context.state
         start = state.settings.lr_factor / self.warm_up.factor(batch, context)
+        batch = self.state.batch_of_rate(batch)
         return self.rates.ramp(batch, iteration=state.iteration, start=start)
 
     def _wanted_settings(self, context: CallbackContext) -> StepSettings:
@@ -539,7 +546,8 @@ class Controller(Callback):
     ) -> StepSettings:
         """Settings of some batch sizes, with the rates that go with them."""
         iteration = context.state.iteration
-        factor = self.rates.lr_factor(batch) if ramp is None else ramp.at(iteration)
+        of = self.state.batch_of_rate(batch)
+        factor = self.rates.lr_factor(of) if ramp is None else ramp.at(iteration)
         rates = self.rates.at(batch, factor)
         # Weight decay follows the batch and not the warm-up, as in the schedule's own.
         rates["lr_factor"] *= self.warm_up.factor(batch, context)

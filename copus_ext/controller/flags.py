@@ -87,6 +87,9 @@ class CopusConfig:
     copus_early_steps: float = _setting(EARLY_STEPS)
     """For adaptive: the critical batch size is at most the samples trained over this, and of the
     first 3 % of the run that many. 0: no such bound."""
+    copus_anneal_by_batch: float = _setting(0.0)
+    """For adaptive and --lr-decay-style constant: over this part of the run, at its end, the batch
+    grows as far as the learning rate would fall to 0, and the rate stays. 0: no such growth."""
     copus_lr_rule: str = option("sqrt", choices=("sqrt", "linear", "none"))
     """How the learning rate scales with the batch, relative to the reference batch."""
     copus_lr_ramp_steps: int | None = _setting(None)

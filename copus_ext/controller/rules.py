@@ -50,6 +50,10 @@ _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 configurations of the present batch nothing else needs to be."""
 
 
+_ANNEALING_DECISIONS = 8
+"""A decision comes after this part of the samples that are left, while the run anneals by batch."""
+
+
 def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
     """Checks the flags by themselves.
 
@@ -76,6 +80,13 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
     if not flags.copus_doubling_ratio > 1:
         ratio = flags.copus_doubling_ratio
         raise UsageError(f"{name_of('copus_doubling_ratio')} {ratio:g} must exceed 1")
+    if not 0 <= flags.copus_anneal_by_batch < 1:
+        name, share = name_of("copus_anneal_by_batch"), flags.copus_anneal_by_batch
+        raise UsageError(f"{name} {share:g} must be at least 0 and below 1")
+    if flags.copus_anneal_by_batch and flags.copus_policy != "adaptive":
+        raise UsageError(
+            f"{name_of('copus_anneal_by_batch')} needs --copus-policy adaptive; remove one of them"
+        )
     least, most = flags.copus_min_global_batch_size, flags.copus_max_global_batch_size
     if least is not None and most is not None and least > most:
         raise UsageError(
@@ -99,6 +110,12 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     if flag and flags.copus_mode == "act":
         raise UsageError(
             f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
+        )
+    style = config.optim.lr_decay_style
+    if flags.copus_anneal_by_batch and style != "constant":
+        raise UsageError(
+            f"{name_of('copus_anneal_by_batch')} needs --lr-decay-style constant: with {style} the "
+            "learning rate falls by itself"
         )
     moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
@@ -217,6 +234,7 @@ def rules_of(flags: CopusConfig, config: Config) -> Rules:
         doubling_ratio=flags.copus_doubling_ratio,
         relayout=flags.copus_layouts == "all",
         early_steps=flags.copus_early_steps if is_ours else 0.0,
+        anneal_share=flags.copus_anneal_by_batch,
     )
 
 
@@ -270,6 +288,11 @@ def samples_to_decision(
         last_decision_samples: samples trained at the last decision, 0 before the first.
     """
     samples: float = DECISION_STEPS * batch
+    total = config.batch.train_samples
+    left = total - last_decision_samples
+    if left <= flags.copus_anneal_by_batch * total:
+        # The batch that annealing asks for doubles while less than a third of the rest is trained.
+        return max(min(samples, left / _ANNEALING_DECISIONS), batch)
     if flags.copus_interval is not None:
         samples = flags.copus_interval / config.batch.seq_length
     if flags.copus_policy == "adaptive" and flags.copus_early_steps:

@@ -105,7 +105,8 @@ def _same_batch_reasons(s: DecisionInputs) -> Iterator[str]:
 
 
 def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
-    if to.global_batch_size > s.now.global_batch_size * s.rules.growth:
+    is_asked = to.global_batch_size <= s.annealing_batch
+    if to.global_batch_size > s.now.global_batch_size * s.rules.growth and not is_asked:
         yield f"grows more than {s.rules.growth:g} times at once"
     if s.rules.policy in policies.SCHEDULED:
         return
@@ -121,7 +122,7 @@ def _growth_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
     # Growing now could undo a shrinking on account of mere noise.
     then, now = s.critical_batch_size_when_shrunk, s.critical_batch_size
     factor = _swing(s)
-    if then is not None and now is not None and now < factor * then:
+    if then is not None and now is not None and now < factor * then and not is_asked:
         yield f"the batch shrank, and the critical one is not {factor:.1f} times what it was"
     if s.consumed_samples < s.hold_growth_until_samples:
         yield f"held after a loss spike until sample {s.hold_growth_until_samples}"

@@ -141,14 +141,18 @@ def _log_throughputs(s: DecisionInputs, batch: int) -> list[float]:
 def _log_goodputs(
     s: DecisionInputs, rows: Sequence[ConfigThroughput], critical_batch_size: float
 ) -> list[float]:
-    """ln(goodput) of rows; minus infinity where it is not positive."""
+    """ln(goodput) of rows; minus infinity where it is not positive. Below the batch that annealing
+    asks for, a row loses in proportion to what it lacks."""
+    sizes = np.array([row.global_batch_size for row in rows])
     values = objectives.goodput(
         s.rules.objective,
         np.array([row.samples_per_s for row in rows]),
-        np.array([row.global_batch_size for row in rows]),
+        sizes,
         critical_batch_size,
         reference_batch=s.rules.reference_batch,
     )
+    if s.annealing_batch:
+        values = values * np.minimum(sizes / s.annealing_batch, 1.0)
     return [math.log(value) if value > 0 else -math.inf for value in values.tolist()]
 
 
@@ -284,7 +288,7 @@ def _cost_s(s: DecisionInputs, row: ConfigThroughput) -> float:
 
 def _remaining_s(s: DecisionInputs) -> float:
     """Seconds that the rest of the run takes in the present configuration."""
-    return max(s.total_samples - s.consumed_samples, 0) / s.now.samples_per_s
+    return s.samples_left / s.now.samples_per_s
 
 
 def _tie_break(s: DecisionInputs, row: ConfigThroughput) -> tuple:

@@ -133,6 +133,23 @@ class Rules:
     """Whether the layout may change."""
     early_steps: float
     """The critical batch size is at most the samples trained over this; 0 knows no such bound."""
+    anneal_share: float
+    """Part of the run, at its end, over which the batch grows in place of the rate's decay."""
+
+
+def annealing_batch(first: int, part: float, left: int) -> float:
+    """The batch that annealing by batch asks for, samples.
+
+    The noise that steps leave in the weights goes with LR / sqrt(B). It falls linearly to 0 over
+    the last part of a run, as with a rate that does. So B goes with the inverse square of what is
+    left of that part.
+
+    Args:
+        first: batch at its start, samples.
+        part: its samples.
+        left: samples until the end.
+    """
+    return first * max(part / max(left, 1), 1.0) ** 2
 
 
 _INTERVAL_Z = 1.96
@@ -195,6 +212,8 @@ class DecisionInputs:
     critical_batch_size_when_grown: float | None = None
     """Measured critical batch size when the batch last became larger, samples; None once it has
     shrunk, or if the bound decided."""
+    annealing_from: int | None = None
+    """Batch at which the run began to anneal by batch, samples; None before."""
     paused: bool = False
     """Whether an operator has stopped decisions."""
     measured_multiplier: float | None = None
@@ -292,6 +311,19 @@ class DecisionInputs:
         width = math.log(high / low) if low else 2 * math.log(high / phi)
         return (width / (2 * _INTERVAL_Z)) ** 2
 
+    @property
+    def annealing_batch(self) -> float:
+        """The batch that annealing asks for, samples; 0 where the run does not anneal by batch."""
+        if self.annealing_from is None:
+            return 0.0
+        part, left = self.rules.anneal_share * self.total_samples, self.samples_left
+        return annealing_batch(self.annealing_from, part, left)
+
+    @property
+    def samples_left(self) -> int:
+        """Samples until the end of the run."""
+        return max(self.total_samples - self.consumed_samples, 0)
+
     def cost_s(self, layout: Layout) -> float:
         """Upper estimate of the pause of a change to a layout, seconds; 0 for the present one."""
         if layout == self.now.layout:
@@ -315,8 +347,8 @@ class DecisionInputs:
         Raises:
             TypeError, KeyError: a record of another form.
         """
-        # Older journals know no bound.
-        rules = {"early_steps": 0.0, **data["rules"]}
+        # Older journals know no bound, and no annealing by batch.
+        rules = {"early_steps": 0.0, "anneal_share": 0.0, **data["rules"]}
         rules = {name: value for name, value in rules.items() if name not in _RETIRED}
         rules["grid"] = tuple(rules["grid"])
         rules["schedule"] = tuple((int(a), int(b)) for a, b in rules["schedule"])
@@ -376,6 +408,7 @@ def build_inputs(
         hold_growth_until_samples=state.hold_growth_until_samples,
         critical_batch_size_when_shrunk=state.critical_batch_size_when_shrunk,
         critical_batch_size_when_grown=state.critical_batch_size_when_grown,
+        annealing_from=state.annealing_from,
         paused=paused,
     )
 

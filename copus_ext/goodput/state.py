@@ -158,6 +158,8 @@ class ControllerState:
     """Critical batch size, samples, when the batch last became smaller; None once it has grown."""
     critical_batch_size_when_grown: float | None = None
     """Critical batch size, samples, when the batch last became larger; None once it has shrunk."""
+    annealing_from: int | None = None
+    """Batch, samples, at which the run began to anneal by batch; None before."""
     step_times: dict[str, list[float]] = field(default_factory=dict)
     """Newest step times, seconds, by `config_key`."""
     steps: list[StepRecord] = field(default_factory=list)
@@ -299,6 +301,26 @@ class ControllerState:
     def steps_since_change(self) -> int | None:
         """Steps since the last change; None before the first."""
         return self.steps_after_change if self.num_changes else None
+
+    def begin_annealing(
+        self, share: float, *, batch: int, consumed_samples: int, total_samples: int
+    ) -> None:
+        """Notes the batch from which the run anneals by batch, once that begins.
+
+        Args:
+            share: of the run, at its end, that does; 0 for none.
+            batch: the present one, samples.
+            consumed_samples: samples of the run.
+            total_samples: of the run.
+        """
+        is_there = total_samples - consumed_samples <= share * total_samples
+        if share and is_there and self.annealing_from is None:
+            self.annealing_from = batch
+
+    def batch_of_rate(self, batch: int) -> int:
+        """The batch whose learning rate goes with a batch: while the run anneals by batch, the rate
+        stays where it was."""
+        return batch if self.annealing_from is None else min(batch, self.annealing_from)
 
     def is_in_ramp(self, iteration: int) -> bool:
         """Whether the learning rate still follows the last change of the batch."""

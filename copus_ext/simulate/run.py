@@ -189,6 +189,12 @@ class _Runner:
         while waiting and self.consumed < self.scenario.total_samples:
             self._step(waiting)
             self._look_at_conditions()
+            self.state.begin_annealing(
+                self.rules.anneal_share,
+                batch=self.row.global_batch_size,
+                consumed_samples=self.consumed,
+                total_samples=self.scenario.total_samples,
+            )
             if self._is_due():
                 self._decide()
         self.out.last_loss = self.training.loss()
@@ -376,8 +382,9 @@ class _Runner:
         to, before, ramp = decision.to, self.row, self.state.ramp
         if to.global_batch_size != before.global_batch_size:
             start = self._lr_factor / self._warm_up_factor(to.global_batch_size)
-            ramp = self.rates.ramp(to.global_batch_size, iteration=self.out.steps, start=start)
-            self.lr_factor = self.rates.lr_factor(to.global_batch_size)
+            batch = self.state.batch_of_rate(to.global_batch_size)
+            ramp = self.rates.ramp(batch, iteration=self.out.steps, start=start)
+            self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
             cost_s = self.scenario.pause_s(*pair)
@@ -415,6 +422,7 @@ class _Runner:
                 if self.out.changes
                 else self.row.global_batch_size,
                 step_batch_size_schedule=None,
+                train_samples=s.total_samples,
             ),
             layout=row.layout,
             optim=SimpleNamespace(

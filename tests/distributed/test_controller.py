@@ -84,6 +84,18 @@ def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
     assert max(rates) <= 1e-3 * 8**0.5
 
 
+def test_at_the_end_the_batch_grows_in_place_of_a_falling_rate(results: dict[str, Any]) -> None:
+    annealed = results["annealed"]
+    steps = [s for s in annealed["steps"] if s["consumed_samples"] >= 180]
+    sizes = [s["global_batch_size"] for s in steps[:-1]]
+    first = sizes[0]
+    assert sizes == sorted(sizes) and sizes[-1] == 32 > first
+    assert {s["learning_rate"] for s in steps[:-1]} == {steps[0]["learning_rate"]}
+    # A kill in the middle changes nothing: batch and rate at its start are in the checkpoint.
+    resumed = results["annealed resumed"]["steps"]
+    assert resumed == annealed["steps"][-len(resumed) :]
+
+
 def test_after_a_shrink_the_warm_up_has_the_steps_of_the_present_batch(
     results: dict[str, Any],
 ) -> None:

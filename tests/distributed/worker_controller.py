@@ -95,6 +95,11 @@ def main(output: Path) -> Any:
     observe = {"copus_mode": "observe", **eager}
     record("observed", ["--log-interval", "1"], Noting(**observe))
     record("adaptive", [], Noting(**eager, copus_max_global_batch_size=64))
+    annealing = {"copus_anneal_by_batch": 0.5, "copus_max_micro_batch_size": 1}
+    keep = ["--save", str(output / "annealed saved"), "--save-interval", "25"]
+    record("annealed", keep, Noting(**annealing, copus_max_global_batch_size=32))
+    keep = ["--load", str(output / "annealed saved"), "--ckpt-step", "25"]
+    record("annealed resumed", keep, Noting(**annealing, copus_max_global_batch_size=32))
     record("paper", [], Noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:
         (output / "paused" / "control").mkdir(parents=True)

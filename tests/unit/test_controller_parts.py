@@ -154,6 +154,7 @@ SHIPPED = [
     ("doubling_first_samples", None, CONTROLLER),
     ("doubling_ratio", 3.0, "copus_ext/controller/flags.py"),
     ("relayout", False, "docs/decisions/016-layouts-change-on-request.md"),
+    ("anneal_share", 0.0, "docs/decisions/034-annealing-by-batch.md"),
 ]
 SHIPPED_RATES = [
     ("lr", "sqrt", CONTROLLER),

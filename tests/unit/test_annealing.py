@@ -1,0 +1,120 @@
+"""Under a constant learning rate the batch can grow at the end in place of the rate's decay."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from copus_ext.controller import rules
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.goodput.decide import decide
+from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.state import ControllerState
+from copus_ext.simulate.contenders import Contender, contenders
+from copus_ext.simulate.run import Run, simulate
+from copus_ext.simulate.scenario import preset
+from megatron.training.common.errors import UsageError
+from tests.unit.test_decide import GRID, situation
+
+SHARE, TOTAL = 0.2, 1_000_000
+
+
+def annealing(left: float, **more: Any) -> DecisionInputs:
+    """A run whose goodput is best at a batch of 32, with this part of its last fifth left."""
+    values: dict[str, Any] = {"annealing_from": 32, **more}
+    consumed = round(TOTAL * (1 - SHARE * left))
+    return situation(
+        values.pop("batch", 32),
+        8.0,
+        rules={"anneal_share": SHARE},
+        consumed_samples=consumed,
+        total_samples=TOTAL,
+        **values,
+    )
+
+
+@pytest.mark.parametrize(("left", "times"), [(1.0, 1), (0.5, 4), (0.25, 16), (0.125, 64)])
+def test_the_batch_grows_as_a_rate_that_falls_to_zero_would_have_it(left: float, times: int):
+    s = annealing(left)
+    assert s.annealing_batch == pytest.approx(32 * times, rel=1e-4)
+    asked = min(32 * times, GRID[-1])
+    assert decide(s).to.global_batch_size == asked, "also more than fourfold at once"
+    before = dataclasses.replace(s, annealing_from=None)
+    assert before.annealing_batch == 0.0 and decide(before).kind == "stay"
+
+
+def test_the_last_sample_asks_for_a_number() -> None:
+    assert 0 < annealing(0.0).annealing_batch < float("inf")
+    assert decide(annealing(1e-5)).to.global_batch_size == GRID[-1]
+
+
+def test_what_holds_growth_back_for_safety_still_does() -> None:
+    held = decide(annealing(0.25, hold_growth_until_samples=TOTAL))
+    assert held.kind == "stay" and "loss spike" in held.candidates[0].blocked_reason
+    shrunk = annealing(0.25, critical_batch_size_when_shrunk=32.0)
+    assert decide(shrunk).to.global_batch_size == GRID[-1], "an earlier shrink does not"
+
+
+def test_the_batch_at_the_start_of_annealing_is_kept_and_its_rate_with_it() -> None:
+    state = ControllerState()
+    for consumed, batch, known in ((700, 16, None), (800, 32, 32), (900, 64, 32)):
+        state.begin_annealing(SHARE, batch=batch, consumed_samples=consumed, total_samples=1000)
+        assert state.annealing_from == known
+    assert [state.batch_of_rate(b) for b in (16, 32, 512)] == [16, 32, 32]
+    assert ControllerState.from_json(state.to_json()).annealing_from == 32
+    without = ControllerState()
+    without.begin_annealing(0.0, batch=8, consumed_samples=1000, total_samples=1000)
+    assert without.annealing_from is None and without.batch_of_rate(512) == 512
+
+
+def test_decisions_keep_up_with_the_end() -> None:
+    flags = CopusConfig(copus=True, copus_anneal_by_batch=SHARE)
+    config: Any = SimpleNamespace(batch=SimpleNamespace(train_samples=TOTAL, seq_length=32))
+    for last, samples in ((100_000, 20 * 64), (996_000, 500), (999_900, 64)):
+        found = rules.samples_to_decision(flags, config, 64, last_decision_samples=last)
+        assert found == samples
+
+
+def run_of(share: float) -> Run:
+    """A run of a quadratic under a constant rate."""
+    batches = (64, 128, 512)
+    s = preset("32xh100-32b").change(lr_schedule="constant", batches=batches)
+    s = s.with_noisy_quadratic().change(targets={"none": 0.0})
+    flags = contenders(batches)["adaptive_goodput_forward"].flags
+    assert flags is not None
+    flags = dataclasses.replace(flags, copus_anneal_by_batch=share)
+    return simulate(s, Contender(name="copus", flags=flags, first_batch=64), seed=0)
+
+
+def test_where_nothing_else_anneals_the_end_is_lower() -> None:
+    with_it, without = run_of(0.1), run_of(0.0)
+    assert with_it.last_loss is not None and without.last_loss is not None
+    assert with_it.last_loss < without.last_loss - 0.004
+    assert with_it.seconds <= without.seconds
+    last = with_it.changes[-1]
+    assert last.batch == 512 and last.consumed_samples > 0.9 * 150_000
+    assert max(c.batch for c in without.changes) < 512
+
+
+@pytest.mark.parametrize(
+    ("flags", "style", "says"),
+    [
+        ({"copus_anneal_by_batch": 1.0}, "constant", "at least 0 and below 1"),
+        ({"copus_anneal_by_batch": -0.1}, "constant", "at least 0 and below 1"),
+        ({"copus_anneal_by_batch": 0.1, "copus_policy": "cbs"}, "constant", "--copus-policy"),
+        ({"copus_anneal_by_batch": 0.1}, "cosine", "--lr-decay-style constant"),
+    ],
+)
+def test_it_is_for_constant_rates(flags: dict[str, Any], style: str, says: str) -> None:
+    given = CopusConfig(copus=True, **flags)
+    config: Any = SimpleNamespace(
+        batch=SimpleNamespace(step_batch_size_schedule=None, rampup_batch_size=None),
+        optim=SimpleNamespace(lr_decay_style=style),
+    )
+    with pytest.raises(UsageError, match=says) as error:
+        rules.check(given)
+        rules.check_run(given, config)
+    assert "anneal_by_batch" in str(error.value) and "\n" not in str(error.value)
