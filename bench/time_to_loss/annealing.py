@@ -2,7 +2,7 @@
 
     python -m bench.time_to_loss.annealing [--seeds N]
 
-The GPT of `small_gpt` trains with a batch of 32 and of 64: at a constant rate to the end; with
+The GPT of `small_gpt` trains with a batch of 32: at a constant rate to the end; with
 `anneal_by_batch` over the last tenth or fifth, where the batch goes up to 512 and the rate stays;
 and with a rate that falls over the last fifth (WSD). Each way has the best of four rates on seed 0.
 Figures are of further seeds. Adds to docs/results/annealing.json what is missing there.
@@ -22,7 +22,7 @@ from bench.time_to_loss.small_gpt import REFERENCE_BATCH, Kind, Recipe, SmallRun
 from copus_ext.goodput.inputs import annealing_batch
 
 FILE = "annealing.json"
-BATCHES, MOST = (32, 64), 512
+BATCHES, MOST = (32,), 512
 RATES = (-2, -1, 0, 1)
 """k of 2^(k/2) times the first rate of the atlas."""
 WARMUP = 0.2

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from copus_ext.planner.request import (
+    GPUS_PER_NODE,
     InputProblem,
     UsageProblem,
     batches,
     cluster_of,
     configuration_of,
     model_of,
+    notes_on,
     sizes,
     timings_of,
 )
@@ -121,7 +123,8 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     where = p.add_argument_group("cluster")
     where.add_argument("--cluster", help="KIND:GPUS such as h100-80g:64, a JSON file, or here")
     where.add_argument("--nodes", type=int, help="number of nodes, with --gpu")
-    where.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node, with --nodes")
+    words = f"GPUs of a node, with --nodes (default: {GPUS_PER_NODE})"
+    where.add_argument("--gpus-per-node", type=int, help=words)
     where.add_argument("--gpu", help="such as H100-80GB")
     where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
@@ -200,6 +203,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputProblem(f"--constants {args.constants}: {error}") from error
     model = model_of(args)
+    for note in notes_on(args.megatron_args) if args.megatron_args is not None else ():
+        tell("plan.py", f"note: {note}")
     limits = Limits(
         fixed=sizes("--fix", args.fix),
         largest=sizes("--max", args.max),
@@ -343,14 +348,13 @@ def answer(args: argparse.Namespace) -> int:
     headroom = headroom_of(args, planner, plotted)
     write_hosts(args, firsts if found.nodes is None else [best[0] for best in found.nodes if best])
     if args.format == "json":
-        about = constants_of(args, planner)
-        missing = f"no measured step times of its own behind constants {about['name']}"
+        about, borrowed = constants_of(args, planner), borrowed_constants(args, planner)
         record = report.to_json(
             planner.model,
             planner.cluster,
             found,
             constants=about,
-            warnings=[missing] if about["residual"] is None else [],
+            warnings=[borrowed] if borrowed else [],
             elapsed_s=None if args.output else time.monotonic() - started,
             top=args.top,
             headroom=headroom and headroom[1],
@@ -363,6 +367,8 @@ def answer(args: argparse.Namespace) -> int:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
         report.table(found, console, top=args.top)
+        if borrowed := borrowed_constants(args, planner):
+            console.print(borrowed, highlight=False, markup=False)
         if headroom is not None:
             console.print(headroom[0], highlight=False, markup=False)
         if args.output is not None:
@@ -437,6 +443,19 @@ def constants_of(args: argparse.Namespace, planner: Any) -> dict[str, Any]:
 
     file = args.constants or planner.cluster.constants_file
     return {**describe(file), "values": planner.constants.to_json()}
+
+
+def borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
+    """Whose constants stand in for those of a device that was never timed; empty if it was, or if
+    the user gave a file."""
+    about, gpu = constants_of(args, planner), planner.cluster.gpu.name
+    whose = about["fitted_on"]
+    if about["residual"] is not None:
+        kind = about["name"].split("-")[0]
+        if args.constants is not None or kind in gpu.lower():
+            return ""
+        whose = f"those of {about['name']}"
+    return f"constants of {gpu}: {whose}; --profile corrects them by measured times"
 
 
 def _put(text: str, output: Path | None) -> None:

@@ -126,7 +126,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
             forward_s=of(*micro_batch.forward),
             backward_s=of(*micro_batch.backward),
             parameters=parameters,
-            static_bytes=(rows.element_bytes[0] + 4.0 + owned) * parameters,
+            static_bytes=(rows.element_bytes[0] + rows.gradient_bytes[0] + owned) * parameters,
             saved_bytes=FRAGMENTATION * of(0.0, kept, 0.0),
             working_bytes=FRAGMENTATION * of(0.0, working, head_bytes(rows)),
         ),

@@ -175,7 +175,7 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
-        "grads": 4.0 * held,
+        "grads": rows.gradient_bytes * held,
         "optimizer": state * owned,
         "activations": activations,
         "logits": head,
@@ -243,7 +243,7 @@ def static_bytes(rows: Rows) -> Any:
     held = stage_parameters(rows.full())
     state = np.where(rows.element_bytes == 4, 8.0, 12.0)
     owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
-    return ((rows.element_bytes + 4.0) * held + state * owned).max(axis=0)
+    return ((rows.element_bytes + rows.gradient_bytes) * held + state * owned).max(axis=0)
 
 
 def fit_probability(peak_bytes: Any, limit_bytes: Any) -> Any:

@@ -80,6 +80,8 @@ class ModelSpec:
     """Hidden and attention dropout are on."""
     precision: str = "bf16"
     """bf16, fp16 or fp32."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient element as it is kept and reduced: 4, or 2 in half precision."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
     local: bool = False
@@ -98,6 +100,10 @@ class ModelSpec:
                     raise SpecError(f"{field.name} {shown} must be at least {least}")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
+        if self.gradient_bytes not in ((4,) if self.precision == "fp32" else (2, 4)):
+            raise SpecError(
+                f"gradient_bytes {self.gradient_bytes} must be 4, or 2 with bf16 and fp16"
+            )
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise SpecError(
                 f"hidden_size {self.hidden_size} does not divide by num_attention_heads "
@@ -213,7 +219,7 @@ class ModelSpec:
             "has_bias": self.bias,
             "norm_vectors": 1 if self.normalization == "RMSNorm" else 2,
             "element_bytes": 4 if wide else 2,
-            "gradient_bytes": 4,
+            "gradient_bytes": self.gradient_bytes,
         }
 
     def with_seq_length(self, seq_length: int) -> ModelSpec:
@@ -294,6 +300,7 @@ class ModelSpec:
             learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
             dropout=args.hidden_dropout > 0,
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            gradient_bytes=_gradient_bytes(args),
             fused_attention=args.attention_backend != "unfused",
             local=args.transformer_impl == "local",
         )
@@ -351,6 +358,14 @@ class ModelSpec:
             learned_positions=learned,
             **known,
         )
+
+
+def _gradient_bytes(args: Any) -> int:
+    """Bytes of a gradient element: Megatron keeps fp32 ones with bf16 unless told otherwise, and
+    half ones with fp16."""
+    if args.bf16:
+        return 2 if args.grad_reduce_in_bf16 else 4
+    return 2 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else 4
 
 
 def _vocab_size(args: Any) -> int:

@@ -1,8 +1,9 @@
 """Exact clocks of megatron-core's pipeline schedules, many configurations at once.
 
 Plain 1F1B exchanges messages in rendezvous: neighbours meet, both wait for the later one, and no
-transfer hides behind compute. The interleaved schedule sends eagerly: a message arrives one hop
-after the pass that made it. Arrays hold one configuration per column.
+transfer hides behind compute. The interleaved schedule sends eagerly: the messages of a stage, to
+the next one and to the one before, leave over one link, each when the last one is through. Arrays
+hold one configuration per column.
 
 The simulation is max-plus linear. Rounds of the steady phase repeat one list of operations. Once a
 round moves every clock by the same amount, all later rounds do, and the rest is a jump.
@@ -30,8 +31,9 @@ def pipeline_time(
     Args:
         forward: [pp, vpp, n] seconds of the forward pass of a chunk, one micro-batch.
         backward: [pp, vpp, n] seconds of its backward pass, recomputation included.
-        hop: [pp - 1 or pp, n] seconds of a message from stage r to r + 1 or back; the interleaved
-            schedule also uses the last row, from the last stage to the first.
+        hop: [pp - 1 or pp, n] seconds of a message from stage r to r + 1 or back, which hold the
+            link of its sender; the interleaved schedule also uses the last row, from the last stage
+            to the first.
         num_microbatches: [n] per replica; with vpp > 1 multiples of pp.
         vpp: chunks of a stage.
 
@@ -329,8 +331,7 @@ def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tup
     """Clocks after so many micro-batches, and the time of a further group: NaN where the growth has
     not settled."""
     pp, vpp, num = forward.shape
-    x = np.zeros((pp, num))
-    period = np.full(num, np.nan)
+    x, period = np.zeros((2 * pp, num)), np.full(num, np.nan)  # clocks of stages and of their links
     segments, cuts, num_rows = _compiled(pp, vpp, count)
     arrivals = np.zeros((num_rows, num))
     play = _play_alone if num <= _FEW_COLUMNS else _play_together
@@ -345,14 +346,14 @@ def _interleaved(forward: Array, backward: Array, hop: Array, count: int) -> tup
                 same = np.ptp(steps, axis=0) <= _SAME * x.max(axis=0)
                 period[same] = steps[0, same]
             previous = names, state
-    return x, period
+    return x[:pp], period
 
 
 def _play_together(
     operations: list[_Operation], x: Array, arrivals: Array, work: tuple[Array, Array], hop: Array
 ) -> None:
     """Moves clocks and messages of all columns by some passes."""
-    clock, message, hops = list(x), list(arrivals), list(hop)
+    clock, message, hops, pp = list(x), list(arrivals), list(hop), len(x) // 2
     parts = [[list(chunks) for chunks in part] for part in work]
     for o in operations:
         now = clock[o.stage]
@@ -360,7 +361,10 @@ def _play_together(
             np.maximum(now, message[o.waits_for], out=now)
         now += parts[o.direction][o.stage][o.chunk]
         if o.sends_to >= 0:
-            np.add(now, hops[o.boundary], out=message[o.sends_to])
+            link = clock[pp + o.stage]
+            np.maximum(link, now, out=link)
+            link += hops[o.boundary]
+            message[o.sends_to][:] = link
 
 
 def _play_alone(
@@ -370,6 +374,7 @@ def _play_alone(
     flat = [
         (o.stage, o.direction, o.chunk, o.waits_for, o.boundary, o.sends_to) for o in operations
     ]
+    pp = len(x) // 2
     for column in range(x.shape[1]):
         clock, message = x[:, column].tolist(), arrivals[:, column].tolist()
         hops = hop[:, column].tolist()
@@ -381,7 +386,9 @@ def _play_alone(
             now += parts[direction][stage][chunk]
             clock[stage] = now
             if sends_to >= 0:
-                message[sends_to] = now + hops[boundary]
+                link = clock[pp + stage]
+                link = (link if link > now else now) + hops[boundary]
+                clock[pp + stage] = message[sends_to] = link
         x[:, column], arrivals[:, column] = clock, message
 
 

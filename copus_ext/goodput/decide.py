@@ -335,6 +335,8 @@ def _reason_to_change(s: DecisionInputs, goal: _Goal, chosen: Candidate) -> str:
         parts.append(critical_batch_size_words(s))
     if goal.batch is not None:
         parts.append(f"target batch {goal.batch:.0f}")
+    if s.annealing_batch > now.global_batch_size:
+        parts.append(f"annealing asks for {s.annealing_batch:.0f}")
     return "; ".join(parts)
 
 

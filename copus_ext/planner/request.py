@@ -17,6 +17,24 @@ from megatron.training.config.layout import Layout
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
+GPUS_PER_NODE = 8
+"""Of a node with `--nodes`, if nothing else is said."""
+_UNPRICED = {
+    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+    "fp8": "--fp8-format",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "use_tp_pp_dp_mapping": "--use-tp-pp-dp-mapping",
+}
+"""Megatron's flags that change the time or memory of a step, and that the cost model does not know;
+by the name of their field."""
+_SEARCHED = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "micro_batch_size": "--micro-batch-size",
+    "global_batch_size": "--global-batch-size",
+    "recompute_granularity": "--recompute-granularity",
+}
+"""Those that say what a search finds."""
 SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
 
 
@@ -143,8 +161,39 @@ def model_of(args: argparse.Namespace) -> Any:
     return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
+def notes_on(megatron_args: str) -> list[str]:
+    """What of a Megatron-LM command line the answer does not depend on, a line each."""
+    from megatron.training.config.arguments import parse_args
+
+    given = parse_args(shlex.split(megatron_args)).explicit_flags
+    unpriced = [flag for name, flag in _UNPRICED.items() if name in given]
+    searched = [flag for name, flag in _SEARCHED.items() if name in given]
+    notes = []
+    if unpriced:
+        notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")
+    if searched:
+        fix = "keep sizes with --fix and --recompute"
+        notes.append(f"the search finds what {', '.join(searched)} would say; {fix}")
+    return notes
+
+
 def cluster_of(args: argparse.Namespace) -> Any:
-    """The cluster asked for."""
+    """The cluster asked for; links that are given win over those of its description."""
+    spec = _described_cluster(args)
+    links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
+    given = {name: quantity(text) for name, text in links.items() if text is not None}
+    if given and (spec.links is not None or spec.nodes):
+        raise UsageProblem(
+            "--nic and --intra go with equal links; change the links in the file of --cluster"
+        )
+    return dataclasses.replace(spec, **given)
+
+
+def _described_cluster(args: argparse.Namespace) -> Any:
+    named = {"--gpu": args.gpu, "--nodes": args.nodes, "--gpus-per-node": args.gpus_per_node}
+    also = [flag for flag, value in named.items() if value is not None]
+    if args.cluster is not None and also:
+        raise UsageProblem(f"--cluster {args.cluster} names the machine; drop {', '.join(also)}")
     if args.cluster is not None and args.cluster.endswith(".json"):
         try:
             return ClusterSpec.load(Path(args.cluster))
@@ -158,10 +207,8 @@ def cluster_of(args: argparse.Namespace) -> Any:
         return preset(args.cluster)
     if args.gpu is None or args.nodes is None:
         raise UsageProblem("give --cluster, or --nodes, --gpus-per-node and --gpu")
-    spec = of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=args.gpus_per_node)
-    links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
-    given = {name: quantity(text) for name, text in links.items() if text is not None}
-    return dataclasses.replace(spec, **given)
+    per_node = GPUS_PER_NODE if args.gpus_per_node is None else args.gpus_per_node
+    return of_gpu(args.gpu, nodes=args.nodes, gpus_per_node=per_node)
 
 
 def timings_of(path: Path, model: Any, cluster: Any) -> list[Any]:

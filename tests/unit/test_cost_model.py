@@ -22,16 +22,19 @@ from copus_ext.cost_model.memory import (
     layer_activation_bytes,
     memory,
     peak_bytes,
+    stage_parameters,
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import RECOMPUTE_FULL, Rows
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import PARTS, least_step_s, step_time
 from copus_ext.monitor import summary
-from copus_ext.planner.space import LEGAL, Limits, enumerate_points, to_rows
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.space import LEGAL, Limits, enumerate_points, points_of, to_rows
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.distributed.process_groups import destroy_groups
 from megatron.training.model.gpt import build_model
@@ -173,6 +176,29 @@ def test_static_bytes_of_one_gpu_are_18_per_parameter() -> None:
     stages = memory(to_rows(model, cluster, points).full()).stages
     held = sum(stages[kind][0, 0] for kind in ("weights", "grads", "optimizer"))
     assert held == 18 * model.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("flags", "width"),
+    [
+        ("--bf16", 4),
+        ("--bf16 --grad-reduce-in-bf16", 2),
+        ("--fp16", 2),
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("", 4),
+    ],
+)
+def test_gradients_have_the_width_that_the_flags_give_them(flags: str, width: int) -> None:
+    """As the trainer would make them, in memory and on the network."""
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
+    text = f"{shape} --max-position-embeddings 128 --vocab-size 1000 {flags}"
+    spec = ModelSpec.from_megatron_flags(text.split())
+    assert spec.gradient_bytes == width
+    layout = Configuration(layout=Layout(dp=2), micro_batch_size=1, global_batch_size=8)
+    rows = to_rows(spec, preset("a100-80g:2"), points_of([layout]))
+    held = float(stage_parameters(rows).sum())
+    assert float(memory(rows).stages["grads"].sum()) == width * held
+    assert float(rows.gradient_bytes) == width
 
 
 def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:

@@ -64,7 +64,8 @@ def _plain(f: Any, g: Any, c: Any, count: int, pp: int) -> list[float]:
 
 
 def _interleaved(f: Any, g: Any, c: Any, count: int, vpp: int) -> list[float]:
-    """Each pass starts when its stage is free and its message is there (fixed point over time)."""
+    """Each pass starts when its stage is free and its message is there (fixed point over time). A
+    message leaves when its stage's link is free, and holds it until it is there."""
     pp, total = len(f), count * vpp
     order = [
         (chunk, m)
@@ -81,36 +82,53 @@ def _interleaved(f: Any, g: Any, c: Any, count: int, vpp: int) -> list[float]:
         for i in range(total - warm):
             program += [forwards[warm + i], backwards[i]]
         programs.append(program + backwards[total - warm :])
-    ends: dict[Any, float] = {}
-    clocks, at = [0.0] * pp, [0] * pp
+    there: dict[Any, float] = {}
+    clocks, links, at = [0.0] * pp, [0.0] * pp, [0] * pp
     while any(at[r] < len(programs[r]) for r in range(pp)):
         for r in range(pp):
             if at[r] == len(programs[r]):
                 continue
             kind, k, m = programs[r][at[r]]
-            ready = arrival(ends, kind, r, k, m, pp, vpp, c)
+            ready = arrival(there, kind, r, k, m, pp, vpp)
             if ready is None:
                 continue
             clocks[r] = max(clocks[r], ready) + (f if kind == "f" else g)[r][k]
-            ends[kind, r, k, m] = clocks[r]
             at[r] += 1
+            # Backward over the boundary before the stage, forward over the one behind it.
+            boundary = (r if kind == "f" else r - 1) % pp
+            is_end = k == (vpp - 1 if kind == "f" else 0) and boundary == pp - 1
+            there[kind, r, k, m] = clocks[r]
+            if not is_end:
+                links[r] = max(links[r], clocks[r]) + c[boundary]
+                there[kind, r, k, m] = links[r]
     return clocks
 
 
-def arrival(
-    ends: Any, kind: str, r: int, k: int, m: int, pp: int, vpp: int, c: Any
-) -> float | None:
+def arrival(there: Any, kind: str, r: int, k: int, m: int, pp: int, vpp: int) -> float | None:
     if kind == "f":
-        source, hop = (("f", r - 1, k, m), c[r - 1]) if r else (("f", pp - 1, k - 1, m), c[-1])
+        source = ("f", r - 1, k, m) if r else ("f", pp - 1, k - 1, m)
         if r == 0 and k == 0:
             return 0.0
     elif r < pp - 1:
-        source, hop = ("b", r + 1, k, m), c[r]
+        source = ("b", r + 1, k, m)
     elif k < vpp - 1:
-        source, hop = ("b", 0, k + 1, m), c[-1]
+        source = ("b", 0, k + 1, m)
     else:
-        source, hop = ("f", r, k, m), 0.0
-    return ends[source] + hop if source in ends else None
+        source = ("f", r, k, m)
+    return there.get(source)
+
+
+def test_a_slow_link_bounds_the_interleaved_schedule() -> None:
+    """A stage sends its results one after the other, so that more chunks take longer there."""
+    pp, count = 4, np.array([32])
+    for hop in (0.01, 3.0):
+        found = {}
+        for vpp in (1, 2, 4):
+            f, g = np.full((pp, vpp, 1), 1.0 / vpp), np.full((pp, vpp, 1), 2.0 / vpp)
+            found[vpp] = pipeline_time(f, g, np.full((pp, 1), hop), count, vpp=vpp).max()
+            sent = 2 * vpp * 32 * hop  # of a stage in the middle
+            assert vpp == 1 or found[vpp] >= sent
+        assert (found[2] > found[1] and found[4] > found[2]) == (hop == 3.0)
 
 
 def draw(rng: np.random.Generator, pp: int, vpp: int, n: int, kind: str) -> tuple[Any, Any, Any]:
@@ -120,7 +138,11 @@ def draw(rng: np.random.Generator, pp: int, vpp: int, n: int, kind: str) -> tupl
         f[0, 0] *= 1.2
         f[-1, -1] *= 1.6
         g[-1, -1] *= 1.5
-    return f, g, np.broadcast_to(rng.uniform(0.0, 0.8, (pp if kind == "random" else 1, n)), (pp, n))
+    # In half of the columns a message takes longer than a pass.
+    longest = np.where(np.arange(n) % 2, 0.8, 4.0)
+    return f, g, np.broadcast_to(
+        longest * rng.uniform(0.0, 1.0, (pp if kind == "random" else 1, n)), (pp, n)
+    )
 
 
 @pytest.mark.parametrize("kind", ["equal", "heavy ends", "random"])

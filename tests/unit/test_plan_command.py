@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from copus_ext.commands import plan
-from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.cluster_spec import kind_of, preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
 from copus_ext.planner.profile import ProfileStore, Timing
@@ -312,6 +312,59 @@ def test_the_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert cluster_of(args) == preset("h100-80g:32")
     code, out, _ = run(capsys, f"{SEVEN} --global-batch-size 64 --format flags")
     assert code == 0 and out.startswith("--tensor-model-parallel-size")
+
+
+@pytest.mark.parametrize("flag", ["--nodes 2", "--gpu H100-80GB", "--gpus-per-node 4"])
+def test_a_machine_is_named_once(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    code, _, err = run(capsys, f"{SEVEN} --global-batch-size 64 {flag}")
+    assert code == 2 and f"drop {flag.split()[0]}" in err and err.count("\n") == 1
+
+
+def test_given_links_win_over_those_of_a_named_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    usual, slow, apart = (
+        json_of(capsys, f"{asked} --top 1 {more}")["ranked"][0]["prediction"]["step_s"]
+        for more in ("", "--nic 1GB/s", "--intra 1GB/s")
+    )
+    assert slow > usual and apart > usual
+
+
+def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
+    shape += " --max-position-embeddings 128 --vocab-size 1000"
+    told = "--no-overlap-p2p-communication --use-tp-pp-dp-mapping --cross-entropy-loss-fusion"
+    where = "--cluster a100-80g:8 --global-batch-size 64 --top 1"
+    code, out, err = run(capsys, f"{where} --megatron-args '{shape} --bf16 {told}'")
+    assert code == 0 and err.count("\n") == 1 and all(flag in err for flag in told.split())
+    _, _, err = run(capsys, f"{where} --megatron-args '{shape} --micro-batch-size 4'")
+    assert "the search finds what --micro-batch-size would say" in err
+    code, again, err = run(capsys, f"{where} --megatron-args '{shape} --bf16'")
+    assert code == 0 and not err and out == again
+
+
+@pytest.mark.parametrize(
+    ("cluster", "whose"),
+    [
+        ("h200-141g:8", "no rows of its own: those of h100-80g"),
+        ("mi250-64g:8", "no rows of its own: the A100 fit"),
+        ("b200-180g:8", "those of h100-80g"),
+        ("a100-40g:8", ""),
+    ],
+)
+def test_a_device_that_was_never_timed_says_whose_constants_it_has(
+    capsys: pytest.CaptureFixture[str], cluster: str, whose: str
+) -> None:
+    asked = f"--model llama-2-7b --cluster {cluster} --global-batch-size 64 --top 1"
+    _, out, _ = run(capsys, asked)
+    assert (f"{whose}" in out and "constants of" in out) == bool(whose)
+    warnings = json.loads(run(capsys, f"{asked} --json")[1])["inputs"]["warnings"]
+    assert len(warnings) == bool(whose) and all(whose in text for text in warnings)
+
+
+def test_a_card_of_two_devices_has_two_ranks() -> None:
+    gpu = preset("mi250-64g:16").gpu
+    assert preset("mi250-64g:16").num_nodes == 2 and gpu.memory_bytes == 64 * 2**30
+    assert kind_of("AMD Instinct MI250", 65520.0) == "mi250-64g"
 
 
 def test_planning_needs_no_torch() -> None:
