@@ -183,7 +183,6 @@ def cells(done: Losses) -> Iterator[Cell]:
     """All cells, those first that say most. Some begin where another one ended."""
     yield from _short((32, 64, 16, 128, 8, 256))
     yield from _longer(done, MIDDLE, (64, 128, 32, 256))
-    yield from _longer(done, LONG, (128, 64))
     for schedule in _unique(_schedules()):
         first = nearest(done, "cosine", SHORT, pieces(32))
         yield Cell(
@@ -195,7 +194,7 @@ def cells(done: Losses) -> Iterator[Cell]:
             stride=1,
             seeds=2,
         )
-    yield from _longer(done, LONG, (256,))
+    yield from _longer(done, LONG, (128, 64, 256))
     for length in (MIDDLE, LONG):
         yield from _longer(done, length, (16, 32, 8, 512))
     yield from _short((512, 4))

@@ -17,6 +17,7 @@ COMMANDS = (
     "plan",
     "profile-layouts",
     "probe-links",
+    "validate-planner",
     "status",
     "report",
     "replay",

@@ -143,6 +143,11 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
         help="let a layout that cannot split the batch take the next smaller one",
     )
     search.add_argument(
+        "--no-overlap",
+        action="store_true",
+        help="gradients and weights do not travel while passes compute",
+    )
+    search.add_argument(
         "--allow-cross-node-tp", action="store_true", help="let tensor parallelism span nodes"
     )
     search.add_argument(
@@ -203,14 +208,16 @@ def planner_of(args: argparse.Namespace) -> Any:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputProblem(f"--constants {args.constants}: {error}") from error
     model = model_of(args)
-    for note in notes_on(args.megatron_args) if args.megatron_args is not None else ():
-        tell("plan.py", f"note: {note}")
+    if args.megatron_args is not None:
+        for note in notes_on(args.megatron_args, no_overlap=args.no_overlap):
+            tell("plan.py", f"note: {note}")
     limits = Limits(
         fixed=sizes("--fix", args.fix),
         largest=sizes("--max", args.max),
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
         round_down=args.decrease_batch_size_if_needed,
+        overlap=not args.no_overlap,
     )
     cluster = cluster_of(args)
     if args.order and cluster.links is None:
@@ -238,7 +245,12 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
 
     world_size = planner.cluster.world_size
     found = planner.explain(
-        configuration_of(args.explain, global_batch_size=batch, world_size=world_size)
+        configuration_of(
+            args.explain,
+            global_batch_size=batch,
+            world_size=world_size,
+            overlap=not args.no_overlap,
+        )
     )
     if isinstance(found, Ranked):
         return found, 0

@@ -310,6 +310,7 @@ def _configuration(
         recompute_num_layers=layers,
         sequence_parallel=layout.tp > 1,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        overlap=config.parallel.overlap_grad_reduce,
     )
 
 
@@ -324,6 +325,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         fixed=fixed,
         recompute=(mode,),
         use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
+        overlap=config.parallel.overlap_grad_reduce,
         cross_node_tp=True,
         max_micro_batch=flags.copus_max_micro_batch_size,
     )

@@ -88,6 +88,7 @@ _OPTIONS = {
     "recompute_num_layers": 0,
     "sequence_parallel": False,
     "use_distributed_optimizer": True,
+    "overlap": True,
 }
 """Memory options of a configuration, with what a row of the journal that lacks them had."""
 

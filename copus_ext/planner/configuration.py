@@ -32,6 +32,9 @@ class Configuration:
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
     """Optimizer state split over the replicas."""
+    overlap: bool = True
+    """Gradients are reduced while the backward pass runs and, if they are split, weights are
+    gathered while the forward pass does."""
 
     @property
     def num_microbatches(self) -> int:
@@ -66,7 +69,7 @@ class Configuration:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
             flags += ["--use-distributed-optimizer"]
-        if layout.dp > 1:
+        if layout.dp > 1 and self.overlap:
             flags += ["--overlap-grad-reduce"]
             flags += ["--overlap-param-gather"] if self.use_distributed_optimizer else []
         if self.recompute == "full":
@@ -88,6 +91,7 @@ class Configuration:
             self.recompute,
             self.recompute_num_layers,
             self.use_distributed_optimizer,
+            self.overlap,
         )
 
     def with_num_microbatches(self, number: int) -> Configuration:
@@ -104,7 +108,8 @@ class Configuration:
         """One text that `--explain` reads back, such as `tp2.pp4.dp2,micro_batch=1,sp=1,zero=1`."""
         parts = [str(self.layout), f"micro_batch={self.micro_batch_size}"]
         parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
-        return ",".join([*parts, f"zero={int(self.use_distributed_optimizer)}"])
+        parts.append(f"zero={int(self.use_distributed_optimizer)}")
+        return ",".join(parts if self.overlap else [*parts, "overlap=0"])
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, as `docs/plan.schema.json` names them."""
@@ -121,6 +126,7 @@ class Configuration:
             "recompute": how,
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.use_distributed_optimizer,
+            "overlap": self.overlap,
             "rank_order": "tp-cp-ep-dp-pp",
             "node_order": None,
         }

@@ -33,6 +33,7 @@ _OPTIONS = (
     "recompute",
     "recompute_num_layers",
     "use_distributed_optimizer",
+    "overlap",
 )
 _REQUIRED = (*_SIZES, "micro_batch_size", "num_microbatches", "num_steps")
 
@@ -89,7 +90,8 @@ class Timing:
             ValueError: a value that is missing or makes no sense.
         """
         plain = {"vpp": 1, "recompute": "none", "recompute_num_layers": 0, "num_steps": 1}
-        values = {**plain, "use_distributed_optimizer": True, "spread_s": 0.0, **data}
+        values = {**plain, "use_distributed_optimizer": True, "overlap": True, "spread_s": 0.0}
+        values |= data
         if missing := [name for name in (*_REQUIRED, "step_s") if name not in values]:
             raise ValueError(f"{missing[0]} is missing")
         for name in _REQUIRED:
@@ -99,8 +101,9 @@ class Timing:
             raise ValueError(f"recompute {values['recompute']!r} is none of {', '.join(RECOMPUTE)}")
         if not _is_whole(values["recompute_num_layers"]):
             raise ValueError("recompute_num_layers must be a whole number")
-        if not isinstance(values["use_distributed_optimizer"], bool):
-            raise ValueError("use_distributed_optimizer must be true or false")
+        for name in ("use_distributed_optimizer", "overlap"):
+            if not isinstance(values[name], bool):
+                raise ValueError(f"{name} must be true or false")
         for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
             if not isinstance(values[name], (int, float)) or not least <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r} must be positive")
@@ -247,7 +250,7 @@ class Measured:
         if self.timings:
             predicted = step_time(to_rows(model, cluster, self.points), constants).step_s
             self._log_ratios = np.log([x.step_s for x in self.timings] / predicted)
-        self._lines = {tuple(key) for key in _keys(self.points).tolist()}
+        self._lines = {tuple(key) for key in keys_of(self.points).tolist()}
 
     def corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each point.
@@ -260,7 +263,7 @@ class Measured:
         if not self.timings:
             source = ["predicted"] * len(points)
         else:
-            keys = _keys(points).tolist()
+            keys = keys_of(points).tolist()
             source = ["profiled" if tuple(k) in self._lines else "corrected" for k in keys]
         return predicted * found.factor, found.relative_sd, source
 
@@ -269,15 +272,15 @@ class Measured:
         for itself."""
         both = joined([points, points_of([one])])
         sd = self._correction(both, against=len(points)).against_sd[:-1]
-        keys = _keys(both)
+        keys = keys_of(both)
         same = (keys[:-1] == keys[-1]).all(axis=1)
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
 
     def _correction(self, points: Points, *, against: int | None = None) -> Correction:
         return correct(
-            _keys(points),
-            _keys(self.points),
+            keys_of(points),
+            keys_of(self.points),
             self._log_ratios,
             counts=points.num_microbatches,
             measured_counts=self.points.num_microbatches,
@@ -287,9 +290,9 @@ class Measured:
         )
 
 
-def _keys(points: Points) -> Any:
-    """[n, 8] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+def keys_of(points: Points) -> Any:
+    """[n, 9] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
     names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
-    names += ("use_distributed_optimizer",)
+    names += ("use_distributed_optimizer", "overlap")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

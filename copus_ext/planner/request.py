@@ -97,15 +97,18 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
     return layout.to_json()
 
 
-def configuration_of(text: str, *, global_batch_size: int, world_size: int) -> Configuration:
+def configuration_of(
+    text: str, *, global_batch_size: int, world_size: int, overlap: bool = True
+) -> Configuration:
     """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
 
-    Sizes that are left out are 1. The replicas fill the cluster.
+    Sizes that are left out are 1. The replicas fill the cluster. `overlap` holds where the text
+    does not say.
 
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    given = sizes("CONFIG", text, ("recompute", "sp", "zero"))
+    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap"))
     tp, pp = given.get("tp", 1), given.get("pp", 1)
     dp = world_size // (tp * pp)
     if world_size % (tp * pp) or given.get("dp", dp) != dp:
@@ -128,6 +131,7 @@ def configuration_of(text: str, *, global_batch_size: int, world_size: int) -> C
         recompute_num_layers=int(layers or 0),
         sequence_parallel=tp > 1,
         use_distributed_optimizer=given.get("zero", "1") != "0",
+        overlap=given.get("overlap", "1" if overlap else "0") != "0",
     )
 
 
@@ -161,7 +165,7 @@ def model_of(args: argparse.Namespace) -> Any:
     return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
-def notes_on(megatron_args: str) -> list[str]:
+def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     """What of a Megatron-LM command line the answer does not depend on, a line each."""
     from megatron.training.config.arguments import parse_args
 
@@ -169,6 +173,11 @@ def notes_on(megatron_args: str) -> list[str]:
     unpriced = [flag for name, flag in _UNPRICED.items() if name in given]
     searched = [flag for name, flag in _SEARCHED.items() if name in given]
     notes = []
+    if "overlap_grad_reduce" not in given and not no_overlap:
+        notes.append(
+            "priced with --overlap-grad-reduce, as the flags of the answer have it; give "
+            "--no-overlap for a run without"
+        )
     if unpriced:
         notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")
     if searched:

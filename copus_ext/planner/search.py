@@ -370,7 +370,9 @@ class Planner:
         fixed = {name: getattr(c.layout, name) for name in ("tp", "pp", "vpp")}
         fixed["micro_batch"] = c.micro_batch_size
         fixed["recompute_num_layers"] = c.recompute_num_layers
-        limits = replace(self.limits, fixed=fixed, largest={}, recompute=(c.recompute,))
+        limits = replace(
+            self.limits, fixed=fixed, largest={}, recompute=(c.recompute,), overlap=c.overlap
+        )
         planner = self.on(self.cluster, limits)
         space = planner._judged([c.global_batch_size])
         points = space.points

@@ -57,6 +57,8 @@ class Limits:
     """Recomputation to consider."""
     use_distributed_optimizer: tuple[bool, ...] = (True, False)
     """Whether to consider optimizer state that is split over the replicas, and whole."""
+    overlap: bool = True
+    """Whether gradients and weights travel while passes compute."""
     cross_node_tp: bool = False
     """Whether a tensor-parallel group may span nodes."""
     max_micro_batch: int = 64
@@ -96,6 +98,8 @@ class Points:
     """[n] recomputed layers of a chunk, with `RECOMPUTE_BLOCK`; else 0."""
     use_distributed_optimizer: Any
     """[n] bool."""
+    overlap: Any
+    """[n] bool."""
     code: Any
     """[n] index into `REJECTION_CODES`, or `LEGAL`."""
 
@@ -121,6 +125,7 @@ class Points:
             recompute_num_layers=int(self.recompute_num_layers[i]),
             sequence_parallel=bool(self.tp[i] > 1),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
+            overlap=bool(self.overlap[i]),
         )
 
 
@@ -140,6 +145,7 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
         recompute=column([RECOMPUTE.index(c.recompute) for c in some]),
         recompute_num_layers=column([c.recompute_num_layers for c in some]),
         use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
+        overlap=column([c.overlap for c in some], bool),
         code=np.full(len(some), LEGAL),
     )
 
@@ -186,6 +192,7 @@ def enumerate_points(
         recompute=recompute,
         recompute_num_layers=layers,
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
+        overlap=np.full(num, limits.overlap),
         code=np.full(num, LEGAL),
     )
     return judge(model, cluster, points, limits)
@@ -277,8 +284,7 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
 
 
 def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
-    """Legal points as rows of the cost model; gradients and weights travel while it computes, as in
-    the flags of a `Configuration`."""
+    """Legal points as rows of the cost model."""
     sharded = points.use_distributed_optimizer
     return Rows(
         **model.row_fields(points.tp),
@@ -293,8 +299,8 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         recompute_num_layers=points.recompute_num_layers,
         sequence_parallel=points.tp > 1,
         use_distributed_optimizer=sharded,
-        overlap_grad_reduce=True,
-        overlap_param_gather=sharded,
+        overlap_grad_reduce=points.overlap,
+        overlap_param_gather=sharded & points.overlap,
     )
 
 

@@ -281,6 +281,7 @@ def test_a_profile_of_a_faster_hour_makes_no_configuration_faster_than_the_prese
                 micro_batch_size=b,
                 global_batch_size=2 * b * n,
                 use_distributed_optimizer=zero,
+                overlap=False,
             ),
             step_s=step_s,
             num_steps=5,

@@ -139,10 +139,9 @@ def draw(rng: np.random.Generator, pp: int, vpp: int, n: int, kind: str) -> tupl
         f[-1, -1] *= 1.6
         g[-1, -1] *= 1.5
     # In half of the columns a message takes longer than a pass.
-    longest = np.where(np.arange(n) % 2, 0.8, 4.0)
-    return f, g, np.broadcast_to(
-        longest * rng.uniform(0.0, 1.0, (pp if kind == "random" else 1, n)), (pp, n)
-    )
+    hops = rng.uniform(0.0, 1.0, (pp if kind == "random" else 1, n))
+    hops = hops * np.where(np.arange(n) % 2, 0.8, 4.0)
+    return f, g, np.broadcast_to(hops, (pp, n))
 
 
 @pytest.mark.parametrize("kind", ["equal", "heavy ends", "random"])

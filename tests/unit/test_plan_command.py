@@ -330,16 +330,42 @@ def test_given_links_win_over_those_of_a_named_machine(capsys: pytest.CaptureFix
 
 
 def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
-    shape += " --max-position-embeddings 128 --vocab-size 1000"
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16"
+    shape += " --max-position-embeddings 128 --vocab-size 1000 --overlap-grad-reduce"
     told = "--no-overlap-p2p-communication --use-tp-pp-dp-mapping --cross-entropy-loss-fusion"
     where = "--cluster a100-80g:8 --global-batch-size 64 --top 1"
-    code, out, err = run(capsys, f"{where} --megatron-args '{shape} --bf16 {told}'")
+    code, out, err = run(capsys, f"{where} --megatron-args '{shape} {told}'")
     assert code == 0 and err.count("\n") == 1 and all(flag in err for flag in told.split())
     _, _, err = run(capsys, f"{where} --megatron-args '{shape} --micro-batch-size 4'")
     assert "the search finds what --micro-batch-size would say" in err
-    code, again, err = run(capsys, f"{where} --megatron-args '{shape} --bf16'")
+    code, again, err = run(capsys, f"{where} --megatron-args '{shape}'")
     assert code == 0 and not err and out == again
+
+
+def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --fix tp=2,pp=1"
+    usual, without = (
+        json_of(capsys, f"{asked} --top 1 {more}")["ranked"][0] for more in ("", "--no-overlap")
+    )
+    assert without["prediction"]["step_s"] > usual["prediction"]["step_s"]
+    assert "--overlap-grad-reduce" in usual["flags"]
+    assert not any("overlap" in flag for flag in without["flags"])
+    text = "tp2.pp1.dp8,micro_batch=1,overlap=0"
+    fixed = f"{text} --model llama-2-7b --cluster h100-80g:16 --global-batch-size 64 --json"
+    one, same, other = (
+        json.loads(run(capsys, f"explain {more}")[1])["explained"][0]["prediction"]["step_s"]
+        for more in (
+            fixed,
+            fixed.replace(",overlap=0", "") + " --no-overlap",
+            fixed.replace(",overlap=0", ""),
+        )
+    )
+    assert one == same > other
+    shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
+    shape += " --max-position-embeddings 128 --vocab-size 1000"
+    where = f"--cluster a100-80g:8 --global-batch-size 64 --megatron-args '{shape}'"
+    assert "--no-overlap" in run(capsys, where)[2]
+    assert not run(capsys, f"{where} --no-overlap")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,162 @@
+"""The planner is held against tables of measured runs, and says how well it does."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.commands import validate_planner
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.conditions import USUAL
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.search import Planner
+from copus_ext.planner.validation import kendall_tau, most_telling, predict, read_table
+from megatron.training.config.layout import Layout
+
+BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
+LAYOUTS = ((1, 2, 1), (2, 1, 1), (2, 2, 2), (4, 1, 4), (4, 4, 1), (8, 2, 2))
+"""tp, pp, micro-batch."""
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, names, restval="")
+        table.writeheader()
+        table.writerows(rows)
+    return path
+
+
+def rows_of(factor: float = 1.0, **more: Any) -> list[dict[str, Any]]:
+    """Runs that took so many times what the planner says of them."""
+    planner = Planner(PRESETS["llama-2-7b"], preset("a100-80g:16"))
+    rows = []
+    for tp, pp, micro in LAYOUTS:
+        row = {**BASE, "tp": tp, "pp": pp, "micro_batch_size": micro, "recompute": "selective"}
+        rows.append({**row, **more})
+    return [{**row, "step_s": factor * _predicted(planner, row)} for row in rows]
+
+
+def _predicted(planner: Planner, row: dict[str, Any]) -> float:
+    tp, pp = row["tp"], row["pp"]
+    c = Configuration(
+        layout=Layout(tp=tp, pp=pp, dp=16 // tp // pp),
+        micro_batch_size=row["micro_batch_size"],
+        global_batch_size=64,
+        recompute="selective",
+        sequence_parallel=tp > 1,
+    )
+    return planner.raw_step_s(c, USUAL)
+
+
+def judged(capsys: pytest.CaptureFixture[str], path: Path, *more: str) -> dict[str, Any]:
+    assert validate_planner.main([str(path), "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_its_own_predictions_are_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "runs.csv", rows_of())
+    found = judged(capsys, path)["in_all"]
+    assert found["runs"] == len(LAYOUTS) and found["groups"] == 1
+    assert found["mean"] == pytest.approx(0, abs=1e-9) and found["within_one_sd"] == 1.0
+    assert found["mean_kendall_tau"] == 1.0 and found["worst_regret"] == 0.0
+    assert found["best_fits"] == 1.0 and found["false_alarms"] == 0.0
+    assert found["out_of_memory_recall"] is None
+    assert validate_planner.main([str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "llama-2-7b on a100-80g:16, batch 64" in out and "unknown" in out
+
+
+def test_known_times_take_a_common_error_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "runs.csv", rows_of(2.0))
+    plain, known = (judged(capsys, path, "--known", n)["in_all"] for n in ("0", "2"))
+    assert plain["mean"] == pytest.approx(0.5) and plain["bias"] == pytest.approx(-0.5)
+    assert known["mean"] < 0.12
+    runs = read_table(path)
+    first, second = most_telling(runs, 2)
+    assert runs[first].configuration.layout.dp == 8 and runs[second].configuration.layout.pp == 4
+    assert predict(runs, num_known=2).known.sum() == 2
+
+
+def test_memory_is_judged_by_runs_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    big = {**BASE, "tp": 1, "micro_batch_size": 4, "recompute": "none", "out_of_memory": 1}
+    big |= {"use_distributed_optimizer": 0, "overlap": "no"}
+    small = {**big, "tp": 8, "micro_batch_size": 1, "recompute": "full"}
+    ran = {**big, "out_of_memory": 0, "step_s": 9.0, "group": "alone"}
+    path = write(tmp_path / "runs.csv", [*rows_of(), big, small, ran])
+    result = judged(capsys, path)
+    found = result["in_all"]
+    assert found["out_of_memory_recall"] == 0.5 and found["failed_but_sure_to_fit"] == 0.5
+    assert found["false_alarms"] == pytest.approx(1 / (len(LAYOUTS) + 1))
+    assert result["groups"]["alone"]["best_fits"] is False
+
+
+def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
+    row = {**BASE, "tp": 2, "pp": 1, "micro_batch_size": 1, "step_s": 1.0}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"overlap": 0},
+        {"nic_bytes_per_s": "1GB/s"},
+        {"sequence_parallel": 0},
+        {"gradient_bytes": 2},
+        {"seq_length": 4096},
+        {"recompute": "full"},
+        {"gpus_per_node": 2},
+    ]
+    runs = read_table(write(tmp_path / "runs.csv", [{**row, **change} for change in changes]))
+    seconds = predict(runs).step_s
+    assert len(set(np.round(seconds, 9).tolist())) == len(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"colour": "red"}, "unknown columns: colour"),
+        ({"tp": ""}, "line 2: tp is missing"),
+        ({"tp": "3"}, "does not divide 16 GPUs"),
+        ({"tp": "x"}, "tp x must be a whole number"),
+        ({"step_s": "-1"}, "step_s -1.0 must be positive"),
+        ({"step_s": "soon"}, "soon"),
+        ({"recompute": "some"}, "recompute some: use none"),
+        ({"overlap": "maybe"}, "overlap maybe: write 1 or 0"),
+        ({"cluster": "abacus:8"}, "unknown kind"),
+        ({"micro_batch_size": "5"}, "global_batch_size is no multiple"),
+        ({"hidden_size": "0"}, "hidden_size 0"),
+        ({"pp": "4", "vpp": "3"}, "no multiple of pp x vpp"),
+    ],
+)
+def test_a_bad_table_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], says: str
+) -> None:
+    row = {**BASE, "tp": 1, "micro_batch_size": 1, "step_s": 1.0, **change}
+    assert validate_planner.main([str(write(tmp_path / "runs.csv", [row]))]) == 5
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_nothing_to_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.csv").write_text("cluster,tp\n")
+    for path in (tmp_path / "empty.csv", tmp_path / "none.csv"):
+        assert validate_planner.main([str(path)]) == 5
+        assert capsys.readouterr().err.count("\n") == 1
+    assert validate_planner.main([str(tmp_path / "empty.csv"), "--known", "-1"]) == 2
+
+
+def test_kendall_tau_is_that_of_scipy() -> None:
+    from scipy.stats import kendalltau
+
+    rng = np.random.default_rng(0)
+    a, b = rng.random(30), rng.random(30)
+    want: Any = kendalltau(a, b)
+    assert kendall_tau(a, b) == pytest.approx(float(want[0]))
+    assert kendall_tau(np.ones(3), np.ones(3)) is None
