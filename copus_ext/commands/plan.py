@@ -304,6 +304,15 @@ def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
         raise UsageProblem(f"--hostfile {args.hostfile}: {error}") from error
 
 
+def help_line(planner: Any, batch: int) -> str:
+    """What a better machine would save."""
+    from copus_ext.planner.search import what_would_help
+
+    found = what_would_help(planner, batch)
+    words = [f"twice the {name} would save {100 * s:.0f} % ({c})" for name, (s, c) in found.items()]
+    return "; ".join(words) or "neither twice the network nor twice the memory would help"
+
+
 def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
     from copus_ext.planner.search import min_gpus
@@ -383,6 +392,8 @@ def answer(args: argparse.Namespace) -> int:
             console.print(borrowed, highlight=False, markup=False)
         if headroom is not None:
             console.print(headroom[0], highlight=False, markup=False)
+        elif firsts:
+            console.print(help_line(planner, wanted[0]), highlight=False, markup=False)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]

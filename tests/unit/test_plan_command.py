@@ -387,6 +387,17 @@ def test_a_device_that_was_never_timed_says_whose_constants_it_has(
     assert len(warnings) == bool(whose) and all(whose in text for text in warnings)
 
 
+def test_what_a_better_machine_would_save_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = "--model llama-2-7b --cluster a100-80g:16 --nic 2GB/s --global-batch-size 64 --top 1"
+    last = run(capsys, slow)[1].splitlines()[-1]
+    assert re.search(r"^twice the network would save \d+ % \(tp\d+\.", last)
+    tight = "--model llama-2-13b --cluster a100-40g:8 --global-batch-size 64 --top 1"
+    assert "twice the memory would save" in run(capsys, tight)[1].splitlines()[-1]
+    small = "--model copus-quickstart --cluster a100-80g:1 --global-batch-size 64 --top 1"
+    last = run(capsys, small)[1].splitlines()[-1]
+    assert last == "neither twice the network nor twice the memory would help"
+
+
 def test_a_card_of_two_devices_has_two_ranks() -> None:
     gpu = preset("mi250-64g:16").gpu
     assert preset("mi250-64g:16").num_nodes == 2 and gpu.memory_bytes == 64 * 2**30

@@ -12,7 +12,7 @@ import pytest
 
 from copus_ext.commands import validate_planner
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.conditions import USUAL
+from copus_ext.cost_model.constants import USUAL
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
