@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return p.parse_args(argv[:at]), argv[at + 1 :]
 
 
-def lines(model: Any, args: argparse.Namespace, world: int, *, overlap: bool) -> list[Any]:
+def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     """One configuration per layout and micro-batch, largest throughput expected first."""
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.request import sizes
@@ -54,7 +54,6 @@ def lines(model: Any, args: argparse.Namespace, world: int, *, overlap: bool) ->
         recompute=tuple(args.recompute.split(",")),
         max_micro_batch=args.max_micro_batch,
         cross_node_tp=True,
-        overlap=overlap,
     )
     points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
     found: dict[Any, Configuration] = {}
@@ -206,13 +205,6 @@ def model_of(flags: list[str], world: int) -> Any:
     return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
 
 
-def overlaps(flags: list[str]) -> bool:
-    """Whether gradients are reduced while the backward pass runs."""
-    from megatron.training.config.arguments import parse_args
-
-    return parse_args(flags).overlap_grad_reduce
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measures everything that is not in the store."""
     from copus_ext.cost_model.spec_file import SpecError
@@ -244,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
             known: list[Any] = [store.read() if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(known, src=0)
             done = {t.key for t in known[0]}
-            for c in lines(model, args, world, overlap=overlaps(flags)):
+            for c in lines(model, args, world):
                 if any((*c.line, n) not in done for n in counts(c, args)):
                     measure(c, flags, args, device, store)
             dist.destroy_process_group()

@@ -85,7 +85,12 @@ class ThroughputTable:
         try:
             model = _model(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
-            self.profiled = _profile(flags, model, cluster)
+            # What a profile timed with overlap stands for a run without, and the other way round.
+            overlap = config.parallel.overlap_grad_reduce
+            self.profiled = [
+                replace(t, configuration=replace(t.configuration, overlap=overlap))
+                for t in _profile(flags, model, cluster)
+            ]
             self.planner = Planner(
                 model,
                 cluster,
