@@ -11,8 +11,13 @@ from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
 WARMING_UP = "the learning rate is warming up"
 _MOST_SKIPPED = 5
 """Of 100 steps: with more of them skipped nothing changes."""
-_SETTLE_STEPS = 50
-"""Steps between a change and one of the micro-batch or layout alone."""
+_SETTLE_STEPS, _TRIED_STEPS = 50, 10
+"""Steps between a change and one of the layout or of an untimed micro-batch alone; and where the
+micro-batch is tried, or was."""
+_LEAST_LEFT_STEPS = 100
+"""Steps that a run must have left for a micro-batch to be tried."""
+MOST_TRIED = 2
+"""Times that a micro-batch may be smaller or larger to be tried."""
 _SWING, _SWING_SDS = (1.5, 4.0), 5.5
 """The batch turns round once a measured critical batch size has changed by a factor: so many
 standard deviations of its logarithm, within a least and a most."""
@@ -66,7 +71,7 @@ def _reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool) -> It
         yield from _layout_reasons(s, to)
     growth = to.global_batch_size - s.now.global_batch_size
     if growth == 0:
-        yield from _same_batch_reasons(s)
+        yield from _same_batch_reasons(s, to)
     elif growth > 0:
         yield from _growth_reasons(s, to)
     else:
@@ -97,10 +102,30 @@ def _layout_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
         yield reason
 
 
-def _same_batch_reasons(s: DecisionInputs) -> Iterator[str]:
-    if s.steps_since_change is not None and s.steps_since_change < _SETTLE_STEPS:
-        yield f"{s.steps_since_change} of {_SETTLE_STEPS} steps since the last change"
-    if s.in_ramp:
+def is_trial(s: DecisionInputs, to: ConfigThroughput) -> bool:
+    """Whether a row is the present one with another micro-batch, near enough, that was not timed.
+
+    Nothing stops for it, and some steps tell its speed. So it needs no certainty, if the run has
+    room for a hundred steps.
+    """
+    now = s.now
+    if s.rules.policy != "adaptive":
+        return False
+    if to.layout != now.layout or to.global_batch_size != now.global_batch_size:
+        return False
+    sizes = to.micro_batch_size, now.micro_batch_size
+    is_near = max(sizes) <= MOST_TRIED * min(sizes)
+    has_room = s.samples_left >= _LEAST_LEFT_STEPS * now.global_batch_size
+    return is_near and has_room and to.source != "measured"
+
+
+def _same_batch_reasons(s: DecisionInputs, to: ConfigThroughput) -> Iterator[str]:
+    is_timed = to.layout == s.now.layout and to.source == s.now.source == "measured"
+    is_quick = (is_timed and s.rules.policy == "adaptive") or is_trial(s, to)
+    settle = _TRIED_STEPS if is_quick else _SETTLE_STEPS
+    if s.steps_since_change is not None and s.steps_since_change < settle:
+        yield f"{s.steps_since_change} of {settle} steps since the last change"
+    if s.in_ramp and not is_quick:
         yield "the learning rate is in a ramp"
 
 

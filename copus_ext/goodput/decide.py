@@ -201,12 +201,13 @@ def _candidates(s: DecisionInputs, goal: _Goal, above_optimal: bool) -> list[Can
 
 def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
     """Rows that become candidates: the best micro-batch of every layout and batch; those with the
-    present micro-batch, whose speed is more certain; and the present one."""
+    present micro-batch, whose speed is more certain; the best that can be tried; and the present
+    one."""
     allowed = {*constraints.grid(s)}
     # From a batch without goodput any smaller one is a way back.
     is_lost = s.rules.policy in policies.WEIGHING and goal.log_goodput[s.current] == -math.inf
     best: dict[tuple, int] = {}
-    alike = set()
+    alike, tried = set(), list[int]()
     for i, row in enumerate(s.rows):
         is_way_back = is_lost and row.global_batch_size < s.now.global_batch_size
         if row.global_batch_size not in allowed:
@@ -218,7 +219,10 @@ def _considered(s: DecisionInputs, goal: _Goal) -> list[int]:
             best[row.layout, row.global_batch_size] = i
         if row.layout == s.now.layout and row.micro_batch_size == s.now.micro_batch_size:
             alike.add(i)
-    return sorted({*best.values(), *alike, s.current})
+        if constraints.is_trial(s, row):
+            tried.append(i)
+    trial = [max(tried, key=lambda i: goal.log_goodput[i])] if tried else []
+    return sorted({*best.values(), *alike, *trial, s.current})
 
 
 def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> Candidate:
@@ -242,6 +246,8 @@ def _candidate(s: DecisionInputs, i: int, goal: _Goal, above_optimal: bool) -> C
 def _needed_gain(s: DecisionInputs, row: ConfigThroughput, critical_batch_size: float) -> float:
     """The gain that the switch rule asks for."""
     cost_s = _cost_s(s, row)
+    if constraints.is_trial(s, row):
+        return math.expm1(switch_rule.BATCH_MARGIN)
     if s.rules.switch_rule == "paper":
         return switch_rule.paper_needed(cost_s=cost_s, elapsed_s=s.elapsed_s, paused_s=s.paused_s)
     is_same = row.layout == s.now.layout

@@ -243,10 +243,37 @@ def test_the_micro_batch_follows_throughput_without_a_noise_scale() -> None:
     decision = decide(situation(16, None, rows=rows))
     assert (decision.kind, decision.to.micro_batch_size) == ("batch", 8)
     assert decision.to.global_batch_size == 16
-    soon = situation(16, None, rows=rows, steps_since_change=49)
+    soon = situation(16, None, rows=rows, steps_since_change=9)
     assert decide(soon).kind == "stay"
     close = [row(16, 10.0, sd=0.01), row(16, 10.2, micro=8, sd=0.01)]
     assert decide(situation(16, None, rows=close)).kind == "stay"
+
+
+def test_a_micro_batch_that_nobody_timed_is_tried() -> None:
+    """One that is predicted to be faster needs no certainty; once it was timed it does."""
+    now = row(16, 10.0, sd=0.01)
+    untimed = dataclasses.replace(row(16, 10.2, micro=8, sd=0.15), source="predicted")
+    s = situation(16, None, rows=[now, untimed], steps_since_change=10)
+    assert decide(s).to == untimed and "needs 0.5 %" in decide(s).reason
+    far = dataclasses.replace(untimed, configuration=row(16, micro=16).configuration)
+    other = dataclasses.replace(untimed, configuration=row(16, micro=8, dp=1).configuration)
+    timed = dataclasses.replace(untimed, source="measured")
+    for stays in (
+        dataclasses.replace(s, steps_since_change=9),
+        dataclasses.replace(s, rows=(now, far)),
+        dataclasses.replace(s, rows=(now, other)),
+        dataclasses.replace(s, rows=(now, timed)),
+        dataclasses.replace(s, consumed_samples=s.total_samples - 99 * 16),
+        dataclasses.replace(s, rules=dataclasses.replace(s.rules, policy="static")),
+    ):
+        assert decide(stays).kind == "stay"
+    # The best of all is too far to be tried, and another one is on the way.
+    fastest = dataclasses.replace(far, samples_per_s=11.0)
+    assert decide(dataclasses.replace(s, rows=(now, untimed, fastest))).to == untimed
+    # It was slower than it seemed: back, as soon as that is known.
+    slower = dataclasses.replace(untimed, samples_per_s=9.5, relative_sd=0.01, source="measured")
+    tried = dataclasses.replace(s, rows=(now, slower), current=1)
+    assert decide(tried).to == now
 
 
 def test_a_batch_that_grew_shrinks_only_on_better_evidence() -> None:
