@@ -289,7 +289,7 @@ def s6(seeds: Sequence[int], say: Callable[[str], None]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for cluster, batches in PAPER_SETS.items():
         s = preset(cluster).change(lr_schedule="constant", batches=batches).with_noisy_quadratic()
-        for batch, share in itertools.product(batches, (ANNEALING, 0.0)):
+        for batch, share in ((b, share) for b in batches for share in (ANNEALING, 0.0)):
             own = [
                 _at_constant_rate(s, copus(s, batch, copus_anneal_by_batch=share), seed)
                 for seed in seeds

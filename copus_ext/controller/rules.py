@@ -111,8 +111,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         raise UsageError(
             f"{flag} sets the batch and so does --copus; drop one, or use --copus-mode observe"
         )
-    style = config.optim.lr_decay_style
-    if flags.copus_anneal_by_batch and style != "constant":
+    if flags.copus_anneal_by_batch and (style := config.optim.lr_decay_style) != "constant":
         raise UsageError(
             f"{name_of('copus_anneal_by_batch')} needs --lr-decay-style constant: with {style} the "
             "learning rate falls by itself"

@@ -83,6 +83,8 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         "lr_warmup_samples": warmup_samples,
         "allow_uneven_micro_batches": False,
     }
+    grads = ("overlap_grad_reduce", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16")
+    batch |= {name: getattr(args, name, False) for name in grads}
     later = ("quick_geglu", "mtp_num_layers", "microbatch_group_size_per_vp_stage")
     model = {name: getattr(args, name, None) for name in later}
     model["gated_linear_unit"] = bool(args.swiglu or model["quick_geglu"])
@@ -92,6 +94,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         **vars(args),
         "attention_backend": getattr(attention, "name", attention),
         "normalization": getattr(args, "normalization", "LayerNorm"),
+        **{name: getattr(args, name, False) for name in grads},
     }
     return SimpleNamespace(
         layout=layout,
