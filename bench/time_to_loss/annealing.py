@@ -3,9 +3,10 @@
     python -m bench.time_to_loss.annealing [--seeds N]
 
 The GPT of `small_gpt` trains with a batch of 32: at a constant rate to the end; with
-`anneal_by_batch` over the last tenth or fifth, where the batch goes up to 512 and the rate stays;
-and with a rate that falls over the last fifth (WSD). Each way has the best of four rates on seed 0.
-Figures are of further seeds. Adds to docs/results/annealing.json what is missing there.
+the batch that `anneal_by_batch` asks for over the last tenth or fifth, by powers of two up to 512,
+while the rate stays; and with a rate that falls over the last fifth (WSD). Each way has the best of
+four rates on seed 0. Figures are of further seeds. Adds to docs/results/annealing.json what is
+missing there.
 """
 
 from __future__ import annotations

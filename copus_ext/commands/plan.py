@@ -393,7 +393,8 @@ def answer(args: argparse.Namespace) -> int:
         if headroom is not None:
             console.print(headroom[0], highlight=False, markup=False)
         elif firsts:
-            console.print(help_line(planner, wanted[0]), highlight=False, markup=False)
+            batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
+            console.print(help_line(planner, batch), highlight=False, markup=False)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]

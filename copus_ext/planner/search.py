@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import (
     KINDS,
@@ -394,30 +394,27 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
 
     Predicted alone, as nothing was measured on such machines.
     """
-    cluster, gpu = planner.cluster, planner.cluster.gpu
-    roomy = replace(cluster, gpu=replace(gpu, memory_bytes=2 * gpu.memory_bytes))
-    faster = planner.constants.under(replace(planner.constants.factors, across=0.5))
-    machines = {
-        "": (cluster, planner.constants),
-        "network": (cluster, faster),
-        "memory": (roomy, planner.constants),
-    }
-    best: dict[str, Any] = {}
-    for name, (one, constants) in machines.items():
-        of = Planner(
-            planner.model,
-            one,
-            constants=constants,
-            limits=planner.limits,
-            memory_margin=planner.memory_margin,
-        )
-        ranked = of.rank([batch], top=1)[0].ranked
-        if not ranked:
-            return {}
-        best[name] = ranked[0]
-    usual = best.pop("").prediction.samples_per_s
-    saved = {name: 1 - usual / one.prediction.samples_per_s for name, one in best.items()}
-    return {name: (saved[name], best[name].configuration) for name in best if saved[name] >= 0.01}
+    cluster = planner.cluster
+    usual = planner
+    if planner._measured.timings:
+        usual = planner.on(cluster)
+        usual.retime(())
+    faster = planner.on(cluster)
+    faster.constants = planner.constants.under(replace(planner.constants.factors, across=0.5))
+    faster.retime(())
+    nodes = tuple(replace(node, gpu=_with_twice_the_memory(node.gpu)) for node in cluster.nodes)
+    roomy = planner.on(replace(cluster, gpu=_with_twice_the_memory(cluster.gpu), nodes=nodes))
+    now, *better = (one.rank([batch], top=1)[0].ranked[0] for one in (usual, faster, roomy))
+    found = {}
+    for name, one in zip(("network", "memory"), better):
+        saved = 1 - now.prediction.samples_per_s / one.prediction.samples_per_s
+        if saved >= 0.01:
+            found[name] = saved, one.configuration
+    return found
+
+
+def _with_twice_the_memory(gpu: GpuSpec) -> GpuSpec:
+    return replace(gpu, memory_bytes=2 * gpu.memory_bytes)
 
 
 def min_gpus(planner: Planner, batch: int) -> int | None:

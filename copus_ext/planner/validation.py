@@ -64,6 +64,13 @@ def read_table(path: Path) -> list[MeasuredRun]:
         OSError: it cannot be read.
         SpecError: an unknown column, or a value that makes no sense; line, column and fix.
     """
+    try:
+        return _read(path)
+    except csv.Error as error:
+        raise SpecError(f"it is no table: {error}") from error
+
+
+def _read(path: Path) -> list[MeasuredRun]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         table = csv.DictReader(file)
         unknown = sorted(set(table.fieldnames or ()) - {*columns()})
@@ -73,7 +80,7 @@ def read_table(path: Path) -> list[MeasuredRun]:
         for record in table:
             try:
                 found.append(_run(record, path.parent))
-            except (SpecError, ValueError) as error:
+            except ValueError as error:
                 raise SpecError(f"line {table.line_num}: {error}") from error
     if not found:
         raise SpecError("it holds no run; write one a line below the header")
@@ -160,7 +167,7 @@ def _model(given: tuple[tuple[str, str], ...]) -> ModelSpec:
         elif kinds[field] == "bool":
             values[field] = _flag(field, {field: text}, False)
     if name is None or name not in PRESETS:
-        return ModelSpec(**({"name": name} if name else {}), **values)
+        return ModelSpec.from_json({**({"name": name} if name else {}), **values})
     return dataclasses.replace(PRESETS[name], **values)
 
 

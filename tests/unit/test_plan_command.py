@@ -296,6 +296,9 @@ def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
     fixed = "--fix tp=1,pp=1,micro_batch=4"
     code, out, err = run(capsys, f"{SEVEN} {fixed} --global-batch-size 16,64 --recompute full")
     assert code == 3 and "global batch 16" in err
+    # What a better machine would save is told of the batch that can be had.
+    alone = run(capsys, f"{SEVEN} {fixed} --global-batch-size 64 --recompute full")[1]
+    assert out.splitlines()[-1] == alone.splitlines()[-1]
     assert "configurations ranked for global batch 64" in out
 
 

@@ -133,6 +133,8 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"micro_batch_size": "5"}, "global_batch_size is no multiple"),
         ({"hidden_size": "0"}, "hidden_size 0"),
         ({"pp": "4", "vpp": "3"}, "no multiple of pp x vpp"),
+        ({"model": "nobody"}, "line 2: model: "),
+        ({"kv_lora_rank": "64"}, "--multi-latent-attention"),
     ],
 )
 def test_a_bad_table_is_one_line(
@@ -146,7 +148,9 @@ def test_a_bad_table_is_one_line(
 
 def test_nothing_to_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.csv").write_text("cluster,tp\n")
-    for path in (tmp_path / "empty.csv", tmp_path / "none.csv"):
+    (tmp_path / "no text.csv").write_bytes(b"cluster,tp\n\xff\xfe,\x00\n")
+    (tmp_path / "wide.csv").write_text("cluster,tp\n" + "x" * 200_000 + ",1\n")
+    for path in (tmp_path / f"{name}.csv" for name in ("empty", "none", "no text", "wide")):
         assert validate_planner.main([str(path)]) == 5
         assert capsys.readouterr().err.count("\n") == 1
     assert validate_planner.main([str(tmp_path / "empty.csv"), "--known", "-1"]) == 2
