@@ -85,17 +85,21 @@ def test_the_learning_rate_follows_the_batch(results: dict[str, Any]) -> None:
 
 
 def test_at_the_end_the_batch_grows_in_place_of_a_falling_rate(results: dict[str, Any]) -> None:
-    annealed = results["annealed"]
-    steps = [s for s in annealed["steps"] if s["consumed_samples"] >= 180]
-    sizes = [s["global_batch_size"] for s in steps[:-1]]
-    first = sizes[0]
-    assert sizes == sorted(sizes) and sizes[-1] == 32 > first
-    rates = [s["learning_rate"] for s in steps[:-1]]
-    assert rates == sorted(rates), "a way up from before may end"
-    assert rates[-1] == pytest.approx(1e-3 * (first / 8) ** 0.5), "that of the first of them"
-    # A kill in the middle changes nothing: batch and rate at its start are in the checkpoint.
-    resumed = results["annealed resumed"]["steps"]
-    assert resumed == annealed["steps"][-len(resumed) :]
+    whole, resumed = results["annealed"]["steps"], results["annealed resumed"]["steps"]
+    begun = [s for s in whole if s["consumed_samples"] >= 180]
+    first = begun[0]["global_batch_size"]
+    # A kill in the middle changes nothing: batch and rate at the start are in the checkpoint. Which
+    # step grows rests on the machine's speed, so that the two runs need not grow at the same ones.
+    assert 0 < len(resumed) < len(begun)
+    for steps in (begun, resumed):
+        sizes = [s["global_batch_size"] for s in steps[:-1]]
+        assert sizes == sorted(sizes) and sizes[-1] == 32 > first
+        rates = [s["learning_rate"] for s in steps[:-1]]
+        assert rates == sorted(rates), "a way up from before may end"
+        assert rates[-1] == pytest.approx(1e-3 * (first / 8) ** 0.5), "that of the first of them"
+        assert steps[-1]["consumed_samples"] == 360
+    start = resumed[0]["consumed_samples"] - resumed[0]["global_batch_size"]
+    assert start in [s["consumed_samples"] for s in begun]
 
 
 def test_after_a_shrink_the_warm_up_has_the_steps_of_the_present_batch(
