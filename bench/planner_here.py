@@ -76,7 +76,7 @@ def fit_here(timings: list[Any], model: Any) -> Any:
         tp_cross_bytes_per_s=1e9,
         tp_latency_s=2e-4,
         dp_bytes_per_s=1e9,
-        nic_bytes_per_s=1e9,
+        nic_efficiency=1.0,
     )
     rows = to_rows(model, preset("cpu:2"), points_of([t.configuration for t in timings])).full()
     seconds = np.array([t.step_s for t in timings])

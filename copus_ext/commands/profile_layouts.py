@@ -99,6 +99,20 @@ def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
     return seconds
 
 
+def peak_bytes_here(device: Any) -> float | None:
+    """Memory in use on the GPU that needs most, contexts and libraries among it; None on CPU ranks.
+    The allocator gives nothing back, so that this is the peak of all steps so far."""
+    import torch
+    import torch.distributed as dist
+
+    if not device.is_cuda:
+        return None
+    free, total = torch.cuda.mem_get_info()
+    most = torch.tensor(float(total - free), device=device.torch_device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
 def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any) -> None:
     """Times one configuration at both counts; the job is built once."""
     import torch.distributed as dist
@@ -129,13 +143,14 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     for count in wanted:
         job.batch_schedule = BatchSchedule.of(config_of(count))
         state.consumed_samples = 0
-        seconds = time_steps(job, args)
+        seconds, peak = time_steps(job, args), peak_bytes_here(device)
         middle = statistics.median(seconds)
         timing = Timing(
             configuration=c.with_num_microbatches(count),
             step_s=middle,
             spread_s=statistics.median(abs(s - middle) for s in seconds),
             num_steps=len(seconds),
+            peak_bytes=peak,
         )
         if dist.get_rank() == 0:
             store.add(timing)

@@ -357,7 +357,7 @@ def _cluster(
     node = replace(preset(f"{kind}:1"), gpus_per_node=ranks_of_a_node(world_size))
     if link is not None:
         network = min(node.nic_bytes_per_s, link.bytes_per_s)
-        node = replace(node, nic_bytes_per_s=network)
+        node = replace(node, nic_bytes_per_s=network, nic_is_measured=True)
     return node.resize(world_size)
 
 

@@ -314,6 +314,9 @@ class ClusterSpec:
     """Link of a GPU to the others of its node, one direction."""
     nic_bytes_per_s: float
     """Network of a whole node, one direction."""
+    nic_is_measured: bool = False
+    """Whether `nic_bytes_per_s` was measured, and is no number of a data sheet, of which messages
+    reach a share."""
     constants: str = "a100-80g"
     """Name of the fitted constants (`copus_ext/cost_model/data/NAME.json`)."""
     links: Links | None = None
@@ -331,6 +334,8 @@ class ClusterSpec:
         for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
             if not is_positive(value := getattr(self, name)):
                 raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
+        if not isinstance(self.nic_is_measured, bool):
+            raise SpecError("cluster.nic_is_measured must be true or false")
         if self.links is not None and self.links.num_nodes != self.num_nodes:
             has = self.links.num_nodes
             raise SpecError(
@@ -348,6 +353,11 @@ class ClusterSpec:
         """GPUs in all."""
         return self.num_nodes * self.gpus_per_node
 
+    def network_bytes_per_s(self, c: Constants) -> float:
+        """What messages reach of the network of a node."""
+        measured = self.nic_is_measured or self.links is not None
+        return self.nic_bytes_per_s * (1.0 if measured else c.nic_efficiency)
+
     def row_fields(self, precision: str) -> dict[str, Any]:
         """The machine's fields of `Rows`."""
         return {
@@ -357,6 +367,7 @@ class ClusterSpec:
             "gpus_per_node": self.gpus_per_node,
             "intra_bytes_per_s": self.intra_bytes_per_s,
             "nic_bytes_per_s": self.nic_bytes_per_s,
+            "nic_is_measured": self.nic_is_measured or self.links is not None,
             "on_cpu": self.constants == "cpu",
         }
 
@@ -452,7 +463,7 @@ _KINDS = {
     "b200-180g": ("B200-180GB", 8, 900e9, 400e9, "h100-80g"),
     "mi210-64g": ("MI210-64GB", 8, 100e9, 25e9, "mi210-64g"),
     "mi250-64g": ("MI250-64GB", 8, 100e9, 100e9, "mi210-64g"),
-    "cpu": ("CPU-rank", 2, 2e9, 2e9, "cpu"),
+    "cpu": ("CPU-rank", 2, 2e9, 1e9, "cpu"),
 }
 
 

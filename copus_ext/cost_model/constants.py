@@ -71,8 +71,8 @@ class Constants:
     """The same across nodes."""
     dp_bytes_per_s: float = 100e9
     """Bandwidth of a GPU in a data-parallel ring inside a node."""
-    nic_bytes_per_s: float = 80e9
-    """Network bandwidth of a node that collectives and messages reach."""
+    nic_efficiency: float = 0.5
+    """Share of a node's nominal network bandwidth that collectives and messages reach."""
     optimizer_factor: float = 1.0
     """Bytes that the end of a step really moves, over those of the model."""
 

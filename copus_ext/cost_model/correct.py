@@ -1,42 +1,83 @@
 """Corrects predictions of configurations not measured by those that were.
 
-ln(measured / predicted) is a sum of independent Gaussians with mean zero:
+A step is a sum of parts (`copus_ext.cost_model.step.PARTS`), and ln(measured / predicted) is
 
+- what independent factors of the parts make of it: computation, bubble, tensor-parallel
+  collectives, pipeline messages, gradients, optimizer; and a constant time of every step;
 - a factor that all configurations share, one for the tensor size and one for the pipeline size;
 - one for the pair of the two, which changes slowly with the micro-batch;
 - one for each configuration, and one for how it grows with its micro-batches;
 - noise, and for measurements of an earlier time a factor for what has changed since.
 
-One small linear solve gives their posterior, the same in whatever order data come. The spread of
-the shared factor is the likeliest one, if that is more than the prior. A machine of another speed
-throughout then says nothing about one layout against another.
+All are Gaussian with mean zero. So two configurations, one that mostly reduces gradients and one
+that mostly sends through the pipeline, say much about all others. The factors of the parts are the
+likeliest ones, found by Newton's steps, because a link may be several times slower than was
+thought. Around them one linear solve gives the posterior, the same in whatever order data come. The
+spread of the shared factor is the likeliest one, if that is more than the prior. A machine of
+another speed throughout then says nothing about one layout against another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """Standard deviations of the parts of ln(measured / predicted)."""
+class PartSpread:
+    """Standard deviations of the logarithms of what the seconds of a part are multiplied by."""
 
-    common: float = 0.10
+    compute: float = 0.08
+    """Of all computation, the bubble among it."""
+    bubble: float = 0.15
+    """Of the bubble besides."""
+    tp: float = 0.25
+    """Of tensor-parallel collectives."""
+    pp: float = 0.5
+    """Of pipeline messages."""
+    dp: float = 0.5
+    """Of what goes among the replicas."""
+    optimizer: float = 0.4
+    """Of the optimizer."""
+
+
+_NAMES = tuple(f.name for f in fields(PartSpread))
+_FACTORS_OF = {
+    "compute": ("compute",),
+    "recompute": ("compute",),
+    "bubble": ("compute", "bubble"),
+    "host": ("compute",),
+    **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
+}
+"""Which factors multiply the seconds of a part of a step."""
+_DP = list(_FACTORS_OF).index("dp")
+_MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values()], dtype=float)
+_CONSTANT = 0.02
+"""Standard deviation of the constant time that every step may have besides, over the median
+predicted step of those measured."""
+_NEWTON_STEPS = 30
+_CONVERGED = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Standard deviations of the other parts of ln(measured / predicted)."""
+
+    common: float = 0.06
     """Of the factor that all configurations share, at least."""
-    tensor: float = 0.05
+    tensor: float = 0.04
     """Of that of a tensor size."""
-    pipeline: float = 0.05
+    pipeline: float = 0.04
     """Of that of a pipeline size."""
-    pair: float = 0.08
+    pair: float = 0.05
     """Of that of a (tensor, pipeline) pair, which changes slowly with the micro-batch."""
     octaves: float = 3.0
     """Doublings of the micro-batch after which the pair's factor is another one by 1 - 1/e."""
-    own: float = 0.04
+    own: float = 0.06
     """Of that of a configuration, whatever its global batch."""
     growth: float = 0.03
     """Of the part of a configuration's factor that goes with the logarithm of its micro-batches."""
@@ -47,7 +88,8 @@ class Spread:
 
     @property
     def variance(self) -> float:
-        """Of the logarithm of a factor before anything was measured, at `USUAL_COUNT`."""
+        """Of the logarithm of a factor before anything was measured, at `USUAL_COUNT`, besides what
+        the parts make of it."""
         parts = (self.common, self.tensor, self.pipeline, self.pair, self.own)
         return sum(part**2 for part in parts)
 
@@ -60,6 +102,8 @@ class Correction:
     """[n]: multiply the predicted seconds by this."""
     relative_sd: Any
     """[n]: uncertainty of the corrected seconds, without the noise of a measurement."""
+    part_factors: dict[str, float]
+    """What the seconds of the parts are multiplied by, by the name of `PartSpread`."""
     against_sd: Any = None
     """[n]: uncertainty of the corrected seconds over those of one of them; None if none was
     named. Less than the two uncertainties together, as much of them is common."""
@@ -69,13 +113,68 @@ USUAL_COUNT = 4.0
 """Micro-batches at which a configuration's growth counts nothing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Configurations as a correction sees them, n of them."""
+
+    keys: Any
+    """[n, k] tensor, pipeline and micro-batch size; further columns only tell configurations
+    apart."""
+    over: Any
+    """[n] logarithm of the micro-batches over the usual number."""
+    seconds: Any
+    """[n, parts] predicted, in the order of `PARTS`."""
+    reduction: Any
+    """[n, 3] as `StepTime.reduction`."""
+
+    @classmethod
+    def of(
+        cls,
+        keys: Any,
+        counts: Any = USUAL_COUNT,
+        parts: Mapping[str, Any] | None = None,
+        reduction: Any = 0.0,
+    ) -> Steps:
+        """Steps of some configurations.
+
+        Args:
+            keys: as above; whole numbers.
+            counts: [n] micro-batches.
+            parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
+            reduction: [3, n] as `StepTime.reduction`; 0: nothing hides.
+        """
+        whole = np.asarray(keys, dtype=np.int64)
+        whole = np.atleast_2d(whole) if whole.size else whole.reshape(0, 3)
+        over = np.log(np.broadcast_to(np.asarray(counts, dtype=float), len(whole)) / USUAL_COUNT)
+        parts = {"compute": np.ones(len(whole))} if parts is None else parts
+        nothing = np.zeros(len(whole))
+        columns = [np.broadcast_to(parts.get(name, nothing), len(whole)) for name in _FACTORS_OF]
+        reduction = np.broadcast_to(np.asarray(reduction, dtype=float), (3, len(whole)))
+        return cls(keys=whole, over=over, seconds=np.stack(columns, axis=1), reduction=reduction.T)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def step_s(self) -> Any:
+        """[n] predicted seconds of a step."""
+        return self.seconds.sum(axis=1)
+
+    def take(self, at: Any) -> Steps:
+        """Some of them."""
+        return Steps(**{f.name: getattr(self, f.name)[at] for f in fields(Steps)})
+
+    def and_(self, other: Steps) -> Steps:
+        """Both, one after the other."""
+        names = (f.name for f in fields(Steps))
+        return Steps(**{n: np.concatenate([getattr(self, n), getattr(other, n)]) for n in names})
+
+
 def correct(
-    keys: Any,
-    measured_keys: Any,
+    ask: Steps,
+    known: Steps,
     log_ratios: Any,
     *,
-    counts: Any = USUAL_COUNT,
-    measured_counts: Any = USUAL_COUNT,
     noise: Sequence[float] | None = None,
     earlier: Sequence[bool] | None = None,
     against: int | None = None,
@@ -83,12 +182,9 @@ def correct(
     """The posterior of the factors of some configurations.
 
     Args:
-        keys: [n, k] configurations to correct: tensor, pipeline, micro-batch size; further columns
-            only tell configurations apart.
-        measured_keys: [m, k] configurations measured, repeats allowed.
+        ask: configurations to correct, n of them.
+        known: configurations measured, m of them, repeats allowed.
         log_ratios: [m] ln(measured / predicted).
-        counts: [n] micro-batches.
-        measured_counts: [m] micro-batches.
         noise: [m] standard deviation of each measurement, where it is more than the spread's.
         earlier: [m] whether a measurement is of an earlier time than the rest; the answer is for
             the time of the rest. All or none of them: there is but one time.
@@ -98,42 +194,189 @@ def correct(
         Factor 1 and the prior's deviation where nothing was measured.
     """
     s = Spread()
-    ask = _table(keys, counts)
-    if not len(measured_keys):
-        nothing = np.zeros((len(ask[0]), 0))
-        return _answer(ask, s, nothing, nothing, np.zeros(0), against)
-    known = _table(measured_keys, measured_counts)
-    sd = np.maximum(s.noise, np.zeros(len(known[0])) if noise is None else noise)
+    parts = _Parts(constant_s=_CONSTANT * float(np.median(known.step_s)) if len(known) else 0.0)
+    theta = np.zeros(len(parts.sd))
+    if not len(known):
+        nothing = np.zeros((len(ask), 0))
+        return _answer(ask, s, parts, theta, nothing, nothing, np.zeros(0), against)
+    sd = np.maximum(s.noise, np.zeros(len(known)) if noise is None else noise)
     ratios = np.asarray(log_ratios, dtype=float)
     old = np.zeros(len(sd)) if earlier is None else np.asarray(earlier, dtype=float)
     apart = np.diag(sd**2) + (0.0 if old.all() else s.drift**2 * np.outer(old, old))
-    inner = _kernel(known, known, s) + apart
-    s = replace(s, common=_common(inner - s.common**2, ratios, at_least=s.common))
-    inner = _kernel(known, known, s) + apart
-    cross = _kernel(ask, known, s)
-    return _answer(ask, s, np.linalg.solve(inner, cross.T).T, cross, ratios, against)
+    apart += _kernel(known, known, s)
+    spread = parts.covariance(known, known, theta)
+    s = replace(s, common=_common(apart + spread - s.common**2, ratios, at_least=s.common))
+    apart += s.common**2 - Spread().common ** 2
+    theta = parts.likeliest(known, ratios, apart)
+    rest = ratios - parts.log_factors(known, theta)
+    inner = apart + parts.covariance(known, known, theta)
+    other = _kernel(ask, known, s)
+    cross = other + parts.covariance(ask, known, theta)
+    weights = np.linalg.solve(inner, cross.T).T
+    mean = parts.log_factors(ask, theta) + other @ np.linalg.solve(apart, rest)
+    return _answer(ask, s, parts, theta, weights, cross, mean, against)
+
+
+def most_telling(
+    steps: Steps, number: int, *, known: Steps | None = None, samples: Any = 1.0
+) -> list[int]:
+    """Indices of the configurations whose times would say most of the fast ones: together they make
+    the sum of the variances of the logarithms small. The fastest counts as one, a configuration
+    that takes twice as long for a sample as an eighth.
+
+    One after the other is chosen; then each gives way to a better one, if there is one.
+
+    Args:
+        steps: to choose from, and to be known of.
+        number: how many; all, if there are no more.
+        known: what was measured already.
+        samples: [n] of a step.
+    """
+    if not len(steps):
+        return []
+    s, num = Spread(), len(steps)
+    seconds = steps.step_s / samples
+    weights = (seconds.min() / seconds) ** 3
+    every = steps if known is None or not len(known) else steps.and_(known)
+    parts = _Parts(constant_s=_CONSTANT * float(np.median(every.step_s)))
+    prior = _kernel(every, every, s) + parts.covariance(every, every, np.zeros(len(parts.sd)))
+    measured = list(range(num, len(every)))
+
+    def best_with(others: list[int]) -> int:
+        left = prior
+        for i in (*measured, *others):
+            left = left - np.outer(left[i], left[i]) / (left[i, i] + s.noise**2)
+        left = left[:num, :num]
+        gains = np.square(left) @ weights / (np.diag(left) + s.noise**2)
+        gains[others] = -1.0
+        return int(np.argmax(gains))
+
+    chosen: list[int] = []
+    while len(chosen) < min(number, num):
+        chosen.append(best_with(chosen))
+    if len(chosen) < num:
+        for k in range(len(chosen)):
+            chosen[k] = best_with([*chosen[:k], *chosen[k + 1 :]])
+    return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """The factors of the parts of a step, and the constant time of every step: theta holds the
+    logarithms of `_NAMES`, then the time over `constant_s`."""
+
+    constant_s: float
+
+    @property
+    def sd(self) -> Any:
+        """Of theta."""
+        return np.array([*(getattr(PartSpread(), name) for name in _NAMES), 1.0])
+
+    def log_factors(self, steps: Steps, theta: Any) -> Any:
+        """[n] what theta makes of ln(measured / predicted)."""
+        return np.log(self._now(steps, theta).sum(axis=1) / steps.step_s)
+
+    def _now(self, steps: Steps, theta: Any) -> Any:
+        """[n, parts + 1] seconds of every part, and the constant time."""
+        seconds = steps.seconds * np.exp(_MIXING @ theta[:-1])
+        seconds[:, _DP] += self._uncovered(steps, theta)[0]
+        constant = np.full((len(steps), 1), theta[-1] * self.constant_s)
+        # No step takes less than a tenth of what its parts do.
+        return np.concatenate(
+            [seconds, np.maximum(constant, -0.9 * seconds.sum(axis=1, keepdims=True))], axis=1
+        )
+
+    def slopes(self, steps: Steps, theta: Any) -> Any:
+        """[n, k] derivatives of `log_factors`."""
+        now = self._now(steps, theta)
+        total = now.sum(axis=1, keepdims=True)
+        now[:, _DP] += self._uncovered(steps, theta)[1]
+        return np.concatenate([now[:, :-1] @ _MIXING / total, self.constant_s / total], axis=1)
+
+    def _uncovered(self, steps: Steps, theta: Any) -> tuple[Any, Any]:
+        """[n] seconds of the reduction that come out of hiding, or go into it, as the replicas take
+        longer or shorter than predicted; and what their slope is above that."""
+        factor = math.exp(theta[_NAMES.index("dp")])
+        whole, exposed, behind = steps.reduction.T
+        hidden = whole - exposed
+        # With computation to spare some of it hides nothing: what shows is the last bucket.
+        least = np.where(hidden < behind * (1 - 1e-9), 0.0, -exposed * factor)
+        more = np.maximum(hidden * factor - behind, least)
+        slope = np.where(more > least, hidden * factor, least)
+        return more, slope - more
+
+    def covariance(self, one: Steps, other: Steps, theta: Any) -> Any:
+        """[n, m] of what the factors make of both, near theta."""
+        a, b = (self.slopes(x, theta) * self.sd for x in (one, other))
+        return a @ b.T
+
+    def likeliest(self, known: Steps, ratios: Any, apart: Any) -> Any:
+        """Theta at which the posterior is greatest.
+
+        Args:
+            known: what was measured.
+            ratios: [m] ln(measured / predicted).
+            apart: [m, m] covariance of all else.
+        """
+        whiten = np.linalg.inv(np.linalg.cholesky(apart))
+
+        def loss(theta: Any) -> float:
+            left = whiten @ (ratios - self.log_factors(known, theta))
+            return float(left @ left + np.sum((theta / self.sd) ** 2))
+
+        theta = np.zeros(len(self.sd))
+        best = loss(theta)
+        for _ in range(_NEWTON_STEPS):
+            slopes = whiten @ self.slopes(known, theta)
+            left = whiten @ (ratios - self.log_factors(known, theta))
+            step = np.linalg.solve(
+                slopes.T @ slopes + np.diag(self.sd**-2.0), slopes.T @ left - theta / self.sd**2
+            )
+            size = 1.0
+            while size > 1e-4 and (now := loss(theta + size * step)) > best:
+                size /= 2
+            if size <= 1e-4:
+                break
+            theta, gained, best = theta + size * step, best - now, now
+            if gained < _CONVERGED:
+                break
+        return theta
 
 
 def _answer(
-    ask: tuple[Any, Any], s: Spread, weights: Any, cross: Any, ratios: Any, against: int | None
+    ask: Steps,
+    s: Spread,
+    parts: _Parts,
+    theta: Any,
+    weights: Any,
+    cross: Any,
+    mean: Any,
+    against: int | None,
 ) -> Correction:
     """The posterior.
 
     Args:
         ask: configurations, n of them.
-        s: spread of the parts.
+        s: spread of what is no part.
+        parts: the factors of the parts.
+        theta: their values.
         weights: [n, m] of the measurements.
         cross: [n, m] covariance with the measurements.
-        ratios: [m] of the measurements.
+        mean: [n] of the logarithm of the factor; empty: nothing was measured.
         against: see `correct`.
     """
-    prior = np.square(ask[1]) * s.growth**2 + s.variance
+    slopes = parts.slopes(ask, theta) * parts.sd
+    prior = np.square(ask.over) * s.growth**2 + s.variance + np.square(slopes).sum(axis=1)
     variance = np.maximum(prior - np.einsum("ij,ij->i", weights, cross), 0.0)
-    found = Correction(factor=np.exp(weights @ ratios), relative_sd=np.sqrt(variance))
+    found = Correction(
+        factor=np.exp(mean) if len(mean) else np.ones(len(ask)),
+        relative_sd=np.sqrt(variance),
+        part_factors=dict(zip(_NAMES, np.exp(theta[:-1]).tolist())),
+    )
     if against is None:
         return found
-    one = ask[0][against : against + 1], ask[1][against : against + 1]
-    shared = _kernel(ask, one, s)[:, 0] - weights @ cross[against]
+    one = ask.take([against])
+    shared = _kernel(ask, one, s)[:, 0] + slopes @ slopes[against] - weights @ cross[against]
     gap = variance + variance[against] - 2.0 * shared
     gap[against] = 0.0
     return replace(found, against_sd=np.sqrt(np.maximum(gap, 0.0)))
@@ -152,15 +395,9 @@ def _common(rest: Any, ratios: Any, *, at_least: float) -> float:
     return math.sqrt(max(at_least**2, mean**2 - 1.0 / weights.sum()))
 
 
-def _table(keys: Any, counts: Any) -> tuple[Any, Any]:
-    """Keys as whole numbers, and the logarithm of the micro-batches over the usual."""
-    whole = np.atleast_2d(np.asarray(keys, dtype=np.int64))
-    over = np.log(np.broadcast_to(np.asarray(counts, dtype=float), len(whole)) / USUAL_COUNT)
-    return whole, over
-
-
-def _kernel(one: tuple[Any, Any], other: tuple[Any, Any], s: Spread) -> Any:
-    (a, over_a), (b, over_b) = one, other
+def _kernel(one: Steps, other: Steps, s: Spread) -> Any:
+    """[n, m] covariance of what is no part."""
+    a, b = one.keys, other.keys
     tensor, pipeline = (a[:, None, i] == b[None, :, i] for i in (0, 1))
     own = (a[:, None, :] == b[None, :, :]).all(axis=2)
     octaves = np.abs(np.log2(a[:, None, 2] / b[None, :, 2]))
@@ -170,5 +407,5 @@ def _kernel(one: tuple[Any, Any], other: tuple[Any, Any], s: Spread) -> Any:
         + s.tensor**2 * tensor
         + s.pipeline**2 * pipeline
         + s.pair**2 * pair
-        + own * (s.own**2 + s.growth**2 * np.outer(over_a, over_b))
+        + own * (s.own**2 + s.growth**2 * np.outer(one.over, other.over))
     )

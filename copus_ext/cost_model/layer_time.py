@@ -127,7 +127,7 @@ def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     all-reduce)."""
     bandwidth = np.where(
         rows.tp > rows.gpus_per_node,
-        np.minimum(c.tp_cross_bytes_per_s, rows.nic_bytes_per_s) / c.factors.across,
+        np.minimum(c.tp_cross_bytes_per_s / c.factors.across, network_bytes_per_s(rows, c)),
         np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within,
     )
     ring = (rows.tp - 1) / rows.tp * num_bytes / bandwidth
@@ -209,7 +209,8 @@ class MicroBatch:
 
 def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
     """What a node reaches over the network."""
-    return np.minimum(c.nic_bytes_per_s, rows.nic_bytes_per_s) / c.factors.across
+    share = np.where(rows.nic_is_measured, 1.0, c.nic_efficiency)
+    return share * rows.nic_bytes_per_s / c.factors.across
 
 
 def node_bytes_per_s(rows: Rows, c: Constants) -> Any:

@@ -6,6 +6,7 @@ fused attention.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,16 @@ KINDS = (
     "context",
     "fragmentation",
 )
+_MOVING = ("activations", "logits", "buffers", "fragmentation")
+"""What comes and goes within a step."""
 FRAGMENTATION = 1.06
 """Reserved over allocated, of what comes and goes."""
 CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communicators of a process."""
-PEAK_SD = 0.05
-"""Relative uncertainty of a predicted peak before any was measured."""
+PEAK_SD, LEAST_PEAK_SD = 0.07, 0.03
+"""Relative uncertainty of a predicted peak: before any was measured, and however many were."""
+_MOVING_SD, _FIXED_SD = 0.3, 3e9
+"""Of the logarithm of the factor on what comes and goes; and of the bytes of a process besides."""
 
 
 def layer_parameters(rows: Rows) -> Any:
@@ -74,6 +79,47 @@ def stage_parameters(rows: Rows, stage: Any = None) -> Any:
     layers = rows.num_layers / rows.pp * layer_parameters(rows)
     first, end = end_parameters(rows)
     return np.where(inside, layers + np.where(stage == 0, first, 0.0) + np.where(last, end, 0.0), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakCorrection:
+    """What measured peaks say about predicted ones."""
+
+    moving: float = 1.0
+    """Factor on activations, logits and buffers, which depend on the implementation."""
+    fixed_bytes: float = 0.0
+    """Of a process, besides its context."""
+    sd: float = PEAK_SD
+    """Relative uncertainty of a peak that was not measured."""
+
+    @classmethod
+    def of(cls, predicted: Memory, measured_bytes: Any) -> PeakCorrection:
+        """The posterior of both, each Gaussian around 1 and 0. Several peaks tell them apart, such
+        as one with and one without recomputation.
+
+        Args:
+            predicted: of the same configurations, not corrected.
+            measured_bytes: [m] their peaks; none gives what holds without any.
+        """
+        measured = np.asarray(measured_bytes, dtype=float)
+        if not len(measured):
+            return cls()
+        worst = predicted.worst_stage, np.arange(len(measured))
+        moving = np.sum([predicted.stages[kind][worst] for kind in _MOVING], axis=0)
+        slopes = np.stack([moving * _MOVING_SD, np.full(len(measured), _FIXED_SD)], axis=1)
+        slopes = slopes / measured[:, None]
+        left = (measured - predicted.peak_bytes) / measured
+        covariance = np.linalg.inv(slopes.T @ slopes / LEAST_PEAK_SD**2 + np.eye(2))
+        found = covariance @ (slopes.T @ left) / LEAST_PEAK_SD**2
+        doubt = float(np.mean(np.einsum("ij,jk,ik->i", slopes, covariance, slopes)))
+        return cls(
+            moving=max(1.0 + _MOVING_SD * float(found[0]), 0.2),
+            fixed_bytes=_FIXED_SD * float(found[1]),
+            sd=min(math.hypot(LEAST_PEAK_SD, math.sqrt(doubt)), PEAK_SD),
+        )
+
+
+AS_PREDICTED = PeakCorrection()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +170,9 @@ def _local_layer_bytes(rows: Rows) -> Any:
 def _fused_layer_bytes(rows: Rows) -> Any:
     h, tokens = rows.hidden_size, rows.tokens
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
-    streams = (8.0 + np.where(rows.dropout, 2.0, 0.0)) * tokens * h / shared
+    # Norms that are not fused keep fp32 copies of their inputs.
+    norms = np.where(rows.is_legacy, 16.0, 0.0)
+    streams = (8.0 + norms + np.where(rows.dropout, 2.0, 0.0)) * tokens * h / shared
     heads = 2.0 * tokens * 2 * (rows.num_attention_heads + rows.num_query_groups)
     scores = tokens * rows.num_attention_heads * rows.seq_length
     scores = scores * np.where(rows.dropout, 5.0, 2.0)
@@ -144,27 +192,40 @@ def in_flight(rows: Rows, stage: Any) -> Any:
     return np.where(rows.vpp > 1, chunks / rows.vpp, plain)
 
 
-def memory(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Memory:
+def memory(
+    rows: Rows,
+    *,
+    context_bytes: float = CONTEXT_BYTES,
+    correction: PeakCorrection = AS_PREDICTED,
+) -> Memory:
     """Predicts the bytes of every stage of every row."""
     rows = rows.full()
-    stages = _of_stages(rows, all_stages(rows), context_bytes)
+    stages = _of_stages(rows, all_stages(rows), context_bytes, correction)
     total = np.sum(list(stages.values()), axis=0)
     return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
 
 
-def peak_bytes(rows: Rows, *, context_bytes: float = CONTEXT_BYTES) -> Any:
+def peak_bytes(
+    rows: Rows,
+    *,
+    context_bytes: float = CONTEXT_BYTES,
+    correction: PeakCorrection = AS_PREDICTED,
+) -> Any:
     """Bytes of the stage that needs most: [n], as `memory` but sooner. The first or the last it is:
     those between hold fewer parameters than both and fewer micro-batches than the first."""
     rows = rows.full()
     ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
-    return np.sum(list(_of_stages(rows, ends, context_bytes).values()), axis=0).max(axis=0)
+    return np.sum(list(_of_stages(rows, ends, context_bytes, correction).values()), axis=0).max(
+        axis=0
+    )
 
 
-def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
+def _of_stages(
+    rows: Rows, stage: Any, context_bytes: float, correction: PeakCorrection
+) -> dict[str, Any]:
     """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
     inside, last = stage < rows.pp, stage == rows.pp - 1
     held = stage_parameters(rows, stage)
-    state = np.where(rows.element_bytes == 4, 8.0, 12.0)
     owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
     layers = rows.num_layers / rows.pp
     message = message_bytes(rows)
@@ -176,7 +237,7 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     stages = {
         "weights": rows.element_bytes * held,
         "grads": rows.gradient_bytes * held,
-        "optimizer": state * owned,
+        "optimizer": rows.optimizer_bytes * owned,
         "activations": activations,
         "logits": head,
         "buffers": np.broadcast_to(buffer_bytes(rows), held.shape)
@@ -185,6 +246,10 @@ def _of_stages(rows: Rows, stage: Any, context_bytes: float) -> dict[str, Any]:
     }
     moving = stages["activations"] + stages["logits"] + stages["buffers"]
     stages["fragmentation"] = (FRAGMENTATION - 1) * moving
+    if correction != AS_PREDICTED:
+        for name in _MOVING:
+            stages[name] = correction.moving * stages[name]
+        stages["context"] = np.maximum(stages["context"] + correction.fixed_bytes, 0.0)
     return {name: np.where(inside, values, 0.0) for name, values in stages.items()}
 
 
@@ -219,12 +284,14 @@ def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
 
 def head_bytes(rows: Rows) -> Any:
     """Logits and what becomes of them, and the final norm; in plain torch also the gradient of the
-    output weights before it is added to the others."""
-    columns = rows.padded_vocab_size / rows.tp
-    width = np.where(rows.element_bytes == 4, 4.0, 6.0)
+    output weights before it is added to the others. Legacy code has the logits of all tensor ranks
+    at once: the half ones, and fp32 ones with their softmax and gradient."""
+    columns = rows.padded_vocab_size / np.where(rows.is_legacy, 1, rows.tp)
+    width = np.where(rows.is_legacy, 14.0, np.where(rows.element_bytes == 4, 4.0, 6.0))
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
-    alone = np.where(rows.plain_torch, rows.element_bytes * columns * rows.hidden_size, 0.0)
+    weights = rows.element_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
+    alone = np.where(rows.plain_torch, weights, 0.0)
     return width * rows.tokens * columns + norm + alone
 
 
@@ -241,14 +308,15 @@ def static_bytes(rows: Rows) -> Any:
     """Bytes of weights, gradients and optimizer on the stage that holds most: [n]; a lower bound of
     the peak that is cheap."""
     held = stage_parameters(rows.full())
-    state = np.where(rows.element_bytes == 4, 8.0, 12.0)
     owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
-    return ((rows.element_bytes + rows.gradient_bytes) * held + state * owned).max(axis=0)
+    return ((rows.element_bytes + rows.gradient_bytes) * held + rows.optimizer_bytes * owned).max(
+        axis=0
+    )
 
 
-def fit_probability(peak_bytes: Any, limit_bytes: Any) -> Any:
+def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: float = PEAK_SD) -> Any:
     """Probability that a configuration fits, the peak being log-normal around its prediction."""
-    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (PEAK_SD * np.sqrt(2.0))
+    z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (sd * np.sqrt(2.0))
     return 0.5 * (1.0 + _erf(z))
 
 

@@ -23,6 +23,8 @@ _DENSE_TYPES = {
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
 
 _LARGEST = 1 << 31
+IMPLEMENTATIONS = ("te", "local", "legacy")
+"""Values of `ModelSpec.implementation`; `Rows` has their indices."""
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
 
 
@@ -84,8 +86,12 @@ class ModelSpec:
     """Bytes of a gradient element as it is kept and reduced: 4, or 2 in half precision."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
-    local: bool = False
-    """Layers in plain torch (`--transformer-impl local`) instead of Transformer Engine's."""
+    optimizer_bytes: int | None = None
+    """Bytes of optimizer state of a parameter. None: 12 in half precision, which are a master and
+    two moments in fp32, and 8 in fp32. Less where Megatron's precision-aware optimizer is on."""
+    implementation: str = "te"
+    """Whose layers: `te` (Transformer Engine), `local` (plain torch, `--transformer-impl local`) or
+    `legacy`, of before megatron-core: norms that are not fused, and whole logits on every rank."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -100,6 +106,9 @@ class ModelSpec:
                     raise SpecError(f"{field.name} {shown} must be at least {least}")
         if self.precision not in ("bf16", "fp16", "fp32"):
             raise SpecError(f"precision {self.precision!r} must be bf16, fp16 or fp32")
+        if self.implementation not in IMPLEMENTATIONS:
+            known = ", ".join(IMPLEMENTATIONS)
+            raise SpecError(f"implementation {self.implementation!r} is none of {known}")
         if self.gradient_bytes not in ((4,) if self.precision == "fp32" else (2, 4)):
             raise SpecError(
                 f"gradient_bytes {self.gradient_bytes} must be 4, or 2 with bf16 and fp16"
@@ -212,7 +221,7 @@ class ModelSpec:
             "seq_length": self.seq_length,
             "mlp_matrices": 3 if self.gated else 2,
             "fused_attention": self.fused_attention,
-            "local": self.local,
+            "implementation": IMPLEMENTATIONS.index(self.implementation),
             "dropout": self.dropout,
             "tied": self.tied,
             "learned_positions": self.learned_positions,
@@ -220,6 +229,7 @@ class ModelSpec:
             "norm_vectors": 1 if self.normalization == "RMSNorm" else 2,
             "element_bytes": 4 if wide else 2,
             "gradient_bytes": self.gradient_bytes,
+            "optimizer_bytes": self.optimizer_bytes or (8 if wide else 12),
         }
 
     def with_seq_length(self, seq_length: int) -> ModelSpec:
@@ -238,6 +248,10 @@ class ModelSpec:
         Raises:
             SpecError: an unknown or missing key, or a bad value.
         """
+        if isinstance(data, dict) and "local" in data:
+            # As profiles of earlier releases have it.
+            data = {**data, "implementation": "local" if data["local"] else "te"}
+            del data["local"]
         unknown = sorted(set(data) - {f.name for f in fields(cls)})
         if unknown:
             raise SpecError(f"unknown model keys: {', '.join(unknown)}")
@@ -302,7 +316,7 @@ class ModelSpec:
             precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
             gradient_bytes=_gradient_bytes(args),
             fused_attention=args.attention_backend != "unfused",
-            local=args.transformer_impl == "local",
+            implementation="local" if args.transformer_impl == "local" else "te",
         )
 
     @classmethod

@@ -65,7 +65,7 @@ class Rows:
     intra_bytes_per_s: Any
     """Link of one GPU inside a node, one direction, nominal."""
     nic_bytes_per_s: Any
-    """Network of one node, one direction, nominal."""
+    """Network of one node, one direction; nominal unless `nic_is_measured`."""
     tp: Any
     """Tensor parallel size."""
     pp: Any
@@ -88,11 +88,14 @@ class Rows:
     """Whether gradients are reduced while the backward pass runs."""
     overlap_param_gather: Any
     """Whether weights are gathered while the forward pass runs."""
-    local: Any = False
-    """Whether layers are megatron-core's own in plain torch, without Transformer Engine's
-    fusions."""
+    optimizer_bytes: Any = 12
+    """Bytes of optimizer state of a parameter."""
+    implementation: Any = 0
+    """Index into `model_spec.IMPLEMENTATIONS`."""
     on_cpu: Any = False
     """Whether ranks are CPU ranks: there outputs that were sent are kept."""
+    nic_is_measured: Any = False
+    """Whether `nic_bytes_per_s` was measured, so that messages reach all of it."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 
@@ -112,7 +115,12 @@ class Rows:
     @property
     def plain_torch(self) -> Any:
         """Whether layers are in plain torch; there is no Transformer Engine for CPU ranks."""
-        return np.logical_or(self.local, self.on_cpu)
+        return np.logical_or(np.equal(self.implementation, 1), self.on_cpu)
+
+    @property
+    def is_legacy(self) -> Any:
+        """Whether norms are not fused and every rank has whole logits."""
+        return np.equal(self.implementation, 2)
 
     @property
     def recomputed_share(self) -> Any:

@@ -34,23 +34,27 @@ class StepTime:
     parts: dict[str, Any]
     """[n] seconds of each of `PARTS`, along the stage that finishes last; they add up to
     `step_s`."""
+    reduction: Any
+    """[3, n] seconds: of reducing the gradients, of it what nothing hides (in `dp`), and of the
+    computation behind which it can hide."""
 
     @classmethod
     def unknown(cls, num: int) -> StepTime:
         """Room for so many configurations, none priced yet."""
         parts = {name: np.full(num, np.nan) for name in PARTS}
-        return cls(step_s=np.full(num, np.nan), parts=parts)
+        return cls(step_s=np.full(num, np.nan), parts=parts, reduction=np.full((3, num), np.nan))
 
     def put(self, at: Any, found: StepTime) -> None:
         """Fills in some of them."""
         self.step_s[at] = found.step_s
+        self.reduction[:, at] = found.reduction
         for name in PARTS:
             self.parts[name][at] = found.parts[name]
 
     def take(self, at: Any) -> StepTime:
         """Some of them."""
         parts = {name: values[at] for name, values in self.parts.items()}
-        return StepTime(step_s=self.step_s[at], parts=parts)
+        return StepTime(step_s=self.step_s[at], parts=parts, reduction=self.reduction[:, at])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,17 +101,12 @@ class EndOfStep:
 def step_time(rows: Rows, c: Constants) -> StepTime:
     """Predicts the seconds of a step of every row."""
     rows = rows.full()
-    num = len(rows)
-    step = np.empty(num)
-    parts = {name: np.empty(num) for name in PARTS}
+    times = StepTime.unknown(len(rows))
     shapes = np.stack([rows.pp, rows.vpp], axis=1).astype(np.int64)
     for pp, vpp in np.unique(shapes, axis=0):
         at = np.flatnonzero((shapes == (pp, vpp)).all(axis=1))
-        found = _of_one_shape(rows.take(at), c, int(pp), int(vpp))
-        step[at] = found.step_s
-        for name in PARTS:
-            parts[name][at] = found.parts[name]
-    return StepTime(step_s=step, parts=parts)
+        times.put(at, _of_one_shape(rows.take(at), c, int(pp), int(vpp)))
+    return times
 
 
 def least_step_s(rows: Rows, c: Constants) -> Any:
@@ -146,7 +145,8 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     forward, backward = _chunks(rows, micro_batch, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
     ring = functools.partial(layer_time.ring_s, rows, c)
-    reduce, gather, optimizer = _end_of_step(rows, c, stages, pp).seconds(ring)
+    end = _end_of_step(rows, c, stages, pp)
+    reduce, gather, optimizer = end.seconds(ring)
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
 
@@ -168,7 +168,8 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
-    return StepTime(step_s=sum(parts.values()), parts=parts)
+    reduction = np.stack([of(end.passes * ring(end.gradient_bytes)), of(reduce), of(end.hidden_s)])
+    return StepTime(step_s=sum(parts.values()), parts=parts, reduction=reduction)
 
 
 def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:

@@ -19,9 +19,10 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.correct import Correction, correct
+from copus_ext.cost_model.correct import Correction, Steps, correct, most_telling
 from copus_ext.cost_model.model_spec import ModelSpec
-from copus_ext.cost_model.step import step_time
+from copus_ext.cost_model.spec_file import is_positive
+from copus_ext.cost_model.step import PARTS, StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.space import Points, joined, points_of, to_rows
 from megatron.training.common.program import other_command
@@ -54,6 +55,8 @@ class Timing:
     """Median absolute deviation."""
     num_steps: int = 1
     """Steps measured."""
+    peak_bytes: float | None = None
+    """Memory that the process needed at most on the GPU that needed most; None: not measured."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -80,6 +83,7 @@ class Timing:
             "step_s": self.step_s,
             "spread_s": self.spread_s,
             "num_steps": self.num_steps,
+            **({} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}),
         }
 
     @classmethod
@@ -107,6 +111,8 @@ class Timing:
         for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
             if not isinstance(values[name], (int, float)) or not least <= values[name] < np.inf:
                 raise ValueError(f"{name} {values[name]!r} must be positive")
+        if (peak := values.setdefault("peak_bytes", None)) is not None and not is_positive(peak):
+            raise ValueError(f"peak_bytes {peak!r} must be positive")
         layout = Layout(**{name: values[name] for name in _SIZES})
         return cls(
             configuration=Configuration(
@@ -117,7 +123,7 @@ class Timing:
                 ),
                 sequence_parallel=layout.tp > 1,
             ),
-            **{name: values[name] for name in ("step_s", "spread_s", "num_steps")},
+            **{name: values[name] for name in ("step_s", "spread_s", "num_steps", "peak_bytes")},
         )
 
 
@@ -246,48 +252,72 @@ class Measured:
         self._earlier = [False] * len(timings) + [True] * len(earlier)
         self.points = points_of([x.configuration for x in self.timings])
         """What was timed."""
-        self._log_ratios = np.zeros(0)
+        self._predict = lambda points: step_time(to_rows(model, cluster, points), constants)
+        self._log_ratios, self._known = np.zeros(0), Steps.of([])
         if self.timings:
-            predicted = step_time(to_rows(model, cluster, self.points), constants).step_s
-            self._log_ratios = np.log([x.step_s for x in self.timings] / predicted)
+            predicted = self._predict(self.points)
+            self._log_ratios = np.log([x.step_s for x in self.timings] / predicted.step_s)
+            self._known = steps_of(self.points, predicted)
         self._lines = {tuple(key) for key in keys_of(self.points).tolist()}
 
-    def corrected(self, points: Points, predicted: Any) -> tuple[Any, Any, list[str]]:
+    def corrected(self, points: Points, times: StepTime) -> tuple[Any, Any, list[str]]:
         """Seconds, relative uncertainty and source of each point.
 
         Args:
             points: n of them.
-            predicted: [n] seconds, raw.
+            times: raw predictions of them.
         """
-        found = self._correction(points)
+        found = self._correction(steps_of(points, times))
         if not self.timings:
             source = ["predicted"] * len(points)
         else:
             keys = keys_of(points).tolist()
             source = ["profiled" if tuple(k) in self._lines else "corrected" for k in keys]
-        return predicted * found.factor, found.relative_sd, source
+        return times.step_s * found.factor, found.relative_sd, source
 
-    def against(self, points: Points, one: Configuration) -> Any:
+    def against(self, points: Points, times: StepTime, one: Configuration) -> Any:
         """[n] relative uncertainty of the seconds of each point over those of one configuration: 0
-        for itself."""
-        both = joined([points, points_of([one])])
-        sd = self._correction(both, against=len(points)).against_sd[:-1]
+        for itself.
+
+        Args:
+            points: n of them.
+            times: raw predictions of them.
+            one: what they are compared with.
+        """
+        single = points_of([one])
+        both = joined([points, single])
+        alone = self._predict(single)
+        steps = Steps.of(
+            keys_of(both),
+            both.num_microbatches,
+            {name: np.append(times.parts[name], alone.parts[name]) for name in PARTS},
+            np.concatenate([times.reduction, alone.reduction], axis=1),
+        )
+        sd = self._correction(steps, against=len(points)).against_sd[:-1]
         keys = keys_of(both)
         same = (keys[:-1] == keys[-1]).all(axis=1)
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
 
-    def _correction(self, points: Points, *, against: int | None = None) -> Correction:
+    def most_telling(self, points: Points, times: StepTime, number: int) -> list[int]:
+        """Indices of the points whose times would say most of the others; see
+        `correct.most_telling`."""
+        return most_telling(steps_of(points, times), number, known=self._known)
+
+    def _correction(self, steps: Steps, *, against: int | None = None) -> Correction:
         return correct(
-            keys_of(points),
-            keys_of(self.points),
+            steps,
+            self._known,
             self._log_ratios,
-            counts=points.num_microbatches,
-            measured_counts=self.points.num_microbatches,
             noise=[x.relative_sd for x in self.timings],
             earlier=self._earlier,
             against=against,
         )
+
+
+def steps_of(points: Points, times: StepTime) -> Steps:
+    """Configurations with their raw predictions, as a correction sees them."""
+    return Steps.of(keys_of(points), points.num_microbatches, times.parts, times.reduction)
 
 
 def keys_of(points: Points) -> Any:

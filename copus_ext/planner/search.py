@@ -18,14 +18,16 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import (
+    AS_PREDICTED,
     KINDS,
-    PEAK_SD,
+    PeakCorrection,
     fit_probability,
     memory,
     peak_bytes,
     static_bytes,
 )
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, StepTime, least_step_s, step_time
 from copus_ext.planner.configuration import Configuration
@@ -108,16 +110,40 @@ class Planner:
         # Any of the nodes may get any stage.
         memory = min((node.gpu.memory_bytes for node in cluster.nodes), default=None)
         self.limit_bytes = (memory or cluster.gpu.memory_bytes) * (1 - memory_margin)
-        # A run that dies of a wrong "fits" costs more than one slower by a few percent.
-        self.safe_bytes = self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
-        self._sure_bytes = self.limit_bytes * math.exp(-Z_DOMINATES * PEAK_SD)
         self._space: dict[Any, _Space] = {}
+        self.peaks = AS_PREDICTED
         self.retime(timings)
 
+    @property
+    def safe_bytes(self) -> float:
+        """Largest predicted peak of a candidate. A run that dies of a wrong "fits" costs more than
+        one that is slower by a few percent."""
+        return self.limit_bytes * math.exp(-Z_SURE * self.peaks.sd)
+
+    @property
+    def _sure_bytes(self) -> float:
+        return self.limit_bytes * math.exp(-Z_DOMINATES * self.peaks.sd)
+
     def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
-        """Takes other measured times, those of an earlier time apart; what the space is made of
-        stays."""
+        """Takes other measured times, those of an earlier time apart. What the space is made of
+        stays, unless peaks of memory were measured that say otherwise."""
         self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
+        peaks = self._measured_peaks([x for x in (*timings, *earlier) if x.peak_bytes])
+        if peaks != self.peaks:
+            self.peaks = peaks
+            self._space.clear()
+
+    def _measured_peaks(self, timings: Sequence[Timing]) -> PeakCorrection:
+        if not timings:
+            return AS_PREDICTED
+        rows = to_rows(self.model, self.cluster, points_of([x.configuration for x in timings]))
+        predicted = memory(rows, context_bytes=self.context_bytes)
+        return PeakCorrection.of(predicted, [x.peak_bytes for x in timings])
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        """The measured times that correct predictions."""
+        return self._measured.timings
 
     def rank(
         self,
@@ -193,8 +219,11 @@ class Planner:
         return static_bytes(to_rows(self.model, self.cluster, points.take(first)))[kind]
 
     def _peaks(self, points: Points) -> Any:
-        rows = to_rows(self.model, self.cluster, points)
-        return peak_bytes(rows, context_bytes=self.context_bytes)
+        return self.peak_bytes_of(to_rows(self.model, self.cluster, points))
+
+    def peak_bytes_of(self, rows: Rows) -> Any:
+        """[n] bytes of the stage that needs most, corrected by measured peaks."""
+        return peak_bytes(rows, context_bytes=self.context_bytes, correction=self.peaks)
 
     @property
     def context_bytes(self) -> float:
@@ -216,7 +245,7 @@ class Planner:
                 space.times = StepTime.unknown(len(points))
                 rows = to_rows(self.model, self.cluster, some)
                 space.times.put(at, step_time(rows, self.constants))
-            corrected = self._measured.corrected(some, space.times.step_s[at])[0]
+            corrected = self._measured.corrected(some, space.times.take(at))[0]
             seconds[at] = corrected / some.global_batch_size
             return seconds, space.times
         rows = to_rows(self.model, self.cluster, some).full()
@@ -258,10 +287,10 @@ class Planner:
         if not len(points):
             return []
         rows = to_rows(self.model, self.cluster, points).full()
-        bytes_ = memory(rows, context_bytes=self.context_bytes)
-        seconds, sd, source = self._measured.corrected(points, times.step_s)
-        against_sd = None if against is None else self._measured.against(points, against)
-        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes)
+        bytes_ = memory(rows, context_bytes=self.context_bytes, correction=self.peaks)
+        seconds, sd, source = self._measured.corrected(points, times)
+        against_sd = None if against is None else self._measured.against(points, times, against)
+        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks.sd)
         flops = self._flops_per_sample()
         answers = []
         for i in range(len(points)):

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
-from copus_ext.cost_model.correct import correct
-from copus_ext.cost_model.memory import PEAK_SD, fit_probability, memory
+from copus_ext.cost_model.correct import correct, most_telling
+from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, fit_probability, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.spec_file import SpecError, quantity
-from copus_ext.cost_model.step import step_time
+from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.profile import keys_of
+from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -29,7 +30,8 @@ _SIZES = ("tp", "pp", "vpp", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node")
 _OWN = (
     *("group", "cluster", "model", *_SIZES, "recompute", "sequence_parallel"),
-    *("use_distributed_optimizer", "overlap", "step_s", "out_of_memory", *_LINKS),
+    *("use_distributed_optimizer", "overlap", "step_s", "out_of_memory", "peak_bytes", "local"),
+    *_LINKS,
 )
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
@@ -50,6 +52,8 @@ class MeasuredRun:
     """Seconds of a step; None if it was not timed."""
     out_of_memory: bool
     """Whether it ran out of memory."""
+    peak_bytes: float | None
+    """Memory that the GPU that needed most had in use at most; None if it was not measured."""
 
 
 def columns() -> tuple[str, ...]:
@@ -109,7 +113,9 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     step_s = float(given["step_s"]) if "step_s" in given else None
     if step_s is not None and not 0 < step_s < math.inf:
         raise SpecError(f"step_s {step_s} must be positive")
-    model = _model(tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n == "model")))
+    model = _model(
+        tuple(sorted((n, v) for n, v in given.items() if n not in _OWN or n in ("model", "local")))
+    )
     if model.num_layers % (pp * size["vpp"]):
         raise SpecError(f"{model.num_layers} layers are no multiple of pp x vpp")
     return MeasuredRun(
@@ -128,6 +134,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         ),
         step_s=step_s,
         out_of_memory=_flag("out_of_memory", given, False),
+        peak_bytes=quantity(given["peak_bytes"]) if "peak_bytes" in given else None,
     )
 
 
@@ -160,6 +167,9 @@ def _cluster(text: str, more: tuple[tuple[str, str], ...], folder: Path) -> Clus
 def _model(given: tuple[tuple[str, str], ...]) -> ModelSpec:
     values: dict[str, Any] = dict(given)
     name = values.pop("model", None)
+    if "local" in values:
+        values["implementation"] = "local" if _flag("local", values, False) else "te"
+        del values["local"]
     kinds = {f.name: str(f.type) for f in fields(ModelSpec)}
     for field, text in values.items():
         if kinds[field].startswith("int"):
@@ -194,40 +204,49 @@ def predict(runs: Sequence[MeasuredRun], *, num_known: int = 0) -> Predictions:
         runs: of a table.
         num_known: timed runs of each group whose times correct the others.
     """
-    num = len(runs)
-    step_s, peaks, limits = np.empty(num), np.empty(num), np.empty(num)
-    for (model, _), at in _alike(runs).items():
-        cluster = runs[at[0]].cluster
-        rows = to_rows(model, cluster, points_of([runs[i].configuration for i in at])).full()
-        parallel = np.array([runs[i].configuration.sequence_parallel for i in at])
-        rows = rows.change(sequence_parallel=parallel)
-        step_s[at] = step_time(rows, cluster.load_constants()).step_s
-        peaks[at] = memory(rows).peak_bytes
-        limits[at] = cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
-    known, sd = np.zeros(num, dtype=bool), np.empty(num)
+    times = StepTime.unknown(len(runs))
+    for at in _alike(runs).values():
+        constants = runs[at[0]].cluster.load_constants()
+        times.put(at, step_time(_rows([runs[i] for i in at]), constants))
+    step_s, known, sd = times.step_s.copy(), np.zeros(len(runs), dtype=bool), np.empty(len(runs))
     for at in groups(runs).values():
-        chosen = most_telling([runs[i] for i in at], num_known)
-        some = [at[i] for i in chosen]
+        steps = steps_of(points_of([runs[i].configuration for i in at]), times.take(at))
+        timed = [j for j, i in enumerate(at) if runs[i].step_s is not None]
+        chosen = [timed[j] for j in most_telling(steps.take(timed), num_known)]
+        some = [at[j] for j in chosen]
         known[some] = True
         ratios = np.log([float(runs[i].step_s or 1.0) for i in some] / step_s[some])
-        points = points_of([runs[i].configuration for i in at])
-        keys = keys_of(points)
-        found = correct(
-            keys,
-            keys[chosen],
-            ratios,
-            counts=points.num_microbatches,
-            measured_counts=points.num_microbatches[chosen],
-        )
+        found = correct(steps, steps.take(chosen), ratios)
         step_s[at] *= found.factor
         sd[at] = found.relative_sd
+    fits, likely = _memory(runs, known)
     return Predictions(
-        step_s=step_s,
-        relative_sd=sd,
-        fits=peaks <= limits * math.exp(-Z_SURE * PEAK_SD),
-        fit_probability=fit_probability(peaks, limits),
-        known=known,
+        step_s=step_s, relative_sd=sd, fits=fits, fit_probability=likely, known=known
     )
+
+
+def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
+    """[n] whether each run would be a candidate, and the probability that it fits. Measured peaks
+    of the runs that are known correct the others of their model and cluster."""
+    fits, likely = np.zeros(len(runs), dtype=bool), np.empty(len(runs))
+    for at in _alike(runs).values():
+        seen = [runs[i] for i in at if known[i] and runs[i].peak_bytes is not None]
+        correction = AS_PREDICTED
+        if seen:
+            peaks = [run.peak_bytes for run in seen]
+            correction = PeakCorrection.of(memory(_rows(seen)), peaks)
+        limit = runs[at[0]].cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
+        peak = memory(_rows([runs[i] for i in at]), correction=correction).peak_bytes
+        fits[at] = peak <= limit * math.exp(-Z_SURE * correction.sd)
+        likely[at] = fit_probability(peak, limit, correction.sd)
+    return fits, likely
+
+
+def _rows(runs: Sequence[MeasuredRun]) -> Rows:
+    """Runs of one model and cluster as the cost model sees them."""
+    rows = to_rows(runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs]))
+    parallel = np.array([run.configuration.sequence_parallel for run in runs])
+    return rows.change(sequence_parallel=parallel).full()
 
 
 def _alike(runs: Sequence[MeasuredRun]) -> dict[Any, list[int]]:
@@ -244,20 +263,6 @@ def groups(runs: Sequence[MeasuredRun]) -> dict[str, list[int]]:
     for i, run in enumerate(runs):
         found.setdefault(run.group, []).append(i)
     return found
-
-
-def most_telling(runs: Sequence[MeasuredRun], number: int) -> list[int]:
-    """Indices of the timed runs that say most of the others: by turns the most replicas, the most
-    stages, the largest tensor size."""
-    left = [i for i, run in enumerate(runs) if run.step_s is not None]
-    sizes: list[Any] = ["dp", "pp", "tp"]
-    chosen: list[int] = []
-    while left and len(chosen) < number:
-        size = sizes[len(chosen) % len(sizes)]
-        best = max(left, key=lambda i: getattr(runs[i].configuration.layout, size))
-        left.remove(best)
-        chosen.append(best)
-    return chosen
 
 
 def judge(runs: Sequence[MeasuredRun], found: Predictions) -> dict[str, Any]:

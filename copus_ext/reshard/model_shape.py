@@ -141,7 +141,7 @@ def shape_of_spec(spec: ModelSpec, *, padded_vocab_size: int) -> ModelShape:
         tied=spec.tied,
         latent=spec.latent,
         mtp_num_layers=spec.mtp_num_layers,
-        fused_norm=not spec.local,
+        fused_norm=spec.implementation == "te",
     )
 
 

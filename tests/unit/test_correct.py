@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from copus_ext.cost_model.correct import Correction, Spread, correct
+from copus_ext.cost_model import correct as module
+from copus_ext.cost_model.correct import Correction, PartSpread, Spread, Steps, most_telling
 
 KEYS = [(t, p, b) for t in (1, 2, 4) for p in (1, 2) for b in (1, 2)]
+
+
+def correct(
+    keys: Any,
+    measured: Any,
+    log_ratios: Any,
+    *,
+    counts: Any = 4.0,
+    measured_counts: Any = 4.0,
+    **how: Any,
+) -> Correction:
+    """Of steps that are all computation."""
+    known = Steps.of(measured, measured_counts)
+    return module.correct(Steps.of(keys, counts), known, log_ratios, **how)
 
 
 def test_a_measured_row_returns_to_its_measurement_and_the_prior_stays_without_any() -> None:
@@ -17,13 +34,13 @@ def test_a_measured_row_returns_to_its_measurement_and_the_prior_stays_without_a
     assert got.factor[3] == pytest.approx(math.exp(0.2), rel=0.01)
     assert got.relative_sd[3] < 0.011
     nothing, s = correct(KEYS, [], [], against=0), Spread()
-    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own)
+    parts = (s.common, s.tensor, s.pipeline, s.pair, s.own, PartSpread().compute)
     assert (nothing.factor == 1).all()
     assert nothing.relative_sd == pytest.approx(math.hypot(*parts))
     # What all have in common is no doubt about one against another.
     far = KEYS.index((4, 2, 2))
     assert nothing.against_sd[0] == 0.0
-    assert nothing.against_sd[far] == pytest.approx(math.sqrt(2) * math.hypot(*parts[1:]))
+    assert nothing.against_sd[far] == pytest.approx(math.sqrt(2) * math.hypot(*parts[1:-1]))
 
 
 def test_others_move_towards_the_common_factor_and_never_beyond_the_data() -> None:
@@ -71,19 +88,119 @@ def test_a_noisy_measurement_counts_less() -> None:
 
 
 def test_the_gap_is_that_of_the_joint_posterior() -> None:
-    from copus_ext.cost_model import correct as module
-
-    s, asked, known = Spread(), module._table(KEYS, 4.0), module._table(KEYS[2:4], 4.0)
-    joint = module._kernel(asked, asked, s)
-    cross = module._kernel(asked, known, s)
-    inner = module._kernel(known, known, s) + np.diag([s.noise**2] * 2)
+    s, asked, known = Spread(), Steps.of(KEYS), Steps.of(KEYS[2:4])
+    parts = PartSpread().compute ** 2 + module._CONSTANT**2
+    joint = module._kernel(asked, asked, s) + parts
+    cross = module._kernel(asked, known, s) + parts
+    inner = module._kernel(known, known, s) + parts + np.diag([s.noise**2] * 2)
     joint -= cross @ np.linalg.inv(inner) @ cross.T
     for i in range(len(KEYS)):
         got = correct(KEYS, KEYS[2:4], [0.01, -0.01], against=i).against_sd
         gap = [joint[j, j] + joint[i, i] - 2 * joint[i, j] for j in range(len(KEYS))]
-        np.testing.assert_allclose(got**2, gap, atol=1e-9)
+        np.testing.assert_allclose(got**2, gap, atol=5e-6)
     more = correct([*KEYS, KEYS[0]], KEYS[:2], [0.3, 0.1], counts=[4.0] * 12 + [16.0], against=0)
     assert more.against_sd[-1] < 0.05 < more.against_sd[4], "the same with more micro-batches"
+
+
+def mixed(shares: dict[str, list[float]]) -> Steps:
+    """Configurations that are no kin, with these seconds of some parts."""
+    number = len(next(iter(shares.values())))
+    return Steps.of([(2**i, 3**i, 1) for i in range(number)], 4.0, shares)
+
+
+def test_two_timings_find_the_part_that_is_slow() -> None:
+    """Gradients take four times as long as predicted, all else what was predicted."""
+    shares = {"compute": [1.0, 1.0, 1.0, 1.0], "dp": [0.5, 0.0, 0.25, 0.1], "pp": [0, 0.5, 0, 0.2]}
+    steps = mixed(shares)
+    truth = np.log((steps.step_s + 3 * np.array(shares["dp"])) / steps.step_s)
+    got = module.correct(steps, steps.take([0, 1]), truth[:2])
+    assert 2.5 < got.part_factors["dp"] < 4.1, "the prior holds it back a little"
+    assert 0.5 < got.part_factors["pp"] < 1.1
+    plain = replace(steps, seconds=mixed({"compute": [1.0] * 4}).seconds)
+    without = module.correct(plain, plain.take([0, 1]), truth[:2])
+    for i in (2, 3):
+        error = abs(math.log(got.factor[i]) - truth[i])
+        assert error < 0.06 and error < abs(math.log(without.factor[i]) - truth[i]) / 2
+
+
+def test_a_reduction_comes_out_of_hiding() -> None:
+    """The factor on its seconds acts as the cost model has it."""
+    whole, behind, gather = np.array([1.0, 1.0, 1.0, 2.0]), np.array([0.0, 0.4, 3.0, 1.9]), 0.1
+    exposed = np.maximum(whole - behind, 0.05)
+    parts = {"compute": np.full(4, 4.0), "dp": exposed + gather}
+    steps = Steps.of([(1, 1, 2**i) for i in range(4)], 4.0, parts, [whole, exposed, behind])
+    for factor in (1.0, 1.5, 4.0):
+        theta = np.zeros(len(PartSpread.__dataclass_fields__) + 1)
+        theta[list(PartSpread.__dataclass_fields__).index("dp")] = math.log(factor)
+        want = 4.0 + gather * factor + np.maximum(0.05 * factor, whole * factor - behind)
+        got = module._Parts(constant_s=0.0).log_factors(steps, theta) + np.log(steps.step_s)
+        np.testing.assert_allclose(np.exp(got), want)
+
+
+def test_a_constant_time_of_every_step_is_found() -> None:
+    steps = mixed({"compute": [1.0, 8.0, 2.0]})
+    truth = np.log(1 + 0.1 / steps.step_s)
+    got = module.correct(steps, steps.take([0, 1]), truth[:2])
+    assert math.log(got.factor[2]) == pytest.approx(truth[2], abs=0.02)
+
+
+def test_parts_that_nothing_was_measured_of_keep_their_doubt() -> None:
+    steps = mixed({"compute": [1.0, 1.0, 1.0], "dp": [0.0, 0.0, 1.0], "tp": [0.0, 1.0, 0.0]})
+    prior = module.correct(steps, steps.take([]), []).relative_sd
+    assert prior[2] > prior[1] > prior[0]
+    after = module.correct(steps, steps.take([0, 1]), [0.0, 0.0]).relative_sd
+    assert after[0] < 0.02 and after[1] < 0.02
+    assert after[2] > 0.8 * PartSpread().dp / 2, "half of the step is gradients"
+
+
+def test_the_likeliest_factors_are_a_minimum() -> None:
+    rng = np.random.default_rng(0)
+    names = ("compute", "bubble", "tp", "pp", "dp", "optimizer")
+    steps = mixed({name: rng.uniform(0.05, 1.0, 6).tolist() for name in names})
+    # Reductions of which much, little and nothing is hidden, with and without room for more.
+    whole, behind = steps.seconds[:, module._DP] + 0.3, np.array([0.3, 0.3, 9.0, 0.0, 0.5, 0.31])
+    exposed = np.maximum(whole - behind, 0.02)
+    steps = replace(steps, reduction=np.stack([whole, exposed, behind], axis=1))
+    ratios = rng.normal(0.5, 0.4, 6)
+    parts = module._Parts(constant_s=0.03 * float(np.median(steps.step_s)))
+    apart = module._kernel(steps, steps, Spread()) + 1e-4 * np.eye(6)
+    theta = parts.likeliest(steps, ratios, apart)
+
+    def loss(at: Any) -> float:
+        left = ratios - parts.log_factors(steps, at)
+        return float(left @ np.linalg.solve(apart, left) + np.sum((at / parts.sd) ** 2))
+
+    for _ in range(50):
+        assert loss(theta + rng.normal(0, 0.03, len(theta))) > loss(theta) - 1e-6
+    step = 1e-6
+    slopes = [
+        (parts.log_factors(steps, theta + step * e) - parts.log_factors(steps, theta - step * e))
+        / (2 * step)
+        for e in np.eye(len(theta))
+    ]
+    np.testing.assert_allclose(parts.slopes(steps, theta), np.array(slopes).T, atol=1e-7)
+
+
+def test_the_two_to_time_say_most() -> None:
+    dp, pp = [0.0, 0.6, 0.1, 0.3, 0.2], [0.0, 0.0, 0.5, 0.1, 0.2]
+    steps = mixed({"compute": [1.0] * 5, "dp": dp, "pp": pp})
+
+    def doubt(known: list[int]) -> float:
+        got = module.correct(steps, steps.take(known), [0.0] * len(known))
+        return float(np.sum(got.relative_sd**2))
+
+    def chosen(number: int, **how: Any) -> list[int]:
+        return most_telling(steps, number, samples=steps.step_s, **how)
+
+    assert doubt(chosen(1)) == pytest.approx(min(doubt([i]) for i in range(5)), rel=0.02)
+    first, second = chosen(2)
+    pairs = {(i, j): doubt([i, j]) for i in range(5) for j in range(i)}
+    assert doubt([first, second]) <= 1.1 * min(pairs.values())
+    assert {first, second} == {1, 2}, "one with most gradients, one with most messages"
+    assert chosen(1, known=steps.take([first])) == [second]
+    assert sorted(chosen(9)) == [0, 1, 2, 3, 4]
+    slow = np.where(np.arange(5) == 1, 0.05, 1.0) * steps.step_s
+    assert 1 not in most_telling(steps, 2, samples=slow), "nobody would run it"
 
 
 def test_further_columns_tell_configurations_apart() -> None:

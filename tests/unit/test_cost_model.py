@@ -153,7 +153,7 @@ def test_activations_follow_the_published_formula() -> None:
     n, h, t = rows.tokens, rows.hidden_size, rows.tp
     want = n * h * (10 + 24 / t + 5 * 16 * 512 / (h * t))
     np.testing.assert_allclose(layer_activation_bytes(rows), want, rtol=1e-12)
-    plain = ROWS.change(local=np.ones(len(ROWS), dtype=bool))
+    plain = ROWS.change(implementation=np.ones(len(ROWS), dtype=int))
     assert (layer_activation_bytes(plain) > 1.2 * layer_activation_bytes(ROWS)).all()
     split = layer_activation_bytes(rows.change(sequence_parallel=True))
     np.testing.assert_allclose(split, want - n * h * 10 * (1 - 1 / t), rtol=1e-12)
@@ -205,7 +205,7 @@ def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:
     peaks = np.array([60.0, 76.0, 90.0])
     found = fit_probability(peaks, 76.0)
     assert found[1] == pytest.approx(0.5, abs=1e-6)
-    assert found[0] > 0.999 and found[2] < 0.001
+    assert found[0] > 0.999 and found[2] < 0.01
 
 
 def test_specs_survive_json_and_refuse_nonsense() -> None:
@@ -270,7 +270,7 @@ def test_known_models_have_their_known_size() -> None:
 def test_better_hardware_is_never_slower() -> None:
     before = step_time(ROWS, Constants()).step_s
     better = {"gemm_efficiency": 1.1, "attention_efficiency": 1.5}
-    better |= dict.fromkeys(("tp_bytes_per_s", "dp_bytes_per_s", "nic_bytes_per_s"), 2.0)
+    better |= dict.fromkeys(("tp_bytes_per_s", "dp_bytes_per_s", "nic_efficiency"), 2.0)
     less = ("memory_factor", "launch_s", "exchange_s", "tp_latency_s", "optimizer_factor", "step_s")
     for field, times in {**better, **dict.fromkeys(less, 0.5)}.items():
         c = dataclasses.replace(Constants(), **{field: getattr(Constants(), field) * times})

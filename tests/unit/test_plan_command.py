@@ -477,7 +477,11 @@ def test_order_tells_which_node_goes_where(
     assert "limit as given: " in text and "GB/s, 20 us)" in text
     told = [line for line in text.splitlines() if line.startswith(("node order", "  "))]
     rest = [line for line in text.splitlines() if line not in told or line.startswith("   ")]
-    even = run(capsys, f"{THIRTEEN} --cluster h100-80g:32")[1]
+    # The file has what was measured, and a name only what the data sheet says.
+    even = tmp_path / "even.json"
+    spec = dataclasses.replace(preset("h100-80g:32"), nic_is_measured=True)
+    even.write_text(json.dumps(spec.to_json()))
+    even = run(capsys, f"{THIRTEEN} --cluster {even}")[1]
     assert rest == run(capsys, own)[1].splitlines() == even.splitlines()
     pipeline = "tp=8,pp=4,micro_batch=1,recompute=full"
     code, text, _ = run(capsys, f"order {pipeline} {own} --hostfile {hosts}")

@@ -102,7 +102,7 @@ def test_recomputing_more_layers_takes_longer_and_less_memory() -> None:
 
 def test_a_batch_may_be_rounded_down() -> None:
     limits = Limits(fixed={"tp": 1, "pp": 1}, round_down=True)
-    found = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits).rank([50], top=3)[
+    found = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits).rank([50], top=2)[
         0
     ]
     assert found.global_batch_size == 50 and found.ranked
@@ -151,7 +151,8 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
 def test_two_counts_give_every_batch() -> None:
     """A machine with a fixed cost per step that the constants do not know."""
     cluster = preset("h100-80g:16")
-    plain = Planner(MODEL, cluster)
+    limits = Limits(fixed={"vpp": 1})
+    plain = Planner(MODEL, cluster, limits=limits)
     c = plain.rank([64], top=1)[0].ranked[0].configuration
     unit = c.layout.dp * c.micro_batch_size
 
@@ -164,7 +165,7 @@ def test_two_counts_give_every_batch() -> None:
         return 1.02 * predicted(plain, count) + 0.1 * predicted(plain, 4)
 
     measured = [Timing(configuration=c.with_num_microbatches(n), step_s=truth(n)) for n in (4, 16)]
-    planner = Planner(MODEL, cluster, timings=measured)
+    planner = Planner(MODEL, cluster, limits=limits, timings=measured)
     for count in (4, 6, 8, 12, 16, 32):
         assert predicted(planner, count) == pytest.approx(truth(count), rel=0.02), count
 

