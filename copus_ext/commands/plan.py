@@ -15,6 +15,7 @@ import dataclasses
 import io
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,6 +149,11 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
         help="gradients and weights do not travel while passes compute",
     )
     search.add_argument(
+        "--use-tp-pp-dp-mapping",
+        action="store_true",
+        help="number the ranks tensor, pipeline, data over the nodes",
+    )
+    search.add_argument(
         "--allow-cross-node-tp", action="store_true", help="let tensor parallelism span nodes"
     )
     search.add_argument(
@@ -220,6 +226,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         overlap=not args.no_overlap,
     )
     cluster = cluster_of(args)
+    if cluster.use_tp_pp_dp_mapping and (args.order or args.uneven):
+        raise UsageProblem("`order` and `nodes` number ranks tensor, data, pipeline; drop the flag")
     if args.order and cluster.links is None:
         raise UsageProblem('an order needs measured "links" in --cluster FILE.json; add them')
     if args.uneven and cluster.links is None and not cluster.nodes:
@@ -309,8 +317,23 @@ def help_line(planner: Any, batch: int) -> str:
     from copus_ext.planner.search import what_would_help
 
     found = what_would_help(planner, batch)
-    words = [f"twice the {name} would save {100 * s:.0f} % ({c})" for name, (s, c) in found.items()]
+    by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
+    if planner.cluster.use_tp_pp_dp_mapping:
+        by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
+    words = [
+        f"{by_order if name == 'order' else f'twice the {name}'} would save {100 * s:.0f} % ({c})"
+        for name, (s, c) in found.items()
+    ]
     return "; ".join(words) or "neither twice the network nor twice the memory would help"
+
+
+def timing_line(worth_timing: Sequence[Any]) -> str:
+    """Which two configurations to time for a surer answer."""
+    found = next((some for some in worth_timing if some), None)
+    if not found:
+        return ""
+    tool = other_command("profile_layouts.py")
+    return f"to be surer of the others time {' and '.join(map(str, found))} ({tool})"
 
 
 def failure(plan: Any, planner: Any) -> str:
@@ -340,7 +363,9 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
         from copus_ext.planner.placement.uneven_nodes import rank_on_nodes
 
         nodes = [
-            rank_on_nodes(planner, p.global_batch_size) if p.status != "no_legal" else []
+            rank_on_nodes(planner, p.global_batch_size, top=args.top)
+            if p.status != "no_legal"
+            else []
             for p in plans
         ]
     if args.cuts:
@@ -351,7 +376,13 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
         from copus_ext.planner.partition.micro_batches import unequal_micro_batches
 
         micro_batches = [unequal_micro_batches(planner, plan) for plan in plans]
-    found = Answer(plans=plans, partitions=partitions, micro_batches=micro_batches, nodes=nodes)
+    found = Answer(
+        plans=plans,
+        partitions=partitions,
+        micro_batches=micro_batches,
+        nodes=nodes,
+        worth_timing=[planner.worth_timing(plan) for plan in plans],
+    )
     return found, plotted
 
 
@@ -382,7 +413,8 @@ def answer(args: argparse.Namespace) -> int:
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
-        lines = [" ".join(first.configuration.to_flags()) for first in firsts]
+        order = ["--use-tp-pp-dp-mapping"] if planner.cluster.use_tp_pp_dp_mapping else []
+        lines = [" ".join([*first.configuration.to_flags(), *order]) for first in firsts]
         _put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
@@ -395,6 +427,8 @@ def answer(args: argparse.Namespace) -> int:
         elif firsts:
             batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
             console.print(help_line(planner, batch), highlight=False, markup=False)
+        if timing := timing_line(found.worth_timing):
+            console.print(timing, highlight=False, markup=False)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]

@@ -85,6 +85,8 @@ class ThroughputTable:
         try:
             model = _model(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
+            if getattr(config.parallel, "use_tp_pp_dp_mapping", False):
+                cluster = replace(cluster, use_tp_pp_dp_mapping=True)
             # What a profile timed with overlap stands for a run without, and the other way round.
             overlap = config.parallel.overlap_grad_reduce
             self.profiled = [

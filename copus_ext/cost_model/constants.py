@@ -67,8 +67,8 @@ class Constants:
     """Bandwidth of a GPU in a tensor-parallel collective inside a node."""
     tp_latency_s: float = 20e-6
     """Fixed time of a tensor-parallel collective."""
-    tp_cross_bytes_per_s: float = 10e9
-    """The same across nodes."""
+    tp_cross_bytes_per_s: float = 100e9
+    """The same across nodes, at most; what the network gives is the other bound."""
     dp_bytes_per_s: float = 100e9
     """Bandwidth of a GPU in a data-parallel ring inside a node."""
     nic_efficiency: float = 0.5

@@ -225,7 +225,7 @@ def hop_bytes(rows: Rows) -> Any:
 
 
 def hop_s(rows: Rows, c: Constants) -> Any:
-    """Seconds of one pipeline message over every boundary, in rank order tensor, data, pipeline.
+    """Seconds of one pipeline message over every boundary.
 
     Every tensor-parallel rank sends its own copy, or its part under sequence parallelism; all GPUs
     of a node send at once.
@@ -234,10 +234,14 @@ def hop_s(rows: Rows, c: Constants) -> Any:
         [max pp, n]: from stage r to r + 1; the last row from the last stage to the first.
     """
     stage = np.arange(int(np.max(rows.pp)))[:, None]
-    stride = rows.tp * rows.dp
+    stride = np.where(rows.use_tp_pp_dp_mapping, rows.tp, rows.tp * rows.dp)
     following = np.where(stage + 1 < rows.pp, stage + 1, 0)
     crosses = (stage * stride) // rows.gpus_per_node != (following * stride) // rows.gpus_per_node
     crosses |= stride >= rows.gpus_per_node
+    # Pipelines that do not fill nodes evenly begin somewhere in a node: some replica crosses.
+    whole = np.where(rows.use_tp_pp_dp_mapping, rows.tp * rows.pp, rows.gpus_per_node)
+    uneven = (whole % rows.gpus_per_node != 0) & (rows.gpus_per_node % whole != 0)
+    crosses |= uneven & (rows.dp > 1)
     num_bytes = hop_bytes(rows)
     network = network_bytes_per_s(rows, c) / rows.gpus_per_node
     inside = node_bytes_per_s(rows, c)
@@ -250,7 +254,8 @@ def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     The smaller of one ring through all replicas and a ring inside the nodes followed by rings
     across them.
     """
-    inside = np.minimum(rows.dp, np.maximum(rows.gpus_per_node // rows.tp, 1))
+    apart = np.where(rows.use_tp_pp_dp_mapping, rows.tp * rows.pp, rows.tp)
+    inside = np.minimum(rows.dp, np.maximum(rows.gpus_per_node // apart, 1))
     nodes = np.ceil(rows.dp / inside)
     fast = node_bytes_per_s(rows, c)
     lane = network_bytes_per_s(rows, c) / rows.gpus_per_node

@@ -96,6 +96,8 @@ class Rows:
     """Whether ranks are CPU ranks: there outputs that were sent are kept."""
     nic_is_measured: Any = False
     """Whether `nic_bytes_per_s` was measured, so that messages reach all of it."""
+    use_tp_pp_dp_mapping: Any = False
+    """Whether ranks are numbered tensor, pipeline, data in place of tensor, data, pipeline."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 

@@ -302,7 +302,9 @@ class Measured:
     def most_telling(self, points: Points, times: StepTime, number: int) -> list[int]:
         """Indices of the points whose times would say most of the others; see
         `correct.most_telling`."""
-        return most_telling(steps_of(points, times), number, known=self._known)
+        samples = points.global_batch_size
+        steps = steps_of(points, times)
+        return most_telling(steps, number, known=self._known, samples=samples)
 
     def _correction(self, steps: Steps, *, against: int | None = None) -> Correction:
         return correct(

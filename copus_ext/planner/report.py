@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ from rich.table import Table
 from copus_ext import __version__
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.explain import GIB
 from copus_ext.planner.partition.layers import Repartition, lines
 from copus_ext.planner.partition.micro_batches import UnequalMicroBatches
@@ -29,7 +31,7 @@ _TICKS = 16
 """Most labels on an axis."""
 _WIDE = 500
 """Characters of a line that is not for a terminal."""
-_COLUMNS = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
+_COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
 _UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
@@ -48,6 +50,8 @@ class Answer:
     """The best unequal micro-batches of ranked layouts without a pipeline."""
     nodes: Sequence[Sequence[FittedLayout]] | None = None
     """Layouts fitted to the links and nodes as they are, fastest first."""
+    worth_timing: Sequence[Sequence[Configuration]] | None = None
+    """Two of the ranking whose times would say most of the others."""
 
 
 def to_json(
@@ -97,6 +101,12 @@ def to_json(
     }
     for record, some in zip(answer["plans"], found.partitions or []):
         record["cuts"] = [x.to_json() for x in some]
+    if cluster.use_tp_pp_dp_mapping:
+        for one in (r for record in answer["plans"] for r in record["ranked"]):
+            one["configuration"]["rank_order"] = "tp-cp-ep-pp-dp"
+            one["flags"].append("--use-tp-pp-dp-mapping")
+    for record, some in zip(answer["plans"], found.worth_timing or []):
+        record["worth_timing"] = [str(c) for c in some]
     for record, some in zip(answer["plans"], found.nodes or []):
         record["uneven"] = [x.to_json(i + 1) for i, x in enumerate(some[:top])]
     for record, some in zip(answer["plans"], found.micro_batches or []):
@@ -108,13 +118,41 @@ def to_json(
     return answer
 
 
-def cells(rank: int, answer: Ranked) -> list[str]:
-    """One line of the table."""
+_ALIKE = 0.01
+"""Share of a step below which rows that differ in their chunks alone are one row of the table."""
+
+
+def folded(ranked: Sequence[Ranked]) -> list[tuple[int, Ranked, str]]:
+    """Rows of the table: rank, the first of rows that differ in nothing but the chunks of a stage
+    and hardly in time, and the text for its chunks with those of the others in brackets."""
+    rows: dict[Any, list[tuple[int, Ranked]]] = {}
+    for rank, answer in enumerate(ranked, 1):
+        c = answer.configuration
+        key = dataclasses.replace(c, layout=dataclasses.replace(c.layout, vpp=1))
+        kin = rows.setdefault(key, [])
+        most = (1 + _ALIKE) * kin[0][1].prediction.step_s if kin else 0.0
+        if kin and answer.prediction.step_s > most:
+            kin = rows.setdefault((key, rank), [])
+        kin.append((rank, answer))
+    found = []
+    for (rank, first), *others in rows.values():
+        also = sorted(answer.configuration.layout.vpp for _, answer in others)
+        own = str(first.configuration.layout.vpp)
+        found.append((rank, first, f"{own} ({','.join(map(str, also))})" if also else own))
+    return sorted(found, key=lambda row: row[0])
+
+
+def cells(rank: int, answer: Ranked, vpp: str = "") -> list[str]:
+    """One line of the table; `vpp` in place of the chunks of a stage."""
     c, p = answer.configuration, answer.prediction
     return [
         str(rank),
         str(c.global_batch_size),
-        *(str(x) for x in (*c.layout.sizes, c.micro_batch_size, c.num_microbatches)),
+        str(c.layout.tp),
+        "yes" if c.sequence_parallel else "no",
+        str(c.layout.pp),
+        vpp or str(c.layout.vpp),
+        *(str(x) for x in (c.layout.dp, c.micro_batch_size, c.num_microbatches)),
         c.recomputation,
         "yes" if c.use_distributed_optimizer else "no",
         f"{p.step_s:.4g}",
@@ -136,8 +174,8 @@ def table(found: Answer, console: Console, *, top: int = 10) -> None:
             shown = Table(box=None, header_style="bold", pad_edge=False)
             for name in _COLUMNS:
                 shown.add_column(name, justify="right", no_wrap=True)
-            for i, answer in enumerate(plan.ranked):
-                shown.add_row(*cells(i + 1, answer), style="green" if i == 0 else None)
+            for rank, answer, vpp in folded(plan.ranked):
+                shown.add_row(*cells(rank, answer, vpp), style="green" if rank == 1 else None)
             console.print(shown)
             for line in _order_lines(plan.ranked[0]):
                 console.print(line, highlight=False, markup=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ _UNPRICED = {
     "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
     "fp8": "--fp8-format",
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "use_tp_pp_dp_mapping": "--use-tp-pp-dp-mapping",
 }
 """Megatron's flags that change the time or memory of a step, and that the cost model does not know;
 by the name of their field."""
@@ -141,10 +141,10 @@ def model_of(args: argparse.Namespace) -> Any:
         raise UsageProblem("give one of --model and --megatron-args")
     if args.megatron_args is not None:
         try:
-            flags = shlex.split(args.megatron_args)
+            shlex.split(args.megatron_args)
         except ValueError as error:
             raise UsageProblem(f"--megatron-args: {error}") from error
-        spec = ModelSpec.from_megatron_flags(flags)
+        spec = ModelSpec.from_arguments(_parsed(args.megatron_args))
     elif args.model in PRESETS:
         spec = PRESETS[args.model]
     elif args.model.endswith(".json"):
@@ -165,11 +165,16 @@ def model_of(args: argparse.Namespace) -> Any:
     return spec if args.seq_length is None else spec.with_seq_length(args.seq_length)
 
 
-def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
-    """What of a Megatron-LM command line the answer does not depend on, a line each."""
+@lru_cache(maxsize=1)
+def _parsed(megatron_args: str) -> Any:
     from megatron.training.config.arguments import parse_args
 
-    given = parse_args(shlex.split(megatron_args)).explicit_flags
+    return parse_args(shlex.split(megatron_args))
+
+
+def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
+    """What of a Megatron-LM command line the answer does not depend on, a line each."""
+    given = _parsed(megatron_args).explicit_flags
     unpriced = [flag for name, flag in _UNPRICED.items() if name in given]
     searched = [flag for name, flag in _SEARCHED.items() if name in given]
     notes = []
@@ -190,11 +195,17 @@ def cluster_of(args: argparse.Namespace) -> Any:
     """The cluster asked for; links that are given win over those of its description."""
     spec = _described_cluster(args)
     links = {"intra_bytes_per_s": args.intra, "nic_bytes_per_s": args.nic}
-    given = {name: quantity(text) for name, text in links.items() if text is not None}
+    given: dict[str, Any] = {
+        name: quantity(text) for name, text in links.items() if text is not None
+    }
     if given and (spec.links is not None or spec.nodes):
         raise UsageProblem(
             "--nic and --intra go with equal links; change the links in the file of --cluster"
         )
+    if args.use_tp_pp_dp_mapping or (
+        args.megatron_args is not None and _parsed(args.megatron_args).use_tp_pp_dp_mapping
+    ):
+        given["use_tp_pp_dp_mapping"] = True
     return dataclasses.replace(spec, **given)
 
 

@@ -181,6 +181,16 @@ class Planner:
             for batch, order in zip(batch_sizes, orders)
         ]
 
+    def worth_timing(self, plan: Plan, number: int = 2) -> list[Configuration]:
+        """The ranked configurations whose times would say most of the others (see
+        `correct.most_telling`), of those that were not timed."""
+        some = [r.configuration for r in plan.ranked if r.prediction.source != "profiled"]
+        if len(some) < 2:
+            return []
+        points = points_of(some)
+        times = step_time(to_rows(self.model, self.cluster, points), self.constants)
+        return [some[i] for i in self._measured.most_telling(points, times, number)]
+
     def _judged(self, batch_sizes: Sequence[int]) -> _Space:
         """All points of some batches; made once."""
         key = (tuple(batch_sizes), frozenset(x.configuration.line for x in self._measured.timings))
@@ -418,8 +428,9 @@ class Planner:
 
 
 def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
-    """What a machine that is twice as good in one respect would save: by respect, the share of the
-    step and the configuration that is the fastest then. Without those that save less than 1 %.
+    """What a machine that is twice as good in one respect would save, or the other order of ranks:
+    by respect (network, memory, order), the share of the step and the configuration that is the
+    fastest then. Without those that save less than 1 %.
 
     Predicted alone, as nothing was measured on such machines.
     """
@@ -433,9 +444,11 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     faster.retime(())
     nodes = tuple(replace(node, gpu=_with_twice_the_memory(node.gpu)) for node in cluster.nodes)
     roomy = planner.on(replace(cluster, gpu=_with_twice_the_memory(cluster.gpu), nodes=nodes))
-    now, *better = (one.rank([batch], top=1)[0].ranked[0] for one in (usual, faster, roomy))
+    other = replace(cluster, use_tp_pp_dp_mapping=not cluster.use_tp_pp_dp_mapping)
+    planners = usual, faster, roomy, planner.on(other)
+    now, *better = (one.rank([batch], top=1)[0].ranked[0] for one in planners)
     found = {}
-    for name, one in zip(("network", "memory"), better):
+    for name, one in zip(("network", "memory", "order"), better):
         saved = 1 - now.prediction.samples_per_s / one.prediction.samples_per_s
         if saved >= 0.01:
             found[name] = saved, one.configuration

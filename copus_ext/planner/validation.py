@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import correct, most_telling
 from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, fit_probability, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
@@ -197,17 +198,20 @@ class Predictions:
     """[n] whether its measured time was used."""
 
 
-def predict(runs: Sequence[MeasuredRun], *, num_known: int = 0) -> Predictions:
+def predict(
+    runs: Sequence[MeasuredRun], *, num_known: int = 0, constants: Constants | None = None
+) -> Predictions:
     """Predicts every run, from constants and, within each group, from some measured ones.
 
     Args:
         runs: of a table.
         num_known: timed runs of each group whose times correct the others.
+        constants: of the cost model; None takes those that go with each cluster.
     """
     times = StepTime.unknown(len(runs))
     for at in _alike(runs).values():
-        constants = runs[at[0]].cluster.load_constants()
-        times.put(at, step_time(_rows([runs[i] for i in at]), constants))
+        c = constants or runs[at[0]].cluster.load_constants()
+        times.put(at, step_time(_rows([runs[i] for i in at]), c))
     step_s, known, sd = times.step_s.copy(), np.zeros(len(runs), dtype=bool), np.empty(len(runs))
     for at in groups(runs).values():
         steps = steps_of(points_of([runs[i].configuration for i in at]), times.take(at))

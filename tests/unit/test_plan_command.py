@@ -335,7 +335,7 @@ def test_given_links_win_over_those_of_a_named_machine(capsys: pytest.CaptureFix
 def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     shape = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16"
     shape += " --max-position-embeddings 128 --vocab-size 1000 --overlap-grad-reduce"
-    told = "--no-overlap-p2p-communication --use-tp-pp-dp-mapping --cross-entropy-loss-fusion"
+    told = "--no-overlap-p2p-communication --cross-entropy-loss-fusion"
     where = "--cluster a100-80g:8 --global-batch-size 64 --top 1"
     code, out, err = run(capsys, f"{where} --megatron-args '{shape} {told}'")
     assert code == 0 and err.count("\n") == 1 and all(flag in err for flag in told.split())
@@ -343,6 +343,56 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
     assert "the search finds what --micro-batch-size would say" in err
     code, again, err = run(capsys, f"{where} --megatron-args '{shape}'")
     assert code == 0 and not err and out == again
+
+
+def test_both_orders_of_ranks_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two nodes of 8 with tp2, pp2, dp4: each pipeline in a node, or all replicas of a stage."""
+    shape = "--model llama-2-7b --cluster a100-80g:16 --global-batch-size 64 --nic 5GB/s"
+    asked = f"{shape} --fix tp=2,pp=2,vpp=1,micro_batch=1 --recompute none --top 1"
+    usual, other = (
+        json_of(capsys, f"{asked} {more}")["ranked"][0]["prediction"]["time_s"]
+        for more in ("", "--use-tp-pp-dp-mapping")
+    )
+    assert other["pp"] < usual["pp"] and other["dp"] > usual["dp"]
+    best = json_of(capsys, f"{asked} --use-tp-pp-dp-mapping")["ranked"][0]
+    assert best["configuration"]["rank_order"] == "tp-cp-ep-pp-dp"
+    assert "--use-tp-pp-dp-mapping" in best["flags"]
+    _, flags, _ = run(capsys, f"{asked} --use-tp-pp-dp-mapping --format flags")
+    assert "--use-tp-pp-dp-mapping" in flags
+    megatron = "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16"
+    megatron += " --max-position-embeddings 128 --vocab-size 1000 --use-tp-pp-dp-mapping"
+    where = f"--cluster a100-80g:16 --global-batch-size 64 --megatron-args '{megatron}'"
+    code, flags, _ = run(capsys, f"{where} --format flags")
+    assert code == 0 and "--use-tp-pp-dp-mapping" in flags
+    # Where the links between nodes are slow the table says what the other order would save.
+    many = shape.replace("64", "4096").replace("5GB/s", "500MB/s")
+    _, text, _ = run(capsys, f"{many} --fix tp=4,pp=2,vpp=1 --top 3")
+    assert "the other order of ranks (--use-tp-pp-dp-mapping) would save" in text
+
+
+def test_the_table_folds_chunks_that_hardly_differ_and_says_what_to_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = "--model llama-2-13b --cluster a100-80g:32 --global-batch-size 256"
+    _, text, _ = run(capsys, asked)
+    plan = json_of(capsys, asked)
+    rows = [line.split() for line in text.splitlines() if " 256 " in line and "rej" not in line]
+    rows = [row for row in rows if row[1] == "256"]
+    assert len(rows) < len(plan["ranked"]) == 10
+    folded = next(i for i, row in enumerate(rows) if row[6].startswith("("))
+    chunks = {r["configuration"]["vpp"] for r in plan["ranked"] if _kin(r, rows[folded])}
+    assert {int(rows[folded][5]), *map(int, rows[folded][6].strip("()").split(","))} <= chunks
+    first, second = plan["worth_timing"]
+    assert f"to be surer of the others time {first} and {second}" in text
+
+
+def _kin(ranked: dict[str, Any], row: list[str]) -> bool:
+    """Whether an answer differs from a row of the table in its chunks alone."""
+    c = ranked["configuration"]
+    sizes = [c["tp"], c["pp"], c["dp"], c["micro_batch_size"]]
+    return [row[2], row[4], row[7], row[8]] == list(map(str, sizes)) and c["recompute"][
+        "mode"
+    ] == row[10]
 
 
 def test_overlap_is_priced_as_the_flags_have_it(capsys: pytest.CaptureFixture[str]) -> None:

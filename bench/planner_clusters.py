@@ -1,0 +1,142 @@
+"""How right is the planner on clusters whose measurements it has never seen?
+
+    python -m bench.planner_clusters
+
+The public tables of bench/data come from three clusters. Each in turn is left out: the constants
+are fitted on the other one with such GPUs (H100: on vTrain's, with what newer software is expected
+to change), and links are the usual ones (`bench.planner_accuracy.USUAL_LINKS`). Then all its runs
+are predicted: without any measured time, and, where a group is of one model, with two of each
+group, which the planner has proposed. The worst group is told, too, and how often a prediction is
+within its stated doubt. Writes docs/results/planner_clusters.json and .svg in a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.planner_accuracy import (
+    SINGLE_WEIGHT,
+    USUAL_LINKS,
+    fit,
+    korthikanti,
+    narayanan,
+    newer,
+    vtrain,
+)
+from bench.planner_validation import save, tables
+from bench.support import ROOT, arguments, figure, origin, write
+from copus_ext.cost_model.constants import Constants
+from copus_ext.planner import validation
+
+CLUSTERS = {
+    "vTrain's, A100": ("vtrain_multi", "vtrain_single"),
+    "Selene, A100": ("korthikanti", "narayanan"),
+    "Megatron-LM's, H100": ("h100_weak_scaling",),
+}
+"""Tables of each."""
+_GROUP = {
+    "korthikanti": "arXiv 2205.05198, 4 models",
+    "narayanan": "arXiv 2104.04473, 10 models",
+    "h100_weak_scaling": "Megatron-LM's table, 9 models",
+}
+"""Tables of few rows, each of another model, are one group."""
+_LEVELS = np.linspace(0.02, 0.98, 49)
+
+
+def constants_without() -> dict[str, Constants]:
+    """Constants for each cluster, from what was measured on others."""
+    on_vtrain = fit([(vtrain("multi"), 1.0), (vtrain("single"), SINGLE_WEIGHT)]).constants
+    on_selene = fit([(korthikanti(), 1.0), (narayanan(), 1.0)]).constants
+    usual_vtrain, usual_selene = (
+        dataclasses.replace(one, **USUAL_LINKS) for one in (on_vtrain, on_selene)
+    )
+    h100 = dataclasses.replace(newer(on_vtrain), nic_efficiency=USUAL_LINKS["nic_efficiency"])
+    return dict(zip(CLUSTERS, (usual_selene, usual_vtrain, h100)))
+
+
+def read(name: str) -> list[validation.MeasuredRun]:
+    """A table, its runs in groups that may be compared."""
+    path = ROOT / "runs" / "planner_validation" / f"{name}.csv"
+    runs = validation.read_table(save(tables()[name], path))
+    if name in _GROUP:
+        return [dataclasses.replace(run, group=_GROUP[name]) for run in runs]
+    return runs
+
+
+def scores(runs: list[Any], found: validation.Predictions) -> Any:
+    """[n] errors over their stated doubt, of runs whose times were not used."""
+    at = [i for i, run in enumerate(runs) if run.step_s is not None and not found.known[i]]
+    logs = np.log([float(runs[i].step_s or 1.0) for i in at] / found.step_s[at])
+    return logs / found.relative_sd[at]
+
+
+def normal_share(scores_: Any, level: float) -> float:
+    """Share of scores within the middle `level` of a normal distribution."""
+    from statistics import NormalDist
+
+    return float(np.mean(np.abs(scores_) <= NormalDist().inv_cdf(0.5 + level / 2)))
+
+
+def judged(name: str, constants: Constants, known: int) -> tuple[dict[str, Any], Any]:
+    """Figures of a table, and its scores."""
+    runs = read(name)
+    found = validation.predict(runs, num_known=known, constants=constants)
+    result = validation.judge(runs, found)
+    worst = max(
+        (g["mean"], group) for group, g in result["groups"].items() if g["mean"] is not None
+    )
+    return {**result["in_all"], "worst_group": worst[1], "worst_mean": worst[0]}, scores(
+        runs, found
+    )
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Calibration: stated against observed share of runs within the doubt."""
+    with figure(path, figsize=(5, 4.5)) as axes:
+        for name, one in found.items():
+            axes.plot(_LEVELS, one, label=name)
+        axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, label="as stated")
+        axes.set(xlim=[0, 1], ylim=[0, 1])
+        axes.set(xlabel="probability that was stated", ylabel="share of runs within it")
+        axes.legend(fontsize=8)
+
+
+def main() -> None:
+    """Fits, predicts, prints and writes."""
+    args = arguments(__doc__, "planner_clusters.json").parse_args()
+    result: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
+    for cluster, constants in constants_without().items():
+        for known in (0, 2):
+            here = [
+                (name, *judged(name, constants, known))
+                for name in CLUSTERS[cluster]
+                if not (known and name in _GROUP)
+            ]
+            if not here:
+                continue
+            for name, figures, _ in here:
+                result.setdefault(cluster, {}).setdefault(name, {})[f"known_{known}"] = figures
+            # Every table counts the same: most rows are of one with a single node.
+            shares = [[normal_share(z, x) for x in _LEVELS] for *_, z in here if len(z)]
+            words = ", two known" if known else ""
+            curves[f"{cluster}{words}"] = np.mean(shares, axis=0).tolist()
+    middle = int(np.argmin(np.abs(_LEVELS - math.erf(1 / math.sqrt(2)))))
+    answer = {
+        "what": "step times on clusters left out of the fit",
+        "clusters": result,
+        "within_one_sd": {name: one[middle] for name, one in curves.items()},
+        "calibration": {"levels": _LEVELS.tolist(), **curves},
+        "origin": origin(),
+    }
+    draw(curves, args.output.with_suffix(".svg"))
+    write(args.output, answer, hide=["calibration"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Does the planner order layouts rightly where the links between ranks are slow?
+
+    sudo python -m bench.planner_slow_links
+
+Network namespaces on this machine are nodes with one rank each, 2 and 4 of them, and 2, 1 and .2
+Gbit/s between any two. Every rank has a quota of processor time (cgroup), so that none slows down
+another. `tools/profile_layouts.py` times the quickstart's model in every layout and two
+micro-batches. The planner predicts all of them from the constants that ship and the rate of the
+links alone; then from two measured times of each group, which it has proposed. Writes
+docs/results/planner_slow_links.json. `--draw` prints the table of that file. It needs root,
+iproute2, two cores and nothing else running, and takes about 15 minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench import nodes
+from bench.heterogeneity import QUOTA, quotas
+from bench.nodes import Nodes
+from bench.support import QUICKSTART_MODEL, ROOT, arguments, make_dataset, origin
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.planner.profile import read_profile
+from copus_ext.planner.validation import MeasuredRun, judge, predict
+from tests.helpers.network_namespaces import DEVICE, address, star
+
+GROUPS = ((2, 2000.0), (2, 1000.0), (2, 200.0), (4, 1000.0), (4, 200.0))
+"""Ranks, and Mbit/s between any two."""
+BATCH, STEPS, WARM_UP = 16, 3, 1
+MODEL = f"""{QUICKSTART_MODEL} --lr 1e-3 --split 98,1,1 --train-iters 100000 --micro-batch-size 1
+--global-batch-size {BATCH}"""
+
+
+def cluster_of(world: int, rate_mbit: float) -> ClusterSpec:
+    """Nodes of one rank, which has its quota of a core."""
+    spec = preset("cpu:1")
+    gpu = dataclasses.replace(
+        spec.gpu,
+        peak_flops=QUOTA * spec.gpu.peak_flops,
+        fp32_peak_flops=QUOTA * spec.gpu.peak("fp32"),
+        hbm_bytes_per_s=QUOTA * spec.gpu.hbm_bytes_per_s,
+    )
+    network = {"nic_bytes_per_s": rate_mbit * 1e6 / 8, "nic_is_measured": True}
+    return dataclasses.replace(spec, gpu=gpu, num_nodes=world, gpus_per_node=1, **network)
+
+
+def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[MeasuredRun]:
+    """Times of every layout of so many nodes."""
+    store = work / f"{world}_{rate_mbit:g}.jsonl"
+    tool = [str(ROOT / "tools" / "profile_layouts.py"), "--store", str(store)]
+    tool += ["--largest", "vpp=2", "--max-micro-batch", "2", "--batches", str(BATCH)]
+    tool += ["--steps", str(STEPS), "--warm-up", str(WARM_UP), "--", *MODEL.split()]
+    tool += ["--data-path", data, "--data-cache-path", str(work / "cache")]
+    with (
+        quotas([QUOTA] * world) as groups,
+        star(world, slow_pairs=[], rate_mbit=rate_mbit, usual_mbit=rate_mbit) as names,
+    ):
+        addresses = [address(node) for node in range(world)]
+        site = Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
+        seconds = site.run(tool, work / store.stem)
+    machine, timings = read_profile(store)
+    print(f"{world} nodes, {rate_mbit:g} Mbit/s: {len(timings)} layouts in {seconds:.0f} s")
+    model = ModelSpec.from_json(machine["model"])
+    return [
+        MeasuredRun(
+            group=f"{world} nodes, {rate_mbit:g} Mbit/s",
+            model=model,
+            cluster=cluster_of(world, rate_mbit),
+            configuration=timing.configuration,
+            step_s=timing.step_s,
+            out_of_memory=False,
+            peak_bytes=None,
+        )
+        for timing in timings
+    ]
+
+
+def rows_of(runs: list[MeasuredRun]) -> list[dict[str, Any]]:
+    """Every run with what was predicted of it."""
+    alone, known = predict(runs), predict(runs, num_known=2)
+    return [
+        {
+            "group": run.group,
+            "configuration": str(run.configuration),
+            "measured_s": run.step_s,
+            "predicted_s": float(alone.step_s[i]),
+            "two_known_s": float(known.step_s[i]),
+            "was_known": bool(known.known[i]),
+        }
+        for i, run in enumerate(runs)
+    ]
+
+
+def chunks(runs: list[MeasuredRun], seconds: Any) -> list[dict[str, Any]]:
+    """Where a pipeline has one or two chunks a stage: seconds of two over those of one."""
+    found, at = [], {(run.group, str(run.configuration)): i for i, run in enumerate(runs)}
+    for i, run in enumerate(runs):
+        c = run.configuration
+        if c.layout.vpp != 2:
+            continue
+        one = dataclasses.replace(c, layout=dataclasses.replace(c.layout, vpp=1))
+        if (other := at.get((run.group, str(one)))) is None:
+            continue
+        measured = float(run.step_s or 0.0) / float(runs[other].step_s or 1.0)
+        found.append(
+            {
+                "group": run.group,
+                "configuration": str(c),
+                "measured": measured,
+                "predicted": float(seconds[i] / seconds[other]),
+            }
+        )
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = [
+        "| nodes and links | layouts | error | order (tau) | lost by the choice |",
+        "|" + "---|" * 5,
+    ]
+    for name, plain in result["alone"]["groups"].items():
+        known = result["two_known"]["groups"][name]
+        cells = [name, str(plain["runs"])]
+        for key, factor, form in (
+            ("mean", 100, "{:.0f}"),
+            ("kendall_tau", 1, "{:.2f}"),
+            ("regret", 100, "{:.1f}"),
+        ):
+            cells.append(", ".join(form.format(factor * x[key]) for x in (plain, known)))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measures, predicts, prints and writes."""
+    parser = arguments(__doc__, "planner_slow_links.json")
+    parser.add_argument("--data-path", help="prefix of an indexed data set (default: made)")
+    parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
+    args = parser.parse_args()
+    if args.draw:
+        print(table(json.loads(args.output.read_text())))
+        return
+    nodes.require()
+    machine, runs = origin(), []
+    with tempfile.TemporaryDirectory() as folder:
+        given = args.data_path and str(Path(args.data_path).resolve())
+        data = given or make_dataset(Path(folder) / "stdlib")
+        for world, rate_mbit in GROUPS:
+            runs += measure(world, rate_mbit, data, Path(folder))
+    alone = predict(runs)
+    result = {
+        "what": "step times over slow links; first from constants alone, then from two times",
+        "alone": judge(runs, alone),
+        "two_known": judge(runs, predict(runs, num_known=2)),
+        "two_chunks_over_one": chunks(runs, alone.step_s),
+        "rows": rows_of(runs),
+        "machine": machine,
+    }
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
