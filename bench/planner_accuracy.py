@@ -268,7 +268,9 @@ def random_fifths(table: Measured, others: list[tuple[Measured, float]]) -> dict
 def corrected_by_kin(table: Measured, keys: Any, times: StepTime, test: Any) -> Any:
     """Predictions of the rows `test`, corrected by the other rows of the same model."""
     predicted, better = times.step_s, times.step_s.copy()
-    steps = Steps.of(keys, table.rows.num_microbatches, times.parts, times.reduction)
+    steps = Steps.of(
+        keys, table.rows.num_microbatches, times.parts, times.reduction, times.launch_s
+    )
     for model in np.unique(table.models):
         mine = table.models == model
         ask, known = np.flatnonzero(mine & test), np.flatnonzero(mine & ~test)

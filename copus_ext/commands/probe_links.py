@@ -195,6 +195,8 @@ def show(record: LinkRecord, expected: float | None) -> tuple[str, ...]:
     """Prints what is known and what is slow; returns the lines on the latter."""
     speeds, delays = record.matrices()
     print(table(speeds, delays, record.hosts))
+    if record.duplex < 1:
+        print(f"while a link is used both ways, {100 * record.duplex:.0f} % of it is left each way")
     found = find(speeds, delays, record.hosts, expected=expected)
     for line in found.lines:
         print(f"warning: {line}")

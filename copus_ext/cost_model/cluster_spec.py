@@ -168,7 +168,7 @@ def nodes_to_json(nodes: Sequence[NodeSpec]) -> list[dict[str, Any]]:
     return told
 
 
-_LINK_KEYS = ("bytes_per_s", "latency_s", "hosts")
+_LINK_KEYS = ("bytes_per_s", "latency_s", "hosts", "duplex")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 _RANGES = {"bytes_per_s": (1, 1e18, "bytes/s"), "latency_s": (0, 1e6, "seconds")}
 _SHOWN = 60
@@ -187,8 +187,13 @@ class Links:
     """Time of an empty message from node to node; the diagonal says nothing."""
     hosts: tuple[str, ...] = ()
     """Names of the nodes in the order of rows and columns; none: they have only numbers."""
+    duplex: float = 1.0
+    """Share of a bandwidth that is left while as much is sent the other way. A step sends both ways
+    at once nearly always: in rings, and between the stages of a pipeline."""
 
     def __post_init__(self) -> None:
+        if not (is_positive(self.duplex) and self.duplex <= 1):
+            raise SpecError(f"links.duplex {_short(self.duplex)} must be above 0 and at most 1")
         num = len(self.bytes_per_s)
         for name in ("bytes_per_s", "latency_s"):
             matrix = getattr(self, name)
@@ -221,6 +226,13 @@ class Links:
             if self.hosts.count(host) > 1:
                 raise SpecError(f"links.hosts names {host} twice; name every node once")
 
+    def both_ways(self) -> Links:
+        """The same with the bandwidths that are left while the other directions are used."""
+        if self.duplex == 1:
+            return self
+        speeds = tuple(tuple(self.duplex * x for x in row) for row in self.bytes_per_s)
+        return replace(self, bytes_per_s=speeds, duplex=1.0)
+
     @property
     def num_nodes(self) -> int:
         """Nodes that were measured."""
@@ -233,7 +245,8 @@ class Links:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         data = {n: [list(row) for row in getattr(self, n)] for n in ("bytes_per_s", "latency_s")}
-        return {**data, "hosts": list(self.hosts)} if self.hosts else dict(data)
+        more = {"hosts": list(self.hosts)} if self.hosts else {}
+        return {**data, **more, **({"duplex": self.duplex} if self.duplex != 1 else {})}
 
     @classmethod
     def from_json(cls, data: Any) -> Links:
@@ -264,7 +277,8 @@ class Links:
         if not isinstance(hosts, list):
             raise SpecError(f"links.hosts {_short(hosts)} must be a list of host names")
         latencies = _matrix("latency_s", latency)
-        return cls(bytes_per_s=speeds, latency_s=latencies, hosts=tuple(hosts))
+        duplex = data.get("duplex", 1.0)
+        return cls(bytes_per_s=speeds, latency_s=latencies, hosts=tuple(hosts), duplex=duplex)
 
 
 def _matrix(name: str, rows: Any) -> Matrix:
@@ -358,8 +372,9 @@ class ClusterSpec:
 
     def network_bytes_per_s(self, c: Constants) -> float:
         """What messages reach of the network of a node."""
-        measured = self.nic_is_measured or self.links is not None
-        return self.nic_bytes_per_s * (1.0 if measured else c.nic_efficiency)
+        if self.links is not None:
+            return self.links.duplex * self.nic_bytes_per_s
+        return self.nic_bytes_per_s * (1.0 if self.nic_is_measured else c.nic_efficiency)
 
     def row_fields(self, precision: str) -> dict[str, Any]:
         """The machine's fields of `Rows`."""
@@ -369,7 +384,7 @@ class ClusterSpec:
             "num_sms": self.gpu.num_sms,
             "gpus_per_node": self.gpus_per_node,
             "intra_bytes_per_s": self.intra_bytes_per_s,
-            "nic_bytes_per_s": self.nic_bytes_per_s,
+            "nic_bytes_per_s": self.nic_bytes_per_s * (self.links.duplex if self.links else 1.0),
             "nic_is_measured": self.nic_is_measured or self.links is not None,
             "use_tp_pp_dp_mapping": self.use_tp_pp_dp_mapping,
             "on_cpu": self.constants == "cpu",

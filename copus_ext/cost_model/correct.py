@@ -33,6 +33,8 @@ class PartSpread:
 
     compute: float = 0.08
     """Of all computation, the bubble among it."""
+    launch: float = 0.6
+    """Of starting kernels, which small models wait for, in place of `compute`."""
     bubble: float = 0.15
     """Of the bubble besides."""
     tp: float = 0.25
@@ -48,12 +50,13 @@ class PartSpread:
 _NAMES = tuple(f.name for f in fields(PartSpread))
 _FACTORS_OF = {
     "compute": ("compute",),
+    "launch": ("launch",),
     "recompute": ("compute",),
     "bubble": ("compute", "bubble"),
     "host": ("compute",),
     **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
 }
-"""Which factors multiply the seconds of a part of a step."""
+"""Which factors multiply the seconds of a part of a step. Launches are a part here."""
 _DP = list(_FACTORS_OF).index("dp")
 _MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values()], dtype=float)
 _CONSTANT = 0.02
@@ -123,7 +126,7 @@ class Steps:
     over: Any
     """[n] logarithm of the micro-batches over the usual number."""
     seconds: Any
-    """[n, parts] predicted, in the order of `PARTS`."""
+    """[n, parts] predicted, in the order of `_FACTORS_OF`."""
     reduction: Any
     """[n, 3] as `StepTime.reduction`."""
 
@@ -134,6 +137,7 @@ class Steps:
         counts: Any = USUAL_COUNT,
         parts: Mapping[str, Any] | None = None,
         reduction: Any = 0.0,
+        launch_s: Any = 0.0,
     ) -> Steps:
         """Steps of some configurations.
 
@@ -142,13 +146,20 @@ class Steps:
             counts: [n] micro-batches.
             parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
             reduction: [3, n] as `StepTime.reduction`; 0: nothing hides.
+            launch_s: [n] as `StepTime.launch_s`; taken out of the computation and the bubble.
         """
         whole = np.asarray(keys, dtype=np.int64)
         whole = np.atleast_2d(whole) if whole.size else whole.reshape(0, 3)
         over = np.log(np.broadcast_to(np.asarray(counts, dtype=float), len(whole)) / USUAL_COUNT)
         parts = {"compute": np.ones(len(whole))} if parts is None else parts
         nothing = np.zeros(len(whole))
-        columns = [np.broadcast_to(parts.get(name, nothing), len(whole)) for name in _FACTORS_OF]
+        known = {name: parts.get(name, nothing) for name in _FACTORS_OF}
+        work = np.maximum(known["compute"] + known["recompute"], 1e-12)
+        share = np.minimum(launch_s / work, 1.0)
+        known["launch"] = share * (known["compute"] + known["recompute"] + known["bubble"])
+        for name in ("compute", "recompute", "bubble"):
+            known[name] = (1.0 - share) * known[name]
+        columns = [np.broadcast_to(column, len(whole)) for column in known.values()]
         reduction = np.broadcast_to(np.asarray(reduction, dtype=float), (3, len(whole)))
         return cls(keys=whole, over=over, seconds=np.stack(columns, axis=1), reduction=reduction.T)
 

@@ -26,6 +26,8 @@ class Pass:
     """Backward pass without recomputation."""
     recompute: Any
     """What is computed again in the backward pass."""
+    launch: Any = 0.0
+    """Of all three together, what starting kernels takes."""
 
     def times(self, factor: float) -> Pass:
         """The same, so much slower."""
@@ -33,6 +35,7 @@ class Pass:
             forward=factor * self.forward,
             backward=factor * self.backward,
             recompute=factor * self.recompute,
+            launch=factor * self.launch,
         )
 
 
@@ -91,19 +94,27 @@ def layer(rows: Rows, c: Constants) -> Pass:
     )
     core = attention_s(rows, c)
     saved = np.where(rows.fused_attention, _FUSED_ATTENTION_SAVES, 0)
-    forward = _with_launches(products + core + elementwise, FORWARD_LAUNCHES - saved, c)
-    backward = _with_launches(
+    forward, first = _with_launches(products + core + elementwise, FORWARD_LAUNCHES - saved, c)
+    backward, second = _with_launches(
         gradients + 2.0 * core + 1.5 * elementwise, BACKWARD_LAUNCHES - 2 * saved, c
     )
     selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
     again = rows.recomputed_share * forward + selective
-    return Pass(forward=forward, backward=backward, recompute=again)
+    launch = (1.0 + rows.recomputed_share) * first + second
+    return Pass(forward=forward, backward=backward, recompute=again, launch=launch)
 
 
-def _with_launches(work: Any, launches: Any, c: Constants) -> Any:
-    """A pass cannot beat the time it takes to start its kernels; the two join smoothly."""
+def _with_launches(work: Any, launches: Any, c: Constants) -> tuple[Any, Any]:
+    """A pass cannot beat the time it takes to start its kernels; the two join smoothly.
+
+    Returns:
+        Seconds of the pass, and how many of them would go if kernels started at once, by its slope.
+    """
     q = c.launch_sharpness
-    return (work**q + (launches * c.launch_s) ** q) ** (1 / q)
+    launch = (launches * c.launch_s) ** q
+    total = work**q + launch
+    seconds = total ** (1 / q)
+    return seconds, seconds * launch / total
 
 
 def head(rows: Rows, c: Constants) -> Pass:

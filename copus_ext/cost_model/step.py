@@ -37,24 +37,37 @@ class StepTime:
     reduction: Any
     """[3, n] seconds: of reducing the gradients, of it what nothing hides (in `dp`), and of the
     computation behind which it can hide."""
+    launch_s: Any
+    """[n] seconds of `compute` and `recompute` that starting kernels takes."""
 
     @classmethod
     def unknown(cls, num: int) -> StepTime:
         """Room for so many configurations, none priced yet."""
         parts = {name: np.full(num, np.nan) for name in PARTS}
-        return cls(step_s=np.full(num, np.nan), parts=parts, reduction=np.full((3, num), np.nan))
+        return cls(
+            step_s=np.full(num, np.nan),
+            parts=parts,
+            reduction=np.full((3, num), np.nan),
+            launch_s=np.full(num, np.nan),
+        )
 
     def put(self, at: Any, found: StepTime) -> None:
         """Fills in some of them."""
         self.step_s[at] = found.step_s
         self.reduction[:, at] = found.reduction
+        self.launch_s[at] = found.launch_s
         for name in PARTS:
             self.parts[name][at] = found.parts[name]
 
     def take(self, at: Any) -> StepTime:
         """Some of them."""
         parts = {name: values[at] for name, values in self.parts.items()}
-        return StepTime(step_s=self.step_s[at], parts=parts, reduction=self.reduction[:, at])
+        return StepTime(
+            step_s=self.step_s[at],
+            parts=parts,
+            reduction=self.reduction[:, at],
+            launch_s=self.launch_s[at],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +76,7 @@ class _Stages:
 
     compute: Any
     recompute: Any
+    launch: Any
     tp_forward: Any
     tp_backward: Any
     forward: Any
@@ -169,7 +183,12 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
     reduction = np.stack([of(end.passes * ring(end.gradient_bytes)), of(reduce), of(end.hidden_s)])
-    return StepTime(step_s=sum(parts.values()), parts=parts, reduction=reduction)
+    return StepTime(
+        step_s=sum(parts.values()),
+        parts=parts,
+        reduction=reduction,
+        launch_s=of(count * stages.launch),
+    )
 
 
 def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
@@ -189,6 +208,7 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     return _Stages(
         compute=work_forward + work_backward,
         recompute=again,
+        launch=whole(layer.launch),
         tp_forward=send_forward,
         tp_backward=send_backward,
         forward=work_forward + send_forward,

@@ -292,6 +292,7 @@ class Measured:
             both.num_microbatches,
             {name: np.append(times.parts[name], alone.parts[name]) for name in PARTS},
             np.concatenate([times.reduction, alone.reduction], axis=1),
+            np.append(times.launch_s, alone.launch_s),
         )
         sd = self._correction(steps, against=len(points)).against_sd[:-1]
         keys = keys_of(both)
@@ -319,7 +320,8 @@ class Measured:
 
 def steps_of(points: Points, times: StepTime) -> Steps:
     """Configurations with their raw predictions, as a correction sees them."""
-    return Steps.of(keys_of(points), points.num_microbatches, times.parts, times.reduction)
+    keys, counts = keys_of(points), points.num_microbatches
+    return Steps.of(keys, counts, times.parts, times.reduction, times.launch_s)
 
 
 def keys_of(points: Points) -> Any:

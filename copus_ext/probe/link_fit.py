@@ -19,6 +19,8 @@ _LEAST_SHARE = 0.1
 _BURST = 4.0
 """Where the largest message takes so much longer than the others let expect, a limited link let
 those through at once, and the time of the largest counts."""
+_LEAST_DUPLEX = 0.25
+"""Two directions that share everything leave a half to each; less is a disturbed timing."""
 _TRUST_LAST = 0.8
 """Then the bandwidth is at most that between the two largest sizes over this."""
 
@@ -31,6 +33,8 @@ class Timed:
     """[sizes] of the messages, growing."""
     seconds: tuple[float, ...]
     """[sizes] one way, the median of repeats."""
+    duplex: float | None = None
+    """Share of the bandwidth that is left while as much is sent the other way; None: not timed."""
 
     def __post_init__(self) -> None:
         sizes, seconds = self.num_bytes, self.seconds
@@ -40,6 +44,8 @@ class Timed:
             raise ValueError(f"sizes {list(sizes)} do not grow")
         if not all(math.isfinite(s) and s > 0 for s in seconds):
             raise ValueError(f"times {list(seconds)} are not all positive")
+        if self.duplex is not None and not 0 < self.duplex <= 1:
+            raise ValueError(f"duplex {self.duplex} is not from 0 to 1")
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Timed:
@@ -51,11 +57,16 @@ class Timed:
         sizes, seconds = data["num_bytes"], data["seconds"]
         if not all(isinstance(size, int) for size in sizes):
             raise TypeError("sizes are whole numbers")
-        return cls(num_bytes=tuple(sizes), seconds=tuple(float(s) for s in seconds))
+        return cls(
+            num_bytes=tuple(sizes),
+            seconds=tuple(float(s) for s in seconds),
+            duplex=data.get("duplex"),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {"num_bytes": list(self.num_bytes), "seconds": list(self.seconds)}
+        timed = {"num_bytes": list(self.num_bytes), "seconds": list(self.seconds)}
+        return timed if self.duplex is None else {**timed, "duplex": self.duplex}
 
     @property
     def latency_s(self) -> float:
@@ -108,12 +119,15 @@ def fit_line(num_bytes: Sequence[int], seconds: Sequence[float]) -> tuple[float,
     return float(alpha * measured[-1]), float(sizes[-1] / (one * measured[-1]))
 
 
-def one_way(round_trips: dict[int, list[float]]) -> Timed:
+def one_way(
+    round_trips: dict[int, list[float]], both_ways: tuple[int, float] | None = None
+) -> Timed:
     """Times of one direction, from those of messages that the other side answers with the smallest.
 
     Args:
         round_trips: seconds of every repeat by size of the message; the smallest size is also that
             of the answers.
+        both_ways: a size, and the seconds that such messages take in both directions at once.
 
     Returns:
         Half of the smallest round trip is its way; that is taken off the others. A difference of
@@ -124,4 +138,9 @@ def one_way(round_trips: dict[int, list[float]]) -> Timed:
     back = middle[0] / 2
     # Noise may make a trip shorter than the answer alone.
     seconds = [back, *(max(trip - back, trip / 2) for trip in middle[1:])]
-    return Timed(num_bytes=tuple(sizes), seconds=tuple(seconds))
+    duplex = None
+    if both_ways is not None and both_ways[1] > 0:
+        # The other end may have come to a larger size than this one.
+        alone = float(np.interp(both_ways[0], sizes, seconds))
+        duplex = min(max(alone / both_ways[1], _LEAST_DUPLEX), 1.0)
+    return Timed(num_bytes=tuple(sizes), seconds=tuple(seconds), duplex=duplex)

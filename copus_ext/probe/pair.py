@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MORE_OF_THE_SMALLEST = 8
 """Times as many repeats of the smallest message: they cost nothing and scatter most."""
+EXCHANGES = 3
+"""Messages in both directions at once, after a first one."""
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 """Where the messages of a backend lie."""
 _WATCHDOG = 20
@@ -39,6 +41,19 @@ class Wire:
         """Waits for a message of that size."""
         self._do("recv", self._message[:num_bytes])
 
+    def exchange(self, num_bytes: int) -> None:
+        """Sends a message of that size while the other end, which does the same, sends one."""
+        import torch.distributed as dist
+
+        if not hasattr(self, "_other"):
+            self._other = self._message.clone()
+        messages = self._message[:num_bytes], self._other[:num_bytes]
+        ways = (dist.isend, messages[0]), (dist.irecv, messages[1])
+        sent = dist.batch_isend_irecv([dist.P2POp(way, m, self._peer) for way, m in ways])
+        for one in sent:
+            one.wait()
+        self._finish(messages[1])
+
     def order(self, num_bytes: int, count: int) -> None:
         """Tells the other end the size and the number of the next messages; 0 ends the link."""
         self._order[0], self._order[1] = num_bytes, count
@@ -51,11 +66,15 @@ class Wire:
         return num_bytes, count
 
     def _do(self, what: str, message: torch.Tensor) -> None:
-        """gloo waits by itself; NCCL only queues the message on the GPU."""
-        import torch
         import torch.distributed as dist
 
         getattr(dist, what)(message, self._peer)
+        self._finish(message)
+
+    def _finish(self, message: torch.Tensor) -> None:
+        """gloo waits by itself; NCCL only queues the message on the GPU."""
+        import torch
+
         if message.is_cuda:
             queue, until = torch.cuda.current_stream(), time.monotonic() + self._timeout_s
             while not queue.query():
@@ -111,6 +130,40 @@ def follow(wire: Wire, answer_bytes: int) -> None:
             wire.send(answer_bytes)
 
 
+def both_ways(
+    wire: Wire,
+    trips: dict[int, list[float]],
+    *,
+    leads: bool,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[int, float]:
+    """Times messages in both directions at once, of the largest size that the budget allows.
+
+    Args:
+        wire: to the other end, which calls the same.
+        trips: of `lead`.
+        leads: whether this end is the first, which chooses the size.
+        budget_s: seconds for all of it.
+        clock: seconds.
+
+    Returns:
+        The size, and the median seconds until both were through.
+    """
+    if leads:
+        cheap = [n for n, some in trips.items() if median(some) * (EXCHANGES + 1) <= budget_s]
+        size = max(cheap, default=min(trips))
+        wire.order(size, EXCHANGES)
+    else:
+        size, _ = wire.next_order()
+    seconds = []
+    for _ in range(EXCHANGES + 1):
+        began = clock()
+        wire.exchange(size)
+        seconds.append(clock() - began)
+    return size, median(seconds[1:])
+
+
 def _trips(
     wire: Wire, size: int, count: int, answer_bytes: int, clock: Callable[[], float]
 ) -> list[float]:
@@ -142,7 +195,7 @@ def measure(
     repeats: int,
     pair_s: float,
     timeout_s: float,
-) -> dict[int, list[float]]:
+) -> tuple[dict[int, list[float]], tuple[int, float]]:
     """Times the link to the other process of a pair, which calls the same.
 
     Args:
@@ -152,11 +205,11 @@ def measure(
         gpu: of this process; not used under gloo.
         sizes: bytes of the messages, growing.
         repeats: messages of each size.
-        pair_s: seconds for both directions.
+        pair_s: seconds for both directions; half as much again for both at once.
         timeout_s: a connection or message that takes longer is an error.
 
     Returns:
-        As of `lead`, of the direction from here.
+        As of `lead`, of the direction from here; and as of `both_ways`.
     """
     import torch
     import torch.distributed as dist
@@ -166,6 +219,7 @@ def measure(
     limit = datetime.timedelta(seconds=timeout_s * (_WATCHDOG if backend == "nccl" else 1))
     dist.init_process_group(backend, store=store, rank=place, world_size=2, timeout=limit)
     trips: dict[int, list[float]] = {}
+    both = sizes[0], 0.0
     try:
         wire = Wire(1 - place, device=DEVICES[backend], most_bytes=sizes[-1], timeout_s=timeout_s)
         for leader in (0, 1):
@@ -173,6 +227,7 @@ def measure(
                 trips = lead(wire, sizes, repeats=repeats, budget_s=pair_s / 2)
             else:
                 follow(wire, sizes[0])
+        both = both_ways(wire, trips, leads=place == 0, budget_s=pair_s / 2)
     finally:
         dist.destroy_process_group()
-    return trips
+    return trips, both

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,12 @@ class LinkRecord:
             delays[way] = min(timed.latency_s, self.known[way[1], way[0]].latency_s)
         return speeds, delays
 
+    @property
+    def duplex(self) -> float:
+        """Share of a link's bandwidth that is usually left while the other direction is used."""
+        known = [timed.duplex for timed in self.known.values() if timed.duplex is not None]
+        return round(min(1.0, median(known)), 2) if known else 1.0
+
     def cluster(self, base: ClusterSpec) -> ClusterSpec:
         """A cluster with the links that were measured, all of which must be known.
 
@@ -148,7 +155,12 @@ class LinkRecord:
                 for i, row in enumerate(matrix.tolist())
             )
 
-        links = Links(bytes_per_s=rows(speeds), latency_s=rows(delays), hosts=tuple(self.hosts))
+        links = Links(
+            bytes_per_s=rows(speeds),
+            latency_s=rows(delays),
+            hosts=tuple(self.hosts),
+            duplex=self.duplex,
+        )
         nic = _rounded(usual(speeds))
         return replace(base, num_nodes=len(self.hosts), nic_bytes_per_s=nic, links=links)
 

@@ -347,5 +347,5 @@ def _measure(store: Any, settings: Settings, place: Place, pair: Pair, node: int
 
     # A pair is timed once in a probe, so that its keys are its own.
     own = dist.PrefixStore(f"pair/{pair[0]}/{pair[1]}", store)
-    trips = link.measure(own, pair.index(node), gpu=place.local_rank, **asdict(settings))
-    return one_way(trips).to_json()
+    trips, both = link.measure(own, pair.index(node), gpu=place.local_rank, **asdict(settings))
+    return one_way(trips, both).to_json()

@@ -137,6 +137,19 @@ def test_a_reduction_comes_out_of_hiding() -> None:
         np.testing.assert_allclose(np.exp(got), want)
 
 
+def test_slow_launches_are_told_from_slow_computation() -> None:
+    """Small micro-batches wait for kernels, large ones compute: kernels start three times as slow."""
+    work, launch = np.array([1.0, 4.0, 16.0, 1.0]), np.array([2.0, 2.0, 2.0, 4.0])
+    keys = [(1, 1, 1), (1, 1, 4), (1, 1, 16), (2, 1, 1)]
+    steps = Steps.of(keys, 4.0, {"compute": work + launch}, launch_s=launch)
+    np.testing.assert_allclose(steps.step_s, work + launch)
+    truth = np.log((work + 3 * launch) / (work + launch))
+    got = module.correct(steps, steps.take([0, 2]), truth[[0, 2]])
+    assert got.part_factors["launch"] > 1.7 and got.part_factors["compute"] < 1.1
+    assert np.log(got.factor)[[1, 3]] == pytest.approx(truth[[1, 3]], abs=0.25)
+    assert got.factor[3] > got.factor[1] > got.factor[2]
+
+
 def test_a_constant_time_of_every_step_is_found() -> None:
     steps = mixed({"compute": [1.0, 8.0, 2.0]})
     truth = np.log(1 + 0.1 / steps.step_s)

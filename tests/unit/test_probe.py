@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -32,7 +33,7 @@ from copus_ext.probe.findings import (
     usual,
 )
 from copus_ext.probe.link_fit import Timed, fit_line, one_way
-from copus_ext.probe.pair import Wire, lead
+from copus_ext.probe.pair import Wire, both_ways, lead
 from copus_ext.probe.record import LinkRecord, cluster_text
 from copus_ext.probe.session import (
     Place,
@@ -292,7 +293,7 @@ class VirtualWire(Wire):
     """A link of exact speed on a clock of its own, with someone at the other end who answers."""
 
     def __init__(self, alpha: float, beta: float) -> None:
-        self.now, self.alpha, self.beta = 0.0, alpha, beta
+        self.now, self.alpha, self.beta, self.shared = 0.0, alpha, beta, 1.0
         self.orders: list[tuple[int, int]] = []
         self.sent: list[int] = []
 
@@ -302,6 +303,9 @@ class VirtualWire(Wire):
 
     def receive(self, num_bytes: int) -> None:
         self.now += self.alpha + num_bytes / self.beta
+
+    def exchange(self, num_bytes: int) -> None:
+        self.now += self.alpha + num_bytes / (self.shared * self.beta)
 
     def order(self, num_bytes: int, count: int) -> None:
         self.orders.append((num_bytes, count))
@@ -328,6 +332,30 @@ def test_a_direction_is_timed_rightly_and_within_its_budget(
     assert timed.latency_s == pytest.approx(alpha + SIZES[0] / beta)
     if len(trips) == len(SIZES) and SIZES[-1] / beta > alpha:
         assert timed.bytes_per_s == pytest.approx(beta, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 1.0])
+def test_both_directions_at_once_tell_what_they_share(share: float) -> None:
+    wire = VirtualWire(1e-5, 1e9)
+    trips = lead(wire, SIZES, repeats=5, budget_s=1e9, clock=lambda: wire.now)
+    wire.shared = share
+    both = both_ways(wire, trips, leads=True, budget_s=1e9, clock=lambda: wire.now)
+    assert both[0] == SIZES[-1] and one_way(trips, both).duplex == pytest.approx(share, rel=0.05)
+    # What would take too long is timed with a smaller message.
+    small = both_ways(wire, trips, leads=True, budget_s=0.0, clock=lambda: wire.now)
+    assert small[0] == SIZES[0] and one_way(trips).duplex is None
+
+
+def test_a_cluster_file_has_what_is_left_while_both_directions_are_used(tmp_path: Path) -> None:
+    record = LinkRecord(tmp_path / "rounds.json", hosts(2), HOW)
+    record.begin(resume=False)
+    half = replace(timed(1e9), duplex=0.5)
+    record.add({(0, 1): half, (1, 0): half}, {})
+    spec = ClusterSpec.from_json(record.cluster(preset("h100-80g:16")).to_json())
+    assert spec.links is not None and spec.links.duplex == 0.5
+    assert spec.links.both_ways().bytes_per_s[0][1] == spec.links.bytes_per_s[0][1] / 2
+    assert spec.row_fields("bf16")["nic_bytes_per_s"] == spec.nic_bytes_per_s / 2
+    assert Timed.of(half.to_json()) == half
 
 
 def timed(beta: float, alpha: float = 1e-5) -> Timed:
