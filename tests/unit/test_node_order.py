@@ -219,6 +219,38 @@ def test_up_to_eight_nodes_the_order_is_the_best_of_all(case: tuple[Job, Network
 
 @given(cases())
 @SLOW
+def test_no_order_beats_its_bound_nor_that_of_all(case: tuple[Job, Network]) -> None:
+    work, net = case
+    placement = Placement(work, net)
+    every = every_order(net.links.num_nodes)
+    costs, least = placement.step_s(every), placement.least_s(every)
+    assert (least <= costs * (1 + 1e-9)).all()
+    assert placement.least_s(None)[0] <= least.min() * (1 + 1e-9)
+    found = find_order(work, net, evaluations=30)
+    assert found.least_s <= costs.min() * (1 + 1e-9) and found.after_s <= costs[0]
+
+
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_what_a_search_looks_at_is_bounded(vpp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Counter[str]()
+    for name in ("step_s", "least_s"):
+        whole = getattr(Placement, name)
+
+        def counted(self: Any, orders: Any, name: str = name, whole: Any = whole) -> Any:
+            looked[name] += 1 if orders is None else len(orders)
+            return whole(self, orders)
+
+        monkeypatch.setattr(Placement, name, counted)
+    rng = np.random.default_rng(1)
+    net = network(rng.uniform(1e9, 40e9, (24, 24)))
+    found = find_order(job(2, 4, 12, vpp=vpp, count=8), net, evaluations=2000)
+    assert found.num_priced < 4000 and found.after_s < found.before_s
+    assert looked["least_s"] < 4000, "a start, moves, and swaps of the best"
+    assert looked["step_s"] < 1000
+
+
+@given(cases())
+@SLOW
 def test_what_symmetry_leaves_out_costs_the_same(case: tuple[Job, Network]) -> None:
     work, net = case
     placement, num = Placement(work, net), net.links.num_nodes
@@ -236,16 +268,16 @@ def test_what_symmetry_leaves_out_costs_the_same(case: tuple[Job, Network]) -> N
 
 def test_equal_links_leave_one_order() -> None:
     net = network(np.full((7, 7), 1e10))
-    assert equivalent_nodes(net) == [list(range(7))]
+    assert equivalent_nodes(net) == (tuple(range(7)),)
     found = find_order(job(4, 7, 1), net)
     assert found.num_priced == 1 and found.is_given and found.gain == 0.0
 
 
 def test_a_uniform_matrix_predicts_what_the_planner_does() -> None:
     model, cluster = PRESETS["llama-2-13b"], preset("h100-80g:32")
-    bound = min(cluster.nic_bytes_per_s, cluster.load_constants().nic_bytes_per_s)
+    bound = cluster.network_bytes_per_s(cluster.load_constants())
     links = Links(bytes_per_s=matrix(np.full((4, 4), bound)), latency_s=matrix(np.zeros((4, 4))))
-    linked = replace(cluster, links=links)
+    linked = replace(cluster, links=links, nic_bytes_per_s=bound)
     limits = Limits(max_micro_batch=2)
     (plan,) = Planner(model, cluster, limits=limits).rank([64], top=100)
     (same,) = Planner(model, linked, limits=limits).rank([64], top=100)
@@ -264,9 +296,9 @@ def test_a_uniform_matrix_predicts_what_the_planner_does() -> None:
 
 def test_few_stages_in_a_node_share_the_network_among_fewer() -> None:
     model, cluster = PRESETS["llama-2-13b"], preset("h100-80g:32")
-    bound = min(cluster.nic_bytes_per_s, cluster.load_constants().nic_bytes_per_s)
+    bound = cluster.network_bytes_per_s(cluster.load_constants())
     links = Links(bytes_per_s=matrix(np.full((4, 4), bound)), latency_s=matrix(np.zeros((4, 4))))
-    linked = replace(cluster, links=links)
+    linked = replace(cluster, links=links, nic_bytes_per_s=bound)
     what = Configuration(layout=Layout(tp=1, pp=8, dp=4), micro_batch_size=1, global_batch_size=64)
     c = linked.load_constants()
     work = job_of(model, linked, what, c)
@@ -323,7 +355,7 @@ def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> N
     assert least >= found.after_s * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", [5, 13])
+@pytest.mark.parametrize("seed", [5, 22])
 def test_a_search_finds_what_no_greedy_order_is_near(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,47 @@ def test_balanced_cuts_of_chunks_fit_and_are_near_the_best(problem: PartitionPro
         assert not near.proved
 
 
+@SOME
+@given(st.one_of(problems(), problems(vpp=2)), st.sampled_from([0.0, 1e4, 1e5]))
+def test_a_search_cut_short_is_no_worse_than_its_start(
+    problem: PartitionProblem, work: float
+) -> None:
+    every = problem.all_partitions()
+    best = search(problem, most_partitions=10**6)
+    fits = every[problem.excess(problem.price(every)) <= 0]
+    if not len(fits):
+        return
+    start = fits[len(fits) // 2]
+    found = search(problem, most_partitions=0, most_work=work, starts=[start])
+    assert found.step_s <= problem.step_s(problem.price(start[None]))[0] * (1 + 1e-9)
+    assert found.least_step_s <= best.step_s * (1 + 1e-9)
+    assert not found.proved or found.step_s == pytest.approx(best.step_s, rel=1e-8)
+
+
+def test_a_search_of_many_chunks_simulates_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = 0
+    simulated = PartitionProblem.step_s
+
+    def counted(self: PartitionProblem, priced: Any) -> Any:
+        nonlocal passes
+        passes += priced.forward_s.size
+        return simulated(self, priced)
+
+    monkeypatch.setattr(PartitionProblem, "step_s", counted)
+    work = np.random.default_rng(2).uniform(1, 2, 98)
+    problem = PartitionProblem(
+        pp=16,
+        vpp=3,
+        num_microbatches=64,
+        blocks=blocks(work),
+        hop_s=0.1,
+        limit_bytes=1e9,
+    )
+    found = search(problem, most_work=1e7)
+    assert not found.proved and found.excess_bytes <= 0
+    assert found.num_simulated < 2000 and passes < 1e5
+
+
 @pytest.mark.parametrize(("pp", "vpp", "groups"), [(2, 2, 9), (3, 4, 14), (5, 2, 10)])
 def test_chunks_in_flight_are_those_of_the_schedule(pp: int, vpp: int, groups: int) -> None:
     rng = np.random.default_rng(0)

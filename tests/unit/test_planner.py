@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.memory import AS_PREDICTED
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.plan import Ranked
+from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner
 from copus_ext.planner.space import Limits, enumerate_points, to_rows
@@ -146,6 +147,30 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
     assert isinstance(kin, Ranked)
     assert kin.prediction.source == "corrected"
     assert second.prediction.step_s < kin.prediction.step_s < 1.5 * second.prediction.step_s
+
+
+def test_measured_peaks_move_what_fits() -> None:
+    """On 16 GPUs of 40 GB a model's largest micro-batches fail, if layers keep half as much more."""
+    cluster = preset("a100-40g:16")
+    plain = Planner(MODEL, cluster)
+    ranked = plain.rank([64], top=200)[0].ranked
+    some = sorted(ranked, key=lambda r: r.prediction.peak_bytes)
+    timings = [
+        Timing(
+            configuration=r.configuration,
+            step_s=r.prediction.step_s,
+            peak_bytes=1.4 * r.prediction.peak_bytes,
+        )
+        for r in (some[0], some[-1])
+    ]
+    planner = Planner(MODEL, cluster, timings=timings)
+    assert planner.peaks.moving > 1.1 and planner.peaks.sd < AS_PREDICTED.sd
+    fewer = planner.rank([64], top=200)[0]
+    assert fewer.num_ranked < plain.rank([64], top=1)[0].num_ranked
+    assert isinstance(planner.explain(some[-1].configuration), Rejected)
+    planner.retime(())
+    assert planner.peaks == AS_PREDICTED
+    assert planner.rank([64], top=1) == plain.rank([64], top=1)
 
 
 def test_two_counts_give_every_batch() -> None:

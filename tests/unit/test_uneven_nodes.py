@@ -17,8 +17,17 @@ from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import repartitions
+from copus_ext.planner.partition.problem import PartitionProblem
 from copus_ext.planner.placement.node_order import job_of
-from copus_ext.planner.placement.uneven_nodes import Site, rank_on_nodes, slowness_of, spread
+from copus_ext.planner.placement.pricing import Placement
+from copus_ext.planner.placement.uneven_nodes import (
+    Effort,
+    Site,
+    rank_on_nodes,
+    slowness_of,
+    spread,
+)
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.config.layout import Layout
@@ -135,12 +144,92 @@ def test_replicas_are_never_worse_off_than_as_given(data: Any) -> None:
     planner = Planner(MODEL, cluster(num, speeds=speeds, links=links))
     tp, pp, dp = data.draw(st.sampled_from([(1, num, 2), (2, num // 2, 2), (1, 2, num)]))
     site = Site(planner, what(tp, pp, dp, batch=12 * dp))
-    found = site.fit(evaluations=800)
+    found = site.fit(Effort(evaluations=800))
     assert found is not None
     assert found.step_s <= min(found.given_s, found.ordered_s) * (1 + 1e-9)
     assert found.recut_s is not None and found.step_s <= found.recut_s * (1 + 1e-9)
     assert found.step_s == pytest.approx(site.step_s(found.order, found.partition.layers))
     assert sorted(found.order) == list(range(num))
+
+
+@FEW
+@given(st.data())
+def test_no_order_with_any_partition_beats_the_bound(data: Any) -> None:
+    num = data.draw(st.sampled_from([2, 4]))
+    pace = st.sampled_from([0.3, 0.8, 1.0, 1.5])
+    speeds = data.draw(st.lists(pace, min_size=num, max_size=num))
+    wire = st.sampled_from([1e9, 2e10])
+    links = links_of([[data.draw(wire) for _ in range(num)] for _ in range(num)])
+    planner = Planner(MODEL, cluster(num, speeds=speeds, links=links))
+    pp = data.draw(st.sampled_from([1, 2, 2 * num]))
+    vpp = data.draw(st.sampled_from([1, 2])) if 1 < pp <= 4 else 1
+    dp = 2 * num // pp
+    site = Site(planner, what(1, pp, dp, vpp=vpp, batch=8 * dp))
+    problem = site.problem(range(num))
+    for order in itertools.permutations(range(num)):
+        priced = site.placement
+        for layers in problem.all_partitions()[::7].tolist():
+            seconds = priced(layers).step_s(np.array([order]))[0]
+            assert site.least_s <= seconds * (1 + 1e-9), (order, layers)
+
+
+def uneven_nodes(num: int) -> ClusterSpec:
+    rng = np.random.default_rng(num)
+    wires = rng.uniform(3e10, 4e10, (num, num))
+    wires[0, 1] = wires[1, 0] = wires[2, 3] = 2e9
+    return cluster(
+        num, speeds=[0.7 if i % 5 == 2 else 1.0 for i in range(num)], links=links_of(wires)
+    )
+
+
+def test_a_ranking_of_many_nodes_looks_at_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders, partitions = 0, 0
+    bounded, simulated = Placement.least_s, PartitionProblem.step_s
+
+    def of_orders(self: Any, some: Any) -> Any:
+        nonlocal orders
+        orders += 1 if some is None else len(some)
+        return bounded(self, some)
+
+    def of_partitions(self: Any, priced: Any) -> Any:
+        nonlocal partitions
+        partitions += priced.end_s.shape[1]
+        return simulated(self, priced)
+
+    monkeypatch.setattr(Placement, "least_s", of_orders)
+    monkeypatch.setattr(PartitionProblem, "step_s", of_partitions)
+    few = Limits(recompute=("none",), max_micro_batch=2)
+    planner = Planner(MODEL, uneven_nodes(12), limits=few)
+    found = rank_on_nodes(planner, 48)
+    assert len(found) > 3 and orders < 200_000 and partitions < 40_000
+    for x in found:
+        assert x.least_s <= x.step_s * (1 + 1e-9)
+        assert not x.fits_as_given or x.step_s <= x.given_s * (1 + 1e-9)
+    assert found[0].gain > 0
+    assert found == rank_on_nodes(planner, 48), "counted and not timed: the same once more"
+
+
+@pytest.mark.parametrize("times", [1.0, 1.5])
+def test_a_profile_is_a_factor_on_what_the_nodes_as_given_take(times: float) -> None:
+    spec = uneven_nodes(6)
+    few = Limits(recompute=("none",), max_micro_batch=2)
+    plain = Planner(MODEL, spec, limits=few)
+    before = rank_on_nodes(plain, 24)
+    timings = [
+        Timing(configuration=x.configuration, step_s=times * x.given_s, num_steps=100)
+        for x in before
+    ]
+    measured = rank_on_nodes(Planner(MODEL, spec, limits=few, timings=timings), 24)
+    same = {str(x.configuration): x for x in before}
+    assert {x.measured_factor for x in before} == {1.0} and measured
+    for x in measured:
+        assert x.measured_factor == pytest.approx(times, rel=0.02)
+        if (y := same.get(str(x.configuration))) is not None:
+            assert x.given_s == pytest.approx(x.measured_factor * y.given_s)
+            assert x.least_s == pytest.approx(x.measured_factor * y.least_s)
+            assert x.partition.step_s == pytest.approx(x.step_s, rel=0.05)
+    said = "\n".join(measured[0].lines())
+    assert ("times the predicted, as measured" in said) == (measured[0].measured_factor != 1)
 
 
 def test_a_slow_node_gets_fewer_layers_and_a_slow_link_few_bytes() -> None:

@@ -21,13 +21,15 @@ from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.problem import PartitionProblem
-from copus_ext.planner.partition.search import MOST_PARTITIONS, search
+from copus_ext.planner.partition.search import MOST_PARTITIONS, MOST_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layer_partition import text_of_partition
 
 GIB = 2.0**30
+_ALL_WORK = 2e9
+"""What may be computed for all pipelines of a plan together; see `search.MOST_WORK`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,11 @@ class NoPartition:
 
 
 def best_partition(
-    problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS
+    problem: PartitionProblem,
+    *,
+    most_partitions: int = MOST_PARTITIONS,
+    most_work: float = MOST_WORK,
+    starts: Sequence[Sequence[int]] = (),
 ) -> LayerPartition | NoPartition:
     """The partition with the shortest simulated step among those that fit on every stage.
 
@@ -121,6 +127,8 @@ def best_partition(
     Args:
         problem: layers, stages and limits.
         most_partitions: up to so many are all looked at.
+        most_work: what may be computed beyond that; see `search`.
+        starts: partitions to start from, besides balanced ones.
     """
     layers, chunks = problem.blocks.num_layers, problem.num_chunks
     if not problem.num_partitions:
@@ -131,7 +139,9 @@ def best_partition(
             ),
             fix=f"use at most {layers} chunks",
         )
-    found = search(problem, most_partitions=most_partitions)
+    found = search(
+        problem, most_partitions=most_partitions, most_work=most_work, starts=list(starts)
+    )
     peaks = problem.price(found.partition[None]).peak_bytes[:, 0]
     if found.excess_bytes > 0:
         worst = int(np.argmax(peaks - problem.limit_bytes))
@@ -269,15 +279,20 @@ class Repartition:
 def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
     """The fastest partition of every pipeline of a plan, without those recomputed by blocks.
 
+    All share what may be computed, so that many pipelines take no longer than some.
+
     Args:
         planner: that made the plan.
         plan: what it ranked.
     """
-    found = []
-    for i, ranked in enumerate(plan.ranked):
-        c = ranked.configuration
-        if c.layout.pp == 1 or c.recompute == "block":
-            continue
+    found, known = [], {}
+    pipelines = [
+        (i, ranked.configuration)
+        for i, ranked in enumerate(plan.ranked)
+        if ranked.configuration.layout.pp > 1 and ranked.configuration.recompute != "block"
+    ]
+    share = min(MOST_WORK, _ALL_WORK / max(len(pipelines), 1))
+    for i, c in pipelines:
         problem = problem_of(
             planner.model,
             planner.cluster,
@@ -287,10 +302,13 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
         )
         each = planner.model.num_layers // problem.num_chunks
         even = price_partition(problem, [each] * problem.num_chunks)
-        partition = best_partition(problem)
+        # What suits one layout is near what suits another of as many chunks.
+        starts = known.setdefault((problem.pp, problem.vpp), {})
+        partition = best_partition(problem, most_work=share, starts=list(starts))
         # None fits where a measured peak, not the predicted one, let the even partition in.
         if isinstance(partition, LayerPartition):
             better = partition if partition.step_s < even.step_s else even
+            starts[partition.layers] = None
             found.append(
                 Repartition(rank=i + 1, configuration=c, even_step_s=even.step_s, partition=better)
             )

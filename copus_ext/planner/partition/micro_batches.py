@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from copus_ext.cost_model.memory import peak_bytes
 from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Plan
@@ -111,7 +110,7 @@ def seconds_by_size(planner: Planner, configuration: Configuration, most: int) -
             global_batch_size=size * configuration.layout.dp,
         )
         rows = to_rows(planner.model, planner.cluster, points_of([one])).full()
-        if float(peak_bytes(rows, context_bytes=planner.context_bytes)[0]) > planner.safe_bytes:
+        if float(planner.peak_bytes_of(rows)[0]) > planner.safe_bytes:
             break
         forward, backward, _ = stage_work(rows, planner.constants, 1, 1)
         seconds[size] = float((forward + backward).sum())

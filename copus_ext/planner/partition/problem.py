@@ -17,6 +17,7 @@ import numpy as np
 from copus_ext.cost_model.blocks import Blocks, SecondsBehind, StageCosts, in_flight_chunks
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.partition import bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +220,6 @@ class PartitionProblem:
         """[n] bytes that the worst stage lacks; at most 0 where a partition fits."""
         return (priced.peak_bytes - self.limit_bytes[:, None]).max(axis=0)
 
-    @functools.cached_property
-    def meetings(self) -> Any:
-        """[pp] exchanges that plain 1F1B waits for over each boundary."""
-        count, ahead = self.num_microbatches, self.pp - 1 - np.arange(self.pp)
-        return np.where(ahead > 0, count + np.minimum(ahead, count), 0)
-
     def own_s(self, forward: Any, backward: Any) -> Any:
         """[pp, ...] seconds of all passes and, in plain 1F1B, exchanges of every stage.
 
@@ -232,46 +227,19 @@ class PartitionProblem:
             forward: [pp, ...] seconds of a forward pass of a stage.
             backward: [pp, ...] the same of the backward pass.
         """
-        work = self.num_microbatches * (forward + backward)
-        if self.vpp > 1:
-            return work
-        waited = self.meetings * self.hop_s
-        waited[1:] += waited[:-1].copy()
-        return work + waited.reshape(-1, *[1] * (work.ndim - 1))
+        hop, plain = self._hop(forward.ndim), self.vpp == 1
+        return bound.own_s(forward, backward, hop, self.num_microbatches, plain=plain)
 
     def turn_s(self, forward: Any, backward: Any) -> Any:
         """[pp, ...] seconds of every stage in plain 1F1B besides one micro-batch's way through all
-        stages and back: what it does before its last forward pass, whose micro-batch then goes on
-        down and up again, or behind its first backward pass, if that is longer."""
-        more = self.num_microbatches - 1
-        ahead = self.pp - 1 - np.arange(self.pp)
-        shape = (-1, *[1] * (forward.ndim - 1))
-        also = np.maximum(more - ahead, 0).reshape(shape)
-        hops = np.where(ahead > 0, self.hop_s, 0.0)
-        hops[1:] += hops[:-1].copy()
-        before = more * forward + also * backward
-        behind = more * backward + also * forward
-        return np.maximum(before, behind) + (more * hops).reshape(shape)
+        stages and back."""
+        return bound.turn_s(forward, backward, self._hop(forward.ndim), self.num_microbatches)
 
     def least_step_s(self, priced: Priced) -> Any:
-        """[n] a lower bound of `step_s`.
+        """[n] a lower bound of `step_s`."""
+        f, g, end = priced.forward_s, priced.backward_s, priced.end_s
+        return bound.least_step_s(f, g, self._hop(2), end, self.num_microbatches) + self.fixed_s
 
-        The own work and exchanges of any stage, behind the first micro-batch on its way down to it,
-        before its own end, or before the last gradient's way up and the end of the first stage.
-        In plain 1F1B also one micro-batch's way through all stages and `turn_s` of any.
-        """
-        f, g = priced.forward_s[:, 0], priced.backward_s[:, 0]
-        own = self.own_s(priced.forward_s.sum(axis=1), priced.backward_s.sum(axis=1))
-        hop = self.hop_s[:, None]
-        down, up = np.cumsum(f + hop, axis=0) - f - hop, np.cumsum(g + hop, axis=0) - g - hop
-        first = priced.end_s[0]
-        if self.vpp == 1:
-            # The message from the stage before is among the stage's own.
-            down[1:] -= hop[:-1]
-            up[1:] -= hop[:-1]
-            through = (f + g).sum(axis=0) + 2 * hop[:-1].sum()
-            turned = through + self.turn_s(f, g).max(axis=0) + first
-        else:
-            turned = -np.inf
-        done = np.maximum((own + down + priced.end_s).max(axis=0), turned)
-        return np.maximum(done, (own + down + up).max(axis=0) + first) + self.fixed_s
+    def _hop(self, dimensions: int) -> Any:
+        """[pp, 1, ...]"""
+        return self.hop_s.reshape(-1, *[1] * (dimensions - 1))

@@ -6,6 +6,8 @@ bounds start a branch and bound, prune its branches, and prove where nothing fit
 
 Chunks of one stage depend on each other. Beyond `MOST_PARTITIONS` the search climbs from balanced
 partitions, moves one layer at a time, and proves little.
+
+`MOST_WORK` bounds what a search computes, counted and not timed: every machine answers the same.
 """
 
 from __future__ import annotations
@@ -15,11 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.problem import PartitionProblem, Priced
 
 MOST_PARTITIONS = 50_000
 """Up to so many partitions are all priced, and so many branches are kept."""
-_AT_ONCE = 2_000
+MOST_WORK = 4e8
+"""Numbers that a search moves, about: a second or two."""
+_AT_FIRST, _AT_ONCE = 64, 2_000
+"""Partitions that are simulated together, where the first ones may rule out the others."""
+_CALL, _CELL, _PRICED, _TABLE = 1500, 10, 20, 40
+"""What a simulated pass costs besides one number a partition; a branch for every block; a chunk of
+a partition before it is simulated; and a run of blocks on a stage, before any branch."""
+_SETTLED = 20
 _SAME = 1e-9
 """Relative difference of two step times that are one."""
 _MOST_ROUNDS, _CLIMBED = 200, 4
@@ -48,32 +57,48 @@ class _Best:
     """The fastest partition so far."""
 
     problem: PartitionProblem
+    work: float
+    """What may still be computed."""
     partition: Any = None
     step_s: float = np.inf
     share: float = np.inf
     """Of its memory that its fullest stage uses: decides between equally fast ones."""
     num_simulated: int = 0
+    unseen_s: float = np.inf
+    """Those that there was no work left for are not faster than this."""
 
-    def try_all(self, partitions: Any) -> None:
-        """Simulates those of [n, chunks] partitions that fit and could be faster."""
-        p = self.problem
+    def try_all(self, partitions: Any, *, until_better: bool = False) -> None:
+        """Simulates those of [n, chunks] partitions that fit and could be faster.
+
+        Args:
+            partitions: the most promising of them come first.
+            until_better: whether to stop where some were faster.
+        """
+        p, before = self.problem, self.step_s
         if not len(partitions):
             return
         priced = p.price(partitions)
+        self.work -= _PRICED * partitions.size
         fits = np.flatnonzero(p.excess(priced) <= 0)
         least = p.least_step_s(priced.take(fits))
         order = fits[np.argsort(least, kind="stable")]
         least = np.sort(least, kind="stable")
-        for start in range(0, len(order), _AT_ONCE):
+        start, size = 0, _AT_FIRST
+        while start < len(order):
             # Slower for sure, and so are all that follow.
             if least[start] > self.step_s * (1 + _SAME):
                 break
-            some = order[start : start + _AT_ONCE]
+            if self.work <= 0 and self.partition is not None:
+                self.unseen_s = min(self.unseen_s, float(least[start]))
+                break
+            some = order[start : start + size]
             chosen = priced.take(some)
-            seconds = p.step_s(chosen)
-            self.num_simulated += len(some)
+            seconds = self._simulate(chosen)
             shares = (chosen.peak_bytes / p.limit_bytes[:, None]).max(axis=0)
             self._take(partitions[some], seconds, shares)
+            if until_better and self.step_s < before * (1 - _SAME):
+                break
+            start, size = start + len(some), min(2 * size, _AT_ONCE)
 
     def climb(self, starts: Any) -> None:
         """Moves one layer from a chunk to another while that helps.
@@ -84,18 +109,31 @@ class _Best:
         starts = starts[p.excess(p.price(starts)) <= 0]
         if not len(starts):
             return
-        seconds = p.step_s(p.price(starts))
-        self.num_simulated += len(starts)
-        for i in np.argsort(seconds, kind="stable")[:_CLIMBED]:
-            one = _Best(problem=p)
+        seconds = self._simulate(p.price(starts))
+        chosen = np.argsort(seconds, kind="stable")[:_CLIMBED]
+        for i in chosen:
+            share = self.work / 2
+            one = _Best(problem=p, work=share)
             one.try_all(starts[i][None])
             for _ in range(_MOST_ROUNDS):
                 before = one.step_s
-                one.try_all(_neighbours(p, one.partition))
+                if one.work > 0:
+                    one.try_all(_neighbours(p, one.partition), until_better=True)
                 if not one.step_s < before * (1 - _SAME):
                     break
             self.num_simulated += one.num_simulated
+            self.work -= share - one.work
             self._take(one.partition[None], np.array([one.step_s]), np.array([one.share]))
+
+    def _simulate(self, priced: Priced) -> Any:
+        """[n] seconds of a step."""
+        p, num = self.problem, priced.end_s.shape[1]
+        # Most have settled by then.
+        rounds = min(p.num_microbatches, _SETTLED * (p.pp if p.vpp > 1 else 8))
+        passes = p.pp * (p.pp + rounds) if p.vpp == 1 else 2 * p.pp * p.vpp * rounds
+        self.work -= passes * (num + _CALL)
+        self.num_simulated += num
+        return p.step_s(priced)
 
     def _take(self, partitions: Any, seconds: Any, shares: Any) -> None:
         near = np.flatnonzero(seconds <= min(seconds.min(), self.step_s) * (1 + _SAME))
@@ -110,6 +148,9 @@ class _Best:
             )
 
     def found(self, least_step_s: float, proved: bool) -> Found:
+        """What is told of a search that left out nothing faster than `least_step_s`."""
+        least_step_s = min(least_step_s, self.unseen_s)
+        proved = proved and not self.unseen_s < self.step_s * (1 - _SAME)
         return Found(
             partition=self.partition,
             step_s=self.step_s,
@@ -120,32 +161,50 @@ class _Best:
         )
 
 
-def search(problem: PartitionProblem, *, most_partitions: int = MOST_PARTITIONS) -> Found:
+def search(
+    problem: PartitionProblem,
+    *,
+    most_partitions: int = MOST_PARTITIONS,
+    most_work: float = MOST_WORK,
+    starts: Any = (),
+) -> Found:
     """The fastest partition within every stage's memory.
 
     Args:
         problem: with at least one partition (`PartitionProblem.num_partitions`).
         most_partitions: up to so many are all looked at, and so many branches are kept at a time.
+        most_work: what may be computed, about, in numbers that are moved.
+        starts: [n, chunks] partitions to climb from, besides balanced ones.
     """
+    best = _Best(problem=problem, work=most_work)
+    more = np.asarray(starts, dtype=np.int64).reshape(-1, problem.num_chunks)
     if problem.num_partitions <= most_partitions:
-        return _exhaustive(problem)
+        return _exhaustive(problem, best)
     if problem.vpp == 1:
-        return branch_and_bound(problem, most_partitions)
-    return _from_balanced(problem)
+        return branch_and_bound(problem, most_partitions, best=best, starts=more)
+    return _from_balanced(problem, best, more)
 
 
-def _exhaustive(problem: PartitionProblem) -> Found:
+def least_of_all(problem: PartitionProblem) -> float:
+    """Seconds of a step that no partition beats; infinity where surely none fits."""
+    if problem.vpp > 1 or not problem.num_partitions:
+        return float(_least_of_all(problem))
+    tables = _Tables(problem)
+    least = max(tables.ahead[0, 0], tables.through[0, 0] + tables.turns[0, 0])
+    return float(least) + problem.fixed_s
+
+
+def _exhaustive(problem: PartitionProblem, best: _Best) -> Found:
     partitions = problem.all_partitions()
     excess = problem.excess(problem.price(partitions))
     if excess.min() > 0:
         return _nothing(problem, partitions[int(excess.argmin())], proved=True)
-    best = _Best(problem=problem)
     best.try_all(partitions[excess <= 0])
     return best.found(best.step_s, True)
 
 
 def _nothing(problem: PartitionProblem, partition: Any, proved: bool) -> Found:
-    best = _Best(problem=problem)
+    best = _Best(problem=problem, work=MOST_WORK)
     best.try_all(partition[None])
     if best.partition is not None:
         # Sums in another order: it was a rounding error that lacked.
@@ -252,20 +311,33 @@ def _layers(places: Any) -> Any:
     return layers
 
 
-def branch_and_bound(problem: PartitionProblem, most_branches: int) -> Found:
+def branch_and_bound(
+    problem: PartitionProblem,
+    most_branches: int,
+    *,
+    best: _Best | None = None,
+    starts: Any = None,
+) -> Found:
     """The fastest partition of whole stages, branch by branch, the most promising first.
 
     Args:
         problem: with vpp 1 and at least one partition.
         most_branches: how many are kept at a time; where more could still hold the best, the answer
             is not proved, but `Found.least_step_s` counts those left out.
+        best: says what may be computed.
+        starts: [n, chunks] partitions to climb from, too.
     """
     assert problem.vpp == 1, "stages of several chunks depend on more than where they start"
     tables = _Tables(problem)
     if not np.isfinite(tables.ahead[0, 0]):
         return _nothing(problem, tables.least_excess(), proved=True)
-    best = _Best(problem=problem)
-    best.climb(np.concatenate([_balanced_partitions(problem), tables.start()[None]]))
+    best = best or _Best(problem=problem, work=MOST_WORK)
+    best.work -= _TABLE * tables.fits.size
+    first = [_balanced_partitions(problem), tables.start()[None]]
+    best.climb(np.concatenate(first if starts is None else [*first, starts]))
+    # What is left when the branches have been followed is for the simulations.
+    cells = _CELL * problem.pp * (problem.blocks.num_layers + 2)
+    most_branches = min(most_branches, max(int(best.work / 2 / cells), 1))
     places = np.zeros((1, 1), dtype=np.int64)
     low, end, down, shift, turn = (np.full(1, x) for x in (-np.inf, 0.0, 0.0, 0.0, 0.0))
     dropped = np.inf
@@ -282,6 +354,7 @@ def branch_and_bound(problem: PartitionProblem, most_branches: int) -> Found:
         promise = np.maximum(promise, shift[:, None] + way + rest + first) + problem.fixed_s
         promise = np.where(tables.fits[r, i], promise, np.inf)
         at, to = np.nonzero(promise < best.step_s * (1 - _SAME))
+        best.work -= _CELL * promise.size
         if len(at) > most_branches:
             order = np.argsort(promise[at, to], kind="stable")
             dropped = min(dropped, float(promise[at, to][order[most_branches]]))
@@ -304,11 +377,11 @@ def _neighbours(problem: PartitionProblem, partition: Any) -> Any:
     return moved[(moved >= problem.least_layers).all(axis=1) & (moved != partition).any(axis=1)]
 
 
-def _from_balanced(problem: PartitionProblem) -> Found:
-    starts, best = _balanced_partitions(problem), _Best(problem=problem)
+def _from_balanced(problem: PartitionProblem, best: _Best, more: Any) -> Found:
+    starts = np.concatenate([_balanced_partitions(problem), more])
     best.climb(starts)
     if best.partition is None:
-        partition = _made_to_fit(problem, starts)
+        partition = _made_to_fit(problem, starts, best.work)
         if problem.excess(problem.price(partition[None]))[0] > 0:
             return _nothing(problem, partition, proved=False)
         best.climb(partition[None])
@@ -339,38 +412,61 @@ def _ends_varied(problem: PartitionProblem) -> Any:
 
 
 def _balanced(problem: PartitionProblem) -> Any:
-    """[1, chunks] the partition whose slowest chunk is fastest."""
-    p, num = problem, problem.blocks.num_layers + 2
-    work = p.prefix["forward_s"] + p.prefix["backward_s"]
-    least = p.least_layers.copy()
+    """[n, chunks] the partition whose slowest chunk is fastest, and the one whose slowest stage is,
+    the layers of a stage spread over its chunks."""
+    p, least = problem, problem.least_layers
+    found = [_fastest_slowest(p, least, np.arange(p.num_chunks) % p.pp)]
+    if p.vpp > 1:
+        stages = _fastest_slowest(p, least.reshape(p.vpp, p.pp).sum(axis=0), np.arange(p.pp))
+        each, left = np.divmod(stages - least.reshape(p.vpp, p.pp).sum(axis=0), p.vpp)
+        # The embedding is in the first chunk and the head in the last: others get what is left.
+        number = np.arange(p.vpp)[:, None]
+        turned = np.where(np.arange(p.pp) == 0, p.vpp - 1 - number, number)
+        found.append((least.reshape(p.vpp, p.pp) + each + (turned < left)).reshape(-1))
+    return np.array(found)
+
+
+def _fastest_slowest(problem: PartitionProblem, least: Any, stage_of: Any) -> Any:
+    """[parts] layers of every part of the model, so that the slowest is as fast as can be.
+
+    Args:
+        problem: layers and stages.
+        least: [parts] layers that each must hold.
+        stage_of: [parts] where each runs.
+    """
+    num = problem.blocks.num_layers + 2
+    work = problem.prefix["forward_s"] + problem.prefix["backward_s"]
+    least = least.copy()
     least[0] += 1
     least[-1] += 1
     worst = np.full(num + 1, np.inf)
     worst[-1] = -np.inf
-    following = np.zeros((p.num_chunks, num + 1), dtype=np.int64)
+    following = np.zeros((len(least), num + 1), dtype=np.int64)
     at = np.arange(num + 1)
-    for k in reversed(range(p.num_chunks)):
-        own = work[k % p.pp][None, :] - work[k % p.pp][:, None]
+    for k in reversed(range(len(least))):
+        own = work[stage_of[k]][None, :] - work[stage_of[k]][:, None]
         slowest = np.maximum(own, worst)
         slowest[at[None, :] - at[:, None] < least[k]] = np.inf
         following[k], worst = slowest.argmin(axis=1), slowest.min(axis=1)
     places = [0]
-    for k in range(p.num_chunks):
+    for k in range(len(least)):
         places.append(int(following[k, places[-1]]))
-    return _layers(np.array([places]))
+    return _layers(np.array([places]))[0]
 
 
-def _made_to_fit(problem: PartitionProblem, starts: Any) -> Any:
-    """[chunks] the partition that lacks the fewest bytes of all that moving layers reaches."""
+def _made_to_fit(problem: PartitionProblem, starts: Any, work: float) -> Any:
+    """[chunks] the partition that lacks the fewest bytes of all that moving layers reaches, until
+    so much was computed."""
     partition, lacks = None, np.inf
     partitions = starts
     for _ in range(_MOST_ROUNDS):
         excess = problem.excess(problem.price(partitions))
+        work -= _PRICED * partitions.size
         if not excess.min() < lacks or lacks <= 0:
             break
         partition, lacks = partitions[int(excess.argmin())], float(excess.min())
         partitions = _neighbours(problem, partition)
-        if not len(partitions):
+        if not len(partitions) or work <= 0:
             break
     return partition
 

@@ -19,16 +19,29 @@ from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import stage_work
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.placement.orders import Array, Orders, anneal, every_order, greedy_orders
+from copus_ext.planner.placement.orders import (
+    Array,
+    Found,
+    Orders,
+    anneal,
+    cheapest,
+    every_order,
+    greedy_orders,
+)
 from copus_ext.planner.placement.pricing import Job, Network, Placement
 from copus_ext.planner.space import points_of, to_rows
 
 EXACT_NODES = 8
-"""Up to so many nodes every order is priced."""
-EVALUATIONS = 40_000
-"""Orders of more nodes that are priced, about; fewer where a pipeline has more than `_SHORT` chunks
-in a row, as those take longer."""
-_SHORT = 8
+"""Up to so many nodes every order is priced, if there are no more than may be looked at."""
+_FEW = 24
+"""Orders that may always be."""
+EVALUATIONS = 40_320
+"""Orders that are looked at, about: all of eight nodes."""
+_PRICED = 0.5
+"""Of these, the share that the chains price where there are no stages; less with more of them."""
+_POLISHED, _SHORT = 0.25, 8
+"""As many again, as a share, are looked at around the best one; fewer where a pipeline has more
+than some chunks in a row, as those take longer."""
 _NO_GAIN = 1e-9
 """Relative gain below which the given order stays."""
 
@@ -65,8 +78,10 @@ class NodeOrder:
     """The same in this order; never more."""
     exact: bool
     """Whether no order is better; otherwise it is the best that a search of bounded length saw."""
+    least_s: float
+    """No order is faster than this; `after_s` where `exact`."""
     num_priced: int
-    """Orders that were priced."""
+    """Orders that were looked at."""
     limits_before: tuple[Limit, ...]
     """What limits the given order: the slowest hop of the slowest replica and the slowest link of a
     ring, for the stage that is through last; those between nodes only."""
@@ -101,7 +116,10 @@ class NodeOrder:
 
     def lines(self) -> list[str]:
         """What was found and why, for people."""
-        seen = "no order is better" if self.exact else f"the best of {self.num_priced} looked at"
+        seen = "no order is better"
+        if not self.exact:
+            seen = f"the best of {self.num_priced} looked at, and none takes less than "
+            seen += f"{self.least_s:.4g} s"
         if self.is_given:
             lines = [f"node order: as given, step {self.before_s:.4g} s over these links; {seen}"]
         else:
@@ -137,56 +155,114 @@ def told(limit: Limit, name: Callable[[int], str]) -> str:
 
 
 def find_order(
-    job: Job, network: Network, *, evaluations: int = EVALUATIONS, seed: int = 0
+    job: Job,
+    network: Network,
+    *,
+    evaluations: int = EVALUATIONS,
+    seed: int = 0,
+    starts: Sequence[Sequence[int]] = (),
+    greedy: bool = True,
 ) -> NodeOrder:
     """The order of nodes with the least predicted step time.
 
-    Exact up to `EXACT_NODES` nodes; beyond, simulated annealing from greedy orders. Never worse
-    than the given order, and the same answer for the same input.
+    Exact up to `EXACT_NODES` nodes, unless they have more orders than may be looked at. Beyond,
+    simulated annealing. Never worse than the given order, and the same answer for the same input.
 
     Args:
         job: what a layout computes and sends.
         network: what it runs on.
-        evaluations: orders to price where not all can be, about.
+        evaluations: orders to look at where it cannot be all, about.
         seed: of the random numbers there.
+        starts: orders to start from there, besides the given one.
+        greedy: whether to start there from greedy orders, too.
 
     Raises:
         SpecError: the layout does not fit the nodes.
     """
     placement = Placement(job, network)
-    given = np.arange(placement.num_nodes)[None]
-    before = float(placement.step_s(given)[0])
-    exact = placement.num_nodes <= EXACT_NODES
-    if exact:
+    found = search_orders(
+        placement, evaluations=evaluations, seed=seed, starts=starts, greedy=greedy
+    )
+    given, names = np.arange(placement.num_nodes), network.links.hosts
+    return NodeOrder(
+        order=found.order,
+        before_s=found.before_s,
+        after_s=found.after_s,
+        exact=found.exact,
+        least_s=found.after_s if found.exact else float(placement.least_s(None)[0]),
+        num_priced=found.num_priced,
+        limits_before=limits(placement, given),
+        limits_after=limits(placement, np.array(found.order)),
+        hosts=tuple(names[node] for node in found.order) if names else (),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """The end of a search for an order; fields as those of `NodeOrder`."""
+
+    order: tuple[int, ...]
+    before_s: float
+    after_s: float
+    exact: bool
+    num_priced: int
+
+
+def search_orders(
+    placement: Placement,
+    *,
+    evaluations: int = EVALUATIONS,
+    seed: int = 0,
+    starts: Sequence[Sequence[int]] = (),
+    greedy: bool = True,
+    known: tuple[Sequence[int], float] | None = None,
+) -> Searched:
+    """What `find_order` finds, for a placement that there is already.
+
+    Args:
+        placement: prices the orders.
+        evaluations: as for `find_order`.
+        seed: as for `find_order`.
+        starts: as for `find_order`.
+        greedy: as for `find_order`.
+        known: an order and its seconds, in place of the given order.
+    """
+    network = placement.network
+    if known is None:
+        given = np.arange(placement.num_nodes)[None]
+        before = float(placement.step_s(given)[0])
+    else:
+        given, before = np.array(known[0], dtype=np.int64)[None], known[1]
+    orders = None
+    if placement.num_nodes <= EXACT_NODES:
         orders = every_order(
             placement.num_nodes,
             equivalent=equivalent_nodes(network),
             turning=placement.turning,
             reversible=_is_symmetric(network.links),
         )
-        costs = placement.step_s(orders)
-        at = int(np.argmin(costs))
-        best, after, priced = orders[at], float(costs[at]), len(orders)
+    exact = orders is not None and len(orders) <= max(evaluations, _FEW)
+    if orders is not None and exact:
+        at, after, _ = cheapest(placement.step_s, placement.least_s, orders)
+        best, priced = orders[at], len(orders)
     else:
-        evaluations //= max(job.layout.pp * job.layout.vpp // _SHORT, 1)
-        found = _anneal(placement, given, evaluations, seed)
+        first = [given, np.array(starts, dtype=np.int64).reshape(-1, placement.num_nodes)]
+        found = _anneal(placement, first, evaluations, seed, greedy)
         best, after, priced = found.order, found.cost, found.num_priced
     if not after < before * (1 - _NO_GAIN):
         best, after = given[0], before
-    names = network.links.hosts
-    return NodeOrder(
+    return Searched(
         order=tuple(int(node) for node in best),
         before_s=before,
         after_s=after,
-        exact=exact,
+        exact=exact or after <= float(placement.least_s(None)[0]) * (1 + _NO_GAIN),
         num_priced=priced,
-        limits_before=limits(placement, given[0]),
-        limits_after=limits(placement, best),
-        hosts=tuple(names[node] for node in best) if names else (),
     )
 
 
-def _anneal(placement: Placement, given: Orders, evaluations: int, seed: int) -> Any:
+def _anneal(
+    placement: Placement, first: list[Orders], evaluations: int, seed: int, greedy: bool
+) -> Found:
     links, traffic = placement.network.links, placement.traffic
     speed = np.array(links.bytes_per_s, dtype=np.float64)
     np.fill_diagonal(speed, np.inf)
@@ -198,8 +274,16 @@ def _anneal(placement: Placement, given: Orders, evaluations: int, seed: int) ->
         a, b = orders[:, places[0]], orders[:, places[1]]
         return (seconds[a, b] * traffic[places]).sum(axis=1) + 1e-30
 
-    starts = np.concatenate([given, greedy_orders(traffic, seconds)])
-    return anneal(placement.step_s, strain, starts, evaluations=evaluations, seed=seed)
+    layout = placement.job.layout
+    return anneal(
+        placement.step_s,
+        placement.least_s,
+        strain,
+        np.concatenate([*first, *([greedy_orders(traffic, seconds)] if greedy else [])]),
+        evaluations=evaluations,
+        polish=int(_POLISHED * evaluations) // max(layout.pp * layout.vpp // _SHORT, 1),
+        seed=seed,
+    )
 
 
 def _is_symmetric(links: Links) -> bool:
@@ -208,7 +292,7 @@ def _is_symmetric(links: Links) -> bool:
     )
 
 
-def equivalent_nodes(network: Network) -> list[list[int]]:
+def equivalent_nodes(network: Network) -> tuple[tuple[int, ...], ...]:
     """Groups of nodes that can be exchanged without any effect."""
     links = network.links
     matrices = [np.array(links.bytes_per_s), np.array(links.latency_s)]
@@ -224,7 +308,7 @@ def equivalent_nodes(network: Network) -> list[list[int]]:
                 break
         else:
             groups.append([node])
-    return [group for group in groups if len(group) > 1]
+    return tuple(tuple(group) for group in groups if len(group) > 1)
 
 
 def limits(placement: Placement, order: Any) -> tuple[Limit, ...]:
@@ -281,8 +365,8 @@ def network_of(cluster: ClusterSpec, c: Constants, slowness: Sequence[float] = (
     return Network(
         gpus_per_node=cluster.gpus_per_node,
         inside_bytes_per_s=min(c.dp_bytes_per_s, cluster.intra_bytes_per_s),
-        nic_bytes_per_s=min(c.nic_bytes_per_s, cluster.nic_bytes_per_s),
-        links=cluster.links,
+        nic_bytes_per_s=cluster.network_bytes_per_s(c),
+        links=cluster.links.both_ways(),
         exchange_s=c.exchange_s,
         ring_s=c.tp_latency_s / 2,
         slowness=tuple(slowness),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,18 @@ _CHAINS = 48
 """Searches that cool down side by side, so that all their orders are priced together."""
 _HOT, _COLD = 0.03, 0.0003
 """Relative growth of the cost that a chain takes as likely as not, at first and at last."""
-_BEAM = 256
-"""Ways to fill the first places that are kept."""
+_BEAM, _BEAM_CELLS = 256, 8192
+"""Ways to fill the first places that are kept, and of how many places all of them may be."""
 _TRUST = 0.5
 """How much the chain that believes most in the guide believes in it."""
 _LONGEST = 0.25
 """Part of an order that a reversed or moved block may have, at most."""
+_AT_FIRST, _AT_ONCE = 48, 4096
+"""Orders that are priced together where most may turn out not to need it."""
+_A_PRICE, _LEAST_PRICED = 50, 8
+"""Orders that are looked at for each that is priced, and how many are priced at least."""
+_ROUNDING = 1e-12
+"""Relative difference of two costs that is none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +44,11 @@ class Found:
     """Orders that were priced."""
 
 
+@functools.lru_cache(maxsize=16)
 def every_order(
     num: int,
     *,
-    equivalent: Sequence[Sequence[int]] = (),
+    equivalent: tuple[tuple[int, ...], ...] = (),
     turning: int = 1,
     reversible: bool = False,
 ) -> Orders:
@@ -53,7 +61,7 @@ def every_order(
         reversible: whether to reverse all these has none either.
 
     Returns:
-        [m, num], first the given order if it is one of those kept.
+        [m, num], first the given order if it is one of those kept; not to be written to.
     """
     orders = np.array(list(itertools.permutations(range(num))), dtype=np.int64)
     keep = np.ones(len(orders), dtype=bool)
@@ -111,6 +119,7 @@ def _sequence(between: Array, *, closing: bool) -> list[int]:
 
 def _beam(between: Array, far: Array, sequence: list[int], *, power: int) -> Orders:
     num = len(between)
+    width = min(_BEAM, max(_BEAM_CELLS // num, num))
     orders = np.full((num, num), -1, dtype=np.int64)
     orders[:, sequence[0]] = np.arange(num)
     strain = np.zeros(num)
@@ -121,99 +130,152 @@ def _beam(between: Array, far: Array, sequence: list[int], *, power: int) -> Ord
         rows = np.arange(len(orders))[:, None]
         total[rows, orders[:, sequence[:step]]] = np.inf
         flat = total.ravel()
-        kept = np.argsort(flat, kind="stable")[:_BEAM]
+        kept = np.argsort(flat, kind="stable")[:width]
         kept = kept[np.isfinite(flat[kept])]
         orders, strain = orders[kept // num], flat[kept]
         orders[:, place] = kept % num
-    return orders[: _BEAM // 4]
+    return orders[: width // 4]
 
 
-def anneal(cost: Cost, guide: Cost, starts: Orders, *, evaluations: int, seed: int = 0) -> Found:
-    """Simulated annealing from the best of some orders, then swaps and turns of three until none
-    helps.
-
-    What is accepted depends on relative changes only, so that units do not matter. The number of
-    orders priced is bounded beforehand: the same input has the same answer on any machine.
+def cheapest(
+    cost: Cost, least: Cost, orders: Orders, *, below: float = np.inf
+) -> tuple[int, float, int]:
+    """The cheapest of some orders, without pricing those that a lower bound rules out.
 
     Args:
         cost: [m, n] orders -> [m] positive costs.
+        least: [m, n] orders -> [m] lower bounds of them.
+        orders: [m, n] which.
+        below: cost that the answer must be less than.
+
+    Returns:
+        Its index (-1: none costs less), its cost, and how many were priced.
+    """
+    low = least(orders)
+    ranked = np.argsort(low, kind="stable")
+    at, best, start, size = -1, below, 0, _AT_FIRST
+    while start < len(ranked) and low[ranked[start]] < best * (1 - _ROUNDING):
+        some = ranked[start : start + size]
+        some = some[low[some] < best * (1 - _ROUNDING)]
+        costs = cost(orders[some])
+        i = int(np.argmin(costs))
+        if costs[i] < best:
+            at, best = int(some[i]), float(costs[i])
+        start, size = start + len(some), min(2 * size, _AT_ONCE)
+    return at, best, start
+
+
+def anneal(
+    cost: Cost,
+    least: Cost,
+    guide: Cost,
+    starts: Orders,
+    *,
+    evaluations: int,
+    polish: int,
+    seed: int = 0,
+) -> Found:
+    """Simulated annealing from the best of some orders, then swaps and turns of three until none
+    helps.
+
+    The chains go by the lower bound, and the costs decide among what they came across. What is
+    accepted depends on relative changes only, so that units do not matter. The number of orders
+    looked at is bounded beforehand: the same input has the same answer on any machine.
+
+    Args:
+        cost: [m, n] orders -> [m] positive costs.
+        least: the same, lower bounds of the costs, which are sooner to have.
         guide: the same, a small preference among orders of equal cost.
         starts: [m, n] orders to begin with.
-        evaluations: orders to price, about.
+        evaluations: orders that the chains look at, about.
+        polish: orders that are looked at after that, about.
         seed: of the random numbers.
     """
     random = np.random.default_rng(seed)
-    begin = cost(starts)
+    begin = least(starts)
     ranked = np.argsort(begin, kind="stable")
     chosen = ranked[np.arange(_CHAINS) % min(len(ranked), _CHAINS // 4)]
     now, current = starts[chosen].copy(), begin[chosen].copy()
     hint = guide(now)
-    best, least = starts[ranked[0]].copy(), float(begin[ranked[0]])
-    priced = len(starts)
+    seen, lowest = now.copy(), current.copy()
     trust = np.linspace(0.0, _TRUST, _CHAINS)
-    rounds = max((evaluations - priced) // _CHAINS, 1)
+    rounds = max((evaluations - len(starts)) // _CHAINS, 1)
     for number in range(rounds):
         heat = _HOT * (_COLD / _HOT) ** (number / rounds)
-        tried = np.stack([_moved(order, random) for order in now])
-        new, new_hint = cost(tried), guide(tried)
+        tried = _moved(now, random)
+        new, new_hint = least(tried), guide(tried)
         growth = (new - current) / current + trust * (new_hint - hint) / hint
         take = random.random(_CHAINS) < np.exp2(-np.maximum(growth, 0.0) / heat)
         now[take], current[take], hint[take] = tried[take], new[take], new_hint[take]
-        at = int(np.argmin(new))
-        if new[at] < least:
-            best, least = tried[at].copy(), float(new[at])
-        priced += _CHAINS
+        better = new < lowest
+        seen[better], lowest[better] = tried[better], new[better]
         if number == rounds // 2:
             # The worse half goes on from where the better half is.
             order = np.argsort(current, kind="stable")
             half = _CHAINS // 2
             for values in (now, current, hint):
                 values[order[half:]] = values[order[: _CHAINS - half]]
-    found = Found(order=best, cost=least, num_priced=priced)
-    return _polish(cost, found, most=evaluations // 4)
+    told = np.unique(np.concatenate([starts[ranked[: _CHAINS // 4]], seen, now]), axis=0)
+    most = max(evaluations // _A_PRICE, _LEAST_PRICED)
+    told = told[np.argsort(least(told), kind="stable")[:most]]
+    costs = cost(told)
+    looked = len(starts) + rounds * _CHAINS + len(told)
+    ends: list[Found] = []
+    for i in np.argsort(costs, kind="stable"):
+        if polish <= 0 and ends:
+            break
+        found = Found(order=told[i], cost=float(costs[i]), num_priced=0)
+        ends.append(_polish(cost, least, found, most=polish))
+        polish -= max(ends[-1].num_priced, 1)
+        looked += ends[-1].num_priced
+    best = min(ends, key=lambda found: found.cost)
+    return Found(order=best.order, cost=best.cost, num_priced=looked)
 
 
-def _moved(order: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
-    """A neighbour: two swapped, one inserted elsewhere, a block reversed, or a block moved."""
-    num = len(order)
+def _moved(orders: Orders, random: np.random.Generator) -> Orders:
+    """A neighbour of each: two swapped, one inserted elsewhere, a block reversed, or a block
+    moved."""
+    chains, num = orders.shape
     longest = max(int(num * _LONGEST), 2)
-    kind, i, j, size = (int(random.integers(most)) for most in (4, num, num, longest))
-    moved = order.copy()
-    if kind == 0 or num < 3:
-        moved[[i, j]] = moved[[j, i]]
-    elif kind == 1:
-        moved = np.insert(np.delete(order, i), j, order[i])
-    elif kind == 2:
-        end = min(i + size + 2, num)
-        moved[i:end] = moved[i:end][::-1]
-    else:
-        end = min(i + size + 1, num)
-        rest = np.delete(order, slice(i, end))
-        moved = np.insert(rest, min(j, len(rest)), order[i:end])
-    return moved
+    kind, i, j, size = (
+        random.integers(most, size=chains)[:, None] for most in (4, num, num, longest)
+    )
+    at = np.arange(num)[None]
+    end = np.minimum(i + size + 1 + (kind == 2), num)
+    inside = (at >= i) & (at < end)
+    length = end - i
+    # Every thing gets a number that says where it goes; between two others is in the middle.
+    target = np.minimum(j, num - length)
+    target = target + np.where(target >= i, length, 0)
+    place = np.where(at == i, j + np.where(j > i, 0.5, -0.5), at)
+    place = np.where(kind == 0, np.where(at == i, j, np.where(at == j, i, at)), place)
+    place = np.where((kind == 2) & inside, i + end - 1 - at, np.where(kind == 2, at, place))
+    moved = np.where(inside, target - 0.75 + 0.5 * (at - i) / num, at)
+    place = np.where(kind == 3, moved, place)
+    return np.take_along_axis(orders, np.argsort(place, axis=1, kind="stable"), axis=1)
 
 
-def _polish(cost: Cost, found: Found, *, most: int) -> Found:
+def _polish(cost: Cost, least: Cost, found: Found, *, most: int) -> Found:
     """Takes the best of all swaps until none helps, then the best of all turns of three.
 
-    Repeats both until neither helps, or until about `most` orders were priced.
+    Repeats both until neither helps, or until a further turn would look at more than `most` orders.
     """
-    num, best, least = len(found.order), found.order, found.cost
+    num, best, below = len(found.order), found.order, found.cost
     turns = num * (num - 1) * (num - 2) // 3
     near = [_cycles(num, size) for size in (2, 3) if size <= num and (size == 2 or turns <= most)]
-    priced, left = 0, near
-    while left and priced < most:
+    looked, left = 0, near
+    while left and looked + len(left[0]) <= most:
         tried = best[left[0]]
-        costs = cost(tried)
-        priced += len(tried)
-        at = int(np.argmin(costs))
-        if costs[at] < least:
-            best, least, left = tried[at], float(costs[at]), near
+        at, lower, _ = cheapest(cost, least, tried, below=below)
+        looked += len(tried)
+        if at >= 0:
+            best, below, left = tried[at], lower, near
         else:
             left = left[1:]
-    return Found(order=best, cost=least, num_priced=found.num_priced + priced)
+    return Found(order=best, cost=below, num_priced=found.num_priced + looked)
 
 
+@functools.lru_cache(maxsize=8)
 def _cycles(num: int, size: int) -> Orders:
     """[m, num] every way to move so many things, each to the place of the next, others kept."""
     ways = []

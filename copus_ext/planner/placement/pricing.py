@@ -6,7 +6,9 @@ place 0 of an order holds ranks 0 to G - 1. An order says which node takes which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from copus_ext.cost_model.cluster_spec import Links
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import EndOfStep
+from copus_ext.planner.partition import bound
 from megatron.training.config.layout import Layout
 
 Array = NDArray[np.float64]
@@ -80,7 +83,7 @@ class Edges:
     kind: NDArray[np.int64]
     """[e] row of the table of seconds per byte."""
 
-    @property
+    @cached_property
     def stage(self) -> NDArray[np.int64]:
         """[e] whose ring it is."""
         counts = np.diff(np.append(self.starts, len(self.source)))
@@ -142,6 +145,10 @@ class Placement:
         self._ring_inverse = np.maximum(inverse, 1.0 / inside)
         hop_s = self.network.exchange_s + self._latency + job.hop_bytes * inverse
         self._hop_s = np.maximum(hop_s, hop_s.transpose(0, 2, 1))
+        # The best link of all, where not one order but all of them are asked for.
+        self._away = ~own if self.num_nodes > 1 else own
+        self._least_hop_s = self._hop_s[:, self._away].min(axis=1)
+        self._least_latency = float(self._latency[self._away].min())
 
     def _ring_edges(self) -> dict[str, Any] | None:
         job = self.job
@@ -211,32 +218,67 @@ class Placement:
         parts = [self.stages_s(orders[i : i + size]) for i in range(0, len(orders), size)]
         return np.concatenate([part.max(axis=0) for part in parts])
 
+    def least_s(self, orders: Orders | None) -> Array:
+        """Lower bounds of the seconds of a step, for much less than `step_s`.
+
+        Args:
+            orders: [m, places] the node at every place; None: all orders together.
+
+        Returns:
+            [m] seconds, or [1] that no order beats.
+        """
+        job = self.job
+        forward, backward = self._work(orders)
+        hop = np.zeros((job.layout.pp, 1, 1))
+        if job.layout.pp > 1:
+            hops = np.moveaxis(self.hops_s(orders), 2, 0)
+            hop = np.zeros((job.layout.pp, *hops.shape[1:]))
+            hop[: len(hops)] = hops
+        end = self._end_s(orders)[..., None]
+        least = bound.least_step_s(forward, backward, hop, end, job.num_microbatches)
+        if orders is None and self._slowness is not None:
+            # The slowest node is somewhere, and does the passes of some stage.
+            work = (forward + backward).sum(axis=1).min() / self._slowness.min()
+            slowest = job.num_microbatches * work * self._slowness.max()
+            least = np.maximum(least, slowest)
+        num = 1 if orders is None else len(orders)
+        return np.broadcast_to(least.max(axis=1), num) + job.fixed_s
+
     def stages_s(self, orders: Orders) -> Array:
         """[pp, m] when every stage of the slowest replica is through with a step."""
-        clocks = self.clocks_s(orders).max(axis=2)
-        reduce, gather, optimizer = self.job.end.seconds(lambda size: self.ring_s(orders, size))
-        optimizer = optimizer * self.slowness_of_stages(orders)
-        return clocks + reduce + gather + optimizer + self.job.fixed_s
+        return self.clocks_s(orders).max(axis=2) + self._end_s(orders) + self.job.fixed_s
 
-    def slowness_of_stages(self, orders: Orders) -> Array:
-        """[pp, m] that of the slowest node of every stage."""
+    def _end_s(self, orders: Orders | None) -> Array:
+        """[pp, m] seconds behind the last backward pass."""
+        reduce, gather, optimizer = self.job.end.seconds(self._rings(orders))
+        return reduce + gather + optimizer * self.slowness_of_stages(orders)
+
+    def slowness_of_stages(self, orders: Orders | None) -> Array:
+        """[pp, m] that of the slowest node of every stage; of all orders the least there is."""
         if self._slowness is None:
-            return np.ones((self.job.layout.pp, len(orders)))
+            return np.ones((self.job.layout.pp, 1 if orders is None else len(orders)))
+        if orders is None:
+            return np.full((self.job.layout.pp, 1), self._slowness.min())
         return np.moveaxis(self._slowness[orders[:, self.places]], 0, 2).max(axis=1)
+
+    def _work(self, orders: Orders | None) -> tuple[Array, Array]:
+        """[pp, vpp, m, paths] seconds of the passes of a chunk, or what broadcasts to them."""
+        job, factor = self.job, 1.0
+        if self._slowness is not None:
+            factor = self._slowness.min()
+            if orders is not None:
+                factor = np.moveaxis(self._slowness[orders[:, self.paths]], 2, 0)[:, None]
+        shape = (job.layout.pp, job.layout.vpp, 1, 1)
+        return np.reshape(job.forward_s, shape) * factor, np.reshape(job.backward_s, shape) * factor
 
     def clocks_s(self, orders: Orders) -> Array:
         """[pp, m, paths] when the last pass of a stage is done."""
         job, num, columns = self.job, len(orders), self.num_columns
         pp, vpp = job.layout.pp, job.layout.vpp
-        forward, backward = (
-            np.reshape(part, (pp, vpp, 1, 1)) for part in (job.forward_s, job.backward_s)
-        )
-        if self._slowness is not None:
-            factor = np.moveaxis(self._slowness[orders[:, self.paths]], 2, 0)[:, None]
-            forward, backward = forward * factor, backward * factor
         shape, flat = (pp, vpp, num, columns), (pp, vpp, num * columns)
-        forward = np.broadcast_to(forward, shape).reshape(flat)
-        backward = np.broadcast_to(backward, shape).reshape(flat)
+        forward, backward = (
+            np.broadcast_to(part, shape).reshape(flat) for part in self._work(orders)
+        )
         hop = np.zeros((1, flat[2]))
         if pp > 1:
             hop = np.moveaxis(self.hops_s(orders), 2, 0).reshape(-1, flat[2])
@@ -244,45 +286,75 @@ class Placement:
         clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
         return clocks.reshape(pp, num, columns)
 
-    def hops_s(self, orders: Orders) -> Array:
+    def hops_s(self, orders: Orders | None) -> Array:
         """[m, paths, boundaries] seconds of a pipeline message; the boundary from the last stage to
-        the first only where stages have several chunks."""
+        the first only where stages have several chunks. Of all orders the least there is."""
+        if orders is None:
+            following = self.paths[:, self._following]
+            same = self.paths[:, : following.shape[1]] == following
+            inside, away = self._hop_s[self._hop_kind, 0, 0], self._least_hop_s[self._hop_kind]
+            return np.where(same, inside, away)[None]
         nodes = orders[:, self.paths]
         following = nodes[..., self._following]
         return self._hop_s[self._hop_kind, nodes[..., : following.shape[2]], following]
 
-    def ring_s(self, orders: Orders, num_bytes: Any) -> Array:
-        """[pp, m] seconds to reduce-scatter or all-gather [pp, 1 or m] bytes over the replicas."""
+    def ring_s(self, orders: Orders | None, num_bytes: Any) -> Array:
+        """[pp, m] seconds to reduce-scatter or all-gather [pp, 1 or m] bytes over the replicas; of
+        all orders the least there is."""
+        return self._rings(orders)(num_bytes)
+
+    def _rings(self, orders: Orders | None) -> Callable[[Any], Array]:
+        """`ring_s` of some orders, as a function of the bytes."""
+        job = self.job
         if self.ring is None:
-            return np.zeros((self.job.layout.pp, len(orders)))
-        links = self.ring_links_s(orders, num_bytes)
-        seconds = np.maximum.reduceat(links, self.ring.starts, axis=0) * (self.job.layout.dp - 1)
+            nothing = np.zeros((job.layout.pp, 1 if orders is None else len(orders)))
+            return lambda num_bytes: nothing
+        flat, across = self._wires(self.ring, orders, self._ring_inverse), None
         if self.across is not None:
-            links = self.across_links_s(orders, num_bytes)
-            number = self.job.layout.dp // self._inside
-            staged = np.maximum.reduceat(links, self.across.starts, axis=0) * (number - 1)
-            share = (self._inside - 1) / self._inside / self.network.inside_bytes_per_s
-            seconds = np.minimum(seconds, staged + share * num_bytes)
-        return seconds + self.network.ring_s
+            across = self._wires(self.across, orders, self._across_inverse)
+
+        def seconds(num_bytes: Any) -> Array:
+            assert self.ring is not None
+            links = self._links_s(self.ring, flat, num_bytes)
+            found = np.maximum.reduceat(links, self.ring.starts, axis=0) * (job.layout.dp - 1)
+            if self.across is not None and across is not None:
+                links = self._links_s(self.across, across, num_bytes)
+                number = job.layout.dp // self._inside
+                staged = np.maximum.reduceat(links, self.across.starts, axis=0) * (number - 1)
+                share = (self._inside - 1) / self._inside / self.network.inside_bytes_per_s
+                found = np.minimum(found, staged + share * num_bytes)
+            return found + self.network.ring_s
+
+        return seconds
 
     def ring_links_s(self, orders: Orders, num_bytes: Any) -> Array:
         """[edges, m] seconds of a ring's step over every link, through all ranks."""
         assert self.ring is not None
-        return self._links_s(self.ring, orders, num_bytes / self.job.layout.dp, self._ring_inverse)
+        wires = self._wires(self.ring, orders, self._ring_inverse)
+        return self._links_s(self.ring, wires, num_bytes)
 
     def across_links_s(self, orders: Orders, num_bytes: Any) -> Array:
         """The same for the rings across nodes, after those inside them."""
         assert self.across is not None
-        # All ranks of a stage in a node take their part: of the bytes, and of the links.
-        return self._links_s(
-            self.across, orders, num_bytes / self.job.layout.dp, self._across_inverse
-        )
+        wires = self._wires(self.across, orders, self._across_inverse)
+        return self._links_s(self.across, wires, num_bytes)
 
-    def _links_s(self, edges: Edges, orders: Orders, num_bytes: Any, inverse: Array) -> Array:
+    def _wires(self, edges: Edges, orders: Orders | None, inverse: Array) -> tuple[Array, Array]:
+        """[edges, m] latency, and seconds per byte."""
+        if orders is None:
+            away = (edges.source != edges.target)[:, None]
+            best = inverse[:, self._away].min(axis=1)[edges.kind, None]
+            per_byte = np.where(away, best, inverse[edges.kind, 0, 0, None])
+            return np.where(away, self._least_latency, 0.0), per_byte
         a, b = orders[:, edges.source].T, orders[:, edges.target].T
-        columns = np.shape(num_bytes)[1] if np.ndim(num_bytes) == 2 else 1
-        size = np.broadcast_to(num_bytes, (self.job.layout.pp, columns))[edges.stage]
-        return self._latency[a, b] + size * inverse[edges.kind[:, None], a, b]
+        return self._latency[a, b], inverse[edges.kind[:, None], a, b]
+
+    def _links_s(self, edges: Edges, wires: tuple[Array, Array], num_bytes: Any) -> Array:
+        # All ranks of a stage in a node take their part: of the bytes, and of the links.
+        size = np.asarray(num_bytes) / self.job.layout.dp
+        columns = size.shape[1] if size.ndim == 2 else 1
+        size = np.broadcast_to(size, (self.job.layout.pp, columns))
+        return wires[0] + size[edges.stage] * wires[1]
 
 
 def _check(job: Job, network: Network) -> None:

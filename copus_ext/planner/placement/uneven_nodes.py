@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,142 +18,68 @@ from tqdm import tqdm
 
 from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import GPUS, ClusterSpec, NodeSpec, of_gpu
-from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.layer_time import hop_bytes
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import end_of_step
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
 from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.search import MOST_WORK, least_of_all
+from copus_ext.planner.placement.fitted_layout import FittedLayout
 from copus_ext.planner.placement.node_order import (
-    EVALUATIONS,
-    Limit,
     equivalent_nodes,
-    find_order,
     limits,
     network_of,
-    told,
+    search_orders,
     uniform_links,
 )
 from copus_ext.planner.placement.orders import every_order
 from copus_ext.planner.placement.pricing import Job, Placement
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 
 EVERY_ORDER_NODES = 5
 """Up to so many nodes the best partition of every order is searched."""
-_ROUNDS = 4
 _OF_A_LAYOUT = 2
 """Configurations of a layout that are looked at."""
 _LAYOUTS = 64
-_CLOSELY = 6
-"""Layouts that get a whole search where there are many nodes."""
-_QUICK = 1500
+_FITTED, _CLOSELY = 32, 4
+"""Configurations that are fitted to the nodes: of those with memory enough the ones of the least
+lower bounds. The fastest of them get a longer search."""
 _ENOUGH = 4096
+_KNOWN = 8
+"""Orders of other layouts that a search starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FittedLayout:
-    """A configuration with the order of nodes and the partition of layers that suit it best."""
+class Effort:
+    """What the search for one layout may look at: counted, so that every machine answers the
+    same."""
 
-    configuration: Configuration
-    """Layout, batch and memory options, as for even nodes."""
-    order: tuple[int, ...]
-    """Node at every place, by its number in the cluster file."""
-    hosts: tuple[str, ...]
-    """Names of the nodes by number; empty if they have none."""
-    partition: LayerPartition
-    """Layers of every chunk."""
-    even: tuple[int, ...]
-    """Layers of every chunk with even stages."""
-    given_s: float
-    """Seconds of a step with the nodes as given and even stages."""
-    ordered_s: float
-    """The same with the best order of nodes alone."""
-    recut_s: float | None
-    """The same with the best partition alone; None where none fits."""
-    step_s: float
-    """With both."""
-    fits_as_given: bool
-    """Whether the nodes as given have the memory for even stages."""
-    slowness: tuple[float, ...]
-    """[pp] seconds of a layer on the slowest node of a stage over those on a usual one."""
-    places: tuple[tuple[int, ...], ...]
-    """[pp, dp] place of every stage of every replica."""
-    limits: tuple[Limit, ...]
-    """Links that the slowest stage waits for."""
+    evaluations: int = 8_000
+    """Orders for even stages, about."""
+    refined: int = 1_000
+    """Orders for each partition found, about."""
+    work: float = 1e8
+    """What may be computed to find partitions, in all; see `partition.search.MOST_WORK`."""
+    rounds: int = 2
+    """Times that order and partition are improved in turn, from every start."""
+    starts: int = 3
+    """Orders to start from."""
 
     @property
-    def gain(self) -> float:
-        """Part of the step that order and partition save."""
-        return 1.0 - self.step_s / self.given_s
+    def one_work(self) -> float:
+        """What may be computed to find one partition."""
+        return self.work / (self.starts * self.rounds)
 
-    @property
-    def names(self) -> list[str]:
-        """The nodes in their order."""
-        return [self.name(node) for node in self.order]
 
-    @property
-    def repartitioned(self) -> Configuration:
-        """The configuration with its partition."""
-        layout = dataclasses.replace(
-            self.configuration.layout, layer_partition=self.partition.layers
-        )
-        return dataclasses.replace(self.configuration, layout=layout)
-
-    @property
-    def flags(self) -> list[str]:
-        """Megatron's flags."""
-        return self.repartitioned.to_flags()
-
-    def name(self, node: int) -> str:
-        """What a node is called."""
-        return self.hosts[node] if self.hosts else str(node)
-
-    def lines(self) -> list[str]:
-        """What was found and why, for people."""
-        alone = "" if self.recut_s is None else f", the best partition alone {self.recut_s:.4g} s"
-        lines = [
-            f"nodes as given and even stages take {self.given_s:.4g} s"
-            f"{'' if self.fits_as_given else ' and do not fit'}, the best order alone "
-            f"{self.ordered_s:.4g} s{alone}, both {self.step_s:.4g} s: "
-            f"{100 * self.gain:.1f} % less",
-            f"  nodes: {','.join(self.names)}",
-        ]
-        pp, vpp = self.configuration.layout.pp, self.configuration.layout.vpp
-        for stage in range(pp):
-            now, even = (
-                sum(partition[stage::pp]) for partition in (self.partition.layers, self.even)
-            )
-            nodes = sorted({self.order[place] for place in self.places[stage]})
-            slow = self.slowness[stage]
-            if now == even and not slow > 1.001:
-                continue
-            pace = f" at {1 / slow:.2f} of the usual speed" if abs(slow - 1) > 1e-3 else ""
-            chunks = f" in {vpp} chunks" if vpp > 1 else ""
-            which = "node" if len(nodes) == 1 else "nodes"
-            names = ",".join(self.name(node) for node in nodes)
-            instead = f" instead of {even}" if now != even else ""
-            lines.append(f"  stage {stage} on {which} {names}{pace}: {now} layers{chunks}{instead}")
-        lines += [f"  limit: {told(limit, self.name)}" for limit in self.limits]
-        return [*lines, f"  flags: {shlex.join(self.flags)}"]
-
-    def to_json(self, rank: int) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "rank": rank,
-            "configuration": {**self.repartitioned.to_json(), "node_order": self.names},
-            "flags": self.flags,
-            "order": self.names,
-            "cut": self.partition.to_json(),
-            "given_s": self.given_s,
-            "ordered_s": self.ordered_s,
-            "recut_s": self.recut_s,
-            "step_s": self.step_s,
-            "gain": self.gain,
-            "fits_as_given": self.fits_as_given,
-            "slowness": list(self.slowness),
-        }
+THOROUGH = Effort()
+QUICK = Effort(evaluations=0, refined=400, work=1.5e7, rounds=1, starts=1)
+FIRST = Effort(evaluations=2_000, refined=400, work=6e7, rounds=1, starts=4)
+"""Where no order is known that suits layouts of as many stages."""
 
 
 class Site:
@@ -163,25 +88,33 @@ class Site:
     Args:
         planner: of the model on the cluster.
         configuration: layout, batch and memory options.
+        factor: measured seconds over predicted ones; all seconds of an answer have it.
 
     Raises:
         SpecError: tensor parallelism across nodes, or ranks that do not fill the nodes.
         ValueError: recompute `block`, whose layers have no cost of their own.
     """
 
-    def __init__(self, planner: Planner, configuration: Configuration) -> None:
-        self.planner, self.configuration = planner, configuration
+    def __init__(self, planner: Planner, configuration: Configuration, factor: float = 1.0) -> None:
+        self.planner, self.configuration, self.factor = planner, configuration, factor
         model, cluster, self.constants = planner.model, planner.cluster, planner.constants
         self._base = dataclasses.replace(cluster, nodes=())
         self.rows = to_rows(model, self._base, points_of([configuration])).full()
         self.slowness = slowness_of(model, cluster, configuration, self.constants)
-        linked = dataclasses.replace(self._base, links=cluster.links or uniform_links(cluster))
+        linked = self._base
+        if cluster.links is None:
+            # Links that were not measured reach a share of the nominal network.
+            reached = self._base.network_bytes_per_s(self.constants)
+            linked = dataclasses.replace(self._base, nic_bytes_per_s=reached)
+            linked = dataclasses.replace(linked, links=uniform_links(linked))
         self.network = network_of(linked, self.constants, self.slowness)
         share = planner.safe_bytes / planner.limit_bytes * (1 - planner.memory_margin)
         memory = [node.gpu.memory_bytes for node in cluster.nodes]
         self._limit_bytes = share * np.array(memory or [cluster.gpu.memory_bytes] * self.num_nodes)
         self.layers = spread(model.num_layers, configuration.layout.pp * configuration.layout.vpp)
-        self._places = Placement(self._job(self.layers), self.network)
+        self._priced: dict[tuple[int, ...], Placement] = {}
+        self._seconds: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._places = self.placement(self.layers)
 
     @property
     def num_nodes(self) -> int:
@@ -208,9 +141,8 @@ class Site:
         slow = places.slowness_of_stages(orders)
 
         def end(held: Any, backward: Any) -> Any:
-            same = np.repeat(orders, held.shape[1], axis=0)
             behind = end_of_step(self.rows, self.constants, held, backward)
-            reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(same, size))
+            reduce, gather, optimizer = behind.seconds(lambda size: places.ring_s(orders, size))
             return reduce + gather + optimizer * slow
 
         return PartitionProblem.of(
@@ -239,25 +171,86 @@ class Site:
 
     def placement(self, layers: Sequence[int]) -> Placement:
         """Prices orders for a partition."""
-        return Placement(self._job(layers), self.network)
+        key = tuple(layers)
+        if key not in self._priced:
+            self._priced[key] = Placement(self._job(key), self.network)
+        return self._priced[key]
 
     def step_s(self, order: Sequence[int], layers: Sequence[int]) -> float:
         """Seconds of a step."""
-        return float(self.placement(layers).step_s(np.array([order], dtype=np.int64))[0])
+        key = tuple(order), tuple(layers)
+        if key not in self._seconds:
+            orders = np.array([order], dtype=np.int64)
+            self._seconds[key] = float(self.placement(layers).step_s(orders)[0])
+        return self._seconds[key]
 
     def fits(self, order: Any, layers: Sequence[int]) -> bool:
         """Whether every stage has the memory it needs."""
         problem = self.problem(order)
         return bool(problem.excess(problem.price([list(layers)]))[0] <= 0)
 
-    def best_layers(self, order: Any) -> tuple[int, ...] | None:
+    @functools.cached_property
+    def least_s(self) -> float:
+        """Seconds that no order of nodes with any partition beats.
+
+        All work at the pace of all stages together, each with the fastest nodes it could have, over
+        the best links. With it comes either the way of one micro-batch through all stages, or all
+        reductions and the optimizer.
+        """
+        c, places = self.configuration, self._places
+        pp, count = c.layout.pp, c.num_microbatches
+        if pp == 1:
+            return float(places.least_s(None)[0])
+        blocks = self._costs.blocks
+        forward, backward = float(blocks.forward_s.sum()), float(blocks.backward_s.sum())
+        speeds = self._stage_speeds()
+        total, most, slowest = float(speeds.sum()), float(speeds.max()), 1.0
+        if self.slowness:
+            slowest = 1.0 / max(self.slowness)
+        fixed = self.constants.factors.compute * self.constants.step_s
+        held = np.array([[0.0], [float(blocks.parameters.sum())]])
+        behind = end_of_step(self.rows, self.constants, held, np.array([[0.0], [backward]]))
+
+        def ring(size: Any) -> Any:
+            # Of all stages together; only those of the second row are asked for.
+            return places.ring_s(None, np.broadcast_to(size, held.shape)[1:]).min()
+
+        reduce, gather, optimizer = (
+            float(np.broadcast_to(x, held.shape)[1, 0]) for x in behind.seconds(ring)
+        )
+        # The first stage hides less than one backward pass of all layers takes.
+        end = max(reduce - backward, 0.0) + gather + optimizer / most
+        at_end = count * (forward + backward) / total + slowest / total * end
+        if c.layout.vpp > 1:
+            return at_end + fixed
+        hops = places.hops_s(None)[0].min(axis=0)
+        turn = (count - 1) * (backward + slowest * 2 * float(hops.sum()))
+        turn = (turn + max(count - pp, 0) * forward) / total
+        through = (forward + backward) / most + 2 * float(hops.sum())
+        return max(at_end, through + turn) + fixed
+
+    def _stage_speeds(self) -> Any:
+        """[pp] speeds that the fastest, second fastest, ... stage has at most."""
+        pp = self.configuration.layout.pp
+        speeds = np.sort(1.0 / np.array(self.slowness or [1.0] * self.num_nodes))[::-1]
+        if self.num_nodes % pp == 0:
+            return speeds.reshape(pp, -1).min(axis=1)
+        if pp % self.num_nodes == 0:
+            return np.repeat(speeds, pp // self.num_nodes)
+        return np.full(pp, speeds[0])
+
+    def best_layers(
+        self, order: Any, *, work: float = MOST_WORK, starts: Sequence[Sequence[int]] = ()
+    ) -> tuple[int, ...] | None:
         """The fastest partition for an order of the nodes; None where none fits."""
         if self.configuration.layout.pp == 1:
             return self.layers if self.fits(order, self.layers) else None
-        found = best_partition(self.problem(order))
+        found = best_partition(self.problem(order), most_work=work, starts=[self.layers, *starts])
         return found.layers if isinstance(found, LayerPartition) else None
 
-    def fit(self, *, evaluations: int = EVALUATIONS, every: bool = True) -> FittedLayout | None:
+    def fit(
+        self, effort: Effort = THOROUGH, *, every: bool = True, starts: Sequence[Any] = ()
+    ) -> FittedLayout | None:
         """The order and partition with the shortest step; None where nothing that was tried fits.
 
         Up to `EVERY_ORDER_NODES` nodes it searches the best partition of every order. Beyond, it
@@ -266,13 +259,22 @@ class Site:
         that fits.
 
         Args:
-            evaluations: orders to price in each search for one, about.
+            effort: what may be looked at.
             every: search the best partition of every order where there are few nodes.
+            starts: orders that suit layouts like this one.
         """
         given = tuple(range(self.num_nodes))
-        ordered = find_order(self._job(self.layers), self.network, evaluations=evaluations)
+        ordered = search_orders(
+            self._places,
+            evaluations=effort.evaluations,
+            starts=starts,
+            greedy=not starts,
+            known=(given, self.step_s(given, self.layers)),
+        )
+        self._seconds[ordered.order, self.layers] = ordered.after_s
         found: dict[tuple[Any, Any], float] = {}
-        for order, layers in self._tried(given, ordered.order, evaluations, every):
+        first = tuple(dict.fromkeys([*starts[:1], ordered.order, given]))
+        for order, layers in self._tried(first, effort, every):
             if (order, layers) not in found:
                 found[order, layers] = self.step_s(order, layers)
         given_s = self.step_s(given, self.layers)
@@ -285,56 +287,108 @@ class Site:
         best = min(
             found, key=lambda k: (round(found[k] / given_s, 9), k[0] != given, k[1] != self.layers)
         )
+        fitted = self._fitted(best, found[best], given_s, ordered.after_s)
+        return self.finished(fitted, effort.one_work) if every else fitted
+
+    def finished(self, fitted: FittedLayout, work: float) -> FittedLayout:
+        """The same with what only those need that are shown: the seconds of the best partition
+        alone, which is taken if it is faster, and the links that limit."""
+        given = tuple(range(self.num_nodes))
+        alone = self.best_layers(given, work=work, starts=[fitted.partition.layers])
+        recut_s = None
+        if alone is not None:
+            given_s, step_s = fitted.given_s / self.factor, self.step_s(given, alone)
+            if fitted.fits_as_given and given_s < step_s:
+                alone, step_s = self.layers, given_s
+            recut_s = self.factor * step_s
+            if recut_s < fitted.step_s:
+                ordered_s = fitted.ordered_s / self.factor
+                fitted = self._fitted((given, alone), step_s, given_s, ordered_s)
+        found = limits(self.placement(fitted.partition.layers), np.array(fitted.order))
+        return dataclasses.replace(fitted, recut_s=recut_s, limits=found)
+
+    def _fitted(
+        self, best: tuple[Any, Any], step_s: float, given_s: float, ordered_s: float
+    ) -> FittedLayout:
+        """The answer for an order and a partition, whose seconds are predicted ones."""
         order, layers = best
-        alone = self.best_layers(given)
-        placement = self.placement(layers)
-        hosts = self.network.links.hosts
+        slow = self._places.slowness_of_stages(np.array([order]))[:, 0]
+        partition, factor = price_partition(self.problem(order), layers), self.factor
+        seconds = {n: factor * getattr(partition, n) for n in ("step_s", "least_step_s")}
         return FittedLayout(
             configuration=self.configuration,
             order=order,
-            hosts=tuple(hosts),
-            partition=price_partition(self.problem(order), layers),
+            hosts=tuple(self.network.links.hosts),
+            partition=dataclasses.replace(partition, **seconds),
             even=self.layers,
-            given_s=given_s,
-            ordered_s=ordered.after_s,
-            recut_s=self.step_s(given, alone) if alone else None,
-            step_s=found[best],
-            fits_as_given=self.fits(given, self.layers),
-            slowness=tuple(float(x) for x in placement.slowness_of_stages(np.array([order]))[:, 0]),
+            given_s=factor * given_s,
+            ordered_s=factor * ordered_s,
+            recut_s=None,
+            step_s=factor * step_s,
+            least_s=factor * min(self.least_s, step_s),
+            measured_factor=factor,
+            fits_as_given=self.fits(tuple(range(self.num_nodes)), self.layers),
+            slowness=tuple(float(x) for x in slow),
             places=tuple(tuple(int(x) for x in row) for row in self._places.places),
-            limits=limits(placement, np.array(order)),
+            limits=(),
         )
 
     def _tried(
-        self, given: tuple[int, ...], ordered: tuple[int, ...], evaluations: int, every: bool
+        self, first: tuple[tuple[int, ...], ...], effort: Effort, every: bool
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Orders with partitions that fit."""
         if every and self.num_nodes <= EVERY_ORDER_NODES:
-            same = [
-                g for g in equivalent_nodes(self.network) if len(set(self._limit_bytes[g])) == 1
-            ]
-            for order in every_order(self.num_nodes, equivalent=same, turning=self._places.turning):
-                if layers := self.best_layers(order):
-                    yield tuple(int(n) for n in order), layers
+            yield from self._every_order(effort.work)
             return
         pace = self.slowness or (1.0,) * self.num_nodes
-        up = tuple(sorted(given, key=lambda n: pace[n]))
-        down = tuple(sorted(given, key=lambda n: -pace[n]))
-        for start in dict.fromkeys((given, ordered, up, down)):
-            order, least = start, float("inf")
-            for _ in range(_ROUNDS):
-                layers = self.best_layers(order)
+        nodes = range(self.num_nodes)
+        up = tuple(sorted(nodes, key=lambda n: pace[n]))
+        down = tuple(sorted(nodes, key=lambda n: -pace[n]))
+        first = tuple(dict.fromkeys((*first, up, down)))[: effort.starts]
+        work = effort.one_work
+        known: dict[Any, Any] = {}
+        for order in first:
+            least = float("inf")
+            for _ in range(effort.rounds):
+                if order not in known:
+                    more = [layers for layers in known.values() if layers is not None]
+                    known[order] = self.best_layers(order, work=work, starts=more)
+                layers = known[order]
                 if layers is None:
                     break
                 yield order, layers
                 step_s = self.step_s(order, layers)
-                if not step_s < least:
+                if not step_s < least or not effort.refined:
                     break
                 least = step_s
-                found = find_order(self._job(layers), self.network, evaluations=evaluations)
+                found = search_orders(
+                    self.placement(layers),
+                    evaluations=effort.refined,
+                    greedy=False,
+                    known=(order, step_s),
+                )
+                self._seconds[found.order, layers] = found.after_s
                 if found.order == order or not self.fits(found.order, layers):
                     break
                 order = found.order
+                yield order, layers
+
+    def _every_order(self, work: float) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The best partition of every order that could be the best of all."""
+        same = tuple(
+            g
+            for g in equivalent_nodes(self.network)
+            if len(set(self._limit_bytes[list(g)].tolist())) == 1
+        )
+        orders = every_order(self.num_nodes, equivalent=same, turning=self._places.turning)
+        bounds = [least_of_all(self.problem(order)) for order in orders]
+        fastest = float("inf")
+        for i in np.argsort(bounds, kind="stable"):
+            order = tuple(int(n) for n in orders[i])
+            if bounds[i] > fastest:
+                continue
+            if layers := self.best_layers(order, work=work / len(orders)):
+                fastest = min(fastest, self.step_s(order, layers))
                 yield order, layers
 
 
@@ -383,54 +437,104 @@ def spread(num_layers: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (k < left) for k in range(chunks))
 
 
-def rank_on_nodes(planner: Planner, batch: int) -> list[FittedLayout]:
+def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[FittedLayout]:
     """The configurations of a batch on nodes and links as they are, fastest first.
 
-    Times are the cost model's: measured ones are of the nodes as they stood, and are not used.
+    A layout that a lower bound rules out of the best few is not searched. The best of those that
+    are get a second, longer search. Measured times enter as factors (`_as_if_even`).
 
     Args:
         planner: of the model on the cluster.
         batch: samples of a step.
+        top: how many are of interest.
 
     Raises:
         SpecError: a description that makes no sense.
     """
-    proposed = _proposed(planner, batch)
-    found = _fitted(planner, proposed, evaluations=_QUICK, every=False)
-    closely = [x.configuration for x in found[:_CLOSELY]]
-    rest = found[len(closely) :]
-    whole = _fitted(planner, closely, evaluations=EVALUATIONS, every=True)
-    return sorted([*whole, *rest], key=_seconds_per_sample)
+    sites = sorted(_proposed(planner, batch), key=_least_sample_s)
+    found: list[tuple[FittedLayout, Site]] = []
+    # No thread for one bar: a program that uses this function may mind signals.
+    tqdm.monitor_interval = 0
+    for site in tqdm(sites, unit="layout", delay=2, leave=False):
+        if len(found) >= top and _least_sample_s(site) > found[top - 1][0].sample_s:
+            break
+        if len(found) == _FITTED:
+            break
+        known = _orders_for(site, found)
+        fitted = site.fit(QUICK if known else FIRST, every=False, starts=known)
+        if fitted is not None:
+            found.append((fitted, site))
+            found.sort(key=lambda x: x[0].sample_s)
+    for i, (fitted, site) in enumerate(found[: max(_CLOSELY, top)]):
+        if i < _CLOSELY and _least_sample_s(site) <= min(x.sample_s for x, _ in found):
+            again = site.fit(starts=[fitted.order, *_orders_for(site, found)])
+            if again is not None and again.step_s < fitted.step_s:
+                fitted = again
+        if not fitted.limits:
+            fitted = site.finished(fitted, QUICK.one_work)
+        found[i] = fitted, site
+    return sorted((fitted for fitted, _ in found), key=lambda x: x.sample_s)
 
 
-def _proposed(planner: Planner, batch: int) -> list[Configuration]:
+def _orders_for(site: Site, found: Sequence[tuple[FittedLayout, Site]]) -> list[tuple[int, ...]]:
+    """Orders that suit layouts of as many stages, whose ranks are at the same places; the order of
+    the fastest of them first."""
+    pp = site.configuration.layout.pp
+    orders = (fitted.order for fitted, _ in found if fitted.configuration.layout.pp == pp)
+    return list(dict.fromkeys(orders))[:_KNOWN]
+
+
+def _least_sample_s(site: Site) -> float:
+    return site.factor * site.least_s / site.configuration.global_batch_size
+
+
+def _proposed(planner: Planner, batch: int) -> list[Site]:
     """The best few configurations of every layout on even nodes with the most memory there is; of
     those whose layers can be split, and no two that differ in the optimizer's sharding alone."""
     cluster = planner.cluster
     memory = max([cluster.gpu.memory_bytes, *(n.gpu.memory_bytes for n in cluster.nodes)])
     even = dataclasses.replace(
-        cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory), links=None, nodes=()
+        cluster, gpu=dataclasses.replace(cluster.gpu, memory_bytes=memory), nodes=()
     )
-    ranked = planner.on(even).rank([batch], top=_ENOUGH)[0].ranked
-    kept: dict[Any, list[Configuration]] = {}
-    for c in (one.configuration for one in ranked):
+    proposer = planner.on(even)
+    proposer.retime(_as_if_even(planner, proposer))
+    ranked = proposer.rank([batch], top=_ENOUGH)[0].ranked
+    kept: dict[Any, list[Site]] = {}
+    for one in ranked:
+        c = one.configuration
         if cluster.gpus_per_node % c.layout.tp == 0 and c.recompute != "block":
             mine = kept.setdefault(c.layout, [])
-            same = [(x.micro_batch_size, x.recompute) for x in mine]
+            same = [(x.configuration.micro_batch_size, x.configuration.recompute) for x in mine]
             is_new = (c.micro_batch_size, c.recompute) not in same
-            if is_new and len(mine) < _OF_A_LAYOUT:
-                mine.append(c)
-    return list(itertools.chain.from_iterable(list(kept.values())[:_LAYOUTS]))
+            if is_new and len(mine) < _OF_A_LAYOUT and (mine or len(kept) <= _LAYOUTS):
+                factor = 1.0
+                if planner.timings:
+                    factor = one.prediction.step_s / proposer.raw_step_s(c, PartFactors())
+                mine.append(Site(planner, c, factor))
+    return list(itertools.chain.from_iterable(kept.values()))
 
 
-def _fitted(planner: Planner, proposed: Sequence[Configuration], **how: Any) -> list[FittedLayout]:
-    # No thread for one bar: a program that uses this function may mind signals.
-    tqdm.monitor_interval = 0
-    some = tqdm(proposed, unit="layout", delay=2, leave=False)
-    found = (Site(planner, c).fit(**how) for c in some)
-    return sorted((x for x in found if x is not None), key=_seconds_per_sample)
+def _as_if_even(planner: Planner, even: Planner) -> list[Timing]:
+    """Measured times as even nodes and links would have them.
 
-
-def _seconds_per_sample(x: FittedLayout) -> float:
-    """A layout that cannot split the batch may have taken a smaller one."""
-    return x.step_s / x.configuration.global_batch_size
+    A profile was measured on the nodes in their given order. What slow nodes and links cost there
+    is predicted for every order anew and must not count twice. So a time is taken relative to the
+    prediction for the nodes as given, where it has one.
+    """
+    found = []
+    for timing in planner.timings:
+        c = timing.configuration
+        # Layers recomputed by blocks have no cost of their own; all of them are near enough.
+        plain = (
+            c
+            if c.recompute != "block"
+            else dataclasses.replace(c, recompute="full", recompute_num_layers=0)
+        )
+        try:
+            site = Site(planner, plain)
+        except SpecError:
+            continue
+        as_given = site.step_s(tuple(range(site.num_nodes)), site.layers)
+        share = even.raw_step_s(plain, PartFactors()) / as_given
+        found.append(dataclasses.replace(timing, step_s=share * timing.step_s))
+    return found
