@@ -138,7 +138,7 @@ def test_a_reduction_comes_out_of_hiding() -> None:
 
 
 def test_slow_launches_are_told_from_slow_computation() -> None:
-    """Small micro-batches wait for kernels, large ones compute: kernels start three times as slow."""
+    """Small micro-batches wait for kernels, large ones compute. Kernels start slowly here."""
     work, launch = np.array([1.0, 4.0, 16.0, 1.0]), np.array([2.0, 2.0, 2.0, 4.0])
     keys = [(1, 1, 1), (1, 1, 4), (1, 1, 16), (2, 1, 1)]
     steps = Steps.of(keys, 4.0, {"compute": work + launch}, launch_s=launch)

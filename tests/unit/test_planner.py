@@ -150,7 +150,7 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
 
 
 def test_measured_peaks_move_what_fits() -> None:
-    """On 16 GPUs of 40 GB a model's largest micro-batches fail, if layers keep half as much more."""
+    """On 16 GPUs of 40 GB large micro-batches fail, if all needs two fifths more."""
     cluster = preset("a100-40g:16")
     plain = Planner(MODEL, cluster)
     ranked = plain.rank([64], top=200)[0].ranked
