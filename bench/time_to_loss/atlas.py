@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -353,11 +354,20 @@ def _statics(best: dict[str, dict[str, Any]], length: int) -> list[tuple[int, fl
     return found
 
 
-def samples_to(best: dict[str, dict[str, Any]], batch: int, loss: float) -> float | None:
+def samples_to(
+    best: dict[str, dict[str, Any]], batch: int, loss: float, *, beyond: bool = False
+) -> float | None:
     """Length of the run of a static batch that ends at a loss, samples.
 
     Between lengths the logarithm of the samples is a straight line over the loss; it goes on by
     half of the distance beyond the ends, else the answer is None.
+
+    Args:
+        best: best trial of every cell.
+        batch: of the run.
+        loss: at its end.
+        beyond: the line goes on to any higher loss. The curve is steeper there, so that the answer
+            is less than the truth.
     """
     import numpy as np
 
@@ -370,7 +380,8 @@ def samples_to(best: dict[str, dict[str, Any]], batch: int, loss: float) -> floa
         return None
     losses, logs = zip(*sorted(points))
     reach = (losses[-1] - losses[0]) / 2
-    if not losses[0] - reach <= loss <= losses[-1] + reach:
+    most = math.inf if beyond else losses[-1] + reach
+    if not losses[0] - reach <= loss <= most:
         return None
     i = int(np.clip(np.searchsorted(losses, loss) - 1, 0, len(losses) - 2))
     slope = (logs[i + 1] - logs[i]) / (losses[i + 1] - losses[i])

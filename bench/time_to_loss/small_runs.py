@@ -211,11 +211,15 @@ def one(spec: Spec, tuned: tuple[int, float]) -> dict[str, Any]:
     }
 
 
-def best_static(best: dict[str, dict[str, Any]], overhead: float, loss: float) -> float | None:
-    """Least time in which a static batch of the atlas ends at a loss; None if none is known to."""
+def best_static(
+    best: dict[str, dict[str, Any]], overhead: float, loss: float, *, beyond: bool = False
+) -> float | None:
+    """Least time in which a static batch of the atlas ends at a loss; None if none is known to.
+    `beyond` as in `atlas.samples_to`."""
     found = []
     for batch in (8, 16, 32, 64, 128, 256, 512):
-        if (samples := atlas.samples_to(best, batch, loss)) is not None:
+        samples = atlas.samples_to(best, batch, loss, beyond=beyond)
+        if samples is not None:
             found.append(samples * (overhead + batch) / batch)
     return min(found, default=None)
 
@@ -270,13 +274,15 @@ def _is_of_s10(spec: Spec) -> bool:
 
 
 def schedule_savings(best: dict[str, dict[str, Any]], overhead: float) -> dict[str, float]:
-    """What each schedule of the atlas saves over the best static batch that ends at its loss."""
+    """What each schedule of the atlas saves over the best static batch that ends at its loss. A
+    schedule with large batches ends where small ones would have been long before the shortest run:
+    so their lines go on beyond it."""
     found = {}
     for cell, row in best.items():
         name = cell.partition("[")[2][:-1]
         if row["spec"]["kind"] != "cosine" or name.isdigit():
             continue
-        static = best_static(best, overhead, row["mean_loss"])
+        static = best_static(best, overhead, row["mean_loss"], beyond=True)
         if static is not None:
             time_s = overhead * row["steps"] + row["spec"]["total_samples"]
             found[cell] = 1 - time_s / static
