@@ -4,10 +4,12 @@ result."""
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -446,6 +448,34 @@ def test_an_index_changes_no_class(tmp_path: Path, module: str, name: str) -> No
     with pytest.raises(Refused):
         read_index(path)
     assert callable(Path("x").is_file) and not hasattr(Metadata, "is_file")
+
+
+class _AsEarlyPythons(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_an_index_of_an_early_python_is_read(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "a") / f"iter_{ITERATION:07d}"
+    before = read_index(folder / ".metadata")
+    out = io.BytesIO()
+    _AsEarlyPythons(out).dump(pickle.loads((folder / ".metadata").read_bytes()))
+    assert b"getattr" in out.getvalue()
+    (folder / ".metadata").write_bytes(out.getvalue())
+    assert read_index(folder / ".metadata") == before
+
+
+@pytest.mark.parametrize("name", ["touch", "__subclasses__", "mro"])
+def test_getattr_reaches_nothing_but_members(tmp_path: Path, name: str) -> None:
+    path = tmp_path / ".metadata"
+    # GLOBAL getattr, GLOBAL of the class, the name, TUPLE2, REDUCE.
+    planner = "ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+    for kind in ("cpathlib\nPosixPath\n", planner):
+        path.write_bytes(f"cbuiltins\ngetattr\n{kind}V{name}\n".encode() + b"\x86R.")
+        with pytest.raises(Refused, match="does not belong"):
+            read_index(path)
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 from argparse import Namespace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ _DTYPES = {
 }
 
 
+def _member_of(kind: Any, name: Any) -> Any:
+    """A member of an enumeration. Python 3.11.0 to 3.11.3, that of Debian 12 among them, write
+    members with `getattr`; this answers for it and for nothing else."""
+    is_enum = isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str)
+    if not is_enum or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"builtins.getattr does not belong into {METADATA}")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Lets the classes of an index through and nothing else.
 
@@ -80,6 +90,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The thing of an allowed name."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         is_dtype = module == "torch" and name in _DTYPES
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into {METADATA}")
