@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ from bench import nodes
 from bench.heterogeneity import QUOTA, quotas
 from bench.nodes import Nodes
 from bench.support import QUICKSTART_MODEL, ROOT, arguments, make_dataset, origin
+from copus_ext.commands.profile_layouts import model_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.model_spec import ModelSpec
+from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.profile import read_profile
+from copus_ext.planner.request import configuration_of
 from copus_ext.planner.validation import MeasuredRun, judge, predict
 from tests.helpers.network_namespaces import DEVICE, address, star
 
@@ -51,6 +56,13 @@ def cluster_of(world: int, rate_mbit: float) -> ClusterSpec:
     return dataclasses.replace(spec, gpu=gpu, num_nodes=world, gpus_per_node=1, **network)
 
 
+def constants() -> Constants:
+    """Those of CPU ranks. What a core computes to start something takes longer on a part of it."""
+    own = preset("cpu:1").load_constants()
+    names = ("launch_s", "exchange_s", "step_s", "tp_latency_s")
+    return dataclasses.replace(own, **{name: getattr(own, name) / QUOTA for name in names})
+
+
 def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[MeasuredRun]:
     """Times of every layout of so many nodes."""
     store = work / f"{world}_{rate_mbit:g}.jsonl"
@@ -68,23 +80,28 @@ def measure(world: int, rate_mbit: float, data: str, work: Path) -> list[Measure
     machine, timings = read_profile(store)
     print(f"{world} nodes, {rate_mbit:g} Mbit/s: {len(timings)} layouts in {seconds:.0f} s")
     model = ModelSpec.from_json(machine["model"])
-    return [
-        MeasuredRun(
-            group=f"{world} nodes, {rate_mbit:g} Mbit/s",
-            model=model,
-            cluster=cluster_of(world, rate_mbit),
-            configuration=timing.configuration,
-            step_s=timing.step_s,
-            out_of_memory=False,
-            peak_bytes=None,
-        )
-        for timing in timings
-    ]
+    return [run_of(world, rate_mbit, model, t.configuration, t.step_s) for t in timings]
+
+
+def run_of(
+    world: int, rate_mbit: float, model: ModelSpec, configuration: Configuration, step_s: float
+) -> MeasuredRun:
+    """A measured step."""
+    return MeasuredRun(
+        group=f"{world} nodes, {rate_mbit:g} Mbit/s",
+        model=model,
+        cluster=cluster_of(world, rate_mbit),
+        configuration=configuration,
+        step_s=step_s,
+        out_of_memory=False,
+        peak_bytes=None,
+    )
 
 
 def rows_of(runs: list[MeasuredRun]) -> list[dict[str, Any]]:
     """Every run with what was predicted of it."""
-    alone, known = predict(runs), predict(runs, num_known=2)
+    alone = predict(runs, constants=constants())
+    known = predict(runs, num_known=2, constants=constants())
     return [
         {
             "group": run.group,
@@ -125,6 +142,8 @@ def order(rows: list[dict[str, Any]], column: str, least: float) -> float:
     agree, pairs = 0.0, 0
     for group in {row["group"] for row in rows}:
         mine = [row for row in rows if row["group"] == group]
+        if column == "two_known_s":
+            mine = [row for row in mine if not row["was_known"]]
         measured, predicted = (np.array([r[name] for r in mine]) for name in ("measured_s", column))
         i, j = np.triu_indices(len(mine), 1)
         far = np.abs(np.log(measured[i] / measured[j])) > least
@@ -159,10 +178,15 @@ def main() -> None:
     """Measures, predicts, prints and writes."""
     parser = arguments(__doc__, "planner_slow_links.json")
     parser.add_argument("--data-path", help="prefix of an indexed data set (default: made)")
+    parser.add_argument("--again", type=Path, help="predict anew what this result measured")
     parser.add_argument("--draw", action="store_true", help="print the table of --output, no more")
     args = parser.parse_args()
     if args.draw:
         print(table(json.loads(args.output.read_text())))
+        return
+    if args.again:
+        before = json.loads(args.again.read_text())
+        answer(measured_before(before), before["machine"], args.output)
         return
     nodes.require()
     machine, runs = origin(), []
@@ -171,16 +195,33 @@ def main() -> None:
         data = given or make_dataset(Path(folder) / "stdlib")
         for world, rate_mbit in GROUPS:
             runs += measure(world, rate_mbit, data, Path(folder))
-    alone = predict(runs)
+    answer(runs, machine, args.output)
+
+
+def measured_before(result: dict[str, Any]) -> list[MeasuredRun]:
+    """The runs of an earlier result."""
+    found = []
+    for row in result["rows"]:
+        world, rate_mbit = map(float, re.findall(r"(\d+) nodes, (\S+) Mbit", row["group"])[0])
+        size = int(world)
+        model = model_of([*MODEL.split(), "--mock-data"], size)
+        one = configuration_of(row["configuration"], global_batch_size=BATCH, world_size=size)
+        found.append(run_of(size, rate_mbit, model, one, row["measured_s"]))
+    return found
+
+
+def answer(runs: list[MeasuredRun], machine: dict[str, Any], output: Path) -> None:
+    """Predicts, writes and prints."""
+    alone, known = (predict(runs, num_known=n, constants=constants()) for n in (0, 2))
     result = {
         "what": "step times over slow links; first from constants alone, then from two times",
         "alone": judge(runs, alone),
-        "two_known": judge(runs, predict(runs, num_known=2)),
+        "two_known": judge(runs, known),
         "two_chunks_over_one": chunks(runs, alone.step_s),
         "rows": rows_of(runs),
         "machine": machine,
     }
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    output.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 

@@ -30,6 +30,7 @@ from copus_ext.planner.request import (
     notes_on,
     sizes,
     timings_of,
+    uses_tp_pp_dp_mapping,
 )
 from megatron.training.common.program import close_output, other_command, program_name, tell
 
@@ -128,6 +129,8 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     where.add_argument("--gpus-per-node", type=int, help=words)
     where.add_argument("--gpu", help="such as H100-80GB")
     where.add_argument("--nic", help="network of a node, one direction, such as 400GB/s")
+    words = "--nic was measured, and is no number of a data sheet"
+    where.add_argument("--nic-is-measured", action="store_true", help=words)
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
     search = p.add_argument_group("search")
     search.add_argument(
@@ -224,10 +227,13 @@ def planner_of(args: argparse.Namespace) -> Any:
         cross_node_tp=args.allow_cross_node_tp,
         round_down=args.decrease_batch_size_if_needed,
         overlap=not args.no_overlap,
+        use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
     )
     cluster = cluster_of(args)
-    if cluster.use_tp_pp_dp_mapping and (args.order or args.uneven):
-        raise UsageProblem("`order` and `nodes` number ranks tensor, data, pipeline; drop the flag")
+    if uses_tp_pp_dp_mapping(args) and (args.order or args.uneven):
+        raise UsageProblem(
+            "`order` and `nodes` number ranks tensor, data, pipeline; drop --use-tp-pp-dp-mapping"
+        )
     if args.order and cluster.links is None:
         raise UsageProblem('an order needs measured "links" in --cluster FILE.json; add them')
     if args.uneven and cluster.links is None and not cluster.nodes:
@@ -258,6 +264,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
             global_batch_size=batch,
             world_size=world_size,
             overlap=not args.no_overlap,
+            use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
         )
     )
     if isinstance(found, Ranked):
@@ -318,13 +325,16 @@ def help_line(planner: Any, batch: int) -> str:
 
     found = what_would_help(planner, batch)
     by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
-    if planner.cluster.use_tp_pp_dp_mapping:
+    if planner.limits.use_tp_pp_dp_mapping:
         by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
     words = [
         f"{by_order if name == 'order' else f'twice the {name}'} would save {100 * s:.0f} % ({c})"
         for name, (s, c) in found.items()
     ]
-    return "; ".join(words) or "neither twice the network nor twice the memory would help"
+    return (
+        "; ".join(words)
+        or "neither twice the network, twice the memory nor another order of ranks would help"
+    )
 
 
 def timing_line(worth_timing: Sequence[Any]) -> str:
@@ -333,7 +343,15 @@ def timing_line(worth_timing: Sequence[Any]) -> str:
     if not found:
         return ""
     tool = other_command("profile_layouts.py")
-    return f"to be surer of the others time {' and '.join(map(str, found))} ({tool})"
+    lines = [f"to be surer of the others time {' and '.join(map(str, found))}:"]
+    for c in found:
+        layout = c.layout
+        fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
+        more = [] if c.overlap else ["--no-overlap"]
+        more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
+        flags = " ".join(["--fix", fixed, "--recompute", c.recompute, *more])
+        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN")
+    return "\n".join(lines)
 
 
 def failure(plan: Any, planner: Any) -> str:
@@ -413,8 +431,7 @@ def answer(args: argparse.Namespace) -> int:
         )
         _put(report.dump(record), args.output)
     elif args.format == "flags":
-        order = ["--use-tp-pp-dp-mapping"] if planner.cluster.use_tp_pp_dp_mapping else []
-        lines = [" ".join([*first.configuration.to_flags(), *order]) for first in firsts]
+        lines = [" ".join(first.configuration.to_flags()) for first in firsts]
         _put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
@@ -427,6 +444,9 @@ def answer(args: argparse.Namespace) -> int:
         elif firsts:
             batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
             console.print(help_line(planner, batch), highlight=False, markup=False)
+        if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
+            words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
+            console.print(f"parts of a step, measured over predicted: {words}", highlight=False)
         if timing := timing_line(found.worth_timing):
             console.print(timing, highlight=False, markup=False)
         if args.output is not None:

@@ -38,8 +38,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
     p.add_argument("--batches", default="", help="time these batches instead, such as 8,16")
     p.add_argument("--fix", default="", help="sizes to keep, such as tp=2,pp=1")
+    p.add_argument("--no-overlap", action="store_true", help="without overlap of communication")
+    words = "with the optimizer's state on every replica"
+    p.add_argument("--no-distributed-optimizer", action="store_true", help=words)
     p.add_argument("--largest", default="", help="largest sizes, such as vpp=1")
-    return p.parse_args(argv[:at]), argv[at + 1 :]
+    args, flags = p.parse_args(argv[:at]), argv[at + 1 :]
+    args.use_tp_pp_dp_mapping = "--use-tp-pp-dp-mapping" in flags
+    return args, flags
 
 
 def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
@@ -54,11 +59,14 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         recompute=tuple(args.recompute.split(",")),
         max_micro_batch=args.max_micro_batch,
         cross_node_tp=True,
+        overlap=not args.no_overlap,
+        use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
+        use_distributed_optimizer=(not args.no_distributed_optimizer,),
     )
     points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
     found: dict[Any, Configuration] = {}
     for i in range(len(points)):
-        if points.code[i] == LEGAL and points.use_distributed_optimizer[i]:
+        if points.code[i] == LEGAL:
             c = points.configuration(i)
             found[c.line] = c
     return list(found.values())
@@ -100,17 +108,28 @@ def time_steps(job: Any, args: argparse.Namespace) -> list[float]:
 
 
 def peak_bytes_here(device: Any) -> float | None:
-    """Memory in use on the GPU that needs most, contexts and libraries among it; None on CPU ranks.
-    The allocator gives nothing back, so that this is the peak of all steps so far."""
+    """Memory that the GPU that needs most has had in use since `forget_peaks`, with context and
+    libraries; None on CPU ranks."""
     import torch
     import torch.distributed as dist
 
     if not device.is_cuda:
         return None
     free, total = torch.cuda.mem_get_info()
-    most = torch.tensor(float(total - free), device=device.torch_device)
+    outside = total - free - torch.cuda.memory_reserved()
+    peak = torch.cuda.max_memory_reserved() + outside
+    most = torch.tensor(float(peak), device=device.torch_device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return float(most)
+
+
+def forget_peaks(device: Any) -> None:
+    """Gives back what an earlier configuration has left in the allocator; its peak is not ours."""
+    import torch
+
+    if device.is_cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, store: Any) -> None:
@@ -138,6 +157,7 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     tokenizer = build_tokenizer(**tokenizer_flags(config))
     config = merge_resume_config(config, None, vocab_size=tokenizer.vocab_size)
     state = TrainState()
+    forget_peaks(device)
     with contextlib.redirect_stdout(io.StringIO()):
         job = build_job(config, None, state, tokenizer, device, Callbacks(()), RunServices())
     for count in wanted:

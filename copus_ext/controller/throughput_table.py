@@ -85,8 +85,6 @@ class ThroughputTable:
         try:
             model = _model(config)
             cluster = _cluster(flags, gpu, config.layout.world_size, link)
-            if getattr(config.parallel, "use_tp_pp_dp_mapping", False):
-                cluster = replace(cluster, use_tp_pp_dp_mapping=True)
             # What a profile timed with overlap stands for a run without, and the other way round.
             overlap = config.parallel.overlap_grad_reduce
             self.profiled = [
@@ -318,7 +316,13 @@ def _configuration(
         sequence_parallel=layout.tp > 1,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap=config.parallel.overlap_grad_reduce,
+        use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
     )
+
+
+def _uses_tp_pp_dp_mapping(config: Config) -> bool:
+    """Whether ranks are numbered tensor, pipeline, data; an older Megatron-LM has no such flag."""
+    return getattr(config.parallel, "use_tp_pp_dp_mapping", False)
 
 
 def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limits:
@@ -333,6 +337,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         recompute=(mode,),
         use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
         overlap=config.parallel.overlap_grad_reduce,
+        use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
         cross_node_tp=True,
         max_micro_batch=flags.copus_max_micro_batch_size,
     )

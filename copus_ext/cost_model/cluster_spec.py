@@ -331,8 +331,6 @@ class ClusterSpec:
     nic_is_measured: bool = False
     """Whether `nic_bytes_per_s` was measured, and is no number of a data sheet, of which messages
     reach a share."""
-    use_tp_pp_dp_mapping: bool = False
-    """Whether a run numbers its ranks tensor, pipeline, data over the nodes."""
     constants: str = "a100-80g"
     """Name of the fitted constants (`copus_ext/cost_model/data/NAME.json`)."""
     links: Links | None = None
@@ -350,9 +348,8 @@ class ClusterSpec:
         for name in ("intra_bytes_per_s", "nic_bytes_per_s"):
             if not is_positive(value := getattr(self, name)):
                 raise SpecError(f"cluster.{name} {str(value)[:60]!r} must be positive")
-        for name in ("nic_is_measured", "use_tp_pp_dp_mapping"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecError(f"cluster.{name} must be true or false")
+        if not isinstance(self.nic_is_measured, bool):
+            raise SpecError("cluster.nic_is_measured must be true or false")
         if self.links is not None and self.links.num_nodes != self.num_nodes:
             has = self.links.num_nodes
             raise SpecError(
@@ -386,7 +383,6 @@ class ClusterSpec:
             "intra_bytes_per_s": self.intra_bytes_per_s,
             "nic_bytes_per_s": self.nic_bytes_per_s * (self.links.duplex if self.links else 1.0),
             "nic_is_measured": self.nic_is_measured or self.links is not None,
-            "use_tp_pp_dp_mapping": self.use_tp_pp_dp_mapping,
             "on_cpu": self.constants == "cpu",
         }
 

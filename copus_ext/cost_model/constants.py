@@ -103,6 +103,11 @@ class Constants:
         Raises:
             ValueError: an unknown name or a value that is not positive.
         """
+        if "nic_bytes_per_s" in data:
+            raise ValueError(
+                "nic_bytes_per_s is nic_efficiency now, the share of a node's nominal network that "
+                "messages reach; replace it"
+            )
         unknown = sorted(set(data) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"unknown constants: {', '.join(unknown)}")

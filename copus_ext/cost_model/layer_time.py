@@ -153,8 +153,10 @@ def tp_layer(rows: Rows, c: Constants) -> Pass:
     in parts.
     """
     half = tp_collective_s(rows, c, rows.element_bytes * rows.tokens * rows.hidden_size)
-    forward = 4.0 * half
-    backward = np.where(rows.sequence_parallel, 6.0, 4.0) * half
+    # gloo reduces everything and keeps a part: each of the two reduce-scatters counts twice.
+    more = np.where(np.logical_and(rows.sequence_parallel, rows.on_cpu), 2.0, 0.0)
+    forward = (4.0 + more) * half
+    backward = (np.where(rows.sequence_parallel, 6.0, 4.0) + more) * half
     return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 

@@ -6,7 +6,6 @@ fused attention.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ FRAGMENTATION = 1.06
 CONTEXT_BYTES = 1.2e9
 """CUDA context, libraries and communicators of a process."""
 PEAK_SD, LEAST_PEAK_SD = 0.07, 0.03
-"""Relative uncertainty of a predicted peak: before any was measured, and however many were."""
+"""Relative uncertainty of a predicted peak: before any was measured, and where many were."""
 _MOVING_SD, _FIXED_SD = 0.3, 3e9
 """Of the logarithm of the factor on what comes and goes; and of the bytes of a process besides."""
 
@@ -89,8 +88,9 @@ class PeakCorrection:
     """Factor on activations, logits and buffers, which depend on the implementation."""
     fixed_bytes: float = 0.0
     """Of a process, besides its context."""
-    sd: float = PEAK_SD
-    """Relative uncertainty of a peak that was not measured."""
+    covariance: tuple[float, float, float] | None = None
+    """Of both: variance of the factor, covariance, variance of the bytes; None: nothing was
+    measured."""
 
     @classmethod
     def of(cls, predicted: Memory, measured_bytes: Any) -> PeakCorrection:
@@ -104,19 +104,38 @@ class PeakCorrection:
         measured = np.asarray(measured_bytes, dtype=float)
         if not len(measured):
             return cls()
-        worst = predicted.worst_stage, np.arange(len(measured))
-        moving = np.sum([predicted.stages[kind][worst] for kind in _MOVING], axis=0)
+        moving = predicted.moving_bytes
         slopes = np.stack([moving * _MOVING_SD, np.full(len(measured), _FIXED_SD)], axis=1)
-        slopes = slopes / measured[:, None]
-        left = (measured - predicted.peak_bytes) / measured
-        covariance = np.linalg.inv(slopes.T @ slopes / LEAST_PEAK_SD**2 + np.eye(2))
-        found = covariance @ (slopes.T @ left) / LEAST_PEAK_SD**2
-        doubt = float(np.mean(np.einsum("ij,jk,ik->i", slopes, covariance, slopes)))
+        slopes = slopes / measured[:, None] / LEAST_PEAK_SD
+        left = (measured - predicted.peak_bytes) / measured / LEAST_PEAK_SD
+        covariance = np.linalg.inv(slopes.T @ slopes + np.eye(2))
+        factor, fixed = covariance @ (slopes.T @ left)
+        least = -float(predicted.stages["context"].max()) / _FIXED_SD
+        if fixed < least:
+            # No process does with less than nothing: what comes and goes is smaller instead.
+            one, fixed = slopes[:, 0], least
+            factor = one @ (left - least * slopes[:, 1]) / (one @ one + 1.0)
+        scale = np.array([_MOVING_SD, _FIXED_SD])
+        spread = covariance * np.outer(scale, scale)
         return cls(
-            moving=max(1.0 + _MOVING_SD * float(found[0]), 0.2),
-            fixed_bytes=_FIXED_SD * float(found[1]),
-            sd=min(math.hypot(LEAST_PEAK_SD, math.sqrt(doubt)), PEAK_SD),
+            moving=max(1.0 + _MOVING_SD * float(factor), 0.2),
+            fixed_bytes=_FIXED_SD * float(fixed),
+            covariance=(float(spread[0, 0]), float(spread[0, 1]), float(spread[1, 1])),
         )
+
+    def relative_sd(self, peak: Any, moving: Any) -> Any:
+        """[n] relative uncertainty of corrected peaks. One that was not measured, and has much that
+        comes and goes, stays uncertain.
+
+        Args:
+            peak: [n] bytes.
+            moving: [n] of them, what comes and goes, as predicted.
+        """
+        if self.covariance is None:
+            return np.full(np.shape(peak), PEAK_SD)
+        factor, both, fixed = self.covariance
+        variance = factor * moving**2 + 2.0 * both * moving + fixed
+        return np.sqrt(LEAST_PEAK_SD**2 + variance / np.square(peak))
 
 
 AS_PREDICTED = PeakCorrection()
@@ -132,6 +151,12 @@ class Memory:
     """[n] of the stage that needs most."""
     worst_stage: Any
     """[n] which stage that is."""
+
+    @property
+    def moving_bytes(self) -> Any:
+        """[n] what comes and goes on that stage."""
+        at = self.worst_stage, np.arange(len(self.worst_stage))
+        return np.sum([self.stages[kind][at] for kind in _MOVING], axis=0)
 
 
 def layer_activation_bytes(rows: Rows) -> Any:
@@ -213,11 +238,20 @@ def peak_bytes(
 ) -> Any:
     """Bytes of the stage that needs most: [n], as `memory` but sooner. The first or the last it is:
     those between hold fewer parameters than both and fewer micro-batches than the first."""
+    return peaks(rows, context_bytes=context_bytes, correction=correction)[0]
+
+
+def peaks(rows: Rows, *, context_bytes: float, correction: PeakCorrection) -> tuple[Any, Any]:
+    """As `peak_bytes`, and the relative uncertainty of each: [n]."""
     rows = rows.full()
     ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
-    return np.sum(list(_of_stages(rows, ends, context_bytes, correction).values()), axis=0).max(
-        axis=0
-    )
+    stages = _of_stages(rows, ends, context_bytes, correction)
+    total = np.sum(list(stages.values()), axis=0)
+    if correction.covariance is None:
+        return total.max(axis=0), np.full(len(rows), PEAK_SD)
+    worst = total.argmax(axis=0), np.arange(len(rows))
+    moving = np.sum([stages[kind][worst] for kind in _MOVING], axis=0) / correction.moving
+    return total[worst], correction.relative_sd(total[worst], moving)
 
 
 def _of_stages(
@@ -314,8 +348,9 @@ def static_bytes(rows: Rows) -> Any:
     )
 
 
-def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: float = PEAK_SD) -> Any:
-    """Probability that a configuration fits, the peak being log-normal around its prediction."""
+def fit_probability(peak_bytes: Any, limit_bytes: Any, sd: Any = PEAK_SD) -> Any:
+    """Probability that a configuration fits, the peak being log-normal around its prediction with a
+    relative standard deviation."""
     z = np.log(limit_bytes / np.asarray(peak_bytes, dtype=float)) / (sd * np.sqrt(2.0))
     return 0.5 * (1.0 + _erf(z))
 

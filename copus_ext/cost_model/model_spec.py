@@ -250,6 +250,8 @@ class ModelSpec:
         """
         if isinstance(data, dict) and "local" in data:
             # As profiles of earlier releases have it.
+            if not isinstance(data["local"], bool) or "implementation" in data:
+                raise SpecError("local is implementation now: te, local or legacy; replace it")
             data = {**data, "implementation": "local" if data["local"] else "te"}
             del data["local"]
         unknown = sorted(set(data) - {f.name for f in fields(cls)})

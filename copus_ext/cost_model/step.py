@@ -90,7 +90,7 @@ class EndOfStep:
     gradient_bytes: Any
     """Gradients of a rank that go round the replicas."""
     passes: Any
-    """How often: once to reduce-scatter, twice to all-reduce."""
+    """How often: once to reduce-scatter, twice to all-reduce, as gloo always does."""
     least_bytes: Any
     """Gradients whose reduction nothing can hide, sent as often; 0 where nothing hides any."""
     hidden_s: Any
@@ -285,7 +285,7 @@ def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep
     moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
     return EndOfStep(
         gradient_bytes=rows.gradient_bytes * held,
-        passes=np.where(sharded, 1.0, 2.0),
+        passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
         least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
         hidden_s=np.where(behind, _HIDDEN_SHARE * backward, 0.0),
         gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),

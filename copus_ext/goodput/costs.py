@@ -182,7 +182,7 @@ class Machine:
     @classmethod
     def of(cls, cluster: ClusterSpec) -> Machine:
         """As the planner describes it; the slowest of measured links."""
-        across = cluster.nic_bytes_per_s
+        across = cluster.network_bytes_per_s(cluster.load_constants())
         if cluster.links is not None:
             rows = cluster.links.bytes_per_s
             pairs = [x for i, row in enumerate(rows) for j, x in enumerate(row) if i != j]

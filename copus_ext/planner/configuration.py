@@ -35,6 +35,8 @@ class Configuration:
     overlap: bool = True
     """Gradients are reduced while the backward pass runs and, if they are split, weights are
     gathered while the forward pass does."""
+    use_tp_pp_dp_mapping: bool = False
+    """Ranks are numbered tensor, pipeline, data, in place of tensor, data, pipeline."""
 
     @property
     def num_microbatches(self) -> int:
@@ -72,6 +74,8 @@ class Configuration:
         if layout.dp > 1 and self.overlap:
             flags += ["--overlap-grad-reduce"]
             flags += ["--overlap-param-gather"] if self.use_distributed_optimizer else []
+        if self.use_tp_pp_dp_mapping:
+            flags += ["--use-tp-pp-dp-mapping"]
         if self.recompute == "full":
             flags += ["--recompute-granularity", "full", "--recompute-method", "uniform"]
             flags += ["--recompute-num-layers", "1"]
@@ -92,6 +96,7 @@ class Configuration:
             self.recompute_num_layers,
             self.use_distributed_optimizer,
             self.overlap,
+            self.use_tp_pp_dp_mapping,
         )
 
     def with_num_microbatches(self, number: int) -> Configuration:
@@ -109,7 +114,9 @@ class Configuration:
         parts = [str(self.layout), f"micro_batch={self.micro_batch_size}"]
         parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
         parts.append(f"zero={int(self.use_distributed_optimizer)}")
-        return ",".join(parts if self.overlap else [*parts, "overlap=0"])
+        parts += [] if self.overlap else ["overlap=0"]
+        parts += ["use_tp_pp_dp_mapping=1"] if self.use_tp_pp_dp_mapping else []
+        return ",".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, as `docs/plan.schema.json` names them."""
@@ -127,6 +134,6 @@ class Configuration:
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.use_distributed_optimizer,
             "overlap": self.overlap,
-            "rank_order": "tp-cp-ep-dp-pp",
+            "rank_order": "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             "node_order": None,
         }

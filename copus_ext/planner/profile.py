@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ _OPTIONS = (
     "recompute_num_layers",
     "use_distributed_optimizer",
     "overlap",
+    "use_tp_pp_dp_mapping",
 )
 _REQUIRED = (*_SIZES, "micro_batch_size", "num_microbatches", "num_steps")
 
@@ -95,6 +96,7 @@ class Timing:
         """
         plain = {"vpp": 1, "recompute": "none", "recompute_num_layers": 0, "num_steps": 1}
         values = {**plain, "use_distributed_optimizer": True, "overlap": True, "spread_s": 0.0}
+        values["use_tp_pp_dp_mapping"] = False
         values |= data
         if missing := [name for name in (*_REQUIRED, "step_s") if name not in values]:
             raise ValueError(f"{missing[0]} is missing")
@@ -105,7 +107,7 @@ class Timing:
             raise ValueError(f"recompute {values['recompute']!r} is none of {', '.join(RECOMPUTE)}")
         if not _is_whole(values["recompute_num_layers"]):
             raise ValueError("recompute_num_layers must be a whole number")
-        for name in ("use_distributed_optimizer", "overlap"):
+        for name in ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping"):
             if not isinstance(values[name], bool):
                 raise ValueError(f"{name} must be true or false")
         for name, least in (("step_s", np.nextafter(0, 1)), ("spread_s", 0)):
@@ -170,7 +172,7 @@ class ProfileStore:
         Raises:
             ForeignProfile: the file holds timings, but none of this machine.
         """
-        own, others = _sorted_out(self.path, self.key)
+        own, others = _sorted_out(self.path, {self.key, fingerprint(_former(self.parts))})
         if others and not own:
             raise ForeignProfile(
                 f"{self.path} was measured with another model, machine or software; measure again "
@@ -193,7 +195,7 @@ def read_profile(path: Path) -> tuple[dict[str, Any], list[Timing]]:
     if not machine or not isinstance(machine, dict):
         measure = other_command("profile_layouts.py")
         raise ForeignProfile(f"{path} is no profile; make one with {measure}")
-    own, others = _sorted_out(path, fingerprint(machine))
+    own, others = _sorted_out(path, {fingerprint(machine)})
     if others:
         raise ForeignProfile(f"{path} mixes machines; measure into a file of its own")
     return machine, own
@@ -212,13 +214,23 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
                 yield record
 
 
-def _sorted_out(path: Path, key: str) -> tuple[list[Timing], int]:
+def _former(parts: dict[str, Any]) -> dict[str, Any]:
+    """The same machine as the release before named it: its models had no `implementation`."""
+    if not isinstance(parts.get("model"), dict):
+        return parts
+    model = dict(parts["model"])
+    model["local"] = model.pop("implementation", "te") == "local"
+    model.pop("optimizer_bytes", None)
+    return {**parts, "model": model}
+
+
+def _sorted_out(path: Path, keys: Set[str]) -> tuple[list[Timing], int]:
     own: dict[Any, Timing] = {}
     others = 0
     for record in _lines(path):
         if "step_s" not in record:
             continue
-        if record.get("fingerprint") != key:
+        if record.get("fingerprint") not in keys:
             others += 1
             continue
         try:
@@ -300,6 +312,10 @@ class Measured:
         same &= points.num_microbatches == both.num_microbatches[-1]
         return np.where(same, 0.0, sd)
 
+    def part_factors(self) -> dict[str, float]:
+        """What the times make of the seconds of every part of a step; empty without any."""
+        return self._correction(self._known).part_factors if self.timings else {}
+
     def most_telling(self, points: Points, times: StepTime, number: int) -> list[int]:
         """Indices of the points whose times would say most of the others; see
         `correct.most_telling`."""
@@ -325,8 +341,8 @@ def steps_of(points: Points, times: StepTime) -> Steps:
 
 
 def keys_of(points: Points) -> Any:
-    """[n, 9] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 10] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
     names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
-    names += ("use_distributed_optimizer", "overlap")
+    names += ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

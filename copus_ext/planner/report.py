@@ -101,10 +101,6 @@ def to_json(
     }
     for record, some in zip(answer["plans"], found.partitions or []):
         record["cuts"] = [x.to_json() for x in some]
-    if cluster.use_tp_pp_dp_mapping:
-        for one in (r for record in answer["plans"] for r in record["ranked"]):
-            one["configuration"]["rank_order"] = "tp-cp-ep-pp-dp"
-            one["flags"].append("--use-tp-pp-dp-mapping")
     for record, some in zip(answer["plans"], found.worth_timing or []):
         record["worth_timing"] = [str(c) for c in some]
     for record, some in zip(answer["plans"], found.nodes or []):

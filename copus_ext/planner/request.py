@@ -35,6 +35,7 @@ _SEARCHED = {
     "recompute_granularity": "--recompute-granularity",
 }
 """Those that say what a search finds."""
+_MAPPING = "use_tp_pp_dp_mapping"
 SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
 
 
@@ -98,17 +99,22 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
 
 
 def configuration_of(
-    text: str, *, global_batch_size: int, world_size: int, overlap: bool = True
+    text: str,
+    *,
+    global_batch_size: int,
+    world_size: int,
+    overlap: bool = True,
+    use_tp_pp_dp_mapping: bool = False,
 ) -> Configuration:
     """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
 
-    Sizes that are left out are 1. The replicas fill the cluster. `overlap` holds where the text
-    does not say.
+    Sizes that are left out are 1. The replicas fill the cluster. `overlap` and the order of ranks
+    hold where the text does not say.
 
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap"))
+    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap", _MAPPING))
     tp, pp = given.get("tp", 1), given.get("pp", 1)
     dp = world_size // (tp * pp)
     if world_size % (tp * pp) or given.get("dp", dp) != dp:
@@ -132,6 +138,7 @@ def configuration_of(
         sequence_parallel=tp > 1,
         use_distributed_optimizer=given.get("zero", "1") != "0",
         overlap=given.get("overlap", "1" if overlap else "0") != "0",
+        use_tp_pp_dp_mapping=given.get(_MAPPING, str(int(use_tp_pp_dp_mapping))) != "0",
     )
 
 
@@ -191,6 +198,12 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     return notes
 
 
+def uses_tp_pp_dp_mapping(args: argparse.Namespace) -> bool:
+    """Whether ranks are numbered tensor, pipeline, data, by a flag of ours or of Megatron."""
+    given = args.megatron_args
+    return args.use_tp_pp_dp_mapping or (given is not None and _parsed(given).use_tp_pp_dp_mapping)
+
+
 def cluster_of(args: argparse.Namespace) -> Any:
     """The cluster asked for; links that are given win over those of its description."""
     spec = _described_cluster(args)
@@ -202,10 +215,11 @@ def cluster_of(args: argparse.Namespace) -> Any:
         raise UsageProblem(
             "--nic and --intra go with equal links; change the links in the file of --cluster"
         )
-    if args.use_tp_pp_dp_mapping or (
-        args.megatron_args is not None and _parsed(args.megatron_args).use_tp_pp_dp_mapping
-    ):
-        given["use_tp_pp_dp_mapping"] = True
+    if args.nic is not None:
+        # What a file says of its own network does not hold for another one.
+        given["nic_is_measured"] = args.nic_is_measured
+    elif args.nic_is_measured:
+        raise UsageProblem("--nic-is-measured goes with --nic; give both")
     return dataclasses.replace(spec, **given)
 
 

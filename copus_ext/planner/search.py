@@ -20,10 +20,11 @@ from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import (
     AS_PREDICTED,
     KINDS,
+    PEAK_SD,
     PeakCorrection,
     fit_probability,
     memory,
-    peak_bytes,
+    peaks,
     static_bytes,
 )
 from copus_ext.cost_model.model_spec import ModelSpec
@@ -116,19 +117,18 @@ class Planner:
 
     @property
     def safe_bytes(self) -> float:
-        """Largest predicted peak of a candidate. A run that dies of a wrong "fits" costs more than
-        one that is slower by a few percent."""
-        return self.limit_bytes * math.exp(-Z_SURE * self.peaks.sd)
-
-    @property
-    def _sure_bytes(self) -> float:
-        return self.limit_bytes * math.exp(-Z_DOMINATES * self.peaks.sd)
+        """Largest predicted peak of a candidate before any peak was measured. A run that dies of a
+        wrong "fits" costs more than one that is slower by a few percent."""
+        return self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
 
     def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
         """Takes other measured times, those of an earlier time apart. What the space is made of
         stays, unless peaks of memory were measured that say otherwise."""
         self._measured = Measured(self.model, self.cluster, self.constants, timings, earlier)
-        peaks = self._measured_peaks([x for x in (*timings, *earlier) if x.peak_bytes])
+        self.set_peaks(self._measured_peaks([x for x in (*timings, *earlier) if x.peak_bytes]))
+
+    def set_peaks(self, peaks: PeakCorrection) -> None:
+        """Takes another correction of the memory, such as one that was measured elsewhere."""
         if peaks != self.peaks:
             self.peaks = peaks
             self._space.clear()
@@ -181,10 +181,17 @@ class Planner:
             for batch, order in zip(batch_sizes, orders)
         ]
 
+    def part_factors(self) -> dict[str, float]:
+        """What measured times make of the predicted seconds of every part of a step, by the name of
+        `correct.PartSpread`; empty without any."""
+        return self._measured.part_factors()
+
     def worth_timing(self, plan: Plan, number: int = 2) -> list[Configuration]:
         """The ranked configurations whose times would say most of the others (see
-        `correct.most_telling`), of those that were not timed."""
+        `correct.most_telling`), of those that were not timed. None is recomputed by blocks, of
+        which there are too many to time."""
         some = [r.configuration for r in plan.ranked if r.prediction.source != "profiled"]
+        some = [c for c in some if c.recompute != "block"]
         if len(some) < 2:
             return []
         points = points_of(some)
@@ -206,17 +213,19 @@ class Planner:
         ]
         points = joined(parts)
         legal = np.flatnonzero(points.code == LEGAL)
-        peaks = np.full(len(points), np.nan)
+        peaks, sd = np.full(len(points), np.nan), np.full(len(points), PEAK_SD)
         if len(legal):
             least = self._static(points.take(legal))
             peaks[legal] = least
-            alive = legal[least <= self.safe_bytes]
+            alive = legal[least <= self.limit_bytes]
             if len(alive):
-                peaks[alive] = self._peaks(points.take(alive))
-        points.code[np.nan_to_num(peaks, nan=0.0) > self.safe_bytes] = MEMORY
+                rows = to_rows(self.model, self.cluster, points.take(alive))
+                peaks[alive], sd[alive] = self.peaks_of(rows)
+        points.code[np.nan_to_num(peaks, nan=0.0) * np.exp(Z_SURE * sd) > self.limit_bytes] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
-        beaten = prune_dominated(some, peaks[fits] <= self._sure_bytes, self._measured.points)
+        surely = peaks[fits] * np.exp(Z_DOMINATES * sd[fits]) <= self.limit_bytes
+        beaten = prune_dominated(some, surely, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
 
@@ -233,7 +242,11 @@ class Planner:
 
     def peak_bytes_of(self, rows: Rows) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
-        return peak_bytes(rows, context_bytes=self.context_bytes, correction=self.peaks)
+        return self.peaks_of(rows)[0]
+
+    def peaks_of(self, rows: Rows) -> tuple[Any, Any]:
+        """The same, and the relative uncertainty of each: [n]."""
+        return peaks(rows, context_bytes=self.context_bytes, correction=self.peaks)
 
     @property
     def context_bytes(self) -> float:
@@ -300,7 +313,7 @@ class Planner:
         bytes_ = memory(rows, context_bytes=self.context_bytes, correction=self.peaks)
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
-        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks.sd)
+        likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
         flops = self._flops_per_sample()
         answers = []
         for i in range(len(points)):
@@ -410,7 +423,12 @@ class Planner:
         fixed["micro_batch"] = c.micro_batch_size
         fixed["recompute_num_layers"] = c.recompute_num_layers
         limits = replace(
-            self.limits, fixed=fixed, largest={}, recompute=(c.recompute,), overlap=c.overlap
+            self.limits,
+            fixed=fixed,
+            largest={},
+            recompute=(c.recompute,),
+            overlap=c.overlap,
+            use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping,
         )
         planner = self.on(self.cluster, limits)
         space = planner._judged([c.global_batch_size])
@@ -444,12 +462,19 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     faster.retime(())
     nodes = tuple(replace(node, gpu=_with_twice_the_memory(node.gpu)) for node in cluster.nodes)
     roomy = planner.on(replace(cluster, gpu=_with_twice_the_memory(cluster.gpu), nodes=nodes))
-    other = replace(cluster, use_tp_pp_dp_mapping=not cluster.use_tp_pp_dp_mapping)
-    planners = usual, faster, roomy, planner.on(other)
-    now, *better = (one.rank([batch], top=1)[0].ranked[0] for one in planners)
+    order = not planner.limits.use_tp_pp_dp_mapping
+    other = planner.on(cluster, replace(planner.limits, use_tp_pp_dp_mapping=order))
+    other.retime(())
     found = {}
-    for name, one in zip(("network", "memory", "order"), better):
-        saved = 1 - now.prediction.samples_per_s / one.prediction.samples_per_s
+    for one in (usual, faster, roomy, other):
+        # What was measured of the memory holds for all of them.
+        one.set_peaks(planner.peaks)
+    now, *better = (one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other))
+    for name, ranked in zip(("network", "memory", "order"), better):
+        if not (now and ranked):
+            continue
+        one = ranked[0]
+        saved = 1 - now[0].prediction.samples_per_s / one.prediction.samples_per_s
         if saved >= 0.01:
             found[name] = saved, one.configuration
     return found
@@ -470,6 +495,7 @@ def min_gpus(planner: Planner, batch: int) -> int | None:
         if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
             continue
         larger = planner.on(cluster.resize(world * times))
+        larger.set_peaks(planner.peaks)
         dividing = batch if batch % (world * times) == 0 else batch * times
         if larger.rank([dividing], top=1)[0].num_ranked:
             return world * times

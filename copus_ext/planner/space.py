@@ -59,6 +59,8 @@ class Limits:
     """Whether to consider optimizer state that is split over the replicas, and whole."""
     overlap: bool = True
     """Whether gradients and weights travel while passes compute."""
+    use_tp_pp_dp_mapping: bool = False
+    """Whether ranks are numbered tensor, pipeline, data."""
     cross_node_tp: bool = False
     """Whether a tensor-parallel group may span nodes."""
     max_micro_batch: int = 64
@@ -100,6 +102,8 @@ class Points:
     """[n] bool."""
     overlap: Any
     """[n] bool."""
+    use_tp_pp_dp_mapping: Any
+    """[n] bool."""
     code: Any
     """[n] index into `REJECTION_CODES`, or `LEGAL`."""
 
@@ -126,6 +130,7 @@ class Points:
             sequence_parallel=bool(self.tp[i] > 1),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
             overlap=bool(self.overlap[i]),
+            use_tp_pp_dp_mapping=bool(self.use_tp_pp_dp_mapping[i]),
         )
 
 
@@ -146,6 +151,7 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
         recompute_num_layers=column([c.recompute_num_layers for c in some]),
         use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
         overlap=column([c.overlap for c in some], bool),
+        use_tp_pp_dp_mapping=column([c.use_tp_pp_dp_mapping for c in some], bool),
         code=np.full(len(some), LEGAL),
     )
 
@@ -193,6 +199,7 @@ def enumerate_points(
         recompute_num_layers=layers,
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         overlap=np.full(num, limits.overlap),
+        use_tp_pp_dp_mapping=np.full(num, limits.use_tp_pp_dp_mapping),
         code=np.full(num, LEGAL),
     )
     return judge(model, cluster, points, limits)
@@ -301,6 +308,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=points.overlap,
         overlap_param_gather=sharded & points.overlap,
+        use_tp_pp_dp_mapping=points.use_tp_pp_dp_mapping,
     )
 
 

@@ -16,7 +16,14 @@ import numpy as np
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.correct import correct, most_telling
-from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, fit_probability, memory
+from copus_ext.cost_model.memory import (
+    AS_PREDICTED,
+    CONTEXT_BYTES,
+    PeakCorrection,
+    fit_probability,
+    memory,
+    peaks,
+)
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.spec_file import SpecError, quantity
@@ -28,7 +35,7 @@ from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
 
 _SIZES = ("tp", "pp", "vpp", "micro_batch_size", "global_batch_size")
-_LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node")
+_LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")
 _OWN = (
     *("group", "cluster", "model", *_SIZES, "recompute", "sequence_parallel"),
     *("use_distributed_optimizer", "overlap", "step_s", "out_of_memory", "peak_bytes", "local"),
@@ -135,8 +142,14 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         ),
         step_s=step_s,
         out_of_memory=_flag("out_of_memory", given, False),
-        peak_bytes=quantity(given["peak_bytes"]) if "peak_bytes" in given else None,
+        peak_bytes=_peak(given["peak_bytes"]) if "peak_bytes" in given else None,
     )
+
+
+def _peak(text: str) -> float:
+    if not (peak := quantity(text)) > 0:
+        raise SpecError(f"peak_bytes {text} must be positive")
+    return peak
 
 
 def _whole(name: str, text: str) -> int:
@@ -161,7 +174,10 @@ def _cluster(text: str, more: tuple[tuple[str, str], ...], folder: Path) -> Clus
         if size % per_node:
             raise SpecError(f"gpus_per_node {per_node} does not divide {size} GPUs")
         spec = dataclasses.replace(spec, num_nodes=size // per_node, gpus_per_node=per_node)
-    return dataclasses.replace(spec, **{name: quantity(value) for name, value in values.items()})
+    measured = _flag("nic_is_measured", values, spec.nic_is_measured)
+    values.pop("nic_is_measured", None)
+    given: dict[str, Any] = {name: quantity(value) for name, value in values.items()}
+    return dataclasses.replace(spec, nic_is_measured=measured, **given)
 
 
 @lru_cache(maxsize=256)
@@ -169,6 +185,8 @@ def _model(given: tuple[tuple[str, str], ...]) -> ModelSpec:
     values: dict[str, Any] = dict(given)
     name = values.pop("model", None)
     if "local" in values:
+        if "implementation" in values:
+            raise SpecError("local is implementation now; drop one of the two columns")
         values["implementation"] = "local" if _flag("local", values, False) else "te"
         del values["local"]
     kinds = {f.name: str(f.type) for f in fields(ModelSpec)}
@@ -237,12 +255,13 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
         seen = [runs[i] for i in at if known[i] and runs[i].peak_bytes is not None]
         correction = AS_PREDICTED
         if seen:
-            peaks = [run.peak_bytes for run in seen]
-            correction = PeakCorrection.of(memory(_rows(seen)), peaks)
+            measured = [run.peak_bytes for run in seen]
+            correction = PeakCorrection.of(memory(_rows(seen)), measured)
         limit = runs[at[0]].cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
-        peak = memory(_rows([runs[i] for i in at]), correction=correction).peak_bytes
-        fits[at] = peak <= limit * math.exp(-Z_SURE * correction.sd)
-        likely[at] = fit_probability(peak, limit, correction.sd)
+        rows = _rows([runs[i] for i in at])
+        peak, doubt = peaks(rows, context_bytes=CONTEXT_BYTES, correction=correction)
+        fits[at] = peak * np.exp(Z_SURE * doubt) <= limit
+        likely[at] = fit_probability(peak, limit, doubt)
     return fits, likely
 
 
@@ -307,11 +326,11 @@ def _judge_group(
     if not len(timed):
         return group
     seconds = np.array([float(runs[i].step_s or 1.0) for i in timed])
-    predicted = found.step_s[timed]
-    if not found.known[timed].all():
-        group |= _errors(np.log(seconds / predicted)[~found.known[timed]])
-    if len(timed) > 2:
-        group["kendall_tau"] = kendall_tau(predicted, seconds)
+    predicted, asked = found.step_s[timed], ~found.known[timed]
+    if asked.any():
+        group |= _errors(np.log(seconds / predicted)[asked])
+    if asked.sum() > 2:
+        group["kendall_tau"] = kendall_tau(predicted[asked], seconds[asked])
     group["best_fits"] = bool(found.fits[timed[np.argmin(seconds)]])
     fits = found.fits[timed]
     if len(timed) > 1 and fits.any():

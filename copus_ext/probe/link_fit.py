@@ -33,8 +33,8 @@ class Timed:
     """[sizes] of the messages, growing."""
     seconds: tuple[float, ...]
     """[sizes] one way, the median of repeats."""
-    duplex: float | None = None
-    """Share of the bandwidth that is left while as much is sent the other way; None: not timed."""
+    both_ways: tuple[int, float] | None = None
+    """Size of a message, and seconds until one each way was through; None: not timed."""
 
     def __post_init__(self) -> None:
         sizes, seconds = self.num_bytes, self.seconds
@@ -44,8 +44,8 @@ class Timed:
             raise ValueError(f"sizes {list(sizes)} do not grow")
         if not all(math.isfinite(s) and s > 0 for s in seconds):
             raise ValueError(f"times {list(seconds)} are not all positive")
-        if self.duplex is not None and not 0 < self.duplex <= 1:
-            raise ValueError(f"duplex {self.duplex} is not from 0 to 1")
+        if self.both_ways is not None and not (self.both_ways[0] >= 1 and self.both_ways[1] > 0):
+            raise ValueError(f"both_ways {self.both_ways} is not positive")
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Timed:
@@ -55,18 +55,19 @@ class Timed:
             KeyError, TypeError, ValueError: it is not that.
         """
         sizes, seconds = data["num_bytes"], data["seconds"]
+        both = data.get("both_ways")
         if not all(isinstance(size, int) for size in sizes):
             raise TypeError("sizes are whole numbers")
         return cls(
             num_bytes=tuple(sizes),
             seconds=tuple(float(s) for s in seconds),
-            duplex=data.get("duplex"),
+            both_ways=None if both is None else (int(both[0]), float(both[1])),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         timed = {"num_bytes": list(self.num_bytes), "seconds": list(self.seconds)}
-        return timed if self.duplex is None else {**timed, "duplex": self.duplex}
+        return timed if self.both_ways is None else {**timed, "both_ways": list(self.both_ways)}
 
     @property
     def latency_s(self) -> float:
@@ -138,9 +139,14 @@ def one_way(
     back = middle[0] / 2
     # Noise may make a trip shorter than the answer alone.
     seconds = [back, *(max(trip - back, trip / 2) for trip in middle[1:])]
-    duplex = None
-    if both_ways is not None and both_ways[1] > 0:
-        # The other end may have come to a larger size than this one.
-        alone = float(np.interp(both_ways[0], sizes, seconds))
-        duplex = min(max(alone / both_ways[1], _LEAST_DUPLEX), 1.0)
-    return Timed(num_bytes=tuple(sizes), seconds=tuple(seconds), duplex=duplex)
+    return Timed(num_bytes=tuple(sizes), seconds=tuple(seconds), both_ways=both_ways)
+
+
+def duplex(there: Timed, back: Timed) -> float | None:
+    """Share of the bandwidth of a link that is left while as much is sent the other way; None: not
+    timed. Both messages are through when the slower direction's is, so that one counts."""
+    if there.both_ways is None:
+        return None
+    size, seconds = there.both_ways
+    alone = max(one.latency_s + size / one.bytes_per_s for one in (there, back))
+    return min(max(alone / seconds, _LEAST_DUPLEX), 1.0)

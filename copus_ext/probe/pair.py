@@ -31,6 +31,7 @@ class Wire:
 
         self._peer, self._timeout_s = peer, timeout_s
         self._message = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
+        self._other = torch.zeros_like(self._message)
         self._order = torch.zeros(2, dtype=torch.int64, device=device)
 
     def send(self, num_bytes: int) -> None:
@@ -45,8 +46,6 @@ class Wire:
         """Sends a message of that size while the other end, which does the same, sends one."""
         import torch.distributed as dist
 
-        if not hasattr(self, "_other"):
-            self._other = self._message.clone()
         messages = self._message[:num_bytes], self._other[:num_bytes]
         ways = (dist.isend, messages[0]), (dist.irecv, messages[1])
         sent = dist.batch_isend_irecv([dist.P2POp(way, m, self._peer) for way, m in ways])

@@ -16,7 +16,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links
 from copus_ext.probe.findings import usual
-from copus_ext.probe.link_fit import Timed
+from copus_ext.probe.link_fit import Timed, duplex
 from megatron.training.checkpoint.files import read_text, write_atomically
 from megatron.training.common.errors import UsageError
 
@@ -138,8 +138,9 @@ class LinkRecord:
     @property
     def duplex(self) -> float:
         """Share of a link's bandwidth that is usually left while the other direction is used."""
-        known = [timed.duplex for timed in self.known.values() if timed.duplex is not None]
-        return round(min(1.0, median(known)), 2) if known else 1.0
+        pairs = [(timed, self.known[b, a]) for (a, b), timed in self.known.items()]
+        known = [share for pair in pairs if (share := duplex(*pair)) is not None]
+        return round(median(known), 2) if known else 1.0
 
     def cluster(self, base: ClusterSpec) -> ClusterSpec:
         """A cluster with the links that were measured, all of which must be known.

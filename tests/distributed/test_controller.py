@@ -88,9 +88,9 @@ def test_at_the_end_the_batch_grows_in_place_of_a_falling_rate(results: dict[str
     whole, resumed = results["annealed"]["steps"], results["annealed resumed"]["steps"]
     begun = [s for s in whole if s["consumed_samples"] >= 180]
     first = begun[0]["global_batch_size"]
-    # A kill in the middle changes nothing: batch and rate at the start are in the checkpoint. Which
-    # step grows rests on the machine's speed, so that the two runs need not grow at the same ones.
+    # A kill in the middle changes nothing: batch and rate at the start are in the checkpoint.
     assert 0 < len(resumed) < len(begun)
+    assert resumed == whole[-len(resumed) :], "bit-equal"
     for steps in (begun, resumed):
         sizes = [s["global_batch_size"] for s in steps[:-1]]
         assert sizes == sorted(sizes) and sizes[-1] == 32 > first

@@ -12,6 +12,7 @@ from tests.helpers.jobs import run, steps_of
 
 if TYPE_CHECKING:
     from megatron.training.common.step_settings import Request
+    from megatron.training.train.callbacks import CallbackContext
 
 BASE = ["--lr-decay-style", "constant", "--lr-warmup-samples", "16", "--weight-decay", "0.1"]
 BASE += ["--adam-beta2", "0.9", "--train-samples", "360"]
@@ -30,14 +31,11 @@ SHRINKS += ["--lr-warmup-samples", "200"]
 """Takes 4 steps of 32, 9 of 8, then 32 again, while the learning rate warms up over 200 samples."""
 
 
-def main(output: Path) -> Any:
-    """Returns what every run did."""
-    import torch.distributed as dist
-
+def controllers() -> tuple[Any, Any]:
+    """The class of a controller that can be looked into, and of one with a bug; what it imports is
+    only there in the processes of a run."""
     from copus_ext.controller.callback import Controller
-    from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
-    from megatron.training.train.callbacks import CallbackContext
 
     class Noting(Controller):
         """Also keeps what every rank came to."""
@@ -66,10 +64,27 @@ def main(output: Path) -> Any:
                 raise ZeroDivisionError("a bug")
             return super()._inputs(context)
 
-    results: dict[str, Any] = {}
+    return Noting, Failing
 
-    def record(name: str, more: list[str], controller: Any = None, folder: str = "") -> None:
-        where = output / (folder or name)
+
+class Recorder:
+    """Runs jobs one after the other and keeps what each did.
+
+    Args:
+        output: folder of the runs.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.results: dict[str, Any] = {}
+
+    def __call__(self, name: str, more: list[str], controller: Any = None) -> None:
+        """One run, whose name is that of its folder."""
+        import torch.distributed as dist
+
+        from copus_ext.controller.decision_log import NAME, read_journal
+
+        where = self.output / name
         out = io.StringIO()
         run([*BASE, *more], where, [controller] if controller else [], out=out)
         states: list[Any] = [None] * dist.get_world_size()
@@ -78,7 +93,7 @@ def main(output: Path) -> Any:
         dist.all_gather_object(told, out.getvalue())
         if dist.get_rank() == 0:
             journal = list(read_journal(where / NAME)) if (where / NAME).exists() else []
-            results[name] = {
+            self.results[name] = {
                 "steps": [
                     {k: s[k] for k in ("consumed_samples", "global_batch_size", "learning_rate")}
                     | {"micro": s["micro_batch_size"], "loss": s["losses"]["lm loss"]}
@@ -89,40 +104,42 @@ def main(output: Path) -> Any:
                 "told": "".join(told).splitlines(),
             }
 
+
+def main(output: Path) -> Any:
+    """Returns what every run did."""
+    import torch.distributed as dist
+
+    noting, failing = controllers()
+    record = Recorder(output)
     save = ["--save", str(output / "saved"), "--save-interval", "10"]
-    record("doubling", [*save, "--log-interval", "1"], Noting(**DOUBLING))
-    record(
-        "resumed",
-        ["--load", str(output / "saved"), "--ckpt-step", "10"],
-        Noting(**DOUBLING),
-    )
+    record("doubling", [*save, "--log-interval", "1"], noting(**DOUBLING))
+    load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
+    record("resumed", load, noting(**DOUBLING))
     saved = ["--save", str(output / "shrunk saved"), "--save-interval", "8"]
-    record("shrunk", [*SHRINKS, *saved], Noting(**SHRINKING))
+    record("shrunk", [*SHRINKS, *saved], noting(**SHRINKING))
     saved = ["--load", str(output / "shrunk saved"), "--ckpt-step", "8"]
-    record("shrunk resumed", [*SHRINKS, *saved], Noting(**SHRINKING))
+    record("shrunk resumed", [*SHRINKS, *saved], noting(**SHRINKING))
     record("plain", [])
     # A run of 360 samples is early to its end.
     eager = {"copus_noise_scale_multiplier": 1e3, "copus_early_steps": 0.0}
     observe = {"copus_mode": "observe", **eager}
-    record("observed", ["--log-interval", "1"], Noting(**observe))
-    record("adaptive", [], Noting(**eager, copus_max_global_batch_size=64))
+    record("observed", ["--log-interval", "1"], noting(**observe))
+    record("adaptive", [], noting(**eager, copus_max_global_batch_size=64))
     annealing = {"copus_anneal_by_batch": 0.5, "copus_max_micro_batch_size": 1}
     keep = ["--save", str(output / "annealed saved"), "--save-interval", "3"]
-    record("annealed", keep, Noting(**annealing, copus_max_global_batch_size=32))
-    # Its decisions rest on the machine's speed, so the step is known only now.
+    record("annealed", keep, noting(**annealing, copus_max_global_batch_size=32))
     begun = [
         i for i, s in enumerate(steps_of(output / "annealed"), 1) if s["consumed_samples"] > 180
     ]
     middle = next(i for i in begun if i % 3 == 0)
     keep = ["--load", str(output / "annealed saved"), "--ckpt-step", str(middle)]
-    record("annealed resumed", keep, Noting(**annealing, copus_max_global_batch_size=32))
-    record("paper", [], Noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
+    record("annealed resumed", keep, noting(**annealing, copus_max_global_batch_size=32))
+    record("paper", [], noting(copus_policy="copus", copus_noise_scale_multiplier=1e3))
     if dist.get_rank() == 0:
         (output / "paused" / "control").mkdir(parents=True)
         (output / "paused" / "control" / "pause").touch()
     dist.barrier()
-    record("paused", ["--exit-interval", "20"], Noting(**DOUBLING))
-    record("failed", [], Failing(**DOUBLING))
-    load = ["--load", str(output / "saved"), "--ckpt-step", "10"]
+    record("paused", ["--exit-interval", "20"], noting(**DOUBLING))
+    record("failed", [], failing(**DOUBLING))
     record("resumed plain", [*load, "--exit-interval", "14"])
-    return results
+    return record.results

@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.memory import (
+    CONTEXT_BYTES,
     KINDS,
+    PeakCorrection,
     fit_probability,
     layer_activation_bytes,
     memory,
     peak_bytes,
+    peaks,
     stage_parameters,
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
@@ -206,6 +209,45 @@ def test_the_probability_to_fit_is_a_half_at_the_limit() -> None:
     found = fit_probability(peaks, 76.0)
     assert found[1] == pytest.approx(0.5, abs=1e-6)
     assert found[0] > 0.999 and found[2] < 0.01
+
+
+def _peaked(correction: PeakCorrection, configurations: list[Configuration]) -> tuple[Any, Any]:
+    rows = to_rows(PRESETS["llama-2-13b"], preset("a100-80g:8"), points_of(configurations))
+    return peaks(rows, context_bytes=CONTEXT_BYTES, correction=correction)
+
+
+def _of_ways(*ways: str) -> list[Configuration]:
+    return [
+        Configuration(
+            layout=Layout(tp=2, pp=2, dp=2),
+            micro_batch_size=size,
+            global_batch_size=64,
+            recompute=way,  # pyright: ignore[reportArgumentType]
+            sequence_parallel=True,
+        )
+        for way in ways
+        for size in (1, 4)
+    ]
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.8, 1.0, 1.3])
+def test_measured_peaks_are_met_and_others_stay_uncertain(factor: float) -> None:
+    cheap, dear = _of_ways("full"), _of_ways("none")
+    both = points_of([*cheap, *dear])
+    rows = to_rows(PRESETS["llama-2-13b"], preset("a100-80g:8"), both).full()
+    predicted = memory(rows)
+    truth = predicted.peak_bytes + (factor - 1) * predicted.moving_bytes
+    every = PeakCorrection.of(predicted, truth)
+    found, sd = _peaked(every, [*cheap, *dear])
+    assert found == pytest.approx(truth, rel=0.04)
+    assert (sd < 0.06).all()
+    # Peaks of whole recomputation say little of what no recomputation keeps.
+    little = memory(rows.take(np.arange(2)))
+    some = PeakCorrection.of(little, truth[:2])
+    _, sd = _peaked(some, [*cheap, *dear])
+    assert sd[3] > 1.5 * sd[0] and sd[3] > 0.06
+    # Nobody needs less than nothing besides its tensors.
+    assert every.fixed_bytes >= -CONTEXT_BYTES
 
 
 def test_specs_survive_json_and_refuse_nonsense() -> None:

