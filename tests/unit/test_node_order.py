@@ -355,6 +355,10 @@ def test_many_nodes_are_never_worse_and_always_the_same(seed: int, pp: int) -> N
     assert least >= found.after_s * (1 - 1e-9)
 
 
+# Seed 13 is out of reach, as about one in four are: no other of its 10,080 orders is within 1 %
+# of the best, and only two of the best one's neighbours are within 5 %. After 3000 orders the
+# search is 4 % above it; a longer polish or hotter chains do not help. Up to eight nodes it
+# prices all orders, unless that is forbidden as here.
 @pytest.mark.parametrize("seed", [5, 22])
 def test_a_search_finds_what_no_greedy_order_is_near(
     seed: int, monkeypatch: pytest.MonkeyPatch
