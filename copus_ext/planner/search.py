@@ -391,8 +391,9 @@ class Planner:
         return found
 
     def on(self, cluster: ClusterSpec, limits: Limits | None = None) -> Planner:
-        """The same planner for another cluster or other limits."""
-        return Planner(
+        """The same planner for another cluster or other limits. What was measured of the memory
+        holds there too, and times hold on the same cluster."""
+        other = Planner(
             self.model,
             cluster,
             constants=self.constants,
@@ -400,6 +401,8 @@ class Planner:
             memory_margin=self.memory_margin,
             timings=self._measured.timings if cluster == self.cluster else (),
         )
+        other.set_peaks(self.peaks)
+        return other
 
     def raw_step_s(self, configuration: Configuration, factors: PartFactors) -> float:
         """Predicted seconds of a step under some conditions, uncorrected by measurements."""
@@ -495,7 +498,6 @@ def min_gpus(planner: Planner, batch: int) -> int | None:
         if world * times > cluster.gpus_per_node and world * times % cluster.gpus_per_node:
             continue
         larger = planner.on(cluster.resize(world * times))
-        larger.set_peaks(planner.peaks)
         dividing = batch if batch % (world * times) == 0 else batch * times
         if larger.rank([dividing], top=1)[0].num_ranked:
             return world * times

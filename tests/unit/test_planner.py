@@ -168,6 +168,7 @@ def test_measured_peaks_move_what_fits() -> None:
     fewer = planner.rank([64], top=200)[0]
     assert fewer.num_ranked < plain.rank([64], top=1)[0].num_ranked
     assert isinstance(planner.explain(some[-1].configuration), Rejected)
+    assert planner.on(preset("a100-40g:32")).peaks == planner.peaks, "of the model, not the machine"
     planner.retime(())
     assert planner.peaks == AS_PREDICTED
     assert planner.rank([64], top=1) == plain.rank([64], top=1)
