@@ -74,7 +74,7 @@ def _member_of(kind: Any, name: Any) -> Any:
     is_enum = isinstance(kind, type) and issubclass(kind, Enum) and isinstance(name, str)
     if not is_enum or name not in kind.__members__:
         raise pickle.UnpicklingError(f"builtins.getattr does not belong into {METADATA}")
-    return kind[name]
+    return kind.__members__[name]
 
 
 class _Unpickler(pickle.Unpickler):
