@@ -349,7 +349,8 @@ def timing_line(worth_timing: Sequence[Any]) -> str:
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
         more = [] if c.overlap else ["--no-overlap"]
         more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
-        flags = " ".join(["--fix", fixed, "--recompute", c.recompute, *more])
+        batch = ["--global-batch-size", str(c.global_batch_size)]
+        flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
         lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN")
     return "\n".join(lines)
 

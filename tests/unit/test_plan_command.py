@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from copus_ext.commands import plan
+from copus_ext.commands import plan, profile_layouts
 from copus_ext.cost_model.cluster_spec import kind_of, preset
 from copus_ext.cost_model.model_spec import PRESETS
 from copus_ext.planner import report
@@ -384,6 +384,12 @@ def test_the_table_folds_chunks_that_hardly_differ_and_says_what_to_time(
     assert {int(rows[folded][5]), *map(int, rows[folded][6].strip("()").split(","))} <= chunks
     first, second = plan["worth_timing"]
     assert f"to be surer of the others time {first} and {second}" in text
+    told = [line for line in text.splitlines() if "profile_layouts.py" in line]
+    for name, line in zip((first, second), told, strict=True):
+        words = line.split(" -- ")[0].split()
+        args, _ = profile_layouts.parse([*words[words.index("--store") :], "--", "--bf16"])
+        timed = profile_layouts.lines(PRESETS["llama-2-13b"], args, 32)
+        assert [str(c) for c in timed] == [name] and profile_layouts.counts(timed[0], args)
 
 
 def _kin(ranked: dict[str, Any], row: list[str]) -> bool:
