@@ -32,7 +32,7 @@ CONTEXT_BYTES = 1.2e9
 PEAK_SD, LEAST_PEAK_SD = 0.07, 0.03
 """Relative uncertainty of a predicted peak: before any was measured, and where many were."""
 _MOVING_SD, _FIXED_SD = 0.3, 3e9
-"""Of the logarithm of the factor on what comes and goes; and of the bytes of a process besides."""
+"""Of the factor on what comes and goes; and of the bytes of a process besides."""
 
 
 def layer_parameters(rows: Rows) -> Any:
@@ -230,19 +230,15 @@ def memory(
     return Memory(stages=stages, peak_bytes=total.max(axis=0), worst_stage=total.argmax(axis=0))
 
 
-def peak_bytes(
+def peaks(
     rows: Rows,
     *,
     context_bytes: float = CONTEXT_BYTES,
     correction: PeakCorrection = AS_PREDICTED,
-) -> Any:
-    """Bytes of the stage that needs most: [n], as `memory` but sooner. The first or the last it is:
-    those between hold fewer parameters than both and fewer micro-batches than the first."""
-    return peaks(rows, context_bytes=context_bytes, correction=correction)[0]
-
-
-def peaks(rows: Rows, *, context_bytes: float, correction: PeakCorrection) -> tuple[Any, Any]:
-    """As `peak_bytes`, and the relative uncertainty of each: [n]."""
+) -> tuple[Any, Any]:
+    """Bytes of the stage that needs most, as `memory` but sooner, and their relative uncertainty:
+    [n] each. The first or the last stage it is: those between hold fewer parameters than both and
+    fewer micro-batches than the first."""
     rows = rows.full()
     ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
     stages = _of_stages(rows, ends, context_bytes, correction)

@@ -19,7 +19,7 @@ from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
-from copus_ext.planner.search import DOMINATED, Planner
+from copus_ext.planner.search import DOMINATED, Planner, what_would_help
 from copus_ext.planner.space import Limits, enumerate_points, to_rows
 from megatron.training.config.layout import Layout
 
@@ -172,6 +172,28 @@ def test_measured_peaks_move_what_fits() -> None:
     planner.retime(())
     assert planner.peaks == AS_PREDICTED
     assert planner.rank([64], top=1) == plain.rank([64], top=1)
+
+
+def test_what_fits_by_measured_peaks_alone_is_still_compared() -> None:
+    """Peaks are three quarters of what was thought, on GPUs too small for what was thought."""
+    spec = preset("h200-141g:16")
+    limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1, "micro_batch": 4}, recompute=("none",))
+    found = Planner(MODEL, spec, limits=limits).rank([64], top=9)[0].ranked
+    small = min(r.prediction.peak_bytes for r in found)
+    gpu = dataclasses.replace(spec.gpu, memory_bytes=0.95 * small)
+    cluster = dataclasses.replace(spec, gpu=gpu)
+    assert not Planner(MODEL, cluster, limits=limits).rank([64])[0].ranked
+    timings = [
+        Timing(
+            configuration=r.configuration,
+            step_s=r.prediction.step_s,
+            peak_bytes=0.75 * r.prediction.peak_bytes,
+        )
+        for r in found
+    ]
+    planner = Planner(MODEL, cluster, limits=limits, timings=timings)
+    assert planner.rank([64])[0].ranked
+    assert set(what_would_help(planner, 64)) <= {"network", "memory", "order"}
 
 
 def test_two_counts_give_every_batch() -> None:
