@@ -75,6 +75,24 @@ def _means_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+class _CpuStream:
+    """A queue of work, as megatron-core's dispatcher of tokens to experts makes one to copy sizes.
+    All work is done in order."""
+
+    def wait_stream(self, *_: Any) -> None:
+        """Does nothing."""
+
+    def wait_event(self, *_: Any) -> None:
+        """Does nothing."""
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def record_event(self, *_: Any) -> _CpuStream:
+        """Returns what can be waited for."""
+        return self
+
+
 class _CpuEvent:
     """A point in time, as megatron-core's inference takes one before and after each token."""
 
@@ -97,6 +115,7 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
     """The (object, attribute, value) triples that a CPU rank needs, megatron-core's and torch's."""
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random as core_random
+    from megatron.core.transformer.moe import token_dispatcher
     from torch.distributed import ProcessGroupGloo
 
     def get_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -115,6 +134,9 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
         # A device and not an index: megatron-core passes the answer on as device=.
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "Event", _CpuEvent),
+        (torch.cuda, "Stream", lambda *_args, **_kwargs: _CpuStream()),
+        (torch.cuda, "current_stream", lambda *_args, **_kwargs: _CpuStream()),
+        (torch.cuda, "stream", lambda *_args: contextlib.nullcontext()),
         (torch.cuda, "synchronize", nothing),
         (torch.cuda, "empty_cache", nothing),
         (torch.cuda, "get_rng_state", get_state),
@@ -132,7 +154,23 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
             for name in ("get_default_causal_mask", "get_sliding_window_causal_mask")
         ),
         (ProcessGroupGloo, "__init__", _with_one_worker(ProcessGroupGloo)),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _sizes_of_rows),
     ]
+
+
+def _sizes_of_rows(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher of tokens gets for its sizes: numbers, where it asks for numbers.
+    megatron-core leaves tensors that are on the CPU as they are, which an all-to-all refuses."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def use_plain_router() -> None:
+    """Gives megatron-core's router the name that it imports with Transformer Engine only.
+    Idempotent."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _on_the_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -67,11 +67,18 @@ class StepInfo:
     """Wall time of the step on the slowest rank, seconds."""
     further_losses: tuple[float, ...] = ()
     """Mean loss of each further token of `--mtp-num-layers`, in nats."""
+    load_balancing_loss: float | None = None
+    """Mean over the layers with experts of the loss `aux_loss` of this global batch with
+    coefficient 1; 1 is an even load. None in a dense model."""
+    max_expert_load: float | None = None
+    """Tokens of the busiest expert over the mean, in the layer where that is largest."""
 
     @property
     def losses(self) -> dict[str, float]:
         """All losses by the names of Megatron-LM."""
         further = {f"mtp_{i} loss": loss for i, loss in enumerate(self.further_losses, start=1)}
+        balance = self.load_balancing_loss
+        further |= {} if balance is None else {"load_balancing_loss": balance}
         return {"lm loss": self.loss, **further}
 
 

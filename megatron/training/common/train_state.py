@@ -30,6 +30,11 @@ class TrainState:
     """Model FLOPs spent so far."""
     settings: StepSettings = field(default_factory=StepSettings)
     """What a controller has changed."""
+    expert_fractions: list[list[float]] = field(default_factory=list)
+    """[layers with experts, experts] fractions in the balance loss of the next step
+    (`model/moe.py`); empty before the first step and in a dense model."""
+    expert_biases: list[list[float]] = field(default_factory=list)
+    """[layers with experts, experts] biases of the router; empty without them."""
     callbacks: dict[str, Any] = field(default_factory=dict)
     """What callbacks keep in checkpoints, by a name of their own: plain JSON types, or dataclasses
     that become such when they are saved; the same on every rank."""

@@ -4,6 +4,7 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import KernelConfig, ModelConfig
+from megatron.training.config.moe import MoeConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
 from megatron.training.config.root import GROUPS, Config
 from megatron.training.config.runtime import RuntimeConfig
@@ -18,6 +19,7 @@ __all__ = [
     "KernelConfig",
     "LoggingConfig",
     "ModelConfig",
+    "MoeConfig",
     "OptimConfig",
     "ParallelConfig",
     "PrecisionConfig",

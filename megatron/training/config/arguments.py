@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.common.errors import UsageError
-from megatron.training.config import GROUPS, Config, ModelConfig
+from megatron.training.config import GROUPS, Config, ModelConfig, MoeConfig
 from megatron.training.config.derive import derive
 from megatron.training.config.draft import Draft, Environment
 from megatron.training.config.fields import OptionSpec, option_specs
@@ -25,6 +25,7 @@ from megatron.training.config.logging import profile_problems
 
 TITLES = {
     "model": "model shape",
+    "moe": "mixture of experts",
     "kernels": "implementation and fused kernels",
     "batch": "batch and length",
     "optim": "learning rate and optimizer",
@@ -283,7 +284,8 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     Returns:
         New arguments for `resolve`.
     """
-    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {"add_position_embedding"}
+    shape = {f.name for group in (ModelConfig, MoeConfig) for f in dataclasses.fields(group)}
+    shape -= {"add_position_embedding"}
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
     tokenizer |= {"vocab_file", "merge_file"}
     values = dict(vars(args))

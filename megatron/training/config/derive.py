@@ -17,6 +17,7 @@ from megatron.training.config.layout import (
 )
 from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.config.model_flags import derive_features
+from megatron.training.config.moe_flags import derive_moe, derive_moe_kernels, derive_moe_layout
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -89,6 +90,15 @@ _AT_LEAST_ONE = [
     "tensorboard_queue_size",
     "hysteresis",
     "fp8_amax_history_len",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_topk",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_balance_samples",
 ]
 _NOT_NEGATIVE = [
     "lr",
@@ -110,6 +120,8 @@ _NOT_NEGATIVE = [
     "ckpt_step",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
+    "moe_router_bias_update_rate",
+    "moe_z_loss_coeff",
 ]
 _EIGHT_BITS = (
     "fp8_recipe",
@@ -257,11 +269,17 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
         "latter",
     )
     derive_features(draft)
+    derive_moe(draft)
 
 
 def _derive_layout(draft: Draft, environment: Environment) -> None:
     tp, pp = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
-    layout = Layout.from_world(environment.world_size, tp, pp, virtual_size(draft, pp))
+    experts = {
+        "ep": draft["expert_model_parallel_size"],
+        "etp": draft["expert_tensor_parallel_size"],
+    }
+    virtual = virtual_size(draft, pp)
+    layout = Layout.from_world(environment.world_size, tp, pp, virtual, **experts)
     layout = dataclasses.replace(layout, layer_partition=partition_of_flags(draft, layout))
     draft["world_size"] = layout.world_size
     draft["data_parallel_size"] = layout.dp
@@ -272,6 +290,7 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         # leaves apart what belongs together.
         draft.notes.append("--multi-latent-attention under tensor parallelism: --sequence-parallel")
         draft["sequence_parallel"] = True
+    derive_moe_layout(draft, layout)
     draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
     draft.require(
         draft["overlap_p2p_comm"] or layout.vpp == 1 or pp > 2,
@@ -340,13 +359,7 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
 
 
 def _layout_of(draft: Draft) -> Layout:
-    return Layout(
-        tp=draft["tensor_model_parallel_size"],
-        pp=draft["pipeline_model_parallel_size"],
-        vpp=draft["virtual_pipeline_model_parallel_size"],
-        dp=draft["data_parallel_size"],
-        layer_partition=draft["layers_of_chunks"],
-    )
+    return Layout.of_arguments(draft.values)
 
 
 def _derive_precision(draft: Draft, environment: Environment) -> None:
@@ -434,6 +447,7 @@ def _derive_kernels(draft: Draft, environment: Environment) -> None:
     activation = "bias_swiglu_fusion" if draft["swiglu"] else "bias_gelu_fusion"
     is_known = not (draft["squared_relu"] or draft["quick_geglu"])
     draft["bias_activation_fusion"] = draft[activation] and draft["add_bias_linear"] and is_known
+    derive_moe_kernels(draft, environment)
     backend, local = draft["attention_backend"], draft["transformer_impl"] == "local"
     if draft["multi_latent_attention"] and local and backend in ("unfused", "local"):
         draft.notes.append(
@@ -473,6 +487,7 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
         )
     allowed = ("core_attn", "layernorm", "mlp")
     allowed += ("mla_up_proj",) if draft["multi_latent_attention"] else ()
+    allowed += ("moe", "shared_experts") if draft["num_experts"] else ()
     modules = draft["recompute_modules"] or ("core_attn",)
     draft["recompute_modules"] = modules if granularity == "selective" else ()
     bad = [name for name in draft["recompute_modules"] if name not in allowed]

@@ -13,7 +13,8 @@ from megatron.training.common.errors import UsageError
 
 _SIZES = ("tp", "pp", "vpp", "dp")
 _TEXT = re.compile(
-    r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
+    r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?(?:\.ep(?P<ep>\d+))?(?:\.etp(?P<etp>\d+))?"
+    r"\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
 )
 _OLD_TEXT = re.compile(r"tp=(?P<tp>\d+) pp=(?P<pp>\d+)(?: vpp=(?P<vpp>\d+))? dp=(?P<dp>\d+)")
 _MOST_CHUNKS = 1 << 16
@@ -40,17 +41,29 @@ class Layout:
     """Virtual pipeline size: model chunks held by each pipeline rank; 1 means no interleaving."""
     dp: int = 1
     """Data parallel size: copies of the model, each reading other samples."""
+    ep: int = 1
+    """Expert parallel size: groups of ranks that each hold other experts of a layer."""
+    etp: int | None = None
+    """Tensor parallel size of experts: ranks that share each expert. None means `tp`, and that
+    number becomes None."""
     layer_partition: tuple[int, ...] | None = None
     """[pp * vpp] layers of every model chunk in the order of the model (stage k mod pp holds chunk
     k). None means equal chunks; equal numbers become None."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        if self.etp == self.tp:
+            object.__setattr__(self, "etp", None)
+        for name in (*_SIZES, "ep", "expert_tensor_parallel_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"layout size {name} must be an integer >= 1, got {value!r}")
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp = {self.vpp} needs a pipeline (pp > 1)")
+        ranks = self.ep * self.expert_tensor_parallel_size
+        if self.tp * self.dp % ranks != 0:
+            raise ValueError(
+                f"the {self.tp * self.dp} ranks of a stage do not divide by ep x etp = {ranks}"
+            )
         if self.layer_partition is not None:
             counts = _checked_partition(self.layer_partition, self.pp * self.vpp)
             object.__setattr__(self, "layer_partition", counts if len(set(counts)) > 1 else None)
@@ -66,8 +79,18 @@ class Layout:
         return self.tp * self.pp
 
     @property
+    def expert_tensor_parallel_size(self) -> int:
+        """Ranks that share each expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """Copies of each expert."""
+        return self.tp * self.dp // (self.ep * self.expert_tensor_parallel_size)
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """tp, pp, vpp, dp: everything but the layer partition."""
+        """tp, pp, vpp, dp: everything but the experts' sizes and the layer partition."""
         return self.tp, self.pp, self.vpp, self.dp
 
     def layers_of_chunks(self, num_layers: int) -> tuple[int, ...]:
@@ -99,8 +122,10 @@ class Layout:
 
     def __str__(self) -> str:
         virtual = f".vpp{self.vpp}" if self.vpp > 1 else ""
+        experts = f".ep{self.ep}" if self.ep > 1 else ""
+        experts += f".etp{self.etp}" if self.etp else ""
         counts = f".cut{_runs(self.layer_partition)}" if self.layer_partition else ""
-        return f"tp{self.tp}.pp{self.pp}{virtual}.dp{self.dp}{counts}"
+        return f"tp{self.tp}.pp{self.pp}{virtual}{experts}.dp{self.dp}{counts}"
 
     @classmethod
     def from_text(cls, text: str) -> Layout:
@@ -113,9 +138,11 @@ class Layout:
         if not found:
             raise ValueError(f"{text!r} is no layout such as tp2.pp1.dp4")
         tp, pp, vpp, dp = (int(found[name] or 1) for name in _SIZES)
-        runs = found.groupdict().get("cut")
+        more = found.groupdict()
+        runs, ep, etp = more.get("cut"), int(more.get("ep") or 1), more.get("etp")
         counts = None if runs is None else _from_runs(runs, pp * vpp)
-        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=counts)
+        experts = {"ep": ep, "etp": etp and int(etp)}
+        return cls(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=counts, **experts)
 
     @classmethod
     def from_record(cls, value: str | Sequence[int]) -> Layout:
@@ -129,9 +156,11 @@ class Layout:
         return cls(**dict(zip(_SIZES, value, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the four sizes as plain JSON types, and the layer partition as `cut` if there is
-        one."""
+        """Returns the four sizes as plain JSON types; those of experts, and the layer partition as
+        `cut`, only where they differ from the default."""
         data: dict[str, Any] = dict(zip(_SIZES, self.sizes))
+        data |= {"ep": self.ep} if self.ep > 1 else {}
+        data |= {"etp": self.etp} if self.etp else {}
         return {**data, "cut": list(self.layer_partition)} if self.layer_partition else data
 
     @classmethod
@@ -141,14 +170,46 @@ class Layout:
         Raises:
             ValueError: an unknown key or an illegal size.
         """
-        unknown = sorted(set(data) - {*_SIZES, "cut"})
+        sizes_known = (*_SIZES, "ep", "etp")
+        unknown = sorted(set(data) - {*sizes_known, "cut"})
         if unknown:
             raise ValueError(f"unknown layout keys: {', '.join(unknown)}")
-        sizes = {name: data[name] for name in _SIZES if name in data}
+        sizes = {name: data[name] for name in sizes_known if name in data}
         return cls(**sizes, layer_partition=data.get("cut"))
 
     @classmethod
-    def from_world(cls, world_size: int, tp: int = 1, pp: int = 1, vpp: int = 1) -> Layout:
+    def of_arguments(cls, arguments: Mapping[str, Any]) -> Layout:
+        """Reads the sizes that a trainer's arguments hold, by field name, with `data_parallel_size`
+        derived; what is missing or None has its default.
+
+        Raises:
+            ValueError: an illegal size.
+        """
+
+        def size(name: str) -> Any:
+            return arguments.get(f"{name}_parallel_size")
+
+        return cls(
+            tp=size("tensor_model") or 1,
+            pp=size("pipeline_model") or 1,
+            vpp=size("virtual_pipeline_model") or 1,
+            ep=size("expert_model") or 1,
+            etp=size("expert_tensor"),
+            dp=size("data") or 1,
+            layer_partition=arguments.get("layers_of_chunks"),
+        )
+
+    @classmethod
+    def from_world(
+        cls,
+        world_size: int,
+        tp: int = 1,
+        pp: int = 1,
+        vpp: int = 1,
+        *,
+        ep: int = 1,
+        etp: int | None = None,
+    ) -> Layout:
         """Gives the ranks that tensor and pipeline parallelism leave over to data parallelism.
 
         Raises:
@@ -158,6 +219,8 @@ class Layout:
             ("--tensor-model-parallel-size", tp),
             ("--pipeline-model-parallel-size", pp),
             ("--num-virtual-stages-per-pipeline-rank", vpp),
+            ("--expert-model-parallel-size", ep),
+            ("--expert-tensor-parallel-size", tp if etp is None else etp),
         )
         for flag, value in names:
             if value < 1:
@@ -173,7 +236,14 @@ class Layout:
                 f"--pipeline-model-parallel-size {pp} = {tp * pp}; start a multiple of {tp * pp} "
                 "ranks or lower one of the two"
             )
-        return cls(tp=tp, pp=pp, vpp=vpp, dp=world_size // (tp * pp))
+        stage, experts = world_size // pp, ep * (etp or tp)
+        if stage % experts != 0:
+            raise UsageError(
+                f"the {stage} ranks of a pipeline stage are not divisible by "
+                f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp or tp} = "
+                f"{experts}; lower one of the two"
+            )
+        return cls(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=world_size // (tp * pp))
 
 
 def layout_problems(
@@ -188,6 +258,7 @@ def layout_problems(
     sequence_parallel: bool,
     split_widths: Mapping[str, int] = MappingProxyType({}),
     needs_one_stage: bool = False,
+    experts: ExpertSizes | None = None,
 ) -> list[str]:
     """Lists why a model cannot be laid out this way.
 
@@ -203,6 +274,7 @@ def layout_problems(
             regions.
         split_widths: further widths that tensor parallelism splits, by the flags that set them.
         needs_one_stage: whether the model predicts further tokens with tied embeddings.
+        experts: what limits the layout of a mixture of experts; None for a dense model.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
@@ -247,6 +319,7 @@ def layout_problems(
             "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
             f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
         )
+    problems += expert_problems(layout, experts, sequence_parallel=sequence_parallel)
     if padded_vocab_size is not None and padded_vocab_size % tp != 0:
         problems.append(
             f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
@@ -271,7 +344,97 @@ def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if is_further:
         widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
     is_tied = not arguments.get("untie_embeddings_and_output_weights")
-    return {"split_widths": widths, "needs_one_stage": is_further and is_tied}
+    return {
+        "split_widths": widths,
+        "needs_one_stage": is_further and is_tied,
+        "experts": ExpertSizes.of(arguments),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What limits the layout of a mixture of experts."""
+
+    num_experts: int
+    """Of a layer."""
+    moe_ffn_hidden_size: int
+    """Width of an expert."""
+    moe_shared_expert_intermediate_size: int | None
+    """Width of the shared expert; None: there is none."""
+    add_bias_linear: bool
+    """Whether experts have biases."""
+    only_allgather_over_both: bool
+    """Whether rows cannot go to experts by all-to-all where both expert parallel sizes are above 1,
+    as with gloo."""
+    use_tp_pp_dp_mapping: bool
+    """Whether ranks are numbered with pipeline before data parallelism."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ExpertSizes | None:
+        """Reads flags by field name; None for a dense model."""
+        if not arguments.get("num_experts"):
+            return None
+        dispatcher = arguments.get("moe_token_dispatcher_type") or "allgather"
+        is_gloo = arguments.get("distributed_backend") == "gloo"
+        return cls(
+            num_experts=arguments["num_experts"],
+            moe_ffn_hidden_size=arguments.get("moe_ffn_hidden_size")
+            or arguments["ffn_hidden_size"],
+            moe_shared_expert_intermediate_size=arguments.get(
+                "moe_shared_expert_intermediate_size"
+            ),
+            add_bias_linear=bool(arguments.get("add_bias_linear")),
+            only_allgather_over_both=is_gloo and dispatcher == "alltoall",
+            use_tp_pp_dp_mapping=bool(arguments.get("use_tp_pp_dp_mapping")),
+        )
+
+
+def expert_problems(
+    layout: Layout, experts: ExpertSizes | None, *, sequence_parallel: bool
+) -> list[str]:
+    """Lists why experts cannot be laid out this way; as `layout_problems`."""
+    ep, etp = layout.ep, layout.expert_tensor_parallel_size
+    if experts is None:
+        is_plain = ep == 1 and layout.etp is None
+        return [] if is_plain else [f"{layout} has sizes of experts and the model has none"]
+    fix = f"choose another --expert-tensor-parallel-size (now {etp})"
+    problems = []
+    if experts.num_experts % ep != 0:
+        problems.append(
+            f"--num-experts {experts.num_experts} is not divisible by {ep}; choose another "
+            f"--expert-model-parallel-size (now {ep})"
+        )
+    width = experts.moe_ffn_hidden_size
+    if width % etp != 0:
+        problems.append(f"--moe-ffn-hidden-size {width} is not divisible by {etp}; {fix}")
+    shared = experts.moe_shared_expert_intermediate_size
+    if shared is not None and shared % layout.tp != 0:
+        problems.append(
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by {layout.tp}; "
+            f"choose another --tensor-model-parallel-size (now {layout.tp})"
+        )
+    if layout.tp > 1 and not sequence_parallel:
+        problems.append(
+            "--num-experts under tensor parallelism needs --sequence-parallel; add it or choose "
+            f"--tensor-model-parallel-size 1 (now {layout.tp})"
+        )
+    if etp > 1 and experts.add_bias_linear:
+        problems.append(
+            f"--expert-tensor-parallel-size {etp} needs --disable-bias-linear; add it or choose 1"
+        )
+    if ep > 1 and etp > 1 and experts.only_allgather_over_both:
+        problems.append(
+            f"gloo has no all-to-all over --expert-model-parallel-size {ep} and "
+            f"--expert-tensor-parallel-size {etp}; give --moe-token-dispatcher-type allgather"
+        )
+    copies = layout.expert_data_parallel_size
+    if experts.use_tp_pp_dp_mapping and layout.pp > 1 and copies != layout.dp:
+        problems.append(
+            f"--use-tp-pp-dp-mapping in a pipeline needs as many copies of the experts ({copies}) "
+            f"as of the model ({layout.dp}); drop the flag or choose --expert-tensor-parallel-size "
+            f"{layout.tp} and --expert-model-parallel-size 1"
+        )
+    return problems
 
 
 def recompute_problems(

@@ -15,6 +15,10 @@ class ParallelConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = option(1)
     """Ranks that share the stack of layers."""
+    expert_model_parallel_size: int = option(1)
+    """Groups of ranks that each hold other experts of a layer."""
+    expert_tensor_parallel_size: int | None = option(None)
+    """Ranks that share each expert. Default: --tensor-model-parallel-size."""
     num_layers_per_virtual_pipeline_stage: int | None = option(None)
     """Layers of one model chunk of an interleaved pipeline."""
     num_virtual_stages_per_pipeline_rank: int | None = option(None)

@@ -39,6 +39,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
         "sequence_parallel" in config.explicit
         or (follows and config.batch.seq_length % layout.tp == 0)
         or model.multi_latent_attention
+        or config.moe.num_experts is not None
     )
     overlap = "overlap_p2p_comm" not in config.explicit and layout.vpp > 1
     problems = layout_problems(
@@ -86,6 +87,8 @@ def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,

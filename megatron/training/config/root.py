@@ -13,6 +13,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.layout import Layout
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import KernelConfig, ModelConfig
+from megatron.training.config.moe import MoeConfig
 from megatron.training.config.parallel import ParallelConfig, RecomputeConfig
 from megatron.training.config.runtime import RuntimeConfig
 from megatron.training.config.training import BatchConfig, OptimConfig, PrecisionConfig
@@ -20,6 +21,7 @@ from megatron.training.config.training import BatchConfig, OptimConfig, Precisio
 GROUPS: Mapping[str, type] = MappingProxyType(
     {
         "model": ModelConfig,
+        "moe": MoeConfig,
         "kernels": KernelConfig,
         "batch": BatchConfig,
         "optim": OptimConfig,
@@ -45,6 +47,8 @@ class Config:
 
     model: ModelConfig
     """Shape of the model."""
+    moe: MoeConfig
+    """Mixture of experts."""
     kernels: KernelConfig
     """Implementation and fused kernels."""
     batch: BatchConfig
@@ -71,13 +75,7 @@ class Config:
     @property
     def layout(self) -> Layout:
         """The parallel layout of this launch."""
-        return Layout(
-            tp=self.parallel.tensor_model_parallel_size,
-            pp=self.parallel.pipeline_model_parallel_size,
-            vpp=self.parallel.virtual_pipeline_model_parallel_size,
-            dp=self.parallel.data_parallel_size,
-            layer_partition=self.parallel.layers_of_chunks,
-        )
+        return Layout.of_arguments(vars(self.parallel))
 
     @property
     def batch_rules(self) -> dict[str, Any]:

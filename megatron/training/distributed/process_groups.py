@@ -82,6 +82,8 @@ def build_groups(
         layout.tp,
         layout.pp,
         layout.vpp if layout.vpp > 1 else None,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         order="tp-cp-ep-pp-dp" if use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=create_gloo_process_groups,
         distributed_timeout_minutes=int(timeout_minutes),

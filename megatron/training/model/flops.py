@@ -21,6 +21,7 @@ def training_flops_per_sample(
     gated_mlp: bool,
     latent: LatentWidths | None = None,
     mtp_num_layers: int = 0,
+    experts: ExpertWidths | None = None,
 ) -> float:
     """Model FLOPs of one forward and backward pass over one sample, recomputation not counted.
 
@@ -36,11 +37,62 @@ def training_flops_per_sample(
         attention = hidden_size * (query + key_value) + query * hidden_size + query * seq_length
     else:
         attention = latent.multiply_adds(hidden_size, num_attention_heads, seq_length)
-    mlp = hidden_size * ffn_hidden_size * (3 if gated_mlp else 2)
+    matrices = 3 if gated_mlp else 2
+    mlp = hidden_size * ffn_hidden_size * matrices
     head = hidden_size * padded_vocab_size
     # A further token has a layer, a projection of two streams into one, and the head again.
     further = mtp_num_layers * (attention + mlp + 2 * hidden_size**2 + head)
-    return 3.0 * 2.0 * seq_length * (num_layers * (attention + mlp) + head + further)
+    layers = num_layers * (attention + mlp)
+    if experts is not None:
+        layers += experts.num_layers * (experts.multiply_adds(hidden_size, matrices) - mlp)
+    return 3.0 * 2.0 * seq_length * (layers + head + further)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWidths:
+    """Sizes of a mixture of experts that its work depends on."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_experts: int
+    """Of a layer."""
+    moe_router_topk: int
+    """Experts of a token."""
+    moe_ffn_hidden_size: int
+    """Width of an expert."""
+    moe_shared_expert_intermediate_size: int = 0
+    """Width of the shared expert; 0: there is none."""
+    moe_shared_expert_gate: bool = False
+    """Whether the shared expert is scaled for each token."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ExpertWidths | None:
+        """Reads flags by field name; None for a dense model."""
+        if not arguments.get("num_experts"):
+            return None
+        return cls(
+            num_layers=sum(arguments["moe_layers"]),
+            num_experts=arguments["num_experts"],
+            moe_router_topk=arguments["moe_router_topk"],
+            moe_ffn_hidden_size=arguments["moe_ffn_hidden_size"],
+            moe_shared_expert_intermediate_size=(
+                arguments.get("moe_shared_expert_intermediate_size") or 0
+            ),
+            moe_shared_expert_gate=bool(arguments.get("moe_shared_expert_gate")),
+        )
+
+    def multiply_adds(self, hidden_size: int, matrices: int) -> int:
+        """Of one token in one layer with experts: the experts that it goes to, the shared one and
+        the router.
+
+        Args:
+            hidden_size: of the model.
+            matrices: of an MLP: 3 if it is gated, else 2.
+        """
+        width = self.moe_router_topk * self.moe_ffn_hidden_size
+        width += self.moe_shared_expert_intermediate_size
+        routed = self.num_experts + self.moe_shared_expert_gate
+        return hidden_size * (matrices * width + routed)
 
 
 @dataclass(frozen=True, kw_only=True)

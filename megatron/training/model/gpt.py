@@ -16,6 +16,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -31,8 +32,9 @@ from megatron.core.transformer.transformer_block import (
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron.training.common.device import Device
+from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stragglers import StepClock
@@ -42,6 +44,7 @@ from megatron.training.model.init import (
     draw_weights,
     leave_uninitialised,
 )
+from megatron.training.model.moe import mark_experts, use_router
 from megatron.training.model.norm import Norm
 
 logger = logging.getLogger(__name__)
@@ -109,7 +112,9 @@ def core_config(config: Config) -> TransformerConfig:
     kind = MLATransformerConfig if config.model.multi_latent_attention else TransformerConfig
     groups = [config.model, config.kernels, config.recompute]
     groups += [config.precision] if config.precision.fp8 is not None else []
+    groups += [config.moe] if config.moe.num_experts is not None else []
     values = {**same_fields(kind, *groups), **_other_fields(config), **_parallelism(config)}
+    values |= _expert_fields(config)
     return kind(**values)
 
 
@@ -142,6 +147,24 @@ def _other_fields(config: Config) -> dict[str, Any]:
     }
 
 
+def _expert_fields(config: Config) -> dict[str, Any]:
+    moe = config.moe
+    if moe.num_experts is None:
+        return {}
+    assert moe.moe_layers is not None
+    kinds, weights = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
+    return {
+        "num_moe_experts": moe.num_experts,
+        # A number where all layers are alike: then a checkpoint has one tensor for all of them.
+        "moe_layer_freq": 1 if all(moe.moe_layers) else list(moe.moe_layers),
+        "moe_router_load_balancing_type": kinds if len(kinds) > 1 else kinds[0],
+        "moe_aux_loss_coeff": weights if len(kinds) > 1 else weights[0],
+        # Layers to compute again are named in `recompute_modules`.
+        "moe_layer_recompute": False,
+        "moe_token_dropping": moe.moe_expert_capacity_factor is not None,
+    }
+
+
 def _activation(config: Config) -> Any:
     m = config.model
     if m.swiglu:
@@ -159,6 +182,8 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": _entries_of_chunks(config),
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
         "sequence_parallel": config.parallel.sequence_parallel,
         "calculate_per_token_loss": config.batch.calculate_per_token_loss,
         "params_dtype": dtype,
@@ -188,11 +213,20 @@ def _entries_of_chunks(config: Config) -> list[list[str]] | None:
     return chunks
 
 
-def layer_spec(config: Config) -> ModuleSpec:
+def layer_spec(config: Config, *, with_experts: bool = False) -> ModuleSpec:
     """The specification of a layer: Transformer Engine's, or the local one with our norm and
-    attention."""
+    attention; with experts in place of the MLP, or without."""
+    spec = _plain_layer_spec(config, with_experts=with_experts)
+    if with_experts:
+        use_router(spec)
+    return spec
+
+
+def _plain_layer_spec(config: Config, *, with_experts: bool) -> ModuleSpec:
     m = config.model
     kinds: dict[str, Any] = {
+        "num_experts": config.moe.num_experts if with_experts else None,
+        "moe_grouped_gemm": config.moe.moe_grouped_gemm and with_experts,
         "qk_layernorm": m.qk_layernorm,
         "qk_l2_norm": m.qk_l2_norm,
         "multi_latent_attention": m.multi_latent_attention,
@@ -219,12 +253,17 @@ def layer_spec(config: Config) -> ModuleSpec:
 def _block_spec(
     config: Config, core: TransformerConfig, *, pp_rank: int, vp_stage: int | None
 ) -> Any:
-    """The layers of a chunk; for Transformer Engine their specification alone."""
-    spec = layer_spec(config)
-    if config.kernels.transformer_impl == "transformer_engine":
-        return spec
-    layers = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=Norm)  # pyright: ignore[reportArgumentType]
+    """The layers of a chunk; for Transformer Engine their specification alone where all are
+    alike."""
+    is_local, pattern = config.kernels.transformer_impl == "local", config.moe.moe_layers
+    if not is_local and (pattern is None or all(pattern)):
+        return layer_spec(config, with_experts=pattern is not None)
+    count = get_num_layers_to_build(core, vp_stage=vp_stage, pp_rank=pp_rank)
+    first = get_transformer_layer_offset(core, vp_stage=vp_stage, pp_rank=pp_rank)
+    own = pattern[first : first + count] if pattern else (0,) * count
+    kinds = {kind: layer_spec(config, with_experts=bool(kind)) for kind in set(own)}
+    norm: Any = Norm if is_local else TENorm
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in own], layer_norm=norm)
 
 
 def _mtp_spec(config: Config, core: TransformerConfig, *, vp_stage: int | None) -> Any:
@@ -258,6 +297,8 @@ def build_model(
     core = core_config(config)
     stages = range(config.layout.vpp) if config.layout.vpp > 1 else (None,)
     bare = [_build_chunk(config, core, groups, device, stage, draw) for stage in stages]
+    # The trainer moves expert biases, after a step that updated the weights (`model/moe.py`).
+    core.moe_router_enable_expert_bias = False
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
@@ -308,6 +349,7 @@ def _build_chunk(
 ) -> torch.nn.Module:
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     m = config.model
+    use_plain_router()
     chunk = GPTModel(
         core,
         _block_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
@@ -330,6 +372,7 @@ def _build_chunk(
         # megatron-core forgets this of the copy on the last stage.
         words: Any = chunk.embedding.word_embeddings.weight
         words.is_embedding_or_output_parameter = True
+    mark_experts(chunk)
     for param in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(param)
     if device.is_cuda:

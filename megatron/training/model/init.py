@@ -30,6 +30,8 @@ _PLAIN_SUFFIXES = (
     "linear_kv_up_proj.weight",
     "linear_fc1.weight",
     "eh_proj.weight",
+    "router.weight",
+    "shared_experts.gate_weight",
     "output_layer.weight",
 )
 

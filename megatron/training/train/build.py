@@ -23,8 +23,9 @@ from megatron.training.data.datasets import build_datasets, prefixes_of
 from megatron.training.data.fingerprint import changes, identity_of
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
 from megatron.training.distributed.stragglers import RankTimes
-from megatron.training.model.flops import LatentWidths, training_flops_per_sample
+from megatron.training.model.flops import ExpertWidths, LatentWidths, training_flops_per_sample
 from megatron.training.model.gpt import Model, build_model
+from megatron.training.model.moe import Balance
 from megatron.training.optim.optimizer import build_optimizer, build_scheduler
 from megatron.training.train.callbacks import CallbackContext, Callbacks
 from megatron.training.train.job import Job, RunServices
@@ -88,7 +89,11 @@ def build_job(
         context=context,
         flops_per_sample=_flops_per_sample(config),
         data_identity=_settle_data(config, stored),
+        balance=Balance.of(config),
     )
+    if job.balance is not None and not state.expert_biases:
+        # Of a checkpoint that Megatron-LM wrote, which holds them with the weights.
+        state.expert_biases = job.balance.biases_of(model.chunks, device.torch_device)
     job.checkpointer = _open_checkpointer(job)
     # A checkpoint's parameter groups bring the rates it was trained with.
     job.set_rates()
@@ -140,6 +145,8 @@ def install_layout(
     context = job.context
     context.config, context.groups, context.model = config, groups, model.chunks
     context.optimizer, context.scheduler = optimizer, scheduler
+    if job.balance is not None:
+        job.balance.give_biases(model.chunks, job.state)
     job.checkpointer = _open_checkpointer(job)
     job.set_rates()
     job.tracker.event(
@@ -164,6 +171,7 @@ def _flops_per_sample(config: Config) -> float:
         gated_mlp=config.model.gated_linear_unit,
         latent=LatentWidths.of(config.flat()),
         mtp_num_layers=config.model.mtp_num_layers or 0,
+        experts=ExpertWidths.of(config.flat()),
     )
 
 

@@ -27,6 +27,7 @@ from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.distributed.stragglers import RankTimes
 from megatron.training.logging.tracker import NullTracker
 from megatron.training.model.gpt import Model
+from megatron.training.model.moe import Balance
 from megatron.training.resilience.watchdog import Watchdog
 from megatron.training.train.callbacks import CallbackContext, Callbacks
 
@@ -95,6 +96,8 @@ class Job:
     """The data sets, as checkpoints remember them."""
     rank_times: RankTimes = field(default_factory=RankTimes)
     """What each rank of the layout needs for its own part of a step."""
+    balance: Balance | None = None
+    """Of the load of experts; None for a dense model."""
 
     def fire(self, event: str, **values: Any) -> Any:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""

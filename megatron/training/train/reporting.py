@@ -26,16 +26,20 @@ def is_last_rank() -> bool:
 @torch.no_grad()
 def parameter_norm(job: Job) -> float:
     """L2 norm of all weights, each counted once. Collective over the world."""
-    total = torch.zeros((), dtype=torch.float32, device=job.device.torch_device)
+    total, experts = torch.zeros(2, dtype=torch.float32, device=job.device.torch_device).unbind()
     for chunk in job.model.chunks:
         if chunk.ddp_config.overlap_param_gather:
             # Else the other ranks' updates only come with the next forward pass.
             chunk.start_param_sync(force_sync=True)
         for param in chunk.parameters():
-            if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
+            if not getattr(param, "allreduce", True):
+                experts += param.detach().float().square().sum()
+            elif param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param):
                 total += param.detach().float().square().sum()
     dist.all_reduce(total, group=job.groups.mp)
-    return math.sqrt(total.item())
+    if job.balance is not None:
+        dist.all_reduce(experts, group=job.groups.tp_ep_pp)
+    return math.sqrt(total.item() + experts.item())
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Reporter:
             micro_batch_size=info.micro_batch_size,
             num_microbatches=info.num_microbatches,
             updated=info.updated,
+            **({} if info.max_expert_load is None else {"max_expert_load": info.max_expert_load}),
             **context.step_fields,
         )
         context.scalars.clear()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, learning_rate
 from megatron.training.config.layout import group_of_microbatches
 from megatron.training.distributed.process_groups import seed_step
+from megatron.training.model.moe import Balance, ExpertLoad, set_counting
 from megatron.training.optim.optimizer import optimizer_step
 from megatron.training.train.job import Job
 
@@ -219,6 +221,9 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     sizes = job.micro_batch_sizes
     num_microbatches = len(sizes)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
+    balance = job.balance
+    if balance is not None:
+        prepare_routers(job, balance, sizes)
     batches = _own_batches(job)
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
@@ -237,6 +242,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     with job.trace.span("optimizer"):
         result = optimizer_step(job.optimizer)
     _empty_cache(job, level=2)
+    load = None if balance is None else _count_experts(job, balance, updated=result.updated)
     if result.updated:
         job.scheduler.step(increment=global_batch_size)
         if state.settings.changes_rates:
@@ -270,12 +276,53 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         updated=result.updated,
         elapsed_s=shared.elapsed_s,
         further_losses=shared.further_losses,
+        load_balancing_loss=load and statistics.fmean(load.balance_losses),
+        max_expert_load=load and max(load.most_over_mean),
     )
     job.watchdog.step(info.iteration, info.elapsed_s)
     interval = config.runtime.manual_gc and config.runtime.manual_gc_interval
     if interval and state.iteration % interval == 0:
         gc.collect()
     return info, shared
+
+
+def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
+    """Gives the routers of this rank what the next step needs. All ranks take part.
+
+    Args:
+        job: before the step, its random streams seeded for it.
+        balance: of the job.
+        sizes: samples of every micro-batch of a replica.
+    """
+    chunks, state, seq_length = job.model.chunks, job.state, job.config.batch.seq_length
+    mean_tokens = sum(sizes) / len(sizes) * seq_length
+    if balance.mode == "exact":
+        # A first pass only counts; it draws the random numbers of the second.
+        set_counting(chunks, True)
+        balance.prepare(chunks, state, mean_tokens=mean_tokens)
+        with torch.no_grad():
+            run_schedule(
+                job,
+                _own_batches(job),
+                len(sizes),
+                micro_batch_size=job.micro_batch_size,
+                forward_only=True,
+            )
+        set_counting(chunks, False)
+        sums = balance.counted(chunks, job.device.torch_device)
+        state.expert_fractions = balance.fractions_of(sums)
+        seed_step(job.config.runtime.seed, state.consumed_samples, job.groups)
+    balance.prepare(chunks, state, mean_tokens=mean_tokens)
+
+
+def _count_experts(job: Job, balance: Balance, *, updated: bool) -> ExpertLoad:
+    """Adds up over all ranks what the routers chose in a step, and moves on what they know."""
+    with job.trace.span("expert load"):
+        sums = balance.counted(job.model.chunks, job.device.torch_device)
+    if updated:
+        balance.advance(job.state, sums, global_batch_size=job.global_batch_size)
+        balance.give_biases(job.model.chunks, job.state)
+    return balance.load(sums)
 
 
 def _own_batches(job: Job) -> Iterator[Batch] | None:

@@ -71,13 +71,7 @@ class Target:
 
 def stored_layout(arguments: Mapping[str, Any]) -> Layout:
     """The layout that stored flags name."""
-    return Layout(
-        tp=arguments.get("tensor_model_parallel_size") or 1,
-        pp=arguments.get("pipeline_model_parallel_size") or 1,
-        vpp=arguments.get("virtual_pipeline_model_parallel_size") or 1,
-        dp=arguments.get("data_parallel_size") or 1,
-        layer_partition=arguments.get("layers_of_chunks"),
-    )
+    return Layout.of_arguments(arguments)
 
 
 def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
