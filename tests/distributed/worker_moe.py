@@ -43,7 +43,8 @@ LAYOUTS = {
     f"--expert-model-parallel-size 2 {OVERLAP}",
     "pp4": "--pipeline-model-parallel-size 4",
     "ep2 gathered": f"--expert-model-parallel-size 2 {ALLGATHER}",
-    "tp2.ep2 gathered": f"--tensor-model-parallel-size 2 --expert-model-parallel-size 2 {ALLGATHER}",
+    "tp2.ep2 gathered": "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+    f"{ALLGATHER}",
     "ep2.etp2 gathered": "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 "
     f"{ALLGATHER} {SHARDED}",
 }

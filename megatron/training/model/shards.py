@@ -109,6 +109,8 @@ def _entries(model: Model, metadata: dict[str, Any]) -> dict[int, Any]:
         for value in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):  # pyright: ignore[reportCallIssue]
             if isinstance(value, ShardedObject) and value.key.rpartition(".")[2] == "_extra_state":
                 continue  # Transformer Engine's; holds nothing without fp8
+            if getattr(value, "key", "").endswith(".router.expert_bias"):
+                continue  # every rank knows those of all layers (`TrainState.expert_biases`)
             if not isinstance(value, (ShardedTensor, ShardedTensorFactory)):
                 raise UnknownState(f"state of type {type(value).__name__} is not known")
             if id(value.data) not in params:
