@@ -22,8 +22,49 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    layers: tuple[int, ...]
+    """[num_layers] 1 for every layer with experts, else 0."""
+    num_experts: int
+    """Of a layer."""
+    moe_ffn_hidden_size: int
+    """Width of an expert."""
+    shared_width: int = 0
+    """Width of the shared expert; 0: there is none."""
+    shared_gate: bool = False
+    """The shared expert is scaled for each token."""
+    is_grouped: bool = False
+    """The experts of a rank are one module, as Transformer Engine's, whose first matrices of all
+    experts come before their second ones."""
+
+    @classmethod
+    def of(cls, config: Config) -> ExpertShape | None:
+        """Reads the trainer's resolved configuration; None for a dense model."""
+        moe = config.moe
+        if moe.num_experts is None:
+            return None
+        assert moe.moe_layers is not None and moe.moe_ffn_hidden_size is not None
+        return cls(
+            layers=moe.moe_layers,
+            num_experts=moe.num_experts,
+            moe_ffn_hidden_size=moe.moe_ffn_hidden_size,
+            shared_width=moe.moe_shared_expert_intermediate_size or 0,
+            shared_gate=moe.moe_shared_expert_gate,
+            is_grouped=moe.moe_grouped_gemm,
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether some layers are dense. Then every layer has tensors of its own in a
+        checkpoint."""
+        return not all(self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """All that decides what each rank of a dense GPT owns, except for the layout."""
+    """All that decides what each rank of a GPT owns, except for the layout."""
 
     num_layers: int
     """Transformer layers of the whole model."""
@@ -57,6 +98,8 @@ class ModelShape:
     """Widths of multi-latent attention; None: plain attention."""
     mtp_num_layers: int = 0
     """Layers that predict further tokens, on the last stage."""
+    experts: ExpertShape | None = None
+    """Sizes of a mixture of experts; None: a dense model."""
     fused_norm: bool = False
     """The norms before attention and MLP are parts of the linear layers after them, as in
     Transformer Engine: other places in the gradient buffer."""
@@ -109,6 +152,7 @@ def shape_of(config: Config) -> ModelShape:
         tied=not m.untie_embeddings_and_output_weights,
         latent=LatentWidths.of(config.flat()),
         mtp_num_layers=m.mtp_num_layers or 0,
+        experts=ExpertShape.of(config),
         fused_norm=impl == "transformer_engine",
         use_distributed_optimizer=p.use_distributed_optimizer,
         overlap_grad_reduce=p.overlap_grad_reduce,
@@ -164,6 +208,9 @@ class Parameter(NamedTuple):
     """A tied embedding of which another stage has a copy."""
     is_copy: bool = False
     """This is that copy."""
+    is_expert: bool = False
+    """Part of a routed expert: cut over the ranks that share an expert, and reduced over its
+    copies. `layer` and `layers` end with the number of the expert and their count."""
 
     @property
     def numel(self) -> int:
@@ -183,9 +230,10 @@ def check(shape: ModelShape, layout: Layout) -> None:
         num_attention_heads=shape.num_attention_heads,
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
-        seq_length=1,
+        # Of any length that divides: it does not matter for the state.
+        seq_length=layout.tp,
         padded_vocab_size=shape.padded_vocab_size,
-        sequence_parallel=False,
+        sequence_parallel=True,
         **further_sizes(_arguments(shape)),
     )
     if shape.latent is None and shape.qkv_width % layout.tp:
@@ -200,6 +248,14 @@ def check(shape: ModelShape, layout: Layout) -> None:
 def _arguments(shape: ModelShape) -> dict[str, Any]:
     """The flags of what not every model has."""
     latent = {} if shape.latent is None else asdict(shape.latent)
+    if (experts := shape.experts) is not None:
+        latent |= {
+            "num_experts": experts.num_experts,
+            "moe_ffn_hidden_size": experts.moe_ffn_hidden_size,
+            "moe_shared_expert_intermediate_size": experts.shared_width or None,
+            "add_bias_linear": shape.linear_bias,
+            "use_tp_pp_dp_mapping": shape.use_tp_pp_dp_mapping,
+        }
     return {
         "multi_latent_attention": shape.latent is not None,
         **latent,
@@ -220,10 +276,7 @@ def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[
         if is_last and not is_first and further:
             params += _copy_of_words(shape)
         for layer in layers:
-            params += [
-                p._replace(layer=(layer,), layers=(shape.num_layers,))
-                for p in _layer(shape, "decoder.layers.")
-            ]
+            params += _layer_of_decoder(shape, layer)
         # With further tokens the norm follows the last layer, also into a chunk before the head's.
         if shape.num_layers - 1 in layers if further else is_last:
             params += _norm(shape, "decoder.final_layernorm.", shape.hidden_size)
@@ -233,6 +286,18 @@ def chunks_of_stage(shape: ModelShape, layout: Layout, stage: int) -> list[list[
             params += _output(shape, layout)
         chunks.append(params)
     return chunks
+
+
+def _layer_of_decoder(shape: ModelShape, layer: int) -> Iterator[Parameter]:
+    """A checkpoint has one tensor for the same weight of all layers, where all are alike."""
+    experts = shape.experts
+    with_experts = experts is not None and bool(experts.layers[layer])
+    if experts is not None and experts.is_mixed:
+        yield from _layer(shape, f"decoder.layers.{layer}.", with_experts=with_experts)
+        return
+    for p in _layer(shape, "decoder.layers.", with_experts=with_experts):
+        where, of = (layer, *p.layer), (shape.num_layers, *p.layers)
+        yield p._replace(layer=where, layers=of)
 
 
 def _embeddings(shape: ModelShape, layout: Layout) -> Iterator[Parameter]:
@@ -275,8 +340,13 @@ def _norm(shape: ModelShape, prefix: str, size: int) -> Iterator[Parameter]:
         yield Parameter(f"{prefix}bias", (size,), None)
 
 
-def _layer(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+def _layer(shape: ModelShape, prefix: str, *, with_experts: bool = False) -> Iterator[Parameter]:
     h, mlp = shape.hidden_size, f"{prefix}mlp."
+    if with_experts:
+        yield from (_attention if shape.latent is None else _latent_attention)(shape, prefix)
+        yield from _norm(shape, f"{prefix}pre_mlp_layernorm.", h)
+        yield from _experts(shape, mlp)
+        return
     before_fc1 = list(_norm(shape, f"{mlp}linear_fc1.layer_norm_", h))
     attention = _attention if shape.latent is None else _latent_attention
     yield from attention(shape, prefix)
@@ -286,6 +356,31 @@ def _layer(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
     fc1 = (num_blocks * shape.ffn_hidden_size, h)
     yield from _column_parallel(f"{mlp}linear_fc1.", fc1, bias, num_blocks)
     yield from _row_parallel(f"{mlp}linear_fc2.", (h, shape.ffn_hidden_size), bias)
+
+
+def _experts(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
+    """The router, the experts and the shared expert of a layer."""
+    h, bias, experts = shape.hidden_size, shape.linear_bias, shape.experts
+    assert experts is not None
+    num_blocks, count = 2 if shape.gated else 1, experts.num_experts
+    yield Parameter(f"{prefix}router.weight", (count, h), None)
+    if bias:
+        yield Parameter(f"{prefix}router.bias", (count,), None)
+    own, width = f"{prefix}experts.experts.", experts.moe_ffn_hidden_size
+    first = list(_column_parallel(f"{own}linear_fc1.", (num_blocks * width, h), bias, num_blocks))
+    second = list(_row_parallel(f"{own}linear_fc2.", (h, width), bias))
+    groups = (first, second) if experts.is_grouped else ([*first, *second],)
+    for group in groups:
+        for number in range(count):
+            for p in group:
+                yield p._replace(layer=(number,), layers=(count,), is_expert=True)
+    if width := experts.shared_width:
+        own = f"{prefix}shared_experts."
+        if experts.shared_gate:
+            yield Parameter(f"{own}gate_weight", (1, h), None)
+        fc1 = (num_blocks * width, h)
+        yield from _column_parallel(f"{own}linear_fc1.", fc1, bias, num_blocks)
+        yield from _row_parallel(f"{own}linear_fc2.", (h, width), bias)
 
 
 def _attention(shape: ModelShape, prefix: str) -> Iterator[Parameter]:

@@ -41,25 +41,88 @@ def all_of_layout(shape: ModelShape, layout: Layout) -> list[list[Record]]:
         ValueError: the model cannot be laid out this way.
     """
     check(shape, layout)
-    mapping = shape.use_tp_pp_dp_mapping
     ranks: list[list[Record]] = [[] for _ in range(layout.world_size)]
     for pp in range(layout.pp):
         chunks = chunks_of_stage(shape, layout, pp)
+        limits = [_bucket_limit(shape, layout, pp, number) for number in range(len(chunks))]
+        for split in _splits(layout, has_experts=shape.experts is not None):
+            own = [split.params_of(chunk, layout) for chunk in chunks]
+            _add_records(ranks, shape, layout, split, own, limits, pp)
+    return ranks
+
+
+class _Split(NamedTuple):
+    """Ranks of a stage that hold the same part of its dense parameters, or of its experts."""
+
+    size: int
+    """Ranks over which a tensor is cut: tensor parallel size, of experts or of the rest."""
+    rank: int
+    """Which of them these ranks are."""
+    copies: list[tuple[int, int]]
+    """Tensor-parallel and data-parallel rank of each of them, in the order in which they share out
+    a buffer."""
+    expert_parallel_rank: int | None
+    """Which experts they hold; None: they hold dense parameters."""
+
+    def params_of(self, chunk: list[Parameter], layout: Layout) -> list[Parameter]:
+        """Those of a chunk's parameters that these ranks hold."""
+        if (group := self.expert_parallel_rank) is None:
+            return [p for p in chunk if not p.is_expert]
+        return [
+            p for p in chunk if p.is_expert and p.layer[-1] * layout.ep // p.layers[-1] == group
+        ]
+
+
+def _splits(layout: Layout, *, has_experts: bool) -> Iterator[_Split]:
+    """Dense parameters first, as their optimizer comes first."""
+    for tp in range(layout.tp):
+        yield _Split(layout.tp, tp, [(tp, dp) for dp in range(layout.dp)], None)
+    if not has_experts:
+        return
+    etp, ep = layout.expert_tensor_parallel_size, layout.ep
+    # Ranks of a stage by number; those that share an expert are neighbours.
+    stage = [(tp, dp) for dp in range(layout.dp) for tp in range(layout.tp)]
+    for group in range(ep):
+        for rank in range(etp):
+            first = group * etp + rank
+            yield _Split(etp, rank, stage[first :: ep * etp], group)
+
+
+def _add_records(
+    ranks: list[list[Record]],
+    shape: ModelShape,
+    layout: Layout,
+    split: _Split,
+    chunks: list[list[Parameter]],
+    limits: list[int | None],
+    pp: int,
+) -> None:
+    """Adds the records of one split of a stage to those of its ranks.
+
+    Args:
+        ranks: records of every rank so far.
+        shape: of the model.
+        layout: of the ranks.
+        split: which ranks, and how tensors are cut over them.
+        chunks: their parameters by model chunk.
+        limits: elements after which a bucket closes, by chunk.
+        pp: the stage.
+    """
+    mapping = shape.use_tp_pp_dp_mapping
+    numbers = [rank_of(tp, pp, dp, layout, use_tp_pp_dp_mapping=mapping) for tp, dp in split.copies]
+    starts = [1 + max((r.shard for r in ranks[n]), default=-1) for n in numbers]
+    if shape.use_distributed_optimizer:
         slots = [
             slot
-            for number, chunk in enumerate(chunks)
-            for bucket in _buckets(chunk, layout, _bucket_limit(shape, layout, pp, number))
+            for chunk, limit in zip(chunks, limits, strict=True)
+            for bucket in _buckets(chunk, split, limit)
             for slot in bucket
         ]
-        for tp in range(layout.tp):
-            if shape.use_distributed_optimizer:
-                replicas = _shards_of_replicas(slots, layout, tp)
-            else:
-                first, copy = (_whole(chunks, layout, tp, is_first=x) for x in (True, False))
-                replicas = [first, *[copy] * (layout.dp - 1)]
-            for dp, records in enumerate(replicas):
-                ranks[rank_of(tp, pp, dp, layout, use_tp_pp_dp_mapping=mapping)] = records
-    return ranks
+        found = _shards_of_replicas(slots, split, starts)
+    else:
+        found = [_whole(chunks, split, start, is_first=k == 0) for k, start in enumerate(starts)]
+    for number, records in zip(numbers, found, strict=True):
+        ranks[number] += records
 
 
 class _Slot(NamedTuple):
@@ -71,33 +134,39 @@ class _Slot(NamedTuple):
     start: int
     """First element, counted from the start of the bucket."""
     share: int
-    """Elements of the bucket that each data-parallel rank owns."""
+    """Elements of the bucket that each copy owns."""
 
 
-def _shards_of_replicas(slots: list[_Slot], layout: Layout, tp: int) -> list[list[Record]]:
-    """By data-parallel rank, records of its shares of the buckets."""
-    owned: list[list[Record]] = [[] for _ in range(layout.dp)]
-    num_shards = [0] * layout.dp
+def _shards_of_replicas(slots: list[_Slot], split: _Split, starts: list[int]) -> list[list[Record]]:
+    """By copy, records of its shares of the buckets.
+
+    Args:
+        slots: parameters of all buckets.
+        split: whose copies.
+        starts: by copy, the number of its next shard.
+    """
+    owned: list[list[Record]] = [[] for _ in split.copies]
+    num_shards = list(starts)
     for slot in slots:
         stop = slot.start + slot.numel
-        for dp in range(slot.start // slot.share, (stop - 1) // slot.share + 1):
-            begin = dp * slot.share
+        for copy in range(slot.start // slot.share, (stop - 1) // slot.share + 1):
+            begin = copy * slot.share
             a, b = max(slot.start, begin), min(stop, begin + slot.share)
             part = (a - slot.start, b - slot.start)
-            owned[dp] += _records(slot.param, layout.tp, tp, *part, num_shards[dp], True)
-            num_shards[dp] += 1
+            where = (split.size, split.rank)
+            owned[copy] += _records(slot.param, *where, *part, num_shards[copy], True)
+            num_shards[copy] += 1
     return owned
 
 
 def _whole(
-    chunks: list[list[Parameter]], layout: Layout, tp: int, *, is_first: bool
+    chunks: list[list[Parameter]], split: _Split, start: int, *, is_first: bool
 ) -> list[Record]:
-    """Records of a rank that holds the state of all its parameters."""
+    """Records of a rank that holds the state of all its parameters; the first shard is `start`."""
     records: list[Record] = []
-    for shard, param in enumerate(p for chunk in chunks for p in chunk):
-        records += _records(
-            param, layout.tp, tp, 0, _local_numel(param, layout.tp), shard, is_first
-        )
+    for shard, param in enumerate((p for chunk in chunks for p in chunk), start=start):
+        numel = _local_numel(param, split.size)
+        records += _records(param, split.size, split.rank, 0, numel, shard, is_first)
     return records
 
 
@@ -114,15 +183,16 @@ def _bucket_limit(shape: ModelShape, layout: Layout, stage: int, chunk: int) -> 
     return max(LEAST_BUCKET, BUCKET_PER_REPLICA * layout.dp)
 
 
-def _buckets(params: list[Parameter], layout: Layout, limit: int | None) -> Iterator[list[_Slot]]:
+def _buckets(params: list[Parameter], split: _Split, limit: int | None) -> Iterator[list[_Slot]]:
     """Places the parameters of a chunk as the distributed optimizer's buffer does, in its order.
 
     Starts count from the start of the bucket, which is a multiple of the parameters' alignment.
     """
-    unit = math.lcm(layout.dp, BUCKET_ALIGNMENT)
+    copies = len(split.copies)
+    unit = math.lcm(copies, BUCKET_ALIGNMENT)
 
     def close(end: int) -> list[_Slot]:
-        share = _round_up(end, unit) // layout.dp
+        share = _round_up(end, unit) // copies
         return [slot._replace(share=share) for slot in slots]
 
     slots: list[_Slot] = []
@@ -132,7 +202,7 @@ def _buckets(params: list[Parameter], layout: Layout, limit: int | None) -> Iter
         if param.is_shared and slots:
             yield close(start)
             slots, start = [], 0
-        numel = _local_numel(param, layout.tp)
+        numel = _local_numel(param, split.size)
         slots.append(_Slot(param, numel, start, 0))
         end = start + numel
         if param.is_shared or (limit is not None and end >= limit):

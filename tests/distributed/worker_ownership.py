@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import LATENT, TINY, TINY_GPT2, layout_flags
+from tests.helpers.jobs import LATENT, MOE, TINY, TINY_GPT2, layout_flags
 
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
 ODD = "--hidden-size 96 --num-attention-heads 4 --ffn-hidden-size 200"
-BASES = {"llama": TINY, "gpt2": TINY_GPT2}
+BASES = {"llama": TINY, "gpt2": TINY_GPT2, "moe": MOE}
 LAYOUTS = [
     (1, 1, 1),
     (2, 1, 1),
@@ -53,13 +53,32 @@ CUTS = [
     (1, 4, 1, "llama", "--account-for-loss-in-pipeline-split --num-layers 7"),
     (1, 4, 1, "gpt2", f"{SHARDED} --pipeline-model-parallel-layout E|ttt|t|L"),
 ]
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+ALONE, GATHERED = "--expert-tensor-parallel-size 1", "--moe-token-dispatcher-type allgather"
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
+SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+EXPERTS = [
+    (1, 1, 1, "moe", SHARDED),
+    (1, 1, 1, "moe", f"{BUCKETS} {EP2} {SHARED_EXPERT}"),
+    (1, 1, 1, "moe", f"{SHARDED} {EP4} {SIGMOID}"),
+    (2, 1, 1, "moe", SHARDED),
+    (2, 1, 1, "moe", f"{BUCKETS} {EP2} {ALONE} --bf16 --moe-layer-freq [0]*1+[1]*3"),
+    (2, 1, 1, "moe", f"{SHARDED} {EP4} {ALONE} {SHARED_EXPERT}"),
+    (2, 1, 1, "moe", f"{EP2} {ALONE}"),
+    (1, 1, 1, "moe", f"{SHARDED} {EP2} --expert-tensor-parallel-size 2 {GATHERED}"),
+    (4, 1, 1, "moe", f"{SHARDED} {EP2} --expert-tensor-parallel-size 2 {GATHERED}"),
+    (1, 2, 1, "moe", f"{BUCKETS} {EP2} --moe-layer-freq 2"),
+    (2, 2, 1, "moe", f"{SHARDED} {EP2} {ALONE} --use-tp-pp-dp-mapping"),
+    (1, 2, 2, "moe", f"{BUCKETS} {EP2} {SHARED_EXPERT} --moe-layer-freq 2 --add-qkv-bias"),
+    (1, 4, 1, "moe", f"{SHARDED} --moe-layer-freq [0,1,0,1]"),
+]
 THREE_RANKS = [
     (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),
     (1, 1, 1, "gpt2", f"{ODD} {BUCKETS} --global-batch-size 6"),
     (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
 ]
 CASES = {
-    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE + CUTS,
+    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE + CUTS + EXPERTS,
     3: THREE_RANKS,
 }
 MISTAKES: dict[str, dict[str, Any]] = {
