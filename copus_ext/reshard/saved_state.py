@@ -15,7 +15,7 @@ from copus_ext.reshard.plan import BYTES_PER_ELEMENT, ReshardPlan
 from copus_ext.reshard.transfer import BUCKET_BYTES, BUFFERS, gather_in_place
 from megatron.training.config import Config
 from megatron.training.model.gpt import Model
-from megatron.training.model.shards import KINDS, Shards, parts_of
+from megatron.training.model.shards import KINDS, Shards, is_expert, parts_of
 from megatron.training.train.job import Job
 
 _PAGE_ELEMENTS = 1024
@@ -35,8 +35,8 @@ class SavedState:
     """Master weights and moments; read only."""
     step: int
     """Updates of Adam."""
-    scalers: list[dict[str, Any] | None]
-    """Loss scaler of each chained optimizer."""
+    scaler: dict[str, Any] | None
+    """Loss scaler; a mixture of experts, which has several optimizers, has none."""
     sums: dict[str, int] = field(default_factory=dict)
     """Checksums of the global state, once all ranks have added them up."""
 
@@ -64,8 +64,12 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
     per_weight = _WEIGHT_BYTES[config.precision.params_dtype]
     per_gradient = 4 if config.precision.accumulate_allreduce_grads_in_fp32 else per_weight
     own = sum(record.numel for record in plan.target[rank])
-    # The shares of a model's replicas are about equal.
-    held = own * (config.layout.dp if config.parallel.use_distributed_optimizer else 1)
+    experts = sum(record.numel for record in plan.target[rank] if is_expert(record.key))
+    held = own
+    if config.parallel.use_distributed_optimizer:
+        # The shares of a model's replicas are about equal, and so are those of an expert's copies.
+        copies = config.layout.expert_data_parallel_size
+        held = (own - experts) * config.layout.dp + experts * copies
     both = 4 if config.precision.params_dtype == "fp32" else 0
     needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
     needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)
@@ -108,7 +112,7 @@ def extract(job: Job, shards: Shards) -> SavedState:
         config=job.config,
         shards=Shards(records=shards.records, tensors=_alone(shards.tensors)),
         step=adam_steps(job.optimizer) or 0,
-        scalers=[_scaler_state(part) for part in parts_of(job.optimizer)],
+        scaler=_scaler_state(job.optimizer),
     )
 
 
@@ -147,19 +151,19 @@ def adam_steps(optimizer: Any) -> int | None:
     return found.pop() if found else None
 
 
-def _scaler_state(part: Any) -> dict[str, Any] | None:
-    scaler = getattr(part, "grad_scaler", None)
-    return None if scaler is None else scaler.state_dict()
+def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    scalers = [getattr(part, "grad_scaler", None) for part in parts_of(optimizer)]
+    return next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
 
 
 def restore_counts(optimizer: Any, saved: SavedState) -> None:
     """Gives a new optimizer the step count and the loss scale."""
-    for part, scaler in zip(parts_of(optimizer), saved.scalers, strict=True):
+    for part in parts_of(optimizer):
         if part.optimizer is not None and saved.step:
             for group in part.optimizer.param_groups:
                 group["step"] = saved.step
-        if scaler is not None:
-            part.grad_scaler.load_state_dict(scaler)
+        if saved.scaler is not None:
+            part.grad_scaler.load_state_dict(saved.scaler)
 
 
 @torch.no_grad()
@@ -204,7 +208,7 @@ def share_weights(config: Config, model: Model, groups: Any, *, timeout_s: float
         groups: of the layout.
         timeout_s: for each message, where the backend does not keep the time itself.
     """
-    if not config.parallel.use_distributed_optimizer or groups.dp_cp.size() == 1:
+    if not config.parallel.use_distributed_optimizer:
         return
     for chunk in model.chunks:
         if config.runtime.device == "cuda":
@@ -212,11 +216,8 @@ def share_weights(config: Config, model: Model, groups: Any, *, timeout_s: float
             continue
         # gloo's gather goes through a copy of everything and takes three times as long.
         for buckets in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            for bucket in buckets.buckets:
-                gather_in_place(
-                    bucket.param_data,
-                    group=buckets.intra_distributed_optimizer_instance_group,
-                    timeout_s=timeout_s,
-                )
+            group = buckets.intra_distributed_optimizer_instance_group
+            for bucket in buckets.buckets if group.size() > 1 else ():
+                gather_in_place(bucket.param_data, group=group, timeout_s=timeout_s)
             # As after megatron-core's own: the next forward pass need not gather again.
             buckets.param_gather_dispatched = True

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.gpt import Model
-from megatron.training.model.shards import KINDS, Shards, weights_of
+from megatron.training.model.shards import KINDS, Shards, is_expert, weights_of
 
 _SAMPLED = 16
 """With `sample` one of so many tensors is summed."""
@@ -192,29 +192,27 @@ def check_weights(
 
 @torch.no_grad()
 def weight_sum(model: Model, groups: Any, keys: Collection[str] | None = None) -> torch.Tensor:
-    """One number for the weights of this rank's chunks, those of `keys` or all, [1]; 0 where there
-    are no replicas to compare with. Not collective."""
-    sums = [
-        _sum(weight.reshape(-1), _weights(place, weight.device))
-        for place, weight in (weights_of(model, groups) if groups.dp_cp.size() > 1 else ())
-        if keys is None or place.key in keys
-    ]
-    if not sums:
-        # Replicas hold the same tensors, so that all of a group have some or none.
-        return torch.zeros(1, dtype=torch.int64, device=torch.cuda.current_device())
-    if not isinstance(sums[0], torch.Tensor):
-        sums = [torch.from_numpy(np.asarray(found)) for found in sums]
-    return torch.stack(sums).sum().view(1)
+    """Numbers for the weights of this rank's chunks, those of `keys` or all: [2] of the dense ones
+    and of the experts; 0 where there are no copies to compare with. Not collective."""
+    total = torch.zeros(2, dtype=torch.int64, device=torch.cuda.current_device())
+    has_copies = groups.dp_cp.size() > 1, groups.expt_dp.size() > 1
+    for place, weight in weights_of(model, groups) if any(has_copies) else ():
+        kind = int(is_expert(place.key))
+        if has_copies[kind] and (keys is None or place.key in keys):
+            found = _sum(weight.reshape(-1), _weights(place, weight.device))
+            total[kind] += torch.as_tensor(found, device=total.device)
+    return total
 
 
 def check_replicas(own: torch.Tensor, groups: Any) -> None:
-    """Checks that data-parallel replicas have the same `weight_sum`. Collective over each replica
-    group.
+    """Checks that the ranks with the same parameters have the same `weight_sum`. Collective over
+    the copies of the model and those of each expert.
 
     Raises:
         Mismatch: on every rank of a group in which they differ.
     """
-    highest = torch.cat([own, ~own])
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=groups.dp_cp)
-    if highest[0] != ~highest[1]:
-        raise Mismatch("replicas have different weights")
+    for one, group in zip(own, (groups.dp_cp, groups.expt_dp), strict=True):
+        highest = torch.stack([one, ~one])
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        if highest[0] != ~highest[1]:
+            raise Mismatch("replicas have different weights")

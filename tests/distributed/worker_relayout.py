@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, run
+from tests.helpers.jobs import FURTHER, MOE, TINY, TINY_GPT2, run
 from tests.helpers.walks import walk
 
 SHARDED = "--use-distributed-optimizer"
@@ -22,6 +22,21 @@ CUTS = [
     (1, 2, 2, (0, 2, 1, 1)),
     (1, 4, 1, (0, 3, 1, 0)),
 ]
+EXPERTS = [
+    "tp1.pp1.dp4",
+    "tp1.pp1.ep2.dp4",
+    "tp1.pp1.ep4.dp4",
+    "tp2.pp1.dp2",
+    "tp2.pp1.ep2.dp2",
+    "tp2.pp1.ep4.etp1.dp2",
+    "tp4.pp1.ep2.etp1.dp1",
+    "tp2.pp2.ep2.etp1.dp1",
+]
+MIXED = ["tp1.pp1.ep2.dp4", "tp1.pp4.dp1", "tp2.pp1.etp1.dp2", "tp1.pp2.vpp2.ep2.dp2"]
+ROUTED = """--moe-balance lagged --moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid
+--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1
+--moe-token-dispatcher-type allgather"""
+SHARED_EXPERT = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
 THREE = [(1, 1, 1), (1, 3, 1), (1, 3, 2)]
 SIX = "--num-layers 6 --hidden-size 96 --ffn-hidden-size 200 --kv-channels 12"
 BATCH = "--global-batch-size 4"
@@ -50,15 +65,33 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
         walk(FEW),
         (2, 1, 1),
     ),
+    "moe": (f"{MOE} {BATCH} {ROUTED} {SHARDED}", walk(EXPERTS), "tp1.pp2.ep2.dp2"),
+    "moe-mixed-bf16": (
+        f"{MOE} {BATCH} {ROUTED} {SHARED_EXPERT} --moe-layer-freq [0]*1+[1]*3 --bf16 {OVERLAP}",
+        walk(MIXED),
+        "tp1.pp1.ep4.dp4",
+    ),
+    "moe-plain": (f"{MOE} {BATCH} {ROUTED}", walk(EXPERTS[3:6]), "tp1.pp2.ep2.dp2"),
     "three": (
         f"{TINY_GPT2} {SIX} --global-batch-size 6 --bf16 {OVERLAP}",
         walk(THREE),
         (1, 3, 1),
     ),
 }
-"""Flags of a model; the layouts (tp, pp, vpp and layers of chunks, if uneven) that it goes through,
-first to last, which are the same; and the one that it then trains on in."""
+"""Flags of a model; the layouts (a text, or tp, pp, vpp and uneven layers of chunks) that it goes
+through, first to last, which are the same; and the one that it then trains on in."""
 BEFORE, AFTER = 2, 2
+
+
+def layout_of(place: Any, world_size: int) -> Any:
+    """The layout of a text, or of sizes as in `VARIANTS`."""
+    from megatron.training.config.layout import Layout
+
+    if isinstance(place, str):
+        return Layout.from_text(place)
+    tp, pp, vpp, *uneven = place
+    dp, cut = world_size // (tp * pp), uneven[0] if uneven else None
+    return Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=cut)
 
 
 def state_of(job: Any) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
@@ -131,7 +164,6 @@ def main(output: Path, *names: str) -> Any:
 
     from copus_ext.reshard.inprocess import InProcessResharder
     from megatron.training.common.step_settings import Request
-    from megatron.training.config.layout import Layout
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Wander(Callback):
@@ -158,9 +190,8 @@ def main(output: Path, *names: str) -> Any:
             assert self.mover is not None
             before, local, rest = state_of(job)
             visited = {job.config.layout: local}
-            for tp, pp, vpp, *uneven in self.path:
-                dp, cut = dist.get_world_size() // (tp * pp), uneven[0] if uneven else None
-                to = Layout(tp=tp, pp=pp, vpp=vpp, dp=dp, layer_partition=cut)
+            for place in self.path:
+                to = layout_of(place, dist.get_world_size())
                 start = str(job.config.layout)
                 built = self.mover.build_ahead(job.config, [to])
                 outcome = self.mover.move(job, to, job.state.settings)

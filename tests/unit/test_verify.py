@@ -218,18 +218,24 @@ def test_one_number_tells_replicas_apart(
 ) -> None:
     whole = Record("w", (4, 6), (0, 0), (4, 6), 0, 0, True)
     weight = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
-    two: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 2))
+    sizes = {n: SimpleNamespace(size=lambda n=n: n) for n in (1, 2)}
+    two: Any = SimpleNamespace(dp_cp=sizes[2], expt_dp=sizes[2])
     found = set()
     for place in range(25):
         other = weight.clone()
         if place:
             other.view(-1).view(torch.uint8)[place - 1] ^= 1
         with_weights(monkeypatch, [(whole, other)])
-        found.add(verify.weight_sum(NOTHING, two).item())
+        with use_device("cpu"):
+            found.add(tuple(verify.weight_sum(NOTHING, two).tolist()))
     assert len(found) == 25
-    alone: Any = SimpleNamespace(dp_cp=SimpleNamespace(size=lambda: 1))
+    expert = Record("decoder.layers.mlp.experts.experts.w", (4, 6), (0, 0), (4, 6), 0, 0, True)
+    with_weights(monkeypatch, [(whole, weight), (expert, weight)])
     with use_device("cpu"):
-        assert verify.weight_sum(NOTHING, alone).item() == 0
+        for dense, copies in itertools.product((1, 2), repeat=2):
+            groups: Any = SimpleNamespace(dp_cp=sizes[dense], expt_dp=sizes[copies])
+            is_compared = [bool(x) for x in verify.weight_sum(NOTHING, groups).tolist()]
+            assert is_compared == [dense > 1, copies > 1]
 
 
 def optimizer(*steps: int | None) -> Any:

@@ -35,6 +35,11 @@ def derive_moe(draft: Draft) -> None:
         draft["recompute_granularity"] = "selective"
         modules = draft["recompute_modules"] or ()
         draft["recompute_modules"] = tuple(dict.fromkeys((*modules, "moe")))
+    # Experts and the rest have a loss scaler each in megatron-core 0.16.1, and one scales the loss.
+    draft.require(
+        not draft["fp16"],
+        "--num-experts excludes --fp16, whose scales of experts and the rest may part; use --bf16",
+    )
     draft.require(
         not draft["mtp_num_layers"],
         "--num-experts excludes --mtp-num-layers; drop one of the two",

@@ -37,6 +37,11 @@ class UnknownState(ValueError):
     """The model holds state of a kind that is not known here."""
 
 
+def is_expert(key: str) -> bool:
+    """Whether a global tensor belongs to routed experts."""
+    return ".mlp.experts." in key
+
+
 def parts_of(optimizer: Any) -> list[Any]:
     """The optimizers that megatron-core has chained."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
