@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from typing import Any
@@ -13,13 +14,14 @@ from copus_ext.gns.estimators import Estimate, NoiseNotIdentifiable
 from copus_ext.gns.hooks import (
     CONTROL_SET,
     GROUPS,
+    OF_EXPERTS,
     GradientNormHooks,
     StepNorms,
     choose,
     unavailable,
     unavailable_groups,
 )
-from copus_ext.gns.observer import NoiseObserver, NoiseScale
+from copus_ext.gns.observer import CONTROL, NoiseObserver, NoiseScale
 from megatron.training.common.errors import UsageError
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.train.callbacks import Callback, CallbackContext
@@ -61,7 +63,8 @@ class GradientNoiseCallback(Callback):
 
     def _add_hooks(self, context: CallbackContext) -> None:
         """Adds the hooks to the model of the present layout."""
-        config = context.config
+        config, layout = context.config, context.config.layout
+        is_moe = config.moe.num_experts is not None
         self.layout = {
             "dp": config.layout.dp,
             "fused_accumulation": config.kernels.gradient_accumulation_fusion,
@@ -73,13 +76,17 @@ class GradientNoiseCallback(Callback):
             qk_layernorm=config.model.qk_layernorm,
             shared_embeddings=not config.model.untie_embeddings_and_output_weights
             or bool(config.model.mtp_num_layers),
+            expert_ranks=layout.ep * layout.expert_tensor_parallel_size if is_moe else None,
         )
+        there = [name for name in GROUPS if is_moe or name not in OF_EXPERTS]
         self.sets: dict[str, tuple[str, ...]] = {
-            name: (name,) for name in GROUPS if name not in left_out
+            name: (name,) for name in there if name not in left_out
         }
-        self.sets["layers"] = CONTROL_SET
-        if not left_out:
-            self.sets["all"] = GROUPS
+        self.sets["all"] = tuple(there)
+        self.sets[CONTROL] = tuple(n for n in CONTROL_SET if n in there)
+        self.sets = {
+            name: parts for name, parts in self.sets.items() if not left_out.intersection(parts)
+        }
         self.hooks = GradientNormHooks(
             context.model,
             context.groups,
@@ -182,16 +189,16 @@ class GradientNoiseCallback(Callback):
         got = norms.all_squares**0.5
         if abs(got - want) > _NORM_TOLERANCE * max(want, got):
             raise Contradiction(f"its gradient norm is {got:.6g} and the optimizer's is {want:.6g}")
-        try:
-            estimates = {name: norms.estimate(names) for name, names in self.sets.items()}
-        except NoiseNotIdentifiable:
-            return {}
-        v, limit = (
-            norms.estimate(CONTROL_SET).grad_variance_trace,
-            _NEGATIVE_TOLERANCE * norms.all_squares,
-        )
-        if norms.are_small_equal and v < -limit * context.step.global_batch_size:
-            raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
+        estimates = {}
+        for name, names in self.sets.items():
+            # Experts may have one small gradient where the rest has several.
+            with contextlib.suppress(NoiseNotIdentifiable):
+                estimates[name] = norms.estimate(names)
+        if CONTROL in estimates:
+            v = estimates[CONTROL].grad_variance_trace
+            limit = _NEGATIVE_TOLERANCE * norms.all_squares
+            if norms.are_small_equal and v < -limit * context.step.global_batch_size:
+                raise Contradiction(f"tr(Sigma) is {v:.6g}, which {norms.estimator} cannot give")
         return estimates
 
     def _disable(self, why: str) -> None:

@@ -23,21 +23,25 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from copus_ext.gns.estimators import Estimate, Weights, estimate_gns, group_weights
 
-GROUPS = ("embedding", "attention", "mlp", "vectors", "head")
+GROUPS = ("embedding", "attention", "mlp", "vectors", "head", "experts", "router")
 """Parameter groups, kept apart: word and position embedding; weight matrices of attention and MLP,
-those of further tokens among them; norms and biases, and with them the compressing layers of
-multi-latent attention; the output layer if it is not the word embedding."""
+those of further tokens and of shared experts among them; norms and biases, and with them the
+compressing layers of multi-latent attention; the output layer if it is not the word embedding;
+routed experts; routers and the gates of shared experts."""
+OF_EXPERTS = ("experts", "router")
+"""Groups that a dense model does not have."""
 
-CONTROL_SET = ("attention", "mlp")
+CONTROL_SET = ("attention", "mlp", "experts")
 """What decisions are made on: the same parameters, whole before the reduction, under every
-layout."""
+layout that a controller may choose."""
 
 Estimator = Literal["micro", "rank", "half"]
 ESTIMATORS: tuple[Estimator, ...] = ("micro", "rank", "half")
 
 _NUM = len(GROUPS)
-# Behind the squares of small and big gradients: small signal and noise, batch W and A, tokens.
-_WEIGHTS = slice(2 * _NUM, 2 * _NUM + 5)
+# Behind the squares of small and big gradients: small signal and noise, those of experts, batch W
+# and A, tokens.
+_WEIGHTS = slice(2 * _NUM, 2 * _NUM + 7)
 
 
 def unavailable(
@@ -89,6 +93,8 @@ class StepNorms:
     """Squared norm of the batch's gradient, by parameter group."""
     small_weights: Weights
     """What averaging did, summed over the small gradients."""
+    small_expert_weights: Weights
+    """The same for experts, whose small gradients hold the samples of several replicas."""
     big_weights: Weights
     """What averaging did in the batch's gradient."""
     tokens: float
@@ -100,21 +106,37 @@ class StepNorms:
     the batch's (Jensen)."""
 
     def estimate(self, names: tuple[str, ...]) -> Estimate:
-        """Signal and noise of some parameter groups together."""
-        return estimate_gns(
-            sum(self.small[name] for name in names),
-            self.small_weights,
-            sum(self.big[name] for name in names),
-            self.big_weights,
+        """Signal and noise of some parameter groups together: both add up over parameters.
+
+        Raises:
+            NoiseNotIdentifiable: for one of the groups.
+        """
+        dense = [name for name in names if name != "experts"]
+        parts = [(dense, self.small_weights)] if dense else []
+        parts += [(["experts"], self.small_expert_weights)] if "experts" in names else []
+        found = [
+            estimate_gns(
+                sum(self.small[name] for name in part),
+                weights,
+                sum(self.big[name] for name in part),
+                self.big_weights,
+            )
+            for part, weights in parts
+        ]
+        return Estimate(
+            grad_norm_sq=sum(one.grad_norm_sq for one in found),
+            grad_variance_trace=sum(one.grad_variance_trace for one in found),
         )
 
     def squares(self, names: list[str]) -> dict[str, dict[str, float]]:
         """Mean squared norm of a small gradient, and squared norm of the batch's, by parameter
         group; both as if averaged with total weight 1."""
-        signal = self.small_weights.signal, self.big_weights.signal
+        dense, experts = self.small_weights.signal, self.small_expert_weights.signal
         return {
-            "small": {name: self.small[name] / signal[0] for name in names},
-            "big": {name: self.big[name] / signal[1] for name in names},
+            "small": {
+                name: self.small[name] / (experts if name == "experts" else dense) for name in names
+            },
+            "big": {name: self.big[name] / self.big_weights.signal for name in names},
         }
 
     @property
@@ -161,7 +183,7 @@ class GradientNormHooks:
         if estimator == "rank":
             by_param = {m.param: m for m in self._measured}
             for chunk in self._chunks:
-                for bucket_group in chunk.bucket_groups:
+                for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
                     self._wrap(bucket_group, by_param)
             return
         for number, m in enumerate(self._measured):
@@ -271,13 +293,32 @@ class GradientNormHooks:
             squares = self._norms.double().square().sum(dim=0)
             self._numbers[:_NUM].index_add_(0, self._index, squares)
         if microbatch_tokens is not None and self._groups.tp.rank() == 0:
-            weights = self._own_weights(microbatch_tokens.tolist())
+            weights = self._own_weights(self._tokens_of_expert_group(microbatch_tokens))
             self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         return dist.all_reduce(self._numbers, async_op=True)
 
-    def _own_weights(self, tokens: list[float]) -> list[float]:
-        """This replica's share of: small signal, small noise, batch W, batch A, tokens."""
-        count = len(tokens)
+    def _tokens_of_expert_group(self, own: torch.Tensor) -> list[list[float]]:
+        """Loss tokens by micro-batch of the replicas whose samples meet in an expert, this one
+        first. Collective over the replicas of the last stage where there are several."""
+        if (count := replicas_of_an_expert(self._groups)) == 1:
+            return [own.tolist()]
+        dp = self._groups.dp
+        gathered = own.new_empty(dp.size() * len(own))
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=dp)
+        rows = gathered.view(dp.size(), -1).tolist()
+        first = dp.rank() // count * count
+        others = [rows[r] for r in range(first, first + count) if r != dp.rank()]
+        return [rows[dp.rank()], *others]
+
+    def _own_weights(self, tokens: list[list[float]]) -> list[float]:
+        """This replica's share of: small signal, small noise, both of experts, batch W, batch A,
+        tokens.
+
+        Args:
+            tokens: of the replicas whose samples meet in an expert, by micro-batch; of this one
+                first.
+        """
+        count = len(tokens[0])
         form: Any = {
             "divisor": 1 if self._per_token else count,
             "per_token": self._per_token,
@@ -290,13 +331,21 @@ class GradientNormHooks:
         }
         shares = self._shares
 
-        def of(part: slice) -> Weights:
-            return group_weights(tokens[part], shares=shares and shares[part], **form)
+        def of(part: slice, replicas: list[list[float]]) -> Weights:
+            both = [n for row in replicas for n in row[part]]
+            own = shares and shares[part] * len(replicas)
+            return group_weights(both, shares=own, **form)
 
-        assert self._mode is not None
-        small = sum((of(part) for part in parts[self._mode]), start=Weights(signal=0.0, noise=0.0))
-        whole = of(slice(count))
-        return [small.signal, small.noise, whole.signal**0.5, whole.noise, sum(tokens)]
+        def total(replicas: list[list[float]]) -> Weights:
+            each = (of(part, replicas) for part in parts[self._mode or "micro"])
+            return sum(each, start=Weights(signal=0.0, noise=0.0))
+
+        small, experts = total(tokens[:1]), total(tokens)
+        # Every replica of the group adds its share of what they have in common.
+        common = [experts.signal / len(tokens), experts.noise / len(tokens)]
+        whole = of(slice(count), tokens[:1])
+        batch = [whole.signal**0.5, whole.noise, sum(tokens[0])]
+        return [small.signal, small.noise, *common, *batch]
 
     def finish(self, handle: Any, *, global_batch_size: int, loss_scale: float) -> StepNorms | None:
         """What the step that `reduce` ended has shown; None if a number is not finite.
@@ -310,7 +359,7 @@ class GradientNormHooks:
         numbers = self._numbers.tolist()
         estimator, self._mode = self._mode, None
         assert estimator is not None
-        small_signal, small_noise, w, a, tokens = numbers[_WEIGHTS]
+        small_signal, small_noise, expert_signal, expert_noise, w, a, tokens = numbers[_WEIGHTS]
         if not torch.isfinite(self._numbers).all().item() or not tokens:
             return None
         dp, per_sample = self._groups.dp.size(), tokens / global_batch_size
@@ -323,6 +372,7 @@ class GradientNormHooks:
             small=dict(zip(GROUPS, (x / scale for x in numbers[:_NUM]))),
             big=dict(zip(GROUPS, (x / scale for x in numbers[_NUM : 2 * _NUM]))),
             small_weights=Weights(signal=small_signal, noise=small_noise * per_sample),
+            small_expert_weights=Weights(signal=expert_signal, noise=expert_noise * per_sample),
             big_weights=Weights(signal=big[0], noise=big[1] * per_sample),
             tokens=tokens,
             tokens_per_sample=per_sample,
@@ -351,8 +401,21 @@ class Measured:
     """The part of `main_grad` that this rank counts after the reduction; None if none."""
 
 
+def replicas_of_an_expert(groups: Any) -> int:
+    """Replicas whose samples meet in the gradient of an expert on one rank; 1 also where a rank
+    sees parts of samples."""
+    ranks = groups.ep.size() * groups.expt_tp.size()
+    return max(ranks // groups.tp.size(), 1)
+
+
 def unavailable_groups(
-    *, tp: int, pp: int, sequence_parallel: bool, qk_layernorm: bool, shared_embeddings: bool
+    *,
+    tp: int,
+    pp: int,
+    sequence_parallel: bool,
+    qk_layernorm: bool,
+    shared_embeddings: bool,
+    expert_ranks: int | None = None,
 ) -> frozenset[str]:
     """Groups whose gradients are sums over ranks only after the data-parallel reduction: the square
     of a part is no part of the square.
@@ -360,8 +423,23 @@ def unavailable_groups(
     Under sequence parallelism every rank sees part of the tokens of norms and of row-parallel
     biases, and norms of queries and keys see part of the heads. An embedding that is also the
     output layer, or that further tokens go through, has a part on the first and on the last stage.
+    Routers see part of the tokens under tensor parallelism, and experts part of every sample where
+    fewer ranks share them than share a layer.
+
+    Args:
+        tp: tensor parallel size.
+        pp: pipeline parallel size.
+        sequence_parallel: `--sequence-parallel`.
+        qk_layernorm: `--qk-layernorm`.
+        shared_embeddings: whether the word embedding has a copy.
+        expert_ranks: ranks that share all experts of a layer, that is expert parallel size times
+            tensor parallel size of experts; None for a dense model.
     """
-    partial = set()
+    partial = set(OF_EXPERTS) if expert_ranks is None else set()
+    if tp > 1:
+        partial.add("router")
+    if expert_ranks is not None and expert_ranks % tp:
+        partial.add("experts")
     if tp > 1 and (sequence_parallel or qk_layernorm):
         partial.add("vectors")
     if shared_embeddings and pp > 1:
@@ -375,6 +453,8 @@ def group_of(name: str, param: torch.Tensor) -> str:
         return "embedding"
     if name.startswith("output_layer.") and param.ndim > 1:
         return "head"
+    if ".mlp.experts." in name:
+        return "experts"  # their biases, too, have the unit of experts
     if param.ndim == 1:
         return "vectors"
     if ".linear_q_down_proj." in name or ".linear_kv_down_proj." in name:
@@ -383,6 +463,8 @@ def group_of(name: str, param: torch.Tensor) -> str:
         return "vectors"
     if ".self_attention." in name:
         return "attention"
+    if ".mlp.router." in name or name.endswith(".shared_experts.gate_weight"):
+        return "router"
     if ".mlp." in name or ".eh_proj." in name:
         return "mlp"
     raise ValueError(f"the noise scale does not know where the parameter {name} belongs")
@@ -399,7 +481,10 @@ def measured_parameters(chunks: list[Any], groups: Any) -> list[Measured]:
     for chunk in chunks:
         reduced = dict(_reduced_views(chunk, groups))
         for name, param in _named_parameters(chunk):
-            if not (param_is_not_tensor_parallel_duplicate(param) and param_is_not_shared(param)):
+            is_expert = not getattr(param, "allreduce", True)
+            counts = param_is_not_tensor_parallel_duplicate(param) and param_is_not_shared(param)
+            # Every rank that shares the experts of a layer has others, or other parts of them.
+            if not (is_expert or counts):
                 continue
             index = GROUPS.index(group_of(name, param))
             found.append(Measured(param=param, group=index, reduced=reduced.get(param)))
@@ -413,14 +498,16 @@ def _named_parameters(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _reduced_views(chunk: Any, groups: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """The part of each gradient that this data-parallel rank counts once it is reduced.
+    """The part of each gradient that this rank counts once it is reduced over its copies.
 
     With the distributed optimizer that is its shard of the bucket, the rest being stale; else all
     ranks hold everything and each takes an equal part.
     """
-    rank, size = groups.dp_cp.rank(), groups.dp_cp.size()
     sharded = chunk.ddp_config.use_distributed_optimizer
-    for buffer in chunk.buffers:
+    dense = [(buffer, groups.dp_cp) for buffer in chunk.buffers]
+    experts = [(buffer, groups.expt_dp) for buffer in chunk.expert_parallel_buffers]
+    for buffer, group in (*dense, *experts):
+        rank, size = group.rank(), group.size()
         for param, (start, end, bucket_id) in buffer.param_index_map.items():
             flat = param.main_grad.view(-1)
             if sharded:

@@ -128,3 +128,33 @@ def test_norms_counted_on_every_rank_would_be_found(runs: dict[str, Any]) -> Non
     assert wrong["big"]["mlp"] == pytest.approx(right["big"]["mlp"], rel=1e-5)
     for size in ("small", "big"):
         assert wrong[size]["vectors"] == pytest.approx(4 * right[size]["vectors"], rel=1e-5)
+
+
+def squares_of(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of the first step."""
+    return run["noise"][0]["squares"]
+
+
+def test_an_expert_averages_the_samples_of_the_replicas_that_share_it(runs: dict[str, Any]) -> None:
+    """Over two replicas with one sample each as in a micro-batch of two; other groups do not."""
+    shared, two, one = (
+        squares_of(runs[case_name(*family, FAMILIES[family][0])])["small"]
+        for family in (
+            ("moe", "micro", "1, experts 2"),
+            ("moe", "micro", "2"),
+            ("moe", "micro", "1"),
+        )
+    )
+    assert shared["experts"] == pytest.approx(two["experts"], rel=1e-5)
+    assert shared["experts"] < 0.95 * one["experts"]
+    for group in ("attention", "mlp"):
+        assert shared[group] == pytest.approx(one[group], rel=1e-5)
+        assert shared[group] > 1.05 * two[group]
+
+
+def test_experts_are_measured_only_where_samples_are_whole(runs: dict[str, Any]) -> None:
+    parts, whole = (runs[name]["noise"][0]["step"] for name in ("parts", "whole"))
+    for step in (parts, whole):
+        assert "attention" in step and not {"experts", "layers", "all"} & step.keys()
+    assert "router" in whole, "no tensor parallelism cuts its tokens"
+    assert "router" not in parts

@@ -7,14 +7,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import FURTHER, TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.jobs import FURTHER, MOE, TINY, TINY_GPT2, layout_flags, run
 
 SHARDED = "--use-distributed-optimizer"
 REDUCE = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
 UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
-BASES = {"llama": TINY, "gpt2": TINY_GPT2, "further": FURTHER}
+EXPERTS = "--moe-shared-expert-intermediate-size 16 --moe-balance lagged --moe-aux-loss-coeff 0.1"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+ALONE = "--expert-tensor-parallel-size 1"
+BASES = {"llama": TINY, "gpt2": TINY_GPT2, "further": FURTHER, "moe": f"{MOE} {EXPERTS}"}
 STEPS = 2
 SPOILT = 3
 # Model, estimator, samples of a small group; then layouts of four ranks that must agree: tp, pp,
@@ -81,6 +84,31 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (2, 2, 1, "--calculate-per-token-loss --micro-batch-size 2"),
     ],
     ("gpt2", "half", "1"): [(1, 1, 1, ""), (1, 1, 1, OVERLAP)],
+    ("moe", "micro", "1"): [
+        (1, 1, 1, OVERLAP),
+        (2, 1, 1, SHARDED),
+        (2, 1, 1, f"{EP2} {ALONE} {OVERLAP}"),
+        (2, 2, 1, f"{EP2} {ALONE}"),
+        (1, 4, 1, "--calculate-per-token-loss"),
+        (4, 1, 1, f"{EP4} {ALONE} --calculate-per-token-loss {SHARDED}"),
+    ],
+    ("moe", "micro", "1, experts 2"): [
+        (1, 1, 1, f"{EP2} {OVERLAP}"),
+        (2, 1, 1, f"{EP4} {ALONE}"),
+        (1, 2, 1, f"{EP2} {SHARDED}"),
+    ],
+    ("moe", "micro", "2"): [
+        (2, 1, 1, "--micro-batch-size 2"),
+        (1, 2, 1, f"--micro-batch-size 2 {OVERLAP} --calculate-per-token-loss"),
+    ],
+    ("moe", "micro", "1, experts 2, masked"): [
+        (1, 1, 1, f"{EP2} {MASKED}"),
+        (2, 1, 1, f"{EP4} {ALONE} {MASKED} {SHARDED}"),
+    ],
+    ("moe", "rank", "2 in twos, experts 4"): [
+        (1, 1, 1, f"{EP2} --micro-batch-size 2 {OVERLAP}"),
+        (1, 1, 1, f"{EP2} --micro-batch-size 2"),
+    ],
 }
 
 
@@ -150,6 +178,8 @@ def main(output: Path) -> Any:
         record(f"observed {estimator}", four, copus_gns_estimator=estimator)
     record("every second", four, copus_gns_interval=2)
     record("spoilt", f"{layout_flags_text(2, 1)} --train-iters 4", spoil=True)
+    record("parts", f"{layout_flags_text(4, 1)} {ALONE} {EP2} --train-iters 2", BASES["moe"])
+    record("whole", f"{EP4} --train-iters 2 --micro-batch-size 2", BASES["moe"])
     record("bf16", f"{four} --bf16")
     record("fp32", four)
     for bits in (8, 12):
