@@ -62,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
                 trust_unverified=args.ckpt_trust_unverified,
             )
             args = with_checkpoint_args(args, stored)
+        args = with_lagged_balance(args)
         config = resolve(
             args,
             world_size,
@@ -81,6 +82,15 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         leave_error(error)
         raise
+
+
+def with_lagged_balance(args: argparse.Namespace) -> argparse.Namespace:
+    """Makes `--moe-balance lagged` the default of a run with `--copus`, whose batch and layout may
+    change: the loss `aux_loss` then stays the same."""
+    is_open = args.moe_balance is None and "aux_loss" in args.moe_router_load_balancing_type
+    if args.copus and args.num_experts and is_open:
+        return argparse.Namespace(**{**vars(args), "moe_balance": "lagged"})
+    return args
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:

@@ -22,6 +22,7 @@ from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.layout import Layout, batch_problems, further_sizes, layout_problems
+from megatron.training.config.moe_flags import depends_on_layout
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -124,6 +125,11 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             "--fp8-format: Transformer Engine's scales cannot follow a change of layout in the "
             "running processes; use --copus-relayout relaunch, or --copus-layouts current"
         )
+    if flags.copus_mode == "act" and (reasons := depends_on_layout(config.flat())):
+        raise UsageError(
+            f"--copus changes micro-batches and layouts, and {reasons[0]}; or use --copus-mode "
+            "observe"
+        )
     first = first_batch_of(flags, config)
     group = config.parallel.microbatch_group_size_per_vp_stage
     uneven = batch.allow_uneven_micro_batches
@@ -146,18 +152,21 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
     if flags.copus_layouts != "all":
         return []
     model, world_size = config.model, config.layout.world_size
+    # Experts may be whole, or cut over fewer ranks than the rest.
+    is_moe = config.moe.num_experts is not None
+    whole = {"etp": 1} if is_moe else {}
     return [
         tp
         for tp in divisors(math.gcd(world_size, model.num_attention_heads))
         if not layout_problems(
-            Layout(tp=tp),
+            Layout(tp=tp, **whole),
             num_layers=model.num_layers,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
             ffn_hidden_size=model.ffn_hidden_size,
             seq_length=config.batch.seq_length,
             padded_vocab_size=None,
-            sequence_parallel=False,
+            sequence_parallel=is_moe,
             **further_sizes(config.flat()),
         )
     ]

@@ -69,12 +69,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
 
     from megatron.training.config.layout import Layout
 
-    layout = Layout(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        dp=args.data_parallel_size,
-    )
+    layout = Layout.of_arguments(vars(args))
     batch = {
         "initial_global_batch_size": first_batch,
         "step_batch_size_schedule": None,
@@ -85,7 +80,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
     }
     grads = ("overlap_grad_reduce", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16")
     batch |= {name: getattr(args, name, False) for name in grads}
-    later = ("quick_geglu", "mtp_num_layers", "microbatch_group_size_per_vp_stage")
+    later = ("quick_geglu", "mtp_num_layers", "microbatch_group_size_per_vp_stage", "num_experts")
     model = {name: getattr(args, name, None) for name in later}
     model["gated_linear_unit"] = bool(args.swiglu or model["quick_geglu"])
     groups = SimpleNamespace(**{**vars(args), **batch, **model})
@@ -101,6 +96,7 @@ def _config_of(args: Any, first_batch: int, warmup_samples: int) -> Any:
         batch=groups,
         optim=groups,
         model=groups,
+        moe=groups,
         kernels=groups,
         parallel=groups,
         recompute=groups,

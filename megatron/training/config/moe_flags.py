@@ -223,17 +223,20 @@ def depends_on_layout(arguments: Mapping[str, Any]) -> list[str]:
     controller may change either.
 
     Args:
-        arguments: flags by field name, derived.
+        arguments: flags by field name, derived; also those of Megatron-LM.
 
     Returns:
         A line for each reason, with the fix; empty for a dense model.
     """
     if not arguments.get("num_experts"):
         return []
-    kinds, weights = arguments["moe_router_load_balancing_type"], arguments["moe_aux_loss_coeff"]
+    kinds, weights = (
+        value if isinstance(value, (list, tuple)) else [value]
+        for value in map(arguments.get, ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
+    )
     weight = dict(zip(kinds, weights, strict=True))
     found = []
-    if weight.get("aux_loss") and arguments["moe_balance"] in (None, "megatron"):
+    if weight.get("aux_loss") and arguments.get("moe_balance") in (None, "megatron"):
         found.append("--moe-balance megatron counts micro-batches; use --moe-balance lagged")
     if weight.get("global_aux_loss"):
         found.append(
@@ -245,6 +248,6 @@ def depends_on_layout(arguments: Mapping[str, Any]) -> list[str]:
             "--moe-router-load-balancing-type sinkhorn couples the tokens of a rank; use aux_loss"
         )
     for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps"):
-        if arguments[name] is not None:
+        if arguments.get(name) is not None:
             found.append(f"{flag_of(name)} depends on the tokens of a rank; remove it")
     return found
