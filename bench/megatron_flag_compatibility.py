@@ -4,14 +4,15 @@
     python -m bench.megatron_flag_compatibility --print    # only prints the counts
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
-with CUDA, Transformer Engine and apex present. More ranks are taken where tensor times pipeline
-parallelism needs them, fewer where the global batch has too few micro-batches. Nothing is trained.
+with CUDA, Transformer Engine and apex present. More ranks are taken where tensor, expert and
+pipeline parallelism need them, fewer where the global batch has too few micro-batches. Nothing is trained.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,9 +105,11 @@ def _ranks_of(argv: Sequence[str]) -> int:
     def size(flag: str) -> int:
         return int(pairs.get(flag, 1))
 
-    replica = size("--tensor-model-parallel-size") * size("--pipeline-model-parallel-size")
+    tp, pp = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
+    experts = int(pairs.get("--expert-tensor-parallel-size", tp))
+    experts *= size("--expert-model-parallel-size")
     replicas = size("--global-batch-size") // size("--micro-batch-size")
-    return max(replica, min(_RANKS, replica * replicas))
+    return max(tp * pp, math.lcm(experts, tp) * pp, min(_RANKS, tp * pp * replicas))
 
 
 def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:

@@ -330,7 +330,8 @@ def _further_token(shape: ModelShape, prefix: str) -> Iterator[Parameter]:
     yield from _norm(shape, f"{prefix}enorm.", h)
     yield from _norm(shape, f"{prefix}hnorm.", h)
     yield from _column_parallel(f"{prefix}eh_proj.", (h, 2 * h), False)
-    yield from _layer(shape, f"{prefix}transformer_layer.")
+    with_experts = shape.experts is not None and bool(shape.experts.layers[-1])
+    yield from _layer(shape, f"{prefix}transformer_layer.", with_experts=with_experts)
     yield from _norm(shape, f"{prefix}final_layernorm.", h)
 
 

@@ -127,11 +127,13 @@ def test_bad_command_lines(flags: str, parts: list[str]) -> None:
 
 
 def test_all_problems_of_a_command_line_each_once() -> None:
-    flags = "--top_k -1 --num-experts 8 --mint_p=2 --top_k -2 --bf16 --moe-new 1 --tp-comm-overlap"
+    flags = (
+        "--top_k -1 --moe-latent-size 8 --mint_p=2 --top_k -2 --bf16 --moe-new 1 --tp-comm-overlap"
+    )
     with pytest.raises(UsageError) as error:
         parse_args(flags.split())
     lines = str(error.value).split("\n")
-    named = ["--num-experts 8", "--top_k", "--mint_p", "--moe-new"]
+    named = ["--moe-latent-size 8", "--top_k", "--mint_p", "--moe-new"]
     assert len(lines) == len(named) and all(name in "\n".join(lines) for name in named)
     assert all(map(names_a_way_on, lines))
 
@@ -322,13 +324,12 @@ def test_llama3_example() -> None:
     assert "--context-parallel-size" not in config.runtime.ignored_flags
 
 
-def test_mixtral_example_is_refused_clearly() -> None:
-    with pytest.raises(UsageError) as error:
-        parse_args(MIXTRAL.split())
-    first = str(error.value).split("\n")[0]
-    assert "--num-experts 8" in first
-    assert "mixture of experts is not supported yet" in first
-    assert "remove the --moe-*" in first
+def test_mixtral_example_is_taken_as_it_is() -> None:
+    config = resolve(
+        parse_args(MIXTRAL.split()), 64, cuda_available=True, transformer_engine_available=True
+    )
+    assert config.moe.num_experts == 8 and config.layout.ep == 8
+    assert config.moe.moe_grouped_gemm
 
 
 # The flat form.

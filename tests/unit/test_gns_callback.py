@@ -23,6 +23,7 @@ def norms(*, small: float, big: float, estimator: Any = "micro") -> StepNorms:
         small={name: 4 * small / len(GROUPS) for name in GROUPS},
         big={name: big / len(GROUPS) for name in GROUPS},
         small_weights=Weights(signal=4.0, noise=2.0),
+        small_expert_weights=Weights(signal=4.0, noise=2.0),
         big_weights=Weights(signal=1.0, noise=1 / 8),
         tokens=256.0,
         tokens_per_sample=32.0,
@@ -170,20 +171,30 @@ def test_every_parameter_has_its_group() -> None:
         "decoder.layers.0.self_attention.linear_kv_down_proj.weight": (matrix, "vectors"),
         "mtp.layers.0.eh_proj.weight": (matrix, "mlp"),
         "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (matrix, "mlp"),
+        "decoder.layers.0.mlp.router.weight": (matrix, "router"),
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight": (matrix, "experts"),
+        "decoder.layers.0.mlp.experts.linear_fc2.weight3": (matrix, "experts"),
+        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.bias": (vector, "experts"),
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight": (matrix, "mlp"),
+        "decoder.layers.0.mlp.shared_experts.gate_weight": (matrix, "router"),
     }
     assert {name: group_of(name, p) for name, (p, _) in names.items()} == {
         name: group for name, (_, group) in names.items()
     }
-    with pytest.raises(ValueError, match="router"):
-        group_of("decoder.layers.0.router.weight", matrix)
+    with pytest.raises(ValueError, match="adapter"):
+        group_of("decoder.layers.0.adapter.weight", matrix)
 
 
 def test_groups_in_parts_are_left_out() -> None:
     layout = {"tp": 2, "pp": 2, "sequence_parallel": False, "qk_layernorm": False}
-    assert unavailable_groups(**layout, shared_embeddings=False) == set()
-    assert unavailable_groups(**layout, shared_embeddings=True) == {"embedding"}
+    dense = {"experts", "router"}
+    assert unavailable_groups(**layout, shared_embeddings=False) - dense == set()
+    assert unavailable_groups(**layout, shared_embeddings=True) - dense == {"embedding"}
     parallel = {**layout, "sequence_parallel": True}
-    assert unavailable_groups(**parallel, shared_embeddings=False) == {"vectors"}
+    assert unavailable_groups(**parallel, shared_embeddings=False) == {"vectors", *dense}
+    for ranks, left_out in ((1, {"experts", "router"}), (2, {"router"}), (4, {"router"})):
+        found = unavailable_groups(**layout, shared_embeddings=False, expert_ranks=ranks)
+        assert found == left_out
 
 
 def test_the_papers_averages_forget_by_step() -> None:

@@ -91,7 +91,6 @@ def test_other_layers_are_refused(text: str) -> None:
         ("--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
         ("--moe-token-dispatcher-type flex", "flex needs a GPU; use alltoall or allgather"),
         ("--fp16", "--num-experts excludes --fp16"),
-        ("--mtp-num-layers 1", "--num-experts excludes --mtp-num-layers"),
         ("--moe-latent-size 8", "--moe-latent-size 8 is refused"),
         ("--moe-use-legacy-grouped-gemm", "--moe-use-legacy-grouped-gemm is refused"),
         ("--moe-something-new", "--moe-something-new is refused"),

@@ -285,13 +285,8 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
     draft["data_parallel_size"] = layout.dp
     draft["virtual_pipeline_model_parallel_size"] = layout.vpp
     draft["layers_of_chunks"] = layout.layer_partition
-    if draft["multi_latent_attention"] and tp > 1 and not draft["sequence_parallel"]:
-        # Without it megatron-core adds up gradients of the compressed parts that are whole, or
-        # leaves apart what belongs together.
-        draft.notes.append("--multi-latent-attention under tensor parallelism: --sequence-parallel")
-        draft["sequence_parallel"] = True
     derive_moe_layout(draft, layout)
-    draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
+    _derive_sequence_parallel(draft, tp)
     draft.require(
         draft["overlap_p2p_comm"] or layout.vpp == 1 or pp > 2,
         "--no-overlap-p2p-communication swaps messages in a virtual pipeline over 2 ranks; drop "
@@ -356,6 +351,16 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         not (draft["ddp_average_in_collective"] and draft["calculate_per_token_loss"]),
         "--ddp-average-in-collective and --calculate-per-token-loss exclude each other; drop one",
     )
+
+
+def _derive_sequence_parallel(draft: Draft, tp: int) -> None:
+    # Without it megatron-core adds up gradients of the compressed parts that are whole, or leaves
+    # apart what belongs together. With experts it refuses to train.
+    for name in ("multi_latent_attention", "num_experts"):
+        if draft[name] and tp > 1 and not draft["sequence_parallel"]:
+            draft.notes.append(f"{flag_of(name)} under tensor parallelism: --sequence-parallel")
+            draft["sequence_parallel"] = True
+    draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
 
 
 def _layout_of(draft: Draft) -> Layout:
@@ -487,8 +492,9 @@ def _derive_recompute(draft: Draft, environment: Environment) -> None:
         )
     allowed = ("core_attn", "layernorm", "mlp")
     allowed += ("mla_up_proj",) if draft["multi_latent_attention"] else ()
-    allowed += ("moe", "shared_experts") if draft["num_experts"] else ()
-    modules = draft["recompute_modules"] or ("core_attn",)
+    allowed += ("moe", "moe_act", "shared_experts") if draft["num_experts"] else ()
+    given = draft["recompute_modules"]
+    modules = ("core_attn",) if given is None else given
     draft["recompute_modules"] = modules if granularity == "selective" else ()
     bad = [name for name in draft["recompute_modules"] if name not in allowed]
     draft.require(

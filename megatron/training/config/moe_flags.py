@@ -40,10 +40,6 @@ def derive_moe(draft: Draft) -> None:
         not draft["fp16"],
         "--num-experts excludes --fp16, whose scales of experts and the rest may part; use --bf16",
     )
-    draft.require(
-        not draft["mtp_num_layers"],
-        "--num-experts excludes --mtp-num-layers; drop one of the two",
-    )
 
 
 def _derive_layers(draft: Draft) -> None:
@@ -187,9 +183,6 @@ def derive_moe_layout(draft: Draft, layout: Layout) -> None:
     draft["expert_tensor_parallel_size"] = layout.etp
     if not draft["num_experts"]:
         return
-    if layout.tp > 1 and not draft["sequence_parallel"]:
-        draft.notes.append("--num-experts under tensor parallelism: --sequence-parallel")
-        draft["sequence_parallel"] = True
     if layout.ep * layout.expert_tensor_parallel_size < layout.tp:
         draft.notes.append(
             f"experts of {layout} see parts of samples: their gradient noise is not measured"
@@ -208,6 +201,10 @@ def derive_moe_kernels(draft: Draft, environment: Environment) -> None:
         draft.notes.append(f"{why}: no effect of {', '.join(was_on)}")
     for name in off:
         draft[name] = False
+    modules = draft["recompute_modules"] or ()
+    if "moe_act" in modules and not draft["moe_grouped_gemm"]:
+        draft["recompute_modules"] = tuple(name for name in modules if name != "moe_act")
+        draft.notes.append("no effect of --recompute-modules moe_act without --moe-grouped-gemm")
     draft.require(
         not is_cpu or draft["moe_token_dispatcher_type"] != "flex",
         "--moe-token-dispatcher-type flex needs a GPU; use alltoall or allgather",

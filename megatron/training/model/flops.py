@@ -44,7 +44,9 @@ def training_flops_per_sample(
     further = mtp_num_layers * (attention + mlp + 2 * hidden_size**2 + head)
     layers = num_layers * (attention + mlp)
     if experts is not None:
-        layers += experts.num_layers * (experts.multiply_adds(hidden_size, matrices) - mlp)
+        more = experts.multiply_adds(hidden_size, matrices) - mlp
+        layers += experts.num_layers * more
+        further += mtp_num_layers * experts.is_last * more
     return 3.0 * 2.0 * seq_length * (layers + head + further)
 
 
@@ -53,7 +55,9 @@ class ExpertWidths:
     """Sizes of a mixture of experts that its work depends on."""
 
     num_layers: int
-    """Layers with experts."""
+    """Layers with experts, without those of further tokens."""
+    is_last: bool
+    """Whether the last layer has experts, as those of further tokens then have."""
     num_experts: int
     """Of a layer."""
     moe_router_topk: int
@@ -72,6 +76,7 @@ class ExpertWidths:
             return None
         return cls(
             num_layers=sum(arguments["moe_layers"]),
+            is_last=bool(arguments["moe_layers"][-1]),
             num_experts=arguments["num_experts"],
             moe_router_topk=arguments["moe_router_topk"],
             moe_ffn_hidden_size=arguments["moe_ffn_hidden_size"],

@@ -270,12 +270,13 @@ def _mtp_spec(config: Config, core: TransformerConfig, *, vp_stage: int | None) 
     """The layers of `--mtp-num-layers`, on the last stage; else None."""
     if config.model.mtp_num_layers is None:
         return None
-    is_local = config.kernels.transformer_impl == "local"
+    is_local, pattern = config.kernels.transformer_impl == "local", config.moe.moe_layers
+    spec = layer_spec(config, with_experts=bool(pattern and pattern[-1]))
     block: Any = get_gpt_mtp_block_spec(
-        core, layer_spec(config), use_transformer_engine=not is_local, vp_stage=vp_stage
+        core, spec, use_transformer_engine=not is_local, vp_stage=vp_stage
     )
-    for spec in block.layer_specs if block is not None and is_local else ():
-        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = Norm
+    for own in block.layer_specs if block is not None and is_local else ():
+        own.submodules.enorm = own.submodules.hnorm = own.submodules.layer_norm = Norm
     return block
 
 

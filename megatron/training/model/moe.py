@@ -9,6 +9,7 @@ a sum over tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,16 +145,21 @@ def mark_experts(chunk: torch.nn.Module) -> None:
 
 
 def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, BalancedRouter]]:
-    """The routers that this rank holds, each with the number of its layer, from 0.
+    """The routers that this rank holds, each with the number of its layer, from 0; layers of
+    further tokens come after all others.
 
     Args:
         chunks: of the model, in any wrapper.
     """
     for chunk in chunks:
-        for module in chunk.modules():
+        for name, module in chunk.named_modules():
             if isinstance(module, BalancedRouter):
-                assert module.layer_number is not None
-                yield module.layer_number - 1, module
+                further = re.search(r"\bmtp\.layers\.(\d+)\.", name)
+                if further is not None:
+                    yield module.config.num_layers + int(further[1]), module
+                else:
+                    assert module.layer_number is not None
+                    yield module.layer_number - 1, module
 
 
 def set_counting(chunks: Sequence[Any], is_counting: bool) -> None:
@@ -181,7 +187,7 @@ class Balance:
     """
 
     layers: tuple[int, ...]
-    """Numbers of the layers with experts, from 0."""
+    """Numbers of the layers with experts, from 0; see `routers_of`."""
     num_experts: int
     """Of a layer."""
     mode: str
@@ -199,8 +205,11 @@ class Balance:
         moe = config.moe
         if moe.num_experts is None:
             return None
+        pattern = moe.moe_layers
+        # A layer of a further token is like the last one.
+        pattern += pattern[-1:] * (config.model.mtp_num_layers or 0)
         return cls(
-            layers=tuple(i for i, is_moe in enumerate(moe.moe_layers) if is_moe),
+            layers=tuple(i for i, is_moe in enumerate(pattern) if is_moe),
             num_experts=moe.num_experts,
             mode=moe.moe_balance or "megatron",
             has_bias=moe.moe_router_enable_expert_bias,
