@@ -113,6 +113,7 @@ def _table(name: str, seconds: Any, *, batch: Any, **values: Any) -> Measured:
     known = {**_A100, **_GPT, "vpp": 1, "use_distributed_optimizer": False}
     known |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     known |= {"fused_attention": False, "sequence_parallel": False, "gradient_bytes": 4}
+    known |= {"scatter_gather": True}
     known |= {"learned_positions": values["seq_length"], **values}
     hidden, heads = known["hidden_size"], known["num_attention_heads"]
     rows = Rows(
@@ -189,7 +190,13 @@ def h100_weak_scaling() -> Measured:
     return _table(
         "h100",
         column("derived_iter_s"),
-        **{**_H100, "dropout": False, "tied": False, **_usual_columns(column)},
+        **{
+            **_H100,
+            "dropout": False,
+            "tied": False,
+            "scatter_gather": False,
+            **_usual_columns(column),
+        },
         micro_batch_size=1,
         padded_vocab_size=column("vocab"),
         fused_attention=True,

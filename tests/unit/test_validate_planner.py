@@ -143,6 +143,8 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         {"seq_length": 4096},
         {"recompute": "full"},
         {"gpus_per_node": 2},
+        {"tp": 2, "pp": 2, "sequence_parallel": 0},
+        {"tp": 2, "pp": 2, "sequence_parallel": 0, "scatter_gather": 1},
     ]
     runs = read_table(write(tmp_path / "runs.csv", [{**row, **change} for change in changes]))
     seconds = predict(runs).step_s
