@@ -25,7 +25,7 @@ from copus_ext.cost_model.memory import (
     peaks,
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import Rows, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -267,6 +267,13 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
         fits[at] = peak * np.exp(Z_SURE * doubt) <= limit
         likely[at] = fit_probability(peak, limit, doubt)
     return fits, likely
+
+
+def rows_of(runs: Sequence[MeasuredRun]) -> Rows:
+    """Runs as the cost model sees them, in their order."""
+    alike = list(_alike(runs).values())
+    rows = concatenate([_rows([runs[i] for i in at]) for at in alike])
+    return rows.take(np.argsort(np.concatenate(alike)))
 
 
 def _rows(runs: Sequence[MeasuredRun]) -> Rows:
