@@ -5,7 +5,7 @@
 Fits the constants of the cost model on published measurements (bench/data) and predicts rows that
 the fit has not seen: whole models left out, random fifths, other people's clusters. Writes
 docs/results/planner_accuracy.json and .svg, and the constants that ship with the planner,
-copus_ext/cost_model/data/*.json. About 4 minutes.
+copus_ext/cost_model/data/*.json. About a minute.
 """
 
 from __future__ import annotations
