@@ -19,17 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from bench import planner_tables
 from bench.planner_accuracy import (
     SINGLE_WEIGHT,
     USUAL_LINKS,
     fit,
-    korthikanti,
-    narayanan,
     newer,
-    vtrain,
 )
-from bench.planner_validation import save, tables
-from bench.support import ROOT, arguments, figure, origin, write
+from bench.planner_tables import timed_table
+from bench.support import arguments, figure, origin, write
 from copus_ext.cost_model.constants import Constants
 from copus_ext.planner import validation
 
@@ -50,8 +48,10 @@ _LEVELS = np.linspace(0.02, 0.98, 49)
 
 def constants_without() -> dict[str, Constants]:
     """Constants for each cluster, from what was measured on others."""
-    on_vtrain = fit([(vtrain("multi"), 1.0), (vtrain("single"), SINGLE_WEIGHT)]).constants
-    on_selene = fit([(korthikanti(), 1.0), (narayanan(), 1.0)]).constants
+    on_vtrain = fit(
+        [(timed_table("vtrain_multi"), 1.0), (timed_table("vtrain_single"), SINGLE_WEIGHT)]
+    ).constants
+    on_selene = fit([(timed_table("korthikanti"), 1.0), (timed_table("narayanan"), 1.0)]).constants
     usual_vtrain, usual_selene = (
         dataclasses.replace(one, **USUAL_LINKS) for one in (on_vtrain, on_selene)
     )
@@ -61,8 +61,7 @@ def constants_without() -> dict[str, Constants]:
 
 def read(name: str) -> list[validation.MeasuredRun]:
     """A table, its runs in groups that may be compared."""
-    path = ROOT / "runs" / "planner_validation" / f"{name}.csv"
-    runs = validation.read_table(save(tables()[name], path))
+    runs = planner_tables.read(name)
     if name in _GROUP:
         return [dataclasses.replace(run, group=_GROUP[name]) for run in runs]
     return runs

@@ -33,8 +33,9 @@ class PartSpread:
 
     compute: float = 0.08
     """Of all computation, the bubble among it."""
-    launch: float = 0.6
-    """Of starting kernels, which small models wait for, in place of `compute`."""
+    launch: float = 1.0
+    """Of starting kernels, which small models wait for, in place of `compute`: 5 us with captured
+    or fused kernels, 35 from eager Python."""
     bubble: float = 0.15
     """Of the bubble besides."""
     tp: float = 0.25
@@ -50,14 +51,18 @@ class PartSpread:
 _NAMES = tuple(f.name for f in fields(PartSpread))
 _FACTORS_OF = {
     "compute": ("compute",),
-    "launch": ("launch",),
     "recompute": ("compute",),
     "bubble": ("compute", "bubble"),
     "host": ("compute",),
     **{name: (name,) for name in ("tp", "pp", "dp", "optimizer")},
 }
-"""Which factors multiply the seconds of a part of a step. Launches are a part here."""
+"""Which factors multiply the seconds of a part of a step. That of launches enters `_WORK`."""
 _DP = list(_FACTORS_OF).index("dp")
+_WORK = [list(_FACTORS_OF).index(name) for name in ("compute", "recompute", "bubble")]
+_COMPUTE, _LAUNCH = (_NAMES.index(name) for name in ("compute", "launch"))
+_SHARPNESS = 3.2
+"""Exponent with which launches and work join, as `Constants.launch_sharpness` where it was fitted:
+what waits for launches only now and then waits for all of them once they take thrice as long."""
 _MIXING = np.array([[f in names for f in _NAMES] for names in _FACTORS_OF.values()], dtype=float)
 _CONSTANT = 0.02
 """Standard deviation of the constant time that every step may have besides, over the median
@@ -129,6 +134,8 @@ class Steps:
     """[n, parts] predicted, in the order of `_FACTORS_OF`."""
     reduction: Any
     """[n, 3] as `StepTime.reduction`."""
+    launch: Any
+    """[n] share of the computation that would go if kernels started at once, by its slope."""
 
     @classmethod
     def of(
@@ -146,7 +153,7 @@ class Steps:
             counts: [n] micro-batches.
             parts: [n] predicted seconds of each of `PARTS`; None: all is computation.
             reduction: [3, n] as `StepTime.reduction`; 0: nothing hides.
-            launch_s: [n] as `StepTime.launch_s`; taken out of the computation and the bubble.
+            launch_s: [n] as `StepTime.launch_s`.
         """
         whole = np.asarray(keys, dtype=np.int64)
         whole = np.atleast_2d(whole) if whole.size else whole.reshape(0, 3)
@@ -156,12 +163,15 @@ class Steps:
         known = {name: parts.get(name, nothing) for name in _FACTORS_OF}
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
         share = np.minimum(launch_s / work, 1.0)
-        known["launch"] = share * (known["compute"] + known["recompute"] + known["bubble"])
-        for name in ("compute", "recompute", "bubble"):
-            known[name] = (1.0 - share) * known[name]
         columns = [np.broadcast_to(column, len(whole)) for column in known.values()]
         reduction = np.broadcast_to(np.asarray(reduction, dtype=float), (3, len(whole)))
-        return cls(keys=whole, over=over, seconds=np.stack(columns, axis=1), reduction=reduction.T)
+        return cls(
+            keys=whole,
+            over=over,
+            seconds=np.stack(columns, axis=1),
+            reduction=reduction.T,
+            launch=np.broadcast_to(share, len(whole)),
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -290,6 +300,7 @@ class _Parts:
     def _now(self, steps: Steps, theta: Any) -> Any:
         """[n, parts + 1] seconds of every part, and the constant time."""
         seconds = steps.seconds * np.exp(_MIXING @ theta[:-1])
+        seconds[:, _WORK] *= self._waiting(steps, theta)[0][:, None]
         seconds[:, _DP] += self._uncovered(steps, theta)[0]
         constant = np.full((len(steps), 1), theta[-1] * self.constant_s)
         # No step takes less than a tenth of what its parts do.
@@ -301,8 +312,34 @@ class _Parts:
         """[n, k] derivatives of `log_factors`."""
         now = self._now(steps, theta)
         total = now.sum(axis=1, keepdims=True)
+        waited = now[:, _WORK].sum(axis=1) * self._waiting(steps, theta)[1]
         now[:, _DP] += self._uncovered(steps, theta)[1]
-        return np.concatenate([now[:, :-1] @ _MIXING / total, self.constant_s / total], axis=1)
+        slopes = now[:, :-1] @ _MIXING
+        slopes[:, _LAUNCH] += waited
+        slopes[:, _COMPUTE] -= waited
+        return np.concatenate([slopes / total, self.constant_s / total], axis=1)
+
+    def spread(self, steps: Steps, theta: Any) -> Any:
+        """[n, k] what one standard deviation of each of theta makes of the logarithm of a step.
+
+        Launches rule more of a step the longer they take. So theirs is the root mean square of a
+        deviation up and one down, and no slope.
+        """
+        found = self.slopes(steps, theta) * self.sd
+        here, square = self.log_factors(steps, theta), np.zeros(len(steps))
+        for sign in (-1.0, 1.0):
+            there = theta.copy()
+            there[_LAUNCH] += sign * self.sd[_LAUNCH]
+            square += np.square(self.log_factors(steps, there) - here) / 2
+        found[:, _LAUNCH] = np.sqrt(square)
+        return found
+
+    def _waiting(self, steps: Steps, theta: Any) -> tuple[Any, Any]:
+        """[n] seconds of the work, which waits for kernels to start, over those that the factor of
+        computation makes of it; and the share of launches in it then."""
+        slower = np.exp(_SHARPNESS * (theta[_LAUNCH] - theta[_COMPUTE]))
+        total = 1.0 - steps.launch + steps.launch * slower
+        return total ** (1 / _SHARPNESS), steps.launch * slower / total
 
     def _uncovered(self, steps: Steps, theta: Any) -> tuple[Any, Any]:
         """[n] seconds of the reduction that come out of hiding, or go into it, as the replicas take
@@ -318,7 +355,7 @@ class _Parts:
 
     def covariance(self, one: Steps, other: Steps, theta: Any) -> Any:
         """[n, m] of what the factors make of both, near theta."""
-        a, b = (self.slopes(x, theta) * self.sd for x in (one, other))
+        a, b = (self.spread(x, theta) for x in (one, other))
         return a @ b.T
 
     def likeliest(self, known: Steps, ratios: Any, apart: Any) -> Any:
@@ -376,7 +413,7 @@ def _answer(
         mean: [n] of the logarithm of the factor; empty: nothing was measured.
         against: see `correct`.
     """
-    slopes = parts.slopes(ask, theta) * parts.sd
+    slopes = parts.spread(ask, theta)
     prior = np.square(ask.over) * s.growth**2 + s.variance + np.square(slopes).sum(axis=1)
     variance = np.maximum(prior - np.einsum("ij,ij->i", weights, cross), 0.0)
     found = Correction(

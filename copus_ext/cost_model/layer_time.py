@@ -233,15 +233,15 @@ def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
 
 def hop_bytes(rows: Rows) -> Any:
     """Bytes of a pipeline message of one rank: [n]."""
-    shared = np.where(rows.sequence_parallel, rows.tp, 1)
+    shared = np.where(np.logical_or(rows.sequence_parallel, rows.scatters_messages), rows.tp, 1)
     return rows.element_bytes * rows.tokens * rows.hidden_size / shared
 
 
 def hop_s(rows: Rows, c: Constants) -> Any:
     """Seconds of one pipeline message over every boundary.
 
-    Every tensor-parallel rank sends its own copy, or its part under sequence parallelism; all GPUs
-    of a node send at once.
+    Every tensor-parallel rank sends its own copy, or its part under sequence parallelism and where
+    messages are scattered; all GPUs of a node send at once.
 
     Returns:
         [max pp, n]: from stage r to r + 1; the last row from the last stage to the first.
@@ -258,7 +258,11 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     num_bytes = hop_bytes(rows)
     network = network_bytes_per_s(rows, c) / rows.gpus_per_node
     inside = node_bytes_per_s(rows, c)
-    return c.factors.pp * (c.exchange_s + num_bytes / np.where(crosses, network, inside))
+    sent = c.factors.pp * (c.exchange_s + num_bytes / np.where(crosses, network, inside))
+    # With sequence parallelism the receivers go on with their parts.
+    gathers = np.logical_and(rows.scatters_messages, np.logical_not(rows.sequence_parallel))
+    whole = rows.element_bytes * rows.tokens * rows.hidden_size
+    return sent + np.where(gathers, c.factors.tp * tp_collective_s(rows, c, whole), 0.0)
 
 
 def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:

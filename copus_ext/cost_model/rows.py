@@ -98,6 +98,9 @@ class Rows:
     """Whether `nic_bytes_per_s` was measured, so that messages reach all of it."""
     use_tp_pp_dp_mapping: Any = False
     """Whether ranks are numbered tensor, pipeline, data in place of tensor, data, pipeline."""
+    scatter_gather: Any = False
+    """Whether tensor-parallel ranks each send a part of a pipeline message without sequence
+    parallelism, too; legacy code always does."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
 
@@ -123,6 +126,12 @@ class Rows:
     def is_legacy(self) -> Any:
         """Whether norms are not fused and every rank has whole logits."""
         return np.equal(self.implementation, 2)
+
+    @property
+    def scatters_messages(self) -> Any:
+        """Whether each tensor-parallel rank sends a part of a pipeline message. Megatron-LM did
+        before megatron-core (arXiv 2104.04473, section 4.1), and DeepSpeed's pipeline does."""
+        return np.logical_or(self.scatter_gather, self.is_legacy)
 
     @property
     def recomputed_share(self) -> Any:

@@ -14,27 +14,45 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import read_profile
+from megatron.training.config.draft import flag_of
+from megatron.training.config.known_flags import notes_of
 from megatron.training.config.layout import Layout
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
 GPUS_PER_NODE = 8
 """Of a node with `--nodes`, if nothing else is said."""
-_UNPRICED = {
-    "cross_entropy_loss_fusion": "--cross-entropy-loss-fusion",
+_UNPRICED = (
+    *("cross_entropy_loss_fusion", "fp8", "overlap_p2p_comm", "attention_softmax_in_fp32"),
+    *("apply_query_key_layer_scaling", "masked_softmax_fusion", "bias_gelu_fusion"),
+    *("bias_swiglu_fusion", "bias_dropout_fusion", "apply_rope_fusion"),
+    *("gradient_accumulation_fusion", "no_persist_layer_norm", "deterministic_mode"),
+    *("empty_unused_memory_level", "ddp_bucket_size", "num_distributed_optimizer_instances"),
+    *("recompute_modules", "softmax_type", "microbatch_group_size_per_vp_stage"),
+)
+"""Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
+not know."""
+_SEARCHED = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
+    *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "sequence_parallel", "use_distributed_optimizer"),
+    *("micro_batch_size", "global_batch_size", "recompute_activations", "recompute_granularity"),
+    *("recompute_method", "recompute_num_layers"),
+)
+"""Those that say what a search finds."""
+_SPELLED = {
     "fp8": "--fp8-format",
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "apply_rope_fusion": "--no-rope-fusion",
+    **{
+        name: "--no-" + name.replace("_", "-")
+        for name in _UNPRICED
+        if name.endswith("_fusion") and name.startswith(("masked", "bias", "gradient"))
+    },
 }
-"""Megatron's flags that change the time or memory of a step, and that the cost model does not know;
-by the name of their field."""
-_SEARCHED = {
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "micro_batch_size": "--micro-batch-size",
-    "global_batch_size": "--global-batch-size",
-    "recompute_granularity": "--recompute-granularity",
-}
-"""Those that say what a search finds."""
+"""Flags that are not spelled like their field."""
 _MAPPING = "use_tp_pp_dp_mapping"
 SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
 
@@ -181,9 +199,12 @@ def _parsed(megatron_args: str) -> Any:
 
 def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     """What of a Megatron-LM command line the answer does not depend on, a line each."""
-    given = _parsed(megatron_args).explicit_flags
-    unpriced = [flag for name, flag in _UNPRICED.items() if name in given]
-    searched = [flag for name, flag in _SEARCHED.items() if name in given]
+    args = _parsed(megatron_args)
+    given = args.explicit_flags
+    unpriced = [_SPELLED.get(name, flag_of(name)) for name in _UNPRICED if name in given]
+    if args.optimizer != "adam":
+        unpriced.append(f"--optimizer {args.optimizer}")
+    searched = [flag_of(name) for name in _SEARCHED if name in given]
     notes = []
     if "overlap_grad_reduce" not in given and not no_overlap:
         notes.append(
@@ -192,6 +213,7 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
         )
     if unpriced:
         notes.append(f"the cost model does not know {', '.join(unpriced)}: priced without")
+    notes += notes_of(args.ignored_flags)
     if searched:
         fix = "keep sizes with --fix and --recompute"
         notes.append(f"the search finds what {', '.join(searched)} would say; {fix}")

@@ -115,11 +115,12 @@ class Planner:
         self.peaks = AS_PREDICTED
         self.retime(timings)
 
-    @property
-    def safe_bytes(self) -> float:
-        """Largest predicted peak of a candidate before any peak was measured. A run that dies of a
-        wrong "fits" costs more than one that is slower by a few percent."""
-        return self.limit_bytes * math.exp(-Z_SURE * PEAK_SD)
+    def safe_bytes(self, configuration: Configuration) -> float:
+        """Largest predicted peak with which a configuration is a candidate, by the doubt of its own
+        peak. A run that dies of a wrong "fits" costs more than one that is slower by a few
+        percent."""
+        rows = to_rows(self.model, self.cluster, points_of([configuration]))
+        return self.limit_bytes * math.exp(-Z_SURE * float(self.peaks_of(rows)[1][0]))
 
     def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
         """Takes other measured times, those of an earlier time apart. What the space is made of
@@ -376,7 +377,8 @@ class Planner:
                 needs = self._peaks(points.take(near))
                 i, peak = int(near[np.argmin(needs)]), float(needs.min())
             example = points.configuration(i)
-            detail, fix = reason(name, self.model, example, peak, self.safe_bytes)
+            safe = self.limit_bytes if peak is None else self.safe_bytes(example)
+            detail, fix = reason(name, self.model, example, peak, safe)
             members = [points.configuration(int(j)) for j in at] if every else None
             found.append(
                 Rejected(

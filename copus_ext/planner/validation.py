@@ -25,7 +25,7 @@ from copus_ext.cost_model.memory import (
     peaks,
 )
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
-from copus_ext.cost_model.rows import Rows
+from copus_ext.cost_model.rows import Rows, concatenate
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -38,7 +38,8 @@ _SIZES = ("tp", "pp", "vpp", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")
 _OWN = (
     *("group", "cluster", "model", *_SIZES, "recompute", "sequence_parallel"),
-    *("use_distributed_optimizer", "overlap", "step_s", "out_of_memory", "peak_bytes", "local"),
+    *("scatter_gather", "use_distributed_optimizer", "overlap"),
+    *("step_s", "out_of_memory", "peak_bytes", "local"),
     *_LINKS,
 )
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -62,6 +63,8 @@ class MeasuredRun:
     """Whether it ran out of memory."""
     peak_bytes: float | None
     """Memory that the GPU that needed most had in use at most; None if it was not measured."""
+    scatter_gather: bool = False
+    """As in `Rows`."""
 
 
 def columns() -> tuple[str, ...]:
@@ -143,6 +146,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         step_s=step_s,
         out_of_memory=_flag("out_of_memory", given, False),
         peak_bytes=_peak(given["peak_bytes"]) if "peak_bytes" in given else None,
+        scatter_gather=_flag("scatter_gather", given, False),
     )
 
 
@@ -265,11 +269,19 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
     return fits, likely
 
 
+def rows_of(runs: Sequence[MeasuredRun]) -> Rows:
+    """Runs as the cost model sees them, in their order."""
+    alike = list(_alike(runs).values())
+    rows = concatenate([_rows([runs[i] for i in at]) for at in alike])
+    return rows.take(np.argsort(np.concatenate(alike)))
+
+
 def _rows(runs: Sequence[MeasuredRun]) -> Rows:
     """Runs of one model and cluster as the cost model sees them."""
     rows = to_rows(runs[0].model, runs[0].cluster, points_of([run.configuration for run in runs]))
     parallel = np.array([run.configuration.sequence_parallel for run in runs])
-    return rows.change(sequence_parallel=parallel).full()
+    scatter = np.array([run.scatter_gather for run in runs])
+    return rows.change(sequence_parallel=parallel, scatter_gather=scatter).full()
 
 
 def _alike(runs: Sequence[MeasuredRun]) -> dict[Any, list[int]]:

@@ -243,10 +243,10 @@ def test_the_table_of_a_run() -> None:
     assert found == {(8, b) for b in (1, 2, 4)} | {(16, b) for b in (1, 2, 4, 8)}
     assert all(r.layout == Layout(dp=2) for r in rows)
     # Of one throughput over the present one: what all have in common is no doubt.
-    assert now.relative_sd == 0.0 and all(0 < r.relative_sd < 0.13 for r in rows if r != now)
+    assert now.relative_sd == 0.0 and all(0 < r.relative_sd < 0.25 for r in rows if r != now)
     # A measured time moves its kin: the untried batch is about as slow as the tried one.
     kin = next(r for r in rows if (r.global_batch_size, r.micro_batch_size) == (16, 1))
-    assert kin.samples_per_s == pytest.approx(16.0, rel=0.4) and kin.relative_sd < 0.04
+    assert kin.samples_per_s == pytest.approx(16.0, rel=0.4) and kin.relative_sd < 0.08
     times[1, 8] = (0.25, 0.001, 20)
     _, faster = rows_of(table, [8, 16], measured)
     assert faster.samples_per_s == pytest.approx(32.0, rel=0.02)

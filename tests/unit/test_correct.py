@@ -150,6 +150,24 @@ def test_slow_launches_are_told_from_slow_computation() -> None:
     assert got.factor[3] > got.factor[1] > got.factor[2]
 
 
+def test_launches_join_the_work_as_the_cost_model_joins_them() -> None:
+    q, work, launch = module._SHARPNESS, np.array([1.0, 1.0, 1.0]), np.array([0.1, 0.5, 2.0])
+    total = (work**q + launch**q) ** (1 / q)
+    steps = Steps.of(KEYS[:3], 4.0, {"compute": total}, launch_s=total * launch**q / total**q)
+    parts = module._Parts(constant_s=0.0)
+    theta = np.zeros(len(parts.sd))
+    theta[module._COMPUTE], theta[module._LAUNCH] = math.log(1.2), math.log(3.0)
+    expected = ((1.2 * work) ** q + (3.0 * launch) ** q) ** (1 / q)
+    np.testing.assert_allclose(parts.log_factors(steps, theta), np.log(expected / total))
+    # The doubt is of what longer launches would make of it, which the slope does not show.
+    spread, slope = (
+        x[:, module._LAUNCH]
+        for x in (parts.spread(steps, 0 * theta), parts.slopes(steps, 0 * theta))
+    )
+    assert spread[1] > 2 * slope[1] and (np.diff(spread) > 0).all()
+    assert spread[2] == pytest.approx(slope[2], rel=0.3), "where launches rule, both say so"
+
+
 def test_a_constant_time_of_every_step_is_found() -> None:
     steps = mixed({"compute": [1.0, 8.0, 2.0]})
     truth = np.log(1 + 0.1 / steps.step_s)

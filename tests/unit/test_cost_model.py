@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec, here, kind_of, preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.layer_time import hop_s, tp_collective_s
 from copus_ext.cost_model.memory import (
     CONTEXT_BYTES,
     KINDS,
@@ -55,6 +56,7 @@ def some_rows() -> Rows:
 
 
 ROWS = some_rows()
+CONSTANTS = CLUSTER.load_constants()
 
 
 WITHOUT_SIZE = {"--tokenizer-type": "ByteLevelTokenizer", "--vocab-size": None}
@@ -320,6 +322,20 @@ def test_better_hardware_is_never_slower() -> None:
     for name in ("peak_flops", "hbm_bytes_per_s", "nic_bytes_per_s", "intra_bytes_per_s"):
         rows = ROWS.change(**{name: getattr(ROWS, name) * 2})
         assert (step_time(rows, Constants()).step_s <= before * (1 + 1e-12)).all(), name
+
+
+def test_scattered_messages_are_parts_that_are_gathered() -> None:
+    rows = ROWS.take(np.flatnonzero((ROWS.tp == 4) & (ROWS.pp == 2) & (ROWS.vpp == 1)))
+    parts = hop_s(rows, CONSTANTS)[0]
+    whole, scattered, legacy = (
+        hop_s(rows.change(sequence_parallel=0 * rows.tp > 0, **more), CONSTANTS)[0]
+        for more in ({}, {"scatter_gather": True}, {"implementation": 2})
+    )
+    gather = tp_collective_s(rows, CONSTANTS, 2.0 * rows.tokens * rows.hidden_size)
+    np.testing.assert_allclose(scattered, parts + gather)
+    np.testing.assert_array_equal(scattered, legacy)
+    sent = parts - CONSTANTS.exchange_s
+    np.testing.assert_allclose(whole - CONSTANTS.exchange_s, 4 * sent)
 
 
 def test_sizes_with_units() -> None:

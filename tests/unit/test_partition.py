@@ -306,7 +306,7 @@ def test_an_even_cut_needs_what_measured_peaks_say(
         model,
         cluster,
         c,
-        limit_bytes=planner.safe_bytes,
+        limit_bytes=planner.safe_bytes(c),
         context_bytes=planner.context_bytes,
         correction=planner.peaks,
     )
@@ -412,7 +412,7 @@ def test_a_search_of_layouts_says_what_cuts_would_give() -> None:
         ranked = plan.ranked[x.rank - 1]
         assert ranked.configuration == x.configuration
         assert x.even_step_s == pytest.approx(ranked.prediction.step_s, rel=1e-9)
-        assert max(x.partition.peak_bytes) <= planner.safe_bytes
+        assert max(x.partition.peak_bytes) <= planner.safe_bytes(x.configuration)
         flags = x.flags
         assert flags.count("--pipeline-model-parallel-size") == 1
         assert (

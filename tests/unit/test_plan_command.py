@@ -339,8 +339,14 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
     where = "--cluster a100-80g:8 --global-batch-size 64 --top 1"
     code, out, err = run(capsys, f"{where} --megatron-args '{shape} {told}'")
     assert code == 0 and err.count("\n") == 1 and all(flag in err for flag in told.split())
-    _, _, err = run(capsys, f"{where} --megatron-args '{shape} --micro-batch-size 4'")
-    assert "the search finds what --micro-batch-size would say" in err
+    for flag in ("--no-rope-fusion", "--no-bias-gelu-fusion", "--optimizer sgd"):
+        _, _, err = run(capsys, f"{where} --megatron-args '{shape} {flag}'")
+        assert f"the cost model does not know {flag}: priced without" in err
+    _, _, err = run(capsys, f"{where} --megatron-args '{shape} --tp-comm-overlap'")
+    assert "--tp-comm-overlap" in err
+    for flag in ("--micro-batch-size 4", "--recompute-activations"):
+        _, _, err = run(capsys, f"{where} --megatron-args '{shape} {flag}'")
+        assert f"the search finds what {flag.split()[0]} would say" in err
     code, again, err = run(capsys, f"{where} --megatron-args '{shape}'")
     assert code == 0 and not err and out == again
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from copus_ext.cost_model.cluster_spec import preset
-from copus_ext.cost_model.memory import AS_PREDICTED
+from copus_ext.cost_model.memory import AS_PREDICTED, PeakCorrection, memory
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import step_time
@@ -20,7 +20,7 @@ from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import DOMINATED, Planner, what_would_help
-from copus_ext.planner.space import Limits, enumerate_points, to_rows
+from copus_ext.planner.space import Limits, enumerate_points, points_of, to_rows
 from megatron.training.config.layout import Layout
 
 MODEL = PRESETS["llama-2-13b"]
@@ -275,3 +275,16 @@ def test_limits_limit() -> None:
     for r in Planner(MODEL, preset("h100-80g:8"), limits=limits).rank([32], top=50)[0].ranked:
         c = r.configuration
         assert c.layout.tp == 2 and c.layout.pp <= 2 and c.micro_batch_size == 1
+
+
+def test_a_configuration_may_use_the_memory_that_its_own_doubt_leaves() -> None:
+    cluster = preset("h100-80g:16")
+    planner = Planner(MODEL, cluster)
+    c = planner.rank([64], top=1)[0].ranked[0].configuration
+    before = planner.safe_bytes(c)
+    rows = to_rows(MODEL, cluster, points_of([c]))
+    predicted = memory(rows, context_bytes=planner.context_bytes)
+    planner.set_peaks(PeakCorrection.of(predicted, predicted.peak_bytes))
+    assert before < planner.safe_bytes(c) < planner.limit_bytes
+    large = dataclasses.replace(c, micro_batch_size=16, global_batch_size=16 * c.layout.dp)
+    assert planner.safe_bytes(large) < planner.safe_bytes(c), "it was not measured"

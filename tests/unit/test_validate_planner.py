@@ -87,12 +87,13 @@ def test_known_times_take_a_common_error_off(
     assert predict(runs, num_known=2).known.sum() == 2
 
 
-def test_two_known_times_find_a_slow_network(
+def test_known_times_find_a_slow_network(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = PartFactors(across=4.0)
     path = write(tmp_path / "runs.csv", rows_of(1.0, slow))
-    plain, known = (judged(capsys, path, "--known", n)["in_all"] for n in ("0", "2"))
+    # One is of a layout whose kernels may start slowly, which is doubted as much.
+    plain, known = (judged(capsys, path, "--known", n)["in_all"] for n in ("0", "3"))
     assert plain["mean"] > 0.1 and known["mean"] < 0.8 * plain["mean"]
 
 
@@ -105,9 +106,9 @@ def test_a_known_peak_corrects_the_memory_of_the_others(tmp_path: Path) -> None:
     # All need more than was thought.
     rows = [{**row, "peak_bytes": f"{1.5 * peak:.0f}"} for row, peak in zip(rows, peaks)]
     known = predict(read_table(write(tmp_path / "more.csv", rows)), num_known=2)
-    # The second largest is none of those that are known.
-    second = int(np.argsort(peaks)[-2])
-    assert not known.known[second] and plain.fits.all() and not known.fits[second]
+    # The largest is none of those that are known.
+    largest = int(np.argmax(peaks))
+    assert not known.known[largest] and plain.fits.all() and not known.fits[largest]
     assert (known.fit_probability <= plain.fit_probability).all() and known.fits.any()
 
 
@@ -142,6 +143,8 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         {"seq_length": 4096},
         {"recompute": "full"},
         {"gpus_per_node": 2},
+        {"tp": 2, "pp": 2, "sequence_parallel": 0},
+        {"tp": 2, "pp": 2, "sequence_parallel": 0, "scatter_gather": 1},
     ]
     runs = read_table(write(tmp_path / "runs.csv", [{**row, **change} for change in changes]))
     seconds = predict(runs).step_s

@@ -306,7 +306,7 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
             planner.model,
             planner.cluster,
             c,
-            limit_bytes=planner.safe_bytes,
+            limit_bytes=planner.safe_bytes(c),
             constants=planner.constants,
             context_bytes=planner.context_bytes,
             correction=planner.peaks,
@@ -316,8 +316,7 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
         # What suits one layout is near what suits another of as many chunks.
         starts = known.setdefault((problem.pp, problem.vpp), {})
         partition = best_partition(problem, most_work=share, starts=list(starts))
-        # None fits where measured peaks leave less doubt than `safe_bytes` has, and that let the
-        # even partition in.
+        # The even one fits. Only a peak that is the limit to the last digit may come out without.
         if isinstance(partition, LayerPartition):
             better = partition if partition.step_s < even.step_s else even
             starts[partition.layers] = None

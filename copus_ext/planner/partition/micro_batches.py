@@ -110,7 +110,7 @@ def seconds_by_size(planner: Planner, configuration: Configuration, most: int) -
             global_batch_size=size * configuration.layout.dp,
         )
         rows = to_rows(planner.model, planner.cluster, points_of([one])).full()
-        if float(planner.peak_bytes_of(rows)[0]) > planner.safe_bytes:
+        if float(planner.peak_bytes_of(rows)[0]) > planner.safe_bytes(one):
             break
         forward, backward, _ = stage_work(rows, planner.constants, 1, 1)
         seconds[size] = float((forward + backward).sum())

@@ -108,7 +108,8 @@ class Site:
             linked = dataclasses.replace(self._base, nic_bytes_per_s=reached)
             linked = dataclasses.replace(linked, links=uniform_links(linked))
         self.network = network_of(linked, self.constants, self.slowness)
-        share = planner.safe_bytes / planner.limit_bytes * (1 - planner.memory_margin)
+        share = planner.safe_bytes(configuration) / planner.limit_bytes
+        share *= 1 - planner.memory_margin
         memory = [node.gpu.memory_bytes for node in cluster.nodes]
         self._limit_bytes = share * np.array(memory or [cluster.gpu.memory_bytes] * self.num_nodes)
         self.layers = spread(model.num_layers, configuration.layout.pp * configuration.layout.vpp)
