@@ -5,7 +5,8 @@
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
 with CUDA, Transformer Engine and apex present. More ranks are taken where tensor, expert and
-pipeline parallelism need them, fewer where the global batch has too few micro-batches. Nothing is trained.
+pipeline parallelism need them, fewer where the global batch has too few micro-batches. Nothing is
+trained.
 """
 
 from __future__ import annotations

@@ -32,6 +32,10 @@ COMMANDS = {
     "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_reshard_1x4xNone": Layout(pp=4),
     "gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode": Layout(tp=4),
     "gpt/gpt3_mcore_tp4_pp1_resume_torch": Layout(tp=4),
+    "mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release_sm": Layout(pp=4),
+    "moe/gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer": Layout(
+        tp=2, ep=2, dp=2
+    ),
 }
 pytestmark = pytest.mark.timeout(420)
 

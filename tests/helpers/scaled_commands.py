@@ -16,6 +16,7 @@ STEPS = 2
 """Steps of one launch."""
 GLOBAL_BATCH_SIZE = 8
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_EXPERT, _EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _SIZES = {
     "--hidden-size": "64",
     "--ffn-hidden-size": "128",
@@ -62,6 +63,10 @@ SCALED = frozenset(
         *_DROPPED,
         "--num-layers",
         _TENSOR,
+        _EXPERT,
+        _EXPERT_TENSOR,
+        "--moe-layer-freq",
+        "--moe-token-dispatcher-type",
         "--tokenizer-type",
         "--data-path",
         "--vocab-file",
@@ -140,6 +145,7 @@ def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> 
         "--num-layers": str(_layers(flags)),
         _TENSOR: str(_tensor_parallel(flags, world_size)),
     }
+    new |= _of_experts(flags, world_size)
     if "--fp16" in flags:
         # The search for the loss scale begins so high that some twenty steps change no weight.
         new["--initial-loss-scale"] = "1024"
@@ -168,11 +174,29 @@ def _tensor_parallel(flags: Mapping[str, list[str]], world_size: int) -> int:
     return size
 
 
+def _of_experts(flags: Mapping[str, list[str]], world_size: int) -> dict[str, str]:
+    """Fewer groups of experts, for fewer layers, and a way to them that gloo has."""
+    new: dict[str, str] = {}
+    tensor = _tensor_parallel(flags, world_size)
+    of_experts = min(_one(flags, _EXPERT_TENSOR, tensor), tensor)
+    if _EXPERT_TENSOR in flags:
+        new[_EXPERT_TENSOR] = str(of_experts)
+    if _EXPERT in flags:
+        most = world_size // _one(flags, _PIPELINE, 1) // of_experts
+        new[_EXPERT] = str(min(_one(flags, _EXPERT, 1), most))
+    if "[" in "".join(flags.get("--moe-layer-freq", [])):
+        new["--moe-layer-freq"] = f"[0]*1+[1]*{_layers(flags) - 1}"
+    if "--moe-token-dispatcher-type" in flags:
+        new["--moe-token-dispatcher-type"] = "allgather"
+    return new
+
+
 def _layers(flags: Mapping[str, list[str]]) -> int:
     """Few layers for each chunk of the model, and what uneven ends ask for."""
     stages = _one(flags, _PIPELINE, 1)
     ends = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
-    if "--account-for-loss-in-pipeline-split" in flags:
+    named = ("--account-for-loss-in-pipeline-split", "--pipeline-model-parallel-layout")
+    if any(flag in flags for flag in named):
         return _one(flags, "--num-layers", 0)
     if any(end in flags for end in ends):
         return stages + sum(_one(flags, end, 1) - 1 for end in ends)

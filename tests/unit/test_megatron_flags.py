@@ -50,20 +50,23 @@ def test_the_page_is_what_the_script_makes(judgements: dict[str, Any]) -> None:
 def test_scaling_touches_sizes_lengths_and_places_only(
     judgements: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All that is accepted also fits on four CPU ranks, but for 8 bits, which need a GPU."""
+    """All that is accepted also fits on four CPU ranks, or as many as it has stages, but for 8
+    bits, which need a GPU."""
     for name, argv in compatibility.read_sets().items():
         if judgements[name].outcome != "accepted":
             continue
-        small = scaled(name, argv, tmp_path, world_size=4)
+        stages = grouped(argv).get("--pipeline-model-parallel-size", ["1"])
+        ranks = max(4, int(stages[0]))
+        small = scaled(name, argv, tmp_path, world_size=ranks)
         before, after = grouped(argv), grouped(small)
         changed = {f for f in before.keys() | after.keys() if before.get(f) != after.get(f)}
         assert changed <= SCALED, name
         if "--fp8-format" not in before:
-            config = resolve(parse_args(small), 4)
-            assert config.model.num_layers <= 8 and config.model.hidden_size == 64, name
+            config = resolve(parse_args(small), ranks)
+            assert config.model.num_layers <= 16 and config.model.hidden_size == 64, name
             continue
         with pytest.raises(UsageError) as error:
-            resolve(parse_args(small), 4)
+            resolve(parse_args(small), ranks)
         assert all(map(names_a_way_on, str(error.value).split("\n"))), name
 
 

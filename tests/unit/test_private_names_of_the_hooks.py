@@ -13,7 +13,7 @@ import torch
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.train.callbacks import Callback
 from megatron.training.train.pretrain import pretrain
-from tests.helpers.jobs import TINY
+from tests.helpers.jobs import MOE
 from tests.helpers.launch import ROOT, run_in_fork
 
 
@@ -56,6 +56,15 @@ class Look(Callback):
                 and 0 <= entry[2] < len(buffer.buckets)
             ),
         )
+        expert = next(p for n, p in chunk.named_parameters() if ".mlp.experts." in n)
+        look(
+            "expert_parallel_buffers",
+            lambda: (
+                expert in chunk.expert_parallel_buffers[0].param_index_map
+                and expert not in buffer.param_index_map
+            ),
+        )
+        look("expert_parallel_bucket_groups", lambda: len(chunk.expert_parallel_bucket_groups) > 0)
         bucket = buffer.buckets[entry[2]]
         look("offset", lambda: 0 <= entry[0] - bucket.offset < bucket.grad_data.numel())
 
@@ -95,6 +104,10 @@ RELIED_ON = {
     "ddp_config": "DistributedDataParallel.ddp_config.use_distributed_optimizer tells the sharding",
     "module": "DistributedDataParallel.module is what it wraps",
     "buffers": "DistributedDataParallel.buffers holds the gradients",
+    "expert_parallel_buffers": "DistributedDataParallel.expert_parallel_buffers holds those of "
+    "experts, and nothing else does",
+    "expert_parallel_bucket_groups": "DistributedDataParallel.expert_parallel_bucket_groups lists "
+    "what of experts is reduced together",
     "bucket_groups": "DistributedDataParallel.bucket_groups lists what is reduced together",
     "start_grad_sync": "a bucket group's start_grad_sync starts the reduction",
     "start_grad_sync is looked up on the instance": "replacing start_grad_sync is noticed",
@@ -114,7 +127,7 @@ def train(run_dir: Path) -> tuple[dict[str, bool], set[str]]:
     """Trains one step and returns what was found."""
     facts: dict[str, bool] = {}
     names: set[str] = set()
-    flags = f"{TINY} --use-distributed-optimizer --train-iters 1 --run-dir {run_dir}".split()
+    flags = f"{MOE} --use-distributed-optimizer --train-iters 1 --run-dir {run_dir}".split()
     pretrain(resolve(parse_args(flags), 1), [Look(facts, names)])
     return facts, names
 
