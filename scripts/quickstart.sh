@@ -68,6 +68,8 @@ if [ -n "$is_moe" ]; then
     flags+=(
         --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
         --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall
+        # Several micro-batches: else one gradient of an expert holds the whole batch.
+        --micro-batch-size 1
     )
     second=(--expert-model-parallel-size 2)
     told="each rank holding half of the experts (expert parallelism)"
