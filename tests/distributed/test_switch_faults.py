@@ -39,9 +39,10 @@ def assert_untouched(row: dict[str, Any]) -> None:
     assert row["is_equal"] and row["is_rest_equal"] and row["is_layout_kept"], row
 
 
-def test_what_fails_on_one_rank_leaves_the_job_as_it_was(many: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["broken", "experts broken"])
+def test_what_fails_on_one_rank_leaves_the_job_as_it_was(many: dict[str, Any], name: str) -> None:
     untouched = ("prepare", "drain", "extract")
-    for rows in many["broken"]["rows"]:
+    for rows in many[name]["rows"]:
         assert {row["case"][0] for row in rows} == set(topics(waiting=False))
         for row in rows:
             topic, rank, _ = row["case"]
@@ -53,6 +54,7 @@ def test_what_fails_on_one_rank_leaves_the_job_as_it_was(many: dict[str, Any]) -
 
 def test_and_it_trains_on_as_if_it_had_never_tried(many: dict[str, Any]) -> None:
     assert many["broken"]["steps"] == many["whole"]["steps"]
+    assert many["experts broken"]["steps"] == many["experts whole"]["steps"]
 
 
 def test_failed_changes_leave_nothing_behind(many: dict[str, Any]) -> None:

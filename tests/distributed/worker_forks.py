@@ -31,6 +31,10 @@ BASE = """--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --seq-le
 --weight-decay 0.1"""
 SHARDED = "--use-distributed-optimizer"
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 5000"
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-balance lagged
+--moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-bias-update-rate 0.1 --moe-token-dispatcher-type alltoall
+--expert-model-parallel-size 2"""
 VARIANTS: dict[str, tuple[tuple[int, int, int], str]] = {
     "tp-dp-bf16-overlap": ((2, 1, 1), f"--num-layers 2 --bf16 {OVERLAP}"),
     "vpp-fp16-plain": (
@@ -38,6 +42,7 @@ VARIANTS: dict[str, tuple[tuple[int, int, int], str]] = {
         "--num-layers 4 --fp16 --initial-loss-scale 1024 --loss-scale-window 2",
     ),
     "dp-fp32": ((1, 1, 1), f"--num-layers 2 {SHARDED}"),
+    "ep-experts": ((1, 1, 1), f"--num-layers 2 {SHARDED} {EXPERTS}"),
 }
 """Layout (tp, pp, vpp) and flags; the rest of four ranks is data parallel."""
 SAMPLES, EVAL_SAMPLES, KEPT_FROM = 48, 12, 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import MOE, run
+from tests.helpers.jobs import EIGHT, LATENT, MOE, TINY_GPT2, run
 
 MODELS = {
     "plain": f"{MOE} --moe-balance lagged --moe-aux-loss-coeff 1e-2",
@@ -16,6 +16,8 @@ MODELS = {
     "--moe-router-bias-update-rate 0.1 --moe-router-topk-scaling-factor 2.5 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
     "--recompute-granularity selective --recompute-modules moe",
+    "gpt2": f"{TINY_GPT2} {EIGHT} --moe-balance lagged --moe-aux-loss-coeff 0.1",
+    "latent": f"{MOE} {LATENT} --q-lora-rank 16 --qk-layernorm",
     "further": f"{MOE} --mtp-num-layers 1 --moe-balance lagged --moe-aux-loss-coeff 0.1",
 }
 """Name -> flags of the model."""
@@ -51,9 +53,13 @@ LAYOUTS = {
 }
 """Name -> flags of the layout."""
 FEW = ("dp4", "ep2", "tp2.ep4.etp1", "pp2.tp2.ep2", "pp2.vpp2.ep2")
-LAYOUT_CASES = [
-    (model, layout) for model in MODELS for layout in (LAYOUTS if model == "plain" else FEW)
-]
+OF_MODEL = {
+    **dict.fromkeys(MODELS, FEW),
+    "plain": tuple(LAYOUTS),
+    "gpt2": ("dp4", "ep2", "tp2.ep4.etp1"),
+    "latent": ("dp4", "tp2.ep4.etp1", "pp2.ep2"),
+}
+LAYOUT_CASES = [(model, layout) for model in MODELS for layout in OF_MODEL[model]]
 
 # The balance loss alone decides these: its weight is large.
 HEAVY = f"{MOE} --moe-aux-loss-coeff 10 --clip-grad 0"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import LATENT, MOE, TINY, TINY_GPT2, layout_flags
+from tests.helpers.jobs import EIGHT, LATENT, MOE, TINY, TINY_GPT2, layout_flags
 
 SHARDED = "--use-distributed-optimizer"
 BUCKETS = f"{SHARDED} --overlap-grad-reduce --ddp-bucket-size 5000"
@@ -72,6 +72,7 @@ EXPERTS = [
     (1, 2, 2, "moe", f"{BUCKETS} {EP2} {SHARED_EXPERT} --moe-layer-freq 2 --add-qkv-bias"),
     (1, 4, 1, "moe", f"{SHARDED} --moe-layer-freq [0,1,0,1]"),
     (1, 2, 1, "moe", f"{BUCKETS} {EP2} --mtp-num-layers 1"),
+    (2, 1, 1, "gpt2", f"{BUCKETS} {EIGHT} {EP2} {ALONE}"),
 ]
 THREE_RANKS = [
     (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),

@@ -26,6 +26,9 @@ SMALL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1000
 --pad-vocab-for-tensor-parallel-size 2 --use-distributed-optimizer"""
+EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-balance lagged
+--moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-bias-update-rate 0.1 --moe-token-dispatcher-type allgather"""
 TO = {"tp": (2, 1), "pp": (1, 2)}
 """Tensor and pipeline sizes to change to."""
 BEFORE, AFTER = 2, 3
@@ -65,13 +68,13 @@ def strike(kind: str) -> None:
 
 
 def wandering(
-    cases: list[Any], layouts: list[tuple[int, int]], attempt: Any, **mover_arguments: Any
+    cases: list[Any], layouts: list[tuple[int, ...]], attempt: Any, **mover_arguments: Any
 ) -> Any:
     """A callback that tries many changes at one boundary and notes what each did to the job.
 
     Args:
         cases: in order.
-        layouts: (tp, pp) to change to, in turns.
+        layouts: (tp, pp), or (tp, pp, ep), to change to, in turns.
         attempt: context manager, called with a case, around its change.
         mover_arguments: of the mover.
     """
@@ -108,8 +111,9 @@ def wandering(
             start = str(job.config.layout)
             before, own, rest = state_of(job)
             for number, case in enumerate(cases):
-                tp, pp = layouts[number % len(layouts)]
-                to = Layout(tp=tp, pp=pp, vpp=1, dp=dist.get_world_size() // (tp * pp))
+                tp, pp, *ep = layouts[number % len(layouts)]
+                dp = dist.get_world_size() // (tp * pp)
+                to = Layout(tp=tp, pp=pp, dp=dp, **({"ep": ep[0], "etp": 1} if ep else {}))
                 with attempt(case):
                     outcome = self.mover.move(job, to, job.state.settings)
                 after, now_own, now = state_of(job)
@@ -169,6 +173,10 @@ def many(output: Path) -> dict[str, Any]:
     for name, way in (("whole", []), ("broken", cases), ("moved", [cases[0], ("", 0, "")])):
         callback = wandering(way, list(TO.values()), attempt, fault=fault)
         results[name] = trained(callback, output / name, "--save", str(output / f"{name}-save"))
+    to = [(1, 1, 2), (2, 1, 2)]
+    for name, way in (("experts whole", []), ("experts broken", cases)):
+        callback = wandering(way, to, attempt, fault=fault)
+        results[name] = trained(callback, output / name, *EXPERTS.split())
     return results | {"topics": sorted(seen)}
 
 

@@ -36,8 +36,9 @@ LATENT = """--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-
 FURTHER = f"{TINY} {LATENT} --q-lora-rank 16 --qk-layernorm --mtp-num-layers 1 --decoupled-lr 5e-3"
 """Multi-latent attention, a further token, and rates of its own for embedding and head."""
 
-MOE = f"""{TINY} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24
+EIGHT = """--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24
 --moe-token-dispatcher-type alltoall --init-method-std 0.2"""
+MOE = f"{TINY} {EIGHT}"
 """A mixture of experts: eight in every layer, two for each token."""
 
 

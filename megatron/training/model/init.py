@@ -31,6 +31,7 @@ _PLAIN_SUFFIXES = (
     "linear_fc1.weight",
     "eh_proj.weight",
     "router.weight",
+    "router.bias",
     "shared_experts.gate_weight",
     "output_layer.weight",
 )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
@@ -124,24 +125,41 @@ class BalancedRouter(TopKRouter):
                 self.sums[ROUTED] += routing_map.sum(dim=0)
 
 
+class _SecondLinear(RowParallelLinear):
+    """The second matrix of an expert with biases. megatron-core adds the bias in place, which
+    autograd refuses where one group holds all experts: the output is then the input of a function
+    that only passes it on."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def use_router(spec: ModuleSpec) -> None:
     """Puts our router into the specification of a layer with experts."""
     parts: Any = spec.submodules
-    parts.mlp.submodules.router = BalancedRouter
+    moe = parts.mlp.submodules
+    moe.router = BalancedRouter
+    of_expert = moe.experts.submodules
+    if of_expert is not None and of_expert.linear_fc2 is RowParallelLinear:
+        of_expert.linear_fc2 = _SecondLinear
     # As Transformer Engine's layers: the norm before experts is a module of its own.
     names = {k: v for k, v in parts.sharded_state_dict_keys_map.items() if "mlp" not in k}
     parts.sharded_state_dict_keys_map = names
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
-    """Has the gradients of experts reduced over the copies of experts, before the chunk is wrapped.
+    """Has the gradients of experts reduced over the copies of experts and nothing else, before the
+    chunk is wrapped.
 
     megatron-core 0.16.1 does so for expert parallel sizes above 1 only. With 1, and another tensor
     parallel size for experts than for the rest, their gradients would be wrong without an error.
+    And it adds up the second bias of experts over tensor-parallel ranks, which hold other experts.
     """
     for name, param in chunk.named_parameters():
         if ".mlp.experts." in name:
             param.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+            param.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, BalancedRouter]]:
@@ -225,6 +243,8 @@ class Balance:
             state: before the step.
             mean_tokens: of an average micro-batch.
         """
+        # A state that was put back has biases of its own.
+        self.give_biases(chunks, state)
         for layer, router in routers_of(chunks):
             router.sums.zero_()
             router.mean_tokens = mean_tokens
