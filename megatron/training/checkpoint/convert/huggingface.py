@@ -38,6 +38,7 @@ from megatron.training.checkpoint.convert.safetensors_files import (
 )
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
+    LAYOUT_FLAGS,
     Changes,
     arguments_of,
     check_vocabulary,
@@ -112,7 +113,7 @@ def save(
         VerificationFailed: the result is not what it should be.
         UsageError: changes that make no sense for this format.
     """
-    for name in ("tp", "pp", "vpp", "dp"):
+    for name in LAYOUT_FLAGS:
         if getattr(changes, name) is not None:
             raise UsageError(f"--{name} goes with checkpoints; a Hugging Face model has no layout")
     if changes.optimizer not in (None, "none"):
@@ -168,7 +169,7 @@ def _exported(archive: Archive, found: Contents, dtype: torch.dtype, vocab: int)
         key = contents.state_key(master, source.key) if master else source.key
         if source.layer is None:
             return archive.read(key, Chunk.whole(source.shape), dtype)
-        data = archive.read(key, Chunk.layer(full, source.layer), dtype)[0]
+        data = archive.read(key, Chunk.at(full, (source.layer,)), dtype)[0]
         return split(source.key, data, archive.arguments)[source.part].clone()
 
     return [
@@ -300,7 +301,7 @@ def _imported(
             pieces.append(Piece.whole(key, dtype, shape, partial(top, key, shape[0])))
             continue
         for number in range(shape[0]):
-            part, make = Chunk.layer(shape, number), partial(layer, key, number)
+            part, make = Chunk.at(shape, (number,)), partial(layer, key, number)
             pieces.append(Piece(key=key, dtype=dtype, shape=shape, part=part, make=make))
     return pieces
 
