@@ -374,6 +374,7 @@ def load_weights(
         return
     if with_optimizer:
         mark_decoupled(_groups_in(loaded["optimizer"]))
+        _put_back_empty_states(loaded["optimizer"])
         optimizer.load_state_dict(loaded["optimizer"])
     else:
         optimizer.reload_model_params()
@@ -386,6 +387,18 @@ def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from value
         elif isinstance(value, dict):
             yield from _groups_in(value)
+
+
+def _put_back_empty_states(state: dict[Any, Any]) -> None:
+    """Puts back what megatron-core's loading leaves out where an optimizer has no parameters here,
+    and what its plain optimizers ask for all the same. A stage of dense layers in a mixture has such
+    an optimizer for its experts."""
+    for part in [value for value in state.values() if isinstance(value, dict)]:
+        _put_back_empty_states(part)
+    if "param_groups" in state:
+        state.setdefault("state", {})
+    elif "optimizer" in state and "param_state_sharding_type" not in state:
+        state.setdefault("fp32_from_fp16_params", [])
 
 
 def _tensors(chunk: dict[str, Any]) -> dict[str, Any]:
