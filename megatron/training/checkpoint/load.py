@@ -390,9 +390,8 @@ def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _put_back_empty_states(state: dict[Any, Any]) -> None:
-    """Puts back what megatron-core's loading leaves out where an optimizer has no parameters here,
-    and what its plain optimizers ask for all the same. A stage of dense layers in a mixture has such
-    an optimizer for its experts."""
+    """Puts back the empty entries that megatron-core's loading drops, and its plain optimizers ask
+    for. The optimizer for experts has no others on a stage of dense layers."""
     for part in [value for value in state.values() if isinstance(value, dict)]:
         _put_back_empty_states(part)
     if "param_groups" in state:

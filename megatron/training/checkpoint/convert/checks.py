@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -266,8 +265,7 @@ def _check_states(archive: Archive, found: Contents, kinds: Iterable[str]) -> se
 def pieces(tensor: StoredTensor) -> Iterator[Chunk]:
     """The rectangles in which a tensor is worked on: a layer at a time where layers are stacked, of
     experts one at a time, else the whole."""
-    counts = tensor.shape[: contents.leading_axes(tensor.key)]
-    for index in itertools.product(*(range(count) for count in counts)):
+    for index in contents.leading_indices(tensor.key, tensor.shape):
         yield Chunk.at(tensor.shape, index)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ _NEEDED = (
     "max_position_embeddings",
 )
 _EXTRA_STATE = re.compile(r".+\._extra_state/shard_.+")
-_ONE_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_ONE_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _PER_LAYOUT = re.compile(r"(rng_state|rerun_state_machine_state)/shard_.+")
 
 
@@ -41,6 +42,23 @@ def leading_axes(key: str) -> int:
     if not weight.startswith(LAYERS):
         return 0
     return (_ONE_LAYER.match(weight) is None) + (EXPERTS in weight)
+
+
+def leading_indices(key: str, shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All indices of the leading axes of a tensor; the empty one where it has none."""
+    return itertools.product(*(range(count) for count in shape[: leading_axes(key)]))
+
+
+def in_layer(key: str) -> str:
+    """The key of a weight of a layer within it."""
+    found = _ONE_LAYER.match(key)
+    return key[found.end() :] if found else key.removeprefix(LAYERS)
+
+
+def layer_of(key: str, index: Sequence[int]) -> int:
+    """Number of the layer of a weight at an index of its leading axes."""
+    found = _ONE_LAYER.match(key)
+    return int(found[1]) if found else index[0]
 
 
 def is_buffer(key: str) -> bool:
