@@ -118,8 +118,9 @@ def experts_of_layers(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
     if not arguments.get("num_experts"):
         return None
     freq = arguments.get("moe_layer_freq", 1)
+    text = str([*freq]) if isinstance(freq, (list, tuple)) else str(freq)
     try:
-        return layers_with_experts(str(freq), arguments["num_layers"])
+        return layers_with_experts(text, arguments["num_layers"])
     except ValueError as error:
         raise Refused(f"moe_layer_freq is {freq!r}: {error}") from error
 
