@@ -210,6 +210,8 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     if config["rope_parameters"]["rope_type"] == "llama3":
         more += ["--use-rope-scaling", "--rope-scaling-factor", "8"]
     more += {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"]}.get(config["model_type"], [])
+    if config["model_type"] == "mixtral":
+        more += [*EXPERTS, "--expert-tensor-parallel-size", "1", "--num-experts", "4"]
     flags = [*more, *layout_flags(tp, 1, 1), "--load", str(converted)]
     run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
 
