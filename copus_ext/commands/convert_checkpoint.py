@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     target.add_argument("--pp", type=int, help="pipeline parallel size")
     target.add_argument("--vpp", type=int, help="virtual pipeline size")
     target.add_argument("--dp", type=int, help="data parallel size")
+    target.add_argument("--ep", type=int, help="expert parallel size")
+    target.add_argument("--etp", type=int, help="tensor parallel size of experts")
     target.add_argument("--vocab", type=int, help="rows of the embedding, padding included")
     target.add_argument("--true-vocab", type=int, help="number of tokens, if SRC does not say")
     target.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="format of the weights")
@@ -63,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     import_core()
     from megatron.training.checkpoint.convert import huggingface
     from megatron.training.checkpoint.convert.convert import convert
-    from megatron.training.checkpoint.convert.target import Changes
+    from megatron.training.checkpoint.convert.target import LAYOUT_FLAGS, Changes
 
-    names = ("tp", "pp", "vpp", "dp", "vocab", "true_vocab", "dtype", "optimizer")
+    names = (*LAYOUT_FLAGS, "vocab", "true_vocab", "dtype", "optimizer")
     changes = Changes(**{name: getattr(args, name) for name in names})
     if args.max_shard_gb <= 0:
         raise UsageError(f"--max-shard-gb {args.max_shard_gb} must be above 0")

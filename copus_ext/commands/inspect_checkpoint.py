@@ -58,6 +58,12 @@ def text_of(record: dict[str, Any]) -> str:
     ]
     if "dtype" in record:
         lines.append(f"weights {record['dtype']}, optimizer {record['optimizer']}")
+    if (experts := record["experts"]) is not None:
+        shared = f", and one of width {experts['shared']} for all" if experts["shared"] else ""
+        lines.append(
+            f"{experts['num_experts']} experts in {experts['layers']} layers, {experts['topk']} of "
+            f"them for each token{shared}"
+        )
     true = record["true_vocab_size"]
     lines.append(
         f"vocabulary {record['padded_vocab_size']} rows"

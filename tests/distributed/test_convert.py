@@ -23,7 +23,7 @@ from tests.helpers.on_ranks import on_ranks
 
 transformers = pytest.importorskip("transformers")
 
-MODELS = ("hf-tied", "hf-untied", "hf-scaled", "hf-qwen2", "hf-qwen3")
+MODELS = ("hf-tied", "hf-untied", "hf-scaled", "hf-qwen2", "hf-qwen3", "hf-mixtral")
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SAME_LOSS = [name for name in CASES if name not in ("vocab", "vocab_dp", "dtype")]
 
@@ -35,7 +35,7 @@ def make_model(folder: Path) -> None:
         rope |= {"rope_type": "llama3", "original_max_position_embeddings": 8192, **SCALING}
     family = folder.name.removeprefix("hf-")
     config = transformers.AutoConfig.for_model(
-        family if family.startswith("qwen") else "llama",
+        family if family in ("qwen2", "qwen3", "mixtral") else "llama",
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -48,6 +48,7 @@ def make_model(folder: Path) -> None:
         tie_word_embeddings=folder.name == "hf-tied",
         rope_parameters=rope,
         initializer_range=0.2,
+        **({"num_local_experts": 4} if family == "mixtral" else {}),
     )
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for name, parameter in model.named_parameters():

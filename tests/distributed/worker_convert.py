@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
 
 BEFORE, AFTER = 2, 2
 LENGTH = ["--train-iters", str(BEFORE + AFTER), "--global-batch-size", "2"]
@@ -38,6 +38,14 @@ class Case:
 def layout(tp: int, pp: int = 1, vpp: int = 1) -> tuple[str, ...]:
     """Flags of a layout of the two ranks."""
     return tuple(layout_flags(tp, pp, vpp))
+
+
+EXPERTS = "--expert-model-parallel-size", "2"
+WHOLE_EXPERTS = (*layout(2), *EXPERTS, "--expert-tensor-parallel-size", "1")
+BIASED = f"""{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+--moe-router-bias-update-rate 0.1 --moe-aux-loss-coeff 0.1 --moe-balance lagged"""
+SHARED = f"""{MOE} --moe-layer-freq [0]*2+[1]*2 --moe-shared-expert-intermediate-size 16
+--moe-shared-expert-gate"""
 
 
 CASES = {
@@ -97,6 +105,24 @@ CASES = {
         wish={"vocab": 128},
         direct=layout(1),
         converted=layout(2),
+    ),
+    # The trainer carries fractions and biases of experts on.
+    "mixture": Case(
+        base=BIASED,
+        common=(),
+        saved=EXPERTS,
+        wish={"tp": 2, "etp": 1, "dp": 1, "optimizer": "distributed"},
+        direct=WHOLE_EXPERTS,
+        converted=(*WHOLE_EXPERTS, DISTRIBUTED),
+    ),
+    # A stage with experts and one without.
+    "mixture_in_part": Case(
+        base=SHARED,
+        common=(BF16,),
+        saved=layout(1),
+        wish={"tp": 1, "pp": 2, "dp": 1, "optimizer": "distributed"},
+        direct=layout(1, 2),
+        converted=(*layout(1, 2), DISTRIBUTED),
     ),
     "dtype": Case(
         base=TINY,
@@ -184,6 +210,8 @@ def imported_logits(output: Path, model: Path, tp: int) -> None:
     if config["rope_parameters"]["rope_type"] == "llama3":
         more += ["--use-rope-scaling", "--rope-scaling-factor", "8"]
     more += {"qwen2": ["--add-qkv-bias"], "qwen3": ["--qk-layernorm"]}.get(config["model_type"], [])
+    if config["model_type"] == "mixtral":
+        more += [*EXPERTS, "--expert-tensor-parallel-size", "1", "--num-experts", "4"]
     flags = [*more, *layout_flags(tp, 1, 1), "--load", str(converted)]
     run(flags, output / f"run-{model.name}-{tp}", [WriteLogits()], base=LLAMA)
 

@@ -59,6 +59,30 @@ FLAGS: dict[str, Any] = {
     "consumed_train_samples": 40,
     "rotary_base": 10000,
 }
+MIXTURE: dict[str, Any] = {
+    **FLAGS,
+    "num_experts": 4,
+    "moe_layer_freq": "1",
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": True,
+}
+"""The same with experts in place of the MLP."""
+SHARED: dict[str, Any] = {
+    **MIXTURE,
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_shared_expert_gate": True,
+}
+"""A mixture whose first layer is dense, with a shared expert behind a gate."""
+BIASED: dict[str, Any] = {
+    **MIXTURE,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+}
+"""A mixture with expert biases."""
 ITERATION = 5
 HORIZON = TrainingLengths(
     initial_global_batch_size=8,
@@ -81,8 +105,9 @@ def whole_pieces(
     pieces = []
     for weight, shape in contents.expected_weights(flags).items():
         master = torch.randn(shape, generator=generator)
-        data = {weight: master.to(dtype)}
-        for kind in wanted.kinds:
+        is_buffer = contents.is_buffer(weight)
+        data = {weight: master if is_buffer else master.to(dtype)}
+        for kind in () if is_buffer else wanted.kinds:
             is_master = kind == wanted.master
             state = master if is_master else torch.rand(shape, generator=generator)
             data[contents.state_key(kind, weight)] = state
@@ -109,6 +134,7 @@ def make_checkpoint(
     content: dict[str, Any] | None = None,
     file_bytes: int = FILE_BYTES,
     ours: bool = False,
+    state: TrainState | None = None,
     **flags: Any,
 ) -> Path:
     """Writes a `--save` directory with one iteration.
@@ -122,6 +148,7 @@ def make_checkpoint(
         content: content metadata.
         file_bytes: tensors that share a file.
         ours: COPUS wrote it, not Megatron-LM.
+        state: counters of a checkpoint of COPUS.
         flags: stored flags other than `FLAGS`.
     """
     arguments = {**FLAGS, **flags, "params_dtype": dtype, "bf16": dtype == "bf16"}
@@ -135,22 +162,31 @@ def make_checkpoint(
     write_tensors(folder, pieces, makers, file_bytes=file_bytes)
     common: dict[str, Any] = {"args": Namespace(**arguments), "iteration": ITERATION}
     common["content_metadata"] = content or {"distrib_optim_sharding_type": "fully_reshardable"}
-    if optimizer == "distributed":
-        common["optimizer"] = {
-            "optimizer": GROUPS,
-            "param_state_sharding_type": "fully_reshardable",
-        }
-    elif optimizer == "plain":
-        common["optimizer"] = GROUPS if dtype == "fp32" else {"optimizer": GROUPS}
+    stored = _optimizer_state(dtype, optimizer)
+    if stored is not None and arguments.get("num_experts"):
+        empty = {"param_state": {}} if optimizer == "distributed" else {}
+        stored = {0: stored, 1: {**stored, **empty}}
+    if stored is not None:
+        common["optimizer"] = stored
     if ours:
+        counters = state or TrainState(iteration=ITERATION, consumed_samples=40)
         common[files.OUR_KEY] = {
-            "train_state": TrainState(iteration=ITERATION, consumed_samples=40).to_json(),
+            "train_state": counters.to_json(),
             "horizon": HORIZON.to_json(),
             "layout": {"tp": 2, "pp": 1, "vpp": 1, "dp": 2},
         }
     write_common(folder, common)
     files.finish(root, ITERATION, files.checksums(folder, files.data_files(folder)))
     return root
+
+
+def _optimizer_state(dtype: str, optimizer: str) -> dict[str, Any] | None:
+    """The optimizer's part of the common state."""
+    if optimizer == "distributed":
+        return {"optimizer": GROUPS, "param_state_sharding_type": "fully_reshardable"}
+    if optimizer == "plain":
+        return GROUPS if dtype == "fp32" else {"optimizer": GROUPS}
+    return None
 
 
 def index_of(pieces: list[Piece], part_of_key: str) -> int:
@@ -173,7 +209,8 @@ def cut_like_ranks(pieces: list[Piece], seed: int = 3) -> None:
         data[tuple(slice(a, b) for a, b in zip(piece.part.offset, piece.part.end))] = piece.make()
     pieces.clear()
     for key, data in tensors.items():
-        leads = [(i,) for i in range(data.shape[0])] if contents.is_stacked(key) else [()]
+        counted = data.shape[: contents.leading_axes(key)]
+        leads = list(itertools.product(*(range(n) for n in counted)))
         for lead in leads:
             block = tuple(data.shape[len(lead) :])
             size = data[lead].numel()

@@ -32,7 +32,15 @@ from megatron.training.train.generate import (
     check_sampling,
     open_generator,
 )
-from tests.helpers.checkpoints import ITERATION, command, index_of, make_checkpoint
+from tests.helpers.checkpoints import (
+    BIASED,
+    FLAGS,
+    ITERATION,
+    SHARED,
+    command,
+    index_of,
+    make_checkpoint,
+)
 
 BYTES = {"tokenizer_type": "ByteLevelTokenizer", "padded_vocab_size": 384, "vocab_size": None}
 GPT2 = {
@@ -48,6 +56,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "qk": QK,
     "further tokens": {"mtp_num_layers": 1},
+    "mixture": {k: v for k, v in BIASED.items() if k not in FLAGS},
+    "mixture in part": {
+        **{k: v for k, v in SHARED.items() if k not in FLAGS},
+        "moe_layer_freq": "2",
+    },
 }
 TOKENS = 257
 PROMPT = "def f(x):"

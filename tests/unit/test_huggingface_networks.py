@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megatron.training.checkpoint.convert import config_json, huggingface
+from megatron.training.checkpoint.convert import config_json, experts, huggingface
 from megatron.training.checkpoint.convert.archive import open_archive
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.checkpoint.save import model_state, sharding_metadata
@@ -23,9 +23,10 @@ from megatron.training.common.errors import Refused
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
 from megatron.training.config.model import ModelConfig
+from megatron.training.config.moe import MoeConfig
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
 from megatron.training.model.gpt import build_model
-from tests.helpers.checkpoints import FLAGS
+from tests.helpers.checkpoints import FLAGS, MIXTURE
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -52,7 +53,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"sliding_window": 4},
     "qwen3": {"sliding_window": 4},
     "granite": {"attention_multiplier": 8**-0.5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "sliding_window": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+    },
+    "qwen3_moe": {
+        "sliding_window": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": True,
+    },
 }
+MIXTURES = [*experts.FAMILIES]
 CLASSES = {
     name: transformers.AutoConfig.for_model(name).__class__
     for name in (*FAMILIES, *config_json.REFUSED_FAMILIES)
@@ -139,6 +156,14 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
     "qwen3": config_of("qwen3", layer_types=["full_attention"] * 2),
     "qwen3, scaled": config_of("qwen3", rope_parameters={**LLAMA3, "rope_theta": 100.0}),
     "granite": config_of("granite", attention_bias=True, mlp_bias=True),
+    "mixtral": config_of("mixtral", sliding_window=None),
+    "mixtral, transformers 4": config_of("mixtral", **V4, router_jitter_noise=0.0),
+    "mixtral, wide window": config_of("mixtral", sliding_window=32, num_key_value_heads=1),
+    "qwen2_moe": config_of("qwen2_moe"),
+    "qwen2_moe, in part": config_of("qwen2_moe", decoder_sparse_step=2, tie_word_embeddings=True),
+    "qwen2_moe, without bias": config_of("qwen2_moe", qkv_bias=False, norm_topk_prob=True),
+    "qwen3_moe": config_of("qwen3_moe"),
+    "qwen3_moe, in part": config_of("qwen3_moe", mlp_only_layers=[1], norm_topk_prob=False),
 }
 
 
@@ -160,7 +185,8 @@ def test_logits_are_those_of_transformers_both_ways(
 
 
 def test_every_field_of_transformers_is_in_one_table() -> None:
-    tables = (config_json.USED, config_json.NEUTRAL.keys(), config_json.BOUND.keys())
+    of_experts = set().union(*(family.fields for family in experts.FAMILIES.values()))
+    tables = (config_json.USED, config_json.NEUTRAL.keys(), config_json.BOUND.keys(), of_experts)
     known = set().union(*tables)
     assert len(known) == sum(len(table) for table in tables)
     for family, config in CLASSES.items():
@@ -175,7 +201,8 @@ def test_an_absent_field_is_what_transformers_takes(family: str) -> None:
     # 32 heads of width 1, so that a scale of 1 is the usual one.
     sizes |= {"num_attention_heads": 32, "max_position_embeddings": 16}
     whole = CLASSES[family](**sizes).to_dict()
-    assert whole["num_key_value_heads"] == (8 if family == "mistral" else 32)
+    groups = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4}
+    assert whole["num_key_value_heads"] == groups.get(family, 32)
     arguments = config_json.arguments_of({"model_type": family, **sizes})
     assert arguments == config_json.arguments_of(whole)
 
@@ -211,6 +238,19 @@ CHANGED: dict[str, Any] = {
     "is_causal": False,
     "query_pre_attn_scalar": 256,
     "attention_multiplier": 0.5,
+    "router_jitter_noise": 0.1,
+}
+CHANGED_EXPERTS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [0],
+    "router_aux_loss_coef": 0.5,
+    "qkv_bias": False,
 }
 SWITCHES = """attention_bias mlp_bias rope_interleaved use_mrope use_bidirectional_attention
 is_encoder_decoder add_cross_attention tie_encoder_decoder"""
@@ -236,6 +276,13 @@ def test_every_other_field_is_copied_or_refused_by_name(
             assert f"is {CHANGED[name]!r}" in str(refusal.value)
         else:
             copied[name] = CHANGED[name]
+    mixture = experts.FAMILIES.get(family)
+    for name, value in CHANGED_EXPERTS.items():
+        if mixture is None or name not in mixture.fields:
+            with pytest.raises(Refused, match=f"{name} is .* a field unknown here"):
+                config_json.arguments_of(config_of(family, **{name: value}))
+        elif name not in mixture.count[1:]:
+            copied[name] = value
     if family == "granite":
         copied["attention_multiplier"] = 0.5  # goes with its width of a head
     # The others at once, in the form of today and in that of releases before 5; each has its effect
@@ -250,6 +297,10 @@ def test_every_other_field_is_copied_or_refused_by_name(
         assert arguments["attention_dropout"] == (0.5 if form is copied else 0)
         exported = config_json.config_of(arguments, 61, torch.float32)
         assert exported["attention_dropout"] == arguments["attention_dropout"]
+        told = {name: form[name] for name in CHANGED_EXPERTS if name in form}
+        if "mlp_only_layers" in told:
+            told["mlp_only_layers"] = []  # the step says it already
+        assert {name: exported[name] for name in told} == told
         assert arguments["hidden_dropout"] == 0
 
 
@@ -273,6 +324,7 @@ NEUTRAL_VALUES = {
     "is_llama_config": True,
     "output_hidden_states": True,
     "output_attentions": True,
+    "output_router_logits": True,
 }
 BOUND_VALUES = {
     "layer_types": ["full_attention"] * 2,
@@ -285,6 +337,7 @@ BOUND_VALUES = {
     "hidden_act": "silu",
     "hidden_activation": "silu",
     "logit_scale": 1,
+    "router_jitter_noise": 0.0,
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0),
     **dict.fromkeys(("rope_interleaved", "use_mrope", "use_bidirectional_attention"), False),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv")),
@@ -297,6 +350,7 @@ def test_neutral_fields_change_no_logit(tmp_path: Path, logits: Logits, family: 
     assert changed <= config_json.NEUTRAL.keys() | config_json.BOUND.keys()
     # Without return_dict the model of transformers returns tuples.
     left = CLASSES[family]().to_dict().keys() - config_json.USED - changed
+    left -= experts.FAMILIES[family].fields if family in MIXTURES else set()
     assert left == {"_name_or_path", "return_dict", "is_encoder_decoder"}
     plain = make_random(tmp_path / "plain", config_of(family))
     expected = make_random(tmp_path / "hf", config_of(family, **NEUTRAL_VALUES, **BOUND_VALUES))
@@ -339,3 +393,67 @@ def test_every_flag_of_a_model_is_exported_or_refused() -> None:
         if after == before:
             kept.append(name)
     assert sorted(kept) == sorted(OF_NO_FIELD.split())
+
+
+# Flags of a mixture that say how it is trained, or how it is computed.
+OF_NO_FIELD_OF_EXPERTS = """moe_router_dtype moe_balance moe_balance_samples moe_z_loss_coeff
+moe_router_bias_update_rate moe_input_jitter_eps moe_pad_expert_input_to_capacity
+moe_token_drop_policy moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion
+moe_router_fusion moe_shared_expert_overlap moe_layer_recompute moe_layers moe_shared_expert_gate"""
+ANOTHER_OF_EXPERTS = {
+    "moe_layer_freq": "[0]*1+[1]*3",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": ("sinkhorn",),
+    "moe_aux_loss_coeff": (0.1,),
+    "moe_router_topk": 3,
+    "moe_router_topk_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"qk_layernorm": True}], ids=["mixtral", "qwen3_moe"])
+def test_every_flag_of_experts_is_exported_or_refused(more: dict[str, Any]) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(MoeConfig)}
+    flags = {**defaults, **MIXTURE, **more}
+    before, kept, refused = config_json.config_of(flags, 100, torch.float32), [], []
+    for name in sorted(defaults):
+        value = flags[name]
+        changed = (not value) if value is None or isinstance(value, bool) else f"{value} or other"
+        changed = value * 2 if isinstance(value, int) and value is not False else changed
+        other = ANOTHER_OF_EXPERTS.get(name, changed)
+        try:
+            after = config_json.config_of({**flags, name: other}, 100, torch.float32)
+        except Refused as refusal:
+            assert str(refusal).startswith((f"{name} is ", "moe_shared_expert_gate is ", "qk_")), (
+                refusal
+            )
+            refused.append(name)
+            continue
+        if after == before:
+            kept.append(name)
+    assert sorted(kept) == sorted(OF_NO_FIELD_OF_EXPERTS.split())
+    assert "moe_router_enable_expert_bias" in refused and "moe_expert_capacity_factor" in refused
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH_WAYS if name.startswith(tuple(MIXTURES))])
+def test_experts_in_one_tensor_and_in_many_are_the_same_model(tmp_path: Path, name: str) -> None:
+    config = BOTH_WAYS[name]
+    make_random(tmp_path / "hf", config)
+    stacked = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in stacked)
+    huggingface.load(tmp_path / "hf", tmp_path / "a", Changes(), verify=True)
+    huggingface.save(tmp_path / "a", tmp_path / "many", Changes(), verify=True)
+    names = safetensors.load_file(tmp_path / "many" / "model.safetensors").keys()
+    family = experts.FAMILIES[config["model_type"]]
+    assert f"model.layers.1.{family.block}.gate.weight" in names or "in part" in name
+    for part in family.projections:
+        assert any(key.endswith(f".{family.block}.experts.3.{part}.weight") for key in names)
+    huggingface.load(tmp_path / "many", tmp_path / "b", Changes(), verify=True)
+    first, second = (open_archive(tmp_path / folder, step=None) for folder in "ab")
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(first.read(key), second.read(key)) for key in first.tensors)
+    assert first.arguments == second.arguments
+    written = json.loads((tmp_path / "many" / "config.json").read_text())
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "hf").to_dict()
+    read[family.count[0]] = 4
+    fields = {*family.fields, "intermediate_size"} - {*family.count[1:]}
+    assert {key: written[key] for key in fields} == {key: read[key] for key in fields}

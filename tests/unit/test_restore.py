@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -409,6 +410,8 @@ def test_the_shape_is_taken_from_a_checkpoint_that_leaves_flags_open() -> None:
 NEW = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
 REST = "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 100 --mock-data"
 
+SHARED_WIDTH = "moe_shared_expert_intermediate_size"
+
 
 def run_of(flags: str) -> Config:
     return resolve(parse_args(f"{NEW} {REST} {flags}".split()), 1)
@@ -431,6 +434,9 @@ def stored_by(flags: str, *forgotten: str) -> Stored:
         ("--position-embedding-type rope", "--mtp-num-layers 1", "mtp_num_layers"),
         ("", "--qk-l2-norm", "qk_l2_norm"),
         ("", "--decoupled-lr 1e-2", "decoupled_lr"),
+        ("", "--num-experts 4", "num_experts"),
+        ("--num-experts 4", "--moe-shared-expert-intermediate-size 8", SHARED_WIDTH),
+        ("--num-experts 4", "--moe-router-pre-softmax", "moe_router_pre_softmax"),
     ],
 )
 def test_a_checkpoint_that_does_not_tell_a_flag_was_trained_without_it(
@@ -450,3 +456,66 @@ def test_another_rate_of_the_embedding_is_refused_like_another_rate() -> None:
     with pytest.raises(UsageError, match="--no-load-optim"):
         check_same_run(run_of("--override-opt-param-scheduler"), stored)
     check_same_run(run_of("--override-opt-param-scheduler --no-load-optim"), stored)
+
+
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 32 --moe-router-topk 4 --disable-bias-linear"
+SIGMOID = f"{EXPERTS} --moe-router-score-function sigmoid"
+SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 16"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name", "is_weight"),
+    [
+        (EXPERTS, EXPERTS.replace("8", "4", 1), "--num-experts", True),
+        (EXPERTS, "--disable-bias-linear", "--num-experts", True),
+        (EXPERTS, f"{EXPERTS} --moe-layer-freq 2", "--moe-layer-freq", True),
+        (EXPERTS, EXPERTS.replace("32", "16"), "--moe-ffn-hidden-size", True),
+        (EXPERTS, SHARED, "--moe-shared-expert-intermediate-size", True),
+        (SHARED, f"{SHARED} --moe-shared-expert-gate", "--moe-shared-expert-gate", True),
+        (SIGMOID, f"{SIGMOID} --moe-router-enable-expert-bias", "--moe-router-enable-", True),
+        (EXPERTS, EXPERTS.replace("topk 4", "topk 2"), "--moe-router-topk", False),
+        (EXPERTS, SIGMOID, "--moe-router-score-function", False),
+        (EXPERTS, f"{EXPERTS} --moe-router-pre-softmax", "--moe-router-pre-softmax", False),
+        (EXPERTS, f"{EXPERTS} --moe-router-topk-scaling-factor 2", "--moe-router-topk-s", False),
+        (
+            f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2",
+            f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 2",
+            "--moe-router-num-groups",
+            False,
+        ),
+        (
+            f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2",
+            f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 4",
+            "--moe-router-group-topk",
+            False,
+        ),
+        (EXPERTS, f"{EXPERTS} --moe-expert-capacity-factor 1", "--moe-expert-capacity", False),
+    ],
+)
+def test_another_mixture_is_refused(before: str, after: str, name: str, is_weight: bool) -> None:
+    stored = stored_by(before)
+    with pytest.raises(UsageError, match=f"^{name}.*ckpt"):
+        check_same_run(run_of(after), stored)
+    finetune = run_of(f"{after} --finetune")
+    same_weights = pytest.raises(UsageError, match=f"^{name}.* give the same value")
+    with same_weights if is_weight else contextlib.nullcontext():
+        check_same_run(finetune, stored)
+
+
+def test_what_changes_no_mixture_may_change() -> None:
+    stored = stored_by(f"{EXPERTS} --moe-layer-freq [0]*2+[1]*2")
+    same = f"{EXPERTS} --moe-layer-freq [0,0,1,1] --moe-token-dispatcher-type alltoall"
+    check_same_run(run_of(f"{same} --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"), stored)
+    # Without experts their flags count for nothing.
+    check_same_run(run_of("--moe-layer-freq 2 --moe-router-topk 1"), stored_by(""))
+
+
+def test_a_mixture_of_megatron_lm_is_read_as_its_flags_say() -> None:
+    told = {**run_of(f"{EXPERTS} --moe-layer-freq [1,0]*2").flat(), "moe_layer_freq": [1, 0, 1, 0]}
+    told |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    stored = stored_of({"args": Namespace(**told)}, Path("ckpt"), 10, ())
+    check_same_run(run_of(f"{EXPERTS} --moe-layer-freq 2"), stored)
+    given = parse_args(f"{NEW} {REST} --disable-bias-linear".split())
+    moe = resolve(with_checkpoint_args(given, stored.arguments), 1).moe
+    assert (moe.num_experts, moe.moe_layers, moe.moe_aux_loss_coeff) == (8, (1, 0, 1, 0), (0.01,))
+    assert (moe.moe_router_topk, moe.moe_ffn_hidden_size) == (4, 32)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,16 @@ from megatron.training.optim.optimizer import mark_decoupled
 logger = logging.getLogger(__name__)
 
 _NEW_IN_WEIGHTS = """layernorm_zero_centered_gamma quick_geglu multi_latent_attention q_lora_rank
-    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers"""
+    kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers num_experts
+    moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_router_enable_expert_bias"""
 NEW_IN_WEIGHTS = _NEW_IN_WEIGHTS.split()
 """Fields that older checkpoints lack, which then had their default. They change the weights."""
 _NEW_IN_USE = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq
     rotary_scaling_factor mscale mscale_all_dim qk_l2_norm softmax_type glu_linear_offset
-    activation_func_clamp_value mtp_loss_scaling_factor"""
+    activation_func_clamp_value mtp_loss_scaling_factor moe_router_topk moe_router_score_function
+    moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk moe_expert_capacity_factor"""
 NEW_IN_USE = _NEW_IN_USE.split()
 """The same, for fields that change what is computed with the weights."""
 NEW_RATES = ["decoupled_lr", "decoupled_min_lr"]
@@ -254,7 +258,7 @@ def read_arguments(
                 common = read_common(folder)
                 doubt = None if trust_unverified else files.unverified(folder, common)
                 if doubt is None:
-                    return vars(common["args"])
+                    return as_given(vars(common["args"]))
                 found = [doubt]
             problems += found
         except Exception as error:  # whatever lies in place of the flags
@@ -279,6 +283,20 @@ def _read_stored(
     return (stored if problem is None else None), problem
 
 
+def as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored flags in the form of a command line, where Megatron-LM stores another one: a list for
+    losses of the router even where there is one, and a text for the layers with experts."""
+    found = dict(arguments)
+    for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+        if isinstance(found.get(name), (str, float, int)):
+            found[name] = [found[name]]
+    if isinstance(found.get("moe_layer_freq"), (list, tuple)):
+        found["moe_layer_freq"] = str([*found["moe_layer_freq"]])
+    elif found.get("moe_layer_freq") is not None:
+        found["moe_layer_freq"] = str(found["moe_layer_freq"])
+    return found
+
+
 def stored_of(
     common: dict[str, Any], folder: Path, iteration: int, skipped: tuple[str, ...] = ()
 ) -> Stored:
@@ -290,7 +308,7 @@ def stored_of(
     new = {*NEW_IN_WEIGHTS, *NEW_IN_USE, *NEW_RATES}
     options = [f for group in GROUPS.values() for f in fields(group)]
     defaults = {f.name: f.default for f in options if f.name in new}
-    arguments = {**defaults, **vars(common.get("args", argparse.Namespace()))}
+    arguments = {**defaults, **as_given(vars(common.get("args", argparse.Namespace())))}
     ours = common.get(files.OUR_KEY)
     if ours:
         state = TrainState.from_json(ours["train_state"])
@@ -374,6 +392,7 @@ def load_weights(
         return
     if with_optimizer:
         mark_decoupled(_groups_in(loaded["optimizer"]))
+        _put_back_empty_states(loaded["optimizer"])
         optimizer.load_state_dict(loaded["optimizer"])
     else:
         optimizer.reload_model_params()
@@ -386,6 +405,17 @@ def _groups_in(state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
             yield from value
         elif isinstance(value, dict):
             yield from _groups_in(value)
+
+
+def _put_back_empty_states(state: dict[Any, Any]) -> None:
+    """Puts back the empty entries that megatron-core's loading drops, and its plain optimizers ask
+    for. The optimizer for experts has no others on a stage of dense layers."""
+    for part in [value for value in state.values() if isinstance(value, dict)]:
+        _put_back_empty_states(part)
+    if "param_groups" in state:
+        state.setdefault("state", {})
+    elif "optimizer" in state and "param_state_sharding_type" not in state:
+        state.setdefault("fp32_from_fp16_params", [])
 
 
 def _tensors(chunk: dict[str, Any]) -> dict[str, Any]:

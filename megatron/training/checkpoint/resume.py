@@ -19,6 +19,7 @@ from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
 from megatron.training.config.layout import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
+from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 # Fields in which a resumed run must agree with its checkpoint: always, unless it is finetuned, and
@@ -35,7 +36,9 @@ _MUST_MATCH_WITHOUT_OVERRIDE = (*_SCHEDULE.split(), *NEW_RATES)
 # Fields that change nothing while the flag behind them is off in both.
 _OF_LATENT_ATTENTION = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     rotary_scaling_factor mscale mscale_all_dim"""
+_OF_EXPERTS = [name for name in (*NEW_IN_WEIGHTS, *NEW_IN_USE) if name.startswith("moe_")]
 _COUNTS_ONLY_WITH = {
+    **dict.fromkeys(_OF_EXPERTS, "num_experts"),
     **dict.fromkeys(_OF_LATENT_ATTENTION.split(), "multi_latent_attention"),
     "mtp_loss_scaling_factor": "mtp_num_layers",
     "rope_scaling_factor": "use_rope_scaling",
@@ -248,11 +251,15 @@ def _differs(name: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> bool
     switch = _COUNTS_ONLY_WITH.get(name)
     if switch is not None and not (now[switch] or then.get(switch)):
         return False
-    return _meaning(name, now[name]) != _meaning(name, then[name])
+    layers = now["num_layers"]
+    return _meaning(name, now[name], layers) != _meaning(name, then[name], layers)
 
 
-def _meaning(name: str, value: Any) -> Any:
+def _meaning(name: str, value: Any, num_layers: int) -> Any:
     """A value in the form in which values that mean the same are equal."""
+    if name == "moe_layer_freq":
+        with contextlib.suppress(ValueError):
+            return layers_with_experts(str(value), num_layers)
     if name == "data_path":
         return list(value or [])
     if name == "split" and value is not None:

@@ -79,6 +79,9 @@ class _CpuStream:
     """A queue of work, as megatron-core's dispatcher of tokens to experts makes one to copy sizes.
     All work is done in order."""
 
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
     def wait_stream(self, *_: Any) -> None:
         """Does nothing."""
 
@@ -134,7 +137,8 @@ def _cpu_replacements() -> list[tuple[Any, str, Any]]:
         # A device and not an index: megatron-core passes the answer on as device=.
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "Event", _CpuEvent),
-        (torch.cuda, "Stream", lambda *_args, **_kwargs: _CpuStream()),
+        # A class, because transformers names it in annotations.
+        (torch.cuda, "Stream", _CpuStream),
         (torch.cuda, "current_stream", lambda *_args, **_kwargs: _CpuStream()),
         (torch.cuda, "stream", lambda *_args: contextlib.nullcontext()),
         (torch.cuda, "synchronize", nothing),

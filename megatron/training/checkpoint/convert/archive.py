@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.training.checkpoint import files
+from megatron.training.checkpoint.convert import contents
 from megatron.training.checkpoint.safe_index import (
     METADATA,
     file_names,
@@ -51,9 +52,10 @@ class Chunk:
         return cls(offset=(0,) * len(shape), size=shape)
 
     @classmethod
-    def layer(cls, shape: tuple[int, ...], number: int) -> Chunk:
-        """One layer of a tensor whose first axis is the layer."""
-        return cls(offset=(number,) + (0,) * (len(shape) - 1), size=(1, *shape[1:]))
+    def at(cls, shape: tuple[int, ...], index: tuple[int, ...]) -> Chunk:
+        """What lies at an index of the first axes of a tensor: a layer, or one expert of it."""
+        lead = len(index)
+        return cls(offset=index + (0,) * (len(shape) - lead), size=(1,) * lead + shape[lead:])
 
     @property
     def end(self) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ class Archive:
                 )
             else:
                 self.blobs.append(key)
-        self._layers: dict[str, dict[int, list[ChunkStorageMetadata]] | None] = {}
+        self._leads: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]] | None] = {}
         self._reader = FileSystemReader(folder)
         self._reader.set_up_storage_reader(self.metadata, True)
 
@@ -186,23 +188,25 @@ class Archive:
         return target if dtype is None else target.to(dtype)
 
     def _entry(self, key: str, part: Chunk) -> TensorStorageMetadata:
-        """The index of a tensor, or of the layer of it that the part lies in."""
+        """The index of a tensor, or of the layer or expert of it that the part lies in."""
         entry = self.metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
-        if not part.size or part.size[0] != 1:
+        lead = contents.leading_axes(key)
+        if lead == 0 or part.size[:lead] != (1,) * lead:
             return entry
-        if key not in self._layers:
-            layers: dict[int, list[ChunkStorageMetadata]] | None = {}
+        if key not in self._leads:
+            leads: dict[tuple[int, ...], list[ChunkStorageMetadata]] | None = {}
             for chunk in entry.chunks:
-                if chunk.sizes[0] != 1:
-                    layers = None
+                if tuple(chunk.sizes[:lead]) != (1,) * lead:
+                    leads = None
                     break
-                layers.setdefault(chunk.offsets[0], []).append(chunk)
-            self._layers[key] = layers
-        layers = self._layers[key]
-        if layers is None:
+                leads.setdefault(tuple(chunk.offsets[:lead]), []).append(chunk)
+            self._leads[key] = leads
+        leads = self._leads[key]
+        if leads is None:
             return entry
-        return TensorStorageMetadata(entry.properties, entry.size, layers.get(part.offset[0], []))
+        chunks = leads.get(part.offset[:lead], [])
+        return TensorStorageMetadata(entry.properties, entry.size, chunks)
 
     def read_blob(self, key: str) -> bytes:
         """The bytes of a stored object, unopened."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -40,6 +40,8 @@ class Contents:
     """`distributed`, `plain` or `none`."""
     dtype: torch.dtype
     """Number format of the weights."""
+    buffers: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Tensors that are no parameters by key: biases of experts, fp32."""
 
     @property
     def master(self) -> str | None:
@@ -97,8 +99,8 @@ def check_contents(archive: Archive) -> Contents:
     for key in archive.blobs:
         if not contents.is_known_blob(key):
             raise Refused(f"{archive.folder} holds the object {key}, which is unknown")
-    weights, dtype = _checked_weights(archive)
-    found = Contents(weights=weights, optimizer=_optimizer_of(archive), dtype=dtype)
+    kept = _checked_weights(archive)
+    found = replace(kept, optimizer=_optimizer_of(archive))
     _check_pairing(archive, found)
     return found
 
@@ -119,24 +121,24 @@ def check_weights(archive: Archive, dtype: torch.dtype | None) -> Contents:
     """
     stored = {key: t for key, t in archive.tensors.items() if contents.kind_of(key) is None}
     _check_coverage(archive, stored)
-    weights, kept = _checked_weights(archive)
+    kept = _checked_weights(archive)
     kinds = {contents.kind_of(key) for key in archive.tensors} & set(contents.MASTERS)
-    if dtype in (None, kept) or not kinds:
-        return Contents(weights=weights, optimizer="none", dtype=kept)
+    if dtype in (None, kept.dtype) or not kinds:
+        return kept
     _check_optimizer_format(archive)
     if len(kinds) > 1:
         raise Refused(f"{archive.folder} holds masters of two optimizers, {_TWO_MASTERS}")
     optimizer = "distributed" if "param" in kinds else "plain"
-    found = Contents(weights=weights, optimizer=optimizer, dtype=kept)
+    found = replace(kept, optimizer=optimizer)
     if found.master is not None:
-        masters = {contents.state_key(found.master, weight) for weight in weights}
+        masters = {contents.state_key(found.master, weight) for weight in found.weights}
         _check_states(archive, found, (found.master,))
         _check_coverage(archive, {key: archive.tensors[key] for key in masters})
     return found
 
 
-def _checked_weights(archive: Archive) -> tuple[dict[str, StoredTensor], torch.dtype]:
-    """The weights that the flags ask for, and their number format."""
+def _checked_weights(archive: Archive) -> Contents:
+    """The weights and buffers that the flags ask for, as if there were no optimizer."""
     expected = contents.expected_weights(archive.arguments)
     weights = {k: t for k, t in archive.tensors.items() if contents.kind_of(k) is None}
     for key in sorted(expected.keys() | weights.keys()):
@@ -151,19 +153,24 @@ def _checked_weights(archive: Archive) -> tuple[dict[str, StoredTensor], torch.d
                 f"{key} in {archive.folder} has the shape {weights[key].shape}; its flags say "
                 f"{expected[key]}"
             )
+    buffers = {key: weights.pop(key) for key in [*weights] if contents.is_buffer(key)}
+    for key, tensor in buffers.items():
+        if tensor.dtype != torch.float32:
+            raise Refused(f"{key} is {tensor.dtype}; it is fp32 in every model")
     dtype = weights[contents.EMBEDDING].dtype
     other = next((k for k, t in weights.items() if t.dtype != dtype), None)
     if other is not None:
         raise Refused(f"{other} is {weights[other].dtype}, other weights are {dtype}")
     if dtype not in _WEIGHT_DTYPES:
         raise Refused(f"{contents.EMBEDDING} is {dtype}; weights are fp32, bf16 or fp16")
-    return weights, dtype
+    return Contents(weights=weights, optimizer="none", dtype=dtype, buffers=buffers)
 
 
 def _check_optimizer_format(archive: Archive) -> None:
     content = archive.common.get("content_metadata") or {}
     state = archive.common.get("optimizer") or {}
-    for part in (content.get("distrib_optim_sharding_type"), _type_in(state)):
+    types = [_type_in(part) for part in optimizers_of(state)]
+    for part in (content.get("distrib_optim_sharding_type"), *types):
         if part in _OTHER_FORMATS and any(k.startswith("optimizer.") for k in archive.tensors):
             raise Refused(
                 f"the optimizer in {archive.folder} is stored as {part}: {_OTHER_FORMATS[part]}; "
@@ -175,6 +182,13 @@ def _check_optimizer_format(archive: Archive) -> None:
             f"{flat} in {archive.folder} is a buffer of one layout; save the optimizer with "
             "--dist-ckpt-optim-fully-reshardable"
         )
+
+
+def optimizers_of(state: Any) -> list[Any]:
+    """The common state of each optimizer: a mixture has one for its experts and one for the rest,
+    by number."""
+    is_chain = isinstance(state, dict) and state and all(isinstance(key, int) for key in state)
+    return list(state.values()) if is_chain else [state]
 
 
 def _type_in(state: Any) -> Any:
@@ -249,13 +263,10 @@ def _check_states(archive: Archive, found: Contents, kinds: Iterable[str]) -> se
 
 
 def pieces(tensor: StoredTensor) -> Iterator[Chunk]:
-    """The rectangles in which a tensor is worked on: a layer at a time where layers are stacked,
-    else the whole."""
-    if not contents.is_stacked(tensor.key):
-        yield Chunk.whole(tensor.shape)
-        return
-    for number in range(tensor.shape[0]):
-        yield Chunk.layer(tensor.shape, number)
+    """The rectangles in which a tensor is worked on: a layer at a time where layers are stacked, of
+    experts one at a time, else the whole."""
+    for index in contents.leading_indices(tensor.key, tensor.shape):
+        yield Chunk.at(tensor.shape, index)
 
 
 def check_truth(archive: Archive, found: Contents) -> None:

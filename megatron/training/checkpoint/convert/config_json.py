@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.training.checkpoint.convert import contents
+from megatron.training.checkpoint.convert import contents, experts
 from megatron.training.common.errors import Refused
 
 
@@ -32,8 +32,18 @@ class Family:
     """Value of a field that is not in the file, where that is not Llama's."""
     window_switch: str | None = None
     """Field without which `sliding_window` has no effect."""
+    rope_theta: float = 10000.0
+    """Base of the rotary positions where the file has none."""
+    experts: experts.ExpertFields | None = None
+    """How it writes down its experts, in a mixture."""
 
 
+_ABSENT_OF_QWEN = {
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
     "mistral": Family(
@@ -57,6 +67,46 @@ FAMILIES = {
         architecture="GraniteForCausalLM",
         bias_fields=("attention_bias", "mlp_bias"),
         absent={"attention_multiplier": 1.0},
+    ),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        absent={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+        rope_theta=1e6,
+        experts=experts.FAMILIES["mixtral"],
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        absent={
+            **_ABSENT_OF_QWEN,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        window_switch="use_sliding_window",
+        experts=experts.FAMILIES["qwen2_moe"],
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        flags={"qk_layernorm": True},
+        bias_fields=("attention_bias",),
+        absent={
+            **_ABSENT_OF_QWEN,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        window_switch="use_sliding_window",
+        experts=experts.FAMILIES["qwen3_moe"],
     ),
 }
 """`model_type` -> family."""
@@ -86,7 +136,8 @@ _WITHOUT_EFFECT = {
     "the same function, computed in another way or memory": """use_cache pretraining_tp
         chunk_size_feed_forward gradient_checkpointing attn_implementation _attn_implementation
         _attn_implementation_internal _attn_implementation_autoset torchscript xla_device""",
-    "what a call returns": "return_dict output_hidden_states output_attentions",
+    "what a call returns": """return_dict output_hidden_states output_attentions
+        output_router_logits""",
     "for heads that are not for language modelling": """id2label label2id num_labels problem_type
         finetuning_task task_specific_params""",
     "for the tokenizer": "tokenizer_class prefix",
@@ -169,6 +220,7 @@ BOUND = {
     "layer_types": Bound(
         only="full_attention for each layer", why="the trainer's layers are alike", allows=_is_full
     ),
+    "router_jitter_noise": _bound(0, why="the trainer's noise is on the router's input alone"),
     "sliding_window_pattern": _bound(why="the trainer's layers are alike"),
     "_sliding_window_pattern": _bound(why="the trainer's layers are alike"),
     "per_layer_config": _bound({}, why="the trainer's layers are alike"),
@@ -233,9 +285,10 @@ def check_fields(config: Mapping[str, Any], family: Family) -> None:
     Raises:
         Refused: names the field, its value, and the values that can be imported.
     """
+    known = USED | NEUTRAL.keys() | (family.experts.fields if family.experts else frozenset())
     for name, value in config.items():
         bound = BOUND.get(name)
-        if bound is None and name not in USED | NEUTRAL.keys():
+        if bound is None and name not in known:
             raise Refused(
                 f"config.json: {name} is {_short(value)}, a field unknown here; take it out if "
                 "it changes nothing about the network"
@@ -261,7 +314,7 @@ _PARTS = """rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq 
     apply_layernorm_1p layernorm_zero_centered_gamma apply_residual_connection_post_layernorm
     squared_relu quick_geglu glu_linear_offset activation_func_clamp_value qk_l2_norm softmax_scale
     attention_output_gate multi_latent_attention window_size experimental_attention_variant
-    linear_attention_freq num_experts mtp_num_layers spec is_hybrid_model
+    linear_attention_freq mtp_num_layers spec is_hybrid_model
     heterogeneous_layers_config_path"""
 # Flag that changes the network -> the values that `config.json` can express. None is an absent flag
 # or one that Megatron-LM leaves open.
@@ -278,6 +331,7 @@ _DEFAULTS = {
     "swiglu": False,
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
+    "add_bias_linear": True,
 }
 # Llama 3.1's, which megatron-core has as constants.
 _SCALING = {
@@ -306,12 +360,13 @@ def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> d
     Raises:
         Refused: no family has this network; names the flag.
     """
-    for name, values in _EXPRESSIBLE.items():
+    is_mixture = bool(arguments.get("num_experts"))
+    for name, values in {**_EXPRESSIBLE, **(experts.EXPRESSIBLE if is_mixture else {})}.items():
         have = arguments.get(name, _DEFAULTS.get(name))
         if have not in values:
             raise Refused(
                 f"{name} is {have!r}, which config.json cannot express; only "
-                f"{' or '.join(repr(v) for v in values if v is not None)} can be exported"
+                f"{' or '.join(repr(v) for v in values if v is not None) or None} can be exported"
             )
     kind, bias = _family_of_flags(arguments)
     theta = float(arguments.get("rotary_base") or 10000)
@@ -326,6 +381,7 @@ def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> d
         "model_type": kind,
         "hidden_act": "silu",
         **{theirs: arguments.get(ours) for theirs, ours in _SIZES.items()},
+        **(experts.config_of(arguments, kind) if is_mixture else {}),
         "vocab_size": vocab,
         "num_key_value_heads": contents.query_groups(arguments),
         "head_dim": contents.head_width(arguments),
@@ -347,6 +403,8 @@ def config_of(arguments: Mapping[str, Any], vocab: int, dtype: torch.dtype) -> d
 
 def _family_of_flags(arguments: Mapping[str, Any]) -> tuple[str, bool]:
     """The `model_type` for these flags, and whether all its linear layers have a bias."""
+    if arguments.get("num_experts"):
+        return experts.kind_of(arguments), False
     bias = bool(arguments.get("add_bias_linear", True))
     qkv_bias, qk_norm = bias or arguments.get("add_qkv_bias"), arguments.get("qk_layernorm")
     if qkv_bias and qk_norm:
@@ -364,7 +422,11 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         Refused: a field is missing, unknown, or asks for what the trainer does not have.
     """
     family = family_of(config)
+    if family.experts is not None:
+        config = experts.with_one_count(config, family.experts)
     config = {**family.absent, **config}
+    if family.window_switch and config.get("sliding_window") == 0:
+        config["sliding_window"] = None  # as transformers writes one that is switched off
     missing = [name for name in _SIZES if config.get(name) is None]
     if missing:
         raise Refused(f"config.json lacks {', '.join(missing)}")
@@ -381,7 +443,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "kv_channels": head_dim_of(config),
         "position_embedding_type": "rope",
         "rotary_percent": 1.0,
-        **_rope_arguments(config),
+        **_rope_arguments(config, family.rope_theta),
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.get("rms_norm_eps") or 1e-6,
         "swiglu": True,
@@ -389,6 +451,7 @@ def arguments_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "add_qkv_bias": False,
         "qk_layernorm": False,
         **family.flags,
+        **(experts.arguments_of(config, family.experts) if family.experts else {}),
         "attention_dropout": config.get("attention_dropout") or 0.0,
         "hidden_dropout": 0.0,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
@@ -440,17 +503,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_arguments(config: Mapping[str, Any], default: float) -> dict[str, Any]:
     """Flags of the rotary positions.
 
     Releases of `transformers` before 5 read `rope_theta` and `rope_scaling`, later ones
     `rope_parameters`; a file may have both.
     """
     found = [
-        _rope_fields(name, config)
+        _rope_fields(name, config, default)
         for name in ("rope_scaling", "rope_parameters")
         if config.get(name)
-    ] or [{"rope_theta": config.get("rope_theta") or 10000.0}]
+    ] or [{"rope_theta": config.get("rope_theta") or default}]
     if found[0] != found[-1]:
         raise Refused(
             "config.json: rope_scaling and rope_parameters differ; take out the wrong one"
@@ -467,7 +530,7 @@ def _rope_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope_fields(where: str, config: Mapping[str, Any]) -> dict[str, float]:
+def _rope_fields(where: str, config: Mapping[str, Any], default: float) -> dict[str, float]:
     """Base and, if there is a scaling, its factor; from one of the two fields that hold them.
 
     Raises:
@@ -481,7 +544,7 @@ def _rope_fields(where: str, config: Mapping[str, Any]) -> dict[str, float]:
             f"config.json: rope_type of {where} is {' and '.join(sorted(kinds))}; only default and "
             "llama3 can be imported"
         )
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or default
     if theta != (config.get("rope_theta") or theta):
         raise Refused(
             f"config.json: rope_theta is {config['rope_theta']} and, in {where}, {theta}; take out "

@@ -220,6 +220,8 @@ def _recipe(archive: Archive, found: Contents, target: Target, dropped: set[str]
     for weight in sorted(found.weights):
         for key, dtype, origin in _states(weight, found, target):
             made += _pieces_of(archive, key, dtype, archive.tensors[origin], target)
+    for key, stored in found.buffers.items():
+        made += _pieces_of(archive, key, stored.dtype, stored, target)
     is_all = {piece.key for piece in made} | set(kept) == archive.tensors.keys() | {*archive.blobs}
     is_same_vocabulary = target.vocab == archive.arguments["padded_vocab_size"]
     return Recipe(

@@ -37,6 +37,7 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
         "iteration": archive.iteration,
         "consumed_samples": arguments.get("consumed_train_samples"),
         "layout": str(stored_layout(arguments)),
+        "experts": None,
         "padded_vocab_size": arguments.get("padded_vocab_size"),
         "true_vocab_size": contents.true_vocab_size(arguments),
         "bytes": files.stored_bytes(archive.folder),
@@ -48,6 +49,7 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
     problem, code, found, notes = None, 0, None, []
     try:
         notes = check_files(archive, checksums=False)
+        record["experts"] = experts_in(arguments)
         found = check_contents(archive)
         record |= {"dtype": _name(found.dtype), "optimizer": found.optimizer}
         record["loads_under"] = loads_under(arguments)
@@ -64,11 +66,23 @@ def describe(archive: Archive, *, verify: bool) -> dict[str, Any]:
     return record
 
 
+def experts_in(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the stored flags say of experts; None for a dense model."""
+    if not arguments.get("num_experts"):
+        return None
+    return {
+        "num_experts": arguments["num_experts"],
+        "topk": arguments.get("moe_router_topk", 2),
+        "layers": sum(contents.experts_of_layers(arguments) or ()),
+        "shared": arguments.get("moe_shared_expert_intermediate_size"),
+    }
+
+
 def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Sizes that a launch would accept with the stored flags, each by itself.
 
-    Heads and vocabulary depend on TP alone, layers on PP x VPP. The batch depends on DP, and with a
-    virtual pipeline on PP.
+    Heads and vocabulary depend on TP alone, layers on PP x VPP, experts on EP, and their width on
+    their own TP. The batch depends on DP, and with a virtual pipeline on PP.
     """
     vocab, layers = arguments["padded_vocab_size"], arguments["num_layers"]
 
@@ -78,7 +92,7 @@ def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
     heads = arguments["num_attention_heads"]
     pipelines = [(1, 1), *((p, v) for p in range(2, layers + 1) for v in range(1, layers + 1))]
     batch = arguments.get("global_batch_size") or 0
-    return {
+    found: dict[str, list[Any]] = {
         "tp": [n for n in range(1, heads + 1) if is_legal(Layout(tp=n))],
         "pp": [
             str(p) if v == 1 else f"{p}x{v}"
@@ -87,6 +101,13 @@ def loads_under(arguments: Mapping[str, Any]) -> dict[str, list[Any]]:
         ],
         "dp": [n for n in range(1, batch + 1) if not batch_problems_of(arguments, Layout(dp=n))],
     }
+    experts = arguments.get("num_experts") or 0
+    if experts:
+        width = arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"]
+        counts = range(1, experts + 1)
+        found["ep"] = [n for n in counts if is_legal(Layout(ep=n, dp=n))]
+        found["etp"] = [n for n in range(1, width + 1) if is_legal(Layout(etp=n, dp=n))]
+    return found
 
 
 def _name(dtype: Any) -> str:

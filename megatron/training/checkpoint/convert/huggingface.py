@@ -1,4 +1,5 @@
-"""Weights to and from Hugging Face models like Llama, as safetensors and `config.json`.
+"""Weights to and from Hugging Face models like Llama and mixtures like Mixtral, as safetensors and
+`config.json`.
 
 Nothing is unpickled.
 """
@@ -6,18 +7,19 @@ Nothing is unpickled.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from megatron.training.checkpoint import files
-from megatron.training.checkpoint.convert import config_json, contents
+from megatron.training.checkpoint.convert import config_json, contents, experts
 from megatron.training.checkpoint.convert.archive import Archive, Chunk, open_archive
 from megatron.training.checkpoint.convert.checks import (
     Contents,
@@ -38,6 +40,7 @@ from megatron.training.checkpoint.convert.safetensors_files import (
 )
 from megatron.training.checkpoint.convert.target import (
     DTYPES,
+    LAYOUT_FLAGS,
     Changes,
     arguments_of,
     check_vocabulary,
@@ -49,6 +52,7 @@ from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
+Folder: TypeAlias = SafetensorsFolder | experts.UnstackedExperts
 SHARD_BYTES = 5_000_000_000
 _DIVISIBLE_BY = 128
 _CONTENT = {
@@ -81,7 +85,15 @@ IN_LAYER = {
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
     "mlp.linear_fc2.bias": ("mlp.down_proj.bias",),
 }
-"""Tensors of a layer: our key after `decoder.layers.` -> theirs after `model.layers.N.`."""
+"""Tensors of a dense layer: our key in it -> theirs after `model.layers.N.`."""
+
+
+def names_in_layer(arguments: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Tensors of a layer, dense or with experts: our key in it -> theirs after `model.layers.N.`,
+    with a place for the number of an expert."""
+    if not arguments.get("num_experts"):
+        return IN_LAYER
+    return {**IN_LAYER, **experts.FAMILIES[experts.kind_of(arguments)].in_layer}
 
 
 def is_model(source: Path) -> bool:
@@ -112,7 +124,7 @@ def save(
         VerificationFailed: the result is not what it should be.
         UsageError: changes that make no sense for this format.
     """
-    for name in ("tp", "pp", "vpp", "dp"):
+    for name in LAYOUT_FLAGS:
         if getattr(changes, name) is not None:
             raise UsageError(f"--{name} goes with checkpoints; a Hugging Face model has no layout")
     if changes.optimizer not in (None, "none"):
@@ -127,6 +139,7 @@ def save(
     dropout = archive.arguments.get("hidden_dropout")
     if dropout:
         notes.append(f"hidden_dropout {dropout} acts in training only and has no field in {CONFIG}")
+    notes += experts.notes_on(archive.arguments)
     tensors = _exported(archive, found, dtype, vocab)
     with staged(source, destination) as folder:
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -166,9 +179,10 @@ def _exported(archive: Archive, found: Contents, dtype: torch.dtype, vocab: int)
     def read(source: _Counterpart) -> torch.Tensor:
         full = found.weights[source.key].shape
         key = contents.state_key(master, source.key) if master else source.key
-        if source.layer is None:
+        if source.index is None:
             return archive.read(key, Chunk.whole(source.shape), dtype)
-        data = archive.read(key, Chunk.layer(full, source.layer), dtype)[0]
+        data = archive.read(key, Chunk.at(full, source.index), dtype)
+        data = data.reshape(full[len(source.index) :])
         return split(source.key, data, archive.arguments)[source.part].clone()
 
     return [
@@ -214,7 +228,7 @@ def load(
     arguments = config_json.arguments_of(_read_config(source / CONFIG))
     if (source / _ADAPTER).is_file():
         raise Refused(f"{source / _ADAPTER} changes the weights; merge the adapter into its model")
-    stored = SafetensorsFolder(source)
+    stored = experts.unstacked(SafetensorsFolder(source), arguments)
     dtype = _check_model(stored, arguments)
     true = arguments["vocab_size"]
     padded = changes.vocab or pad_vocab_size(true, padding_unit(_DIVISIBLE_BY, [changes.tp or 1]))
@@ -236,7 +250,7 @@ def load(
     }
     recipe = Recipe(
         pieces=_imported(stored, arguments, target.dtype),
-        blobs=_empty_extra_states(arguments["num_layers"]),
+        blobs=_empty_extra_states(arguments),
     )
     return write_checkpoint(
         source,
@@ -247,7 +261,10 @@ def load(
         archive=None,
         verify=verify,
         file_bytes=file_bytes,
-        notes=("it holds weights only: start from it with --load and --finetune",),
+        notes=(
+            "it holds weights only: start from it with --load and --finetune",
+            *experts.notes_on(arguments),
+        ),
     )
 
 
@@ -261,7 +278,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_model(stored: SafetensorsFolder, arguments: dict[str, Any]) -> torch.dtype:
+def _check_model(stored: Folder, arguments: dict[str, Any]) -> torch.dtype:
     """Proves names, shapes and one number format, and returns that."""
     found = counterparts(arguments, arguments["vocab_size"])
     expected = {name: source.shape for name, source in found.items()}
@@ -282,40 +299,44 @@ def _check_model(stored: SafetensorsFolder, arguments: dict[str, Any]) -> torch.
     return dtype
 
 
-def _imported(
-    stored: SafetensorsFolder, arguments: dict[str, Any], dtype: torch.dtype
-) -> list[Piece]:
+def _imported(stored: Folder, arguments: dict[str, Any], dtype: torch.dtype) -> list[Piece]:
+    names_of = names_in_layer(arguments)
+
     def top(key: str, rows: int) -> torch.Tensor:
         data = stored.read(TOP[key]).to(dtype)
         return data if data.shape[0] == rows else with_zero_rows(data, rows)
 
-    def layer(key: str, number: int) -> torch.Tensor:
-        names = IN_LAYER[key.removeprefix(contents.LAYERS)]
-        parts = [stored.read(f"model.layers.{number}.{name}").to(dtype) for name in names]
-        return join(key, parts, arguments)[None]
+    def in_layer(key: str, index: tuple[int, ...]) -> torch.Tensor:
+        layer, own = contents.layer_of(key, index), contents.in_layer(key)
+        names = [f"model.layers.{layer}.{name.format(*index[-1:])}" for name in names_of[own]]
+        parts = [stored.read(name).to(dtype) for name in names]
+        return join(key, parts, arguments)[(None,) * len(index)]
 
-    pieces = []
+    made = []
     for key, shape in contents.expected_weights(arguments).items():
         if key in TOP:
-            pieces.append(Piece.whole(key, dtype, shape, partial(top, key, shape[0])))
+            made.append(Piece.whole(key, dtype, shape, partial(top, key, shape[0])))
             continue
-        for number in range(shape[0]):
-            part, make = Chunk.layer(shape, number), partial(layer, key, number)
-            pieces.append(Piece(key=key, dtype=dtype, shape=shape, part=part, make=make))
-    return pieces
+        for index in contents.leading_indices(key, shape):
+            part, make = Chunk.at(shape, index), partial(in_layer, key, index)
+            made.append(Piece(key=key, dtype=dtype, shape=shape, part=part, make=make))
+    return made
 
 
-def _empty_extra_states(num_layers: int) -> dict[str, Any]:
+def _empty_extra_states(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The objects that megatron-core's layers ask for beside their weights, without FP8 scales."""
     data = io.BytesIO()
     torch.save([None], data)
-    modules = ("self_attention.linear_qkv", "self_attention.linear_proj")
-    modules += ("mlp.linear_fc1", "mlp.linear_fc2")
-    return {
-        f"{contents.LAYERS}{module}._extra_state/shard_{i}_{num_layers}": data.getvalue
-        for module in modules
-        for i in range(num_layers)
-    }
+    found = {}
+    for key, shape in contents.expected_weights(arguments).items():
+        module, _, name = key.rpartition(".")
+        if name != "weight" or ".linear_" not in module:
+            continue
+        counts = shape[: contents.leading_axes(key)] or (1,)
+        for index in itertools.product(*(range(count) for count in counts)):
+            shard = f"{'.'.join(map(str, index))}_{'.'.join(map(str, counts))}"
+            found[f"{module}._extra_state/shard_{shard}"] = data.getvalue
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,8 +347,8 @@ class _Counterpart:
     """Key in the checkpoint."""
     shape: tuple[int, ...]
     """Shape in the model."""
-    layer: int | None = None
-    """Place on the first axis, for tensors of a layer."""
+    index: tuple[int, ...] | None = None
+    """Place on the leading axes, for tensors of a layer."""
     part: int = 0
     """Which of those that `split` returns."""
 
@@ -345,27 +366,35 @@ def counterparts(arguments: Mapping[str, Any], vocab: int) -> dict[str, _Counter
         for ours, theirs in TOP.items()
         if ours in weights
     }
-    for number in range(arguments["num_layers"]):
-        for ours, names in IN_LAYER.items():
-            key = contents.LAYERS + ours
-            if key not in weights:
-                continue
-            _, rows, *width = weights[key]
-            for part, (name, size) in enumerate(zip(names, _sizes(key, rows, arguments))):
-                found[f"model.layers.{number}.{name}"] = _Counterpart(
-                    key=key, shape=(size, *width), layer=number, part=part
-                )
+    by_layer: list[dict[str, _Counterpart]] = [{} for _ in range(arguments["num_layers"])]
+    for ours, names in names_in_layer(arguments).items():
+        for prefix in dict.fromkeys(contents.layer_prefixes(arguments)):
+            key = prefix + ours
+            for index in contents.leading_indices(key, weights[key]) if key in weights else ():
+                layer = contents.layer_of(key, index)
+                rows, *width = weights[key][len(index) :]
+                for part, (name, size) in enumerate(zip(names, _sizes(key, rows, arguments))):
+                    whole = f"model.layers.{layer}.{name.format(*index[-1:])}"
+                    by_layer[layer][whole] = _Counterpart(
+                        key=key, shape=(size, *width), index=index, part=part
+                    )
+    for of_layer in by_layer:
+        found |= of_layer
     return found
 
 
 def _sizes(key: str, rows: int, arguments: Mapping[str, Any]) -> list[int]:
-    """Rows of each tensor that `split` makes of one layer's tensor."""
+    """Rows of each tensor that `split` makes of one layer's tensor, or of one expert's."""
     if _is_qkv(key):
         width = contents.head_width(arguments)
         key_value = contents.query_groups(arguments) * width
         return [arguments["num_attention_heads"] * width, key_value, key_value]
-    parts = len(IN_LAYER[key.removeprefix(contents.LAYERS)])
+    parts = _num_parts(key, arguments)
     return [rows // parts] * parts
+
+
+def _num_parts(key: str, arguments: Mapping[str, Any]) -> int:
+    return len(names_in_layer(arguments)[contents.in_layer(key)])
 
 
 def _is_qkv(key: str) -> bool:
@@ -373,13 +402,13 @@ def _is_qkv(key: str) -> bool:
 
 
 def split(key: str, data: torch.Tensor, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Cuts one layer's tensor into those of `IN_LAYER`.
+    """Cuts the tensor of one layer, or of one expert, into those of `names_in_layer`.
 
     Queries, keys and values are stored by group: the query heads of the group, its key head, its
     value head. Gate and up projection lie one after the other.
     """
     if not _is_qkv(key):
-        return list(data.chunk(len(IN_LAYER[key.removeprefix(contents.LAYERS)])))
+        return list(data.chunk(_num_parts(key, arguments)))
     groups, width = contents.query_groups(arguments), contents.head_width(arguments)
     per_group = arguments["num_attention_heads"] // groups
     view = data.reshape(groups, per_group + 2, width, *data.shape[1:])

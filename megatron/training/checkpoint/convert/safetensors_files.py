@@ -89,6 +89,16 @@ class SafetensorsFolder:
         with self._readable(name):
             return self._files[self._file_of[name]].get_tensor(name)
 
+    def read_rows(self, name: str, index: int, first: int, last: int) -> torch.Tensor:
+        """Some rows of one of the matrices that a tensor consists of.
+
+        Raises:
+            Refused: the file holds something else than its header says.
+        """
+        with self._readable(name):
+            view = self._files[self._file_of[name]].get_slice(name)
+            return view[index : index + 1, first:last][0]
+
     @contextlib.contextmanager
     def _readable(self, name: str) -> Iterator[None]:
         from safetensors import SafetensorError

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.training.checkpoint.convert import contents
-from megatron.training.checkpoint.convert.checks import Contents
+from megatron.training.checkpoint.convert.checks import Contents, optimizers_of
 from megatron.training.checkpoint.files import OUR_KEY
 from megatron.training.common.errors import Refused, UsageError
 from megatron.training.config.batch_schedule import make_schedule
@@ -19,6 +19,9 @@ from megatron.training.config.layout import Layout, further_sizes, layout_proble
 from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+LAYOUT_FLAGS = ("tp", "pp", "vpp", "dp", "ep", "etp")
+"""Fields of `Changes` that name a layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,10 @@ class Changes:
     """Virtual pipeline size."""
     dp: int | None = None
     """Data parallel size."""
+    ep: int | None = None
+    """Expert parallel size."""
+    etp: int | None = None
+    """Tensor parallel size of experts."""
     vocab: int | None = None
     """Rows of the embedding."""
     true_vocab: int | None = None
@@ -47,7 +54,7 @@ class Changes:
     """`distributed`, `plain` or `none`."""
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "dp", "vocab", "true_vocab"):
+        for name in (*LAYOUT_FLAGS, "vocab", "true_vocab"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {size} must be at least 1")
@@ -78,20 +85,21 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
     """The stored layout with what was asked for instead.
 
     Raises:
-        UsageError: a virtual pipeline without a pipeline.
+        UsageError: a virtual pipeline without a pipeline, or experts that the ranks of a stage
+            cannot share.
     """
     stored = stored_layout(arguments)
     pp = changes.pp or stored.pp
     vpp = changes.vpp or (stored.vpp if pp > 1 else 1)
     if vpp > 1 and pp == 1:
         raise UsageError(f"--vpp {vpp} needs a pipeline; give --pp of at least 2")
-    return Layout(
-        tp=changes.tp or stored.tp,
-        pp=pp,
-        vpp=vpp,
-        dp=changes.dp or stored.dp,
-        layer_partition=stored.layer_partition if (pp, vpp) == (stored.pp, stored.vpp) else None,
-    )
+    is_kept = (pp, vpp) == (stored.pp, stored.vpp)
+    sizes = {name: getattr(changes, name) or getattr(stored, name) for name in LAYOUT_FLAGS}
+    sizes |= {"pp": pp, "vpp": vpp}
+    try:
+        return Layout(**sizes, layer_partition=stored.layer_partition if is_kept else None)
+    except ValueError as error:
+        raise UsageError(f"{error}; change --dp, --ep or --etp") from error
 
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
@@ -104,9 +112,15 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
         ffn_hidden_size=arguments["ffn_hidden_size"],
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
         padded_vocab_size=vocab,
-        sequence_parallel=bool(arguments.get("sequence_parallel")) and layout.tp > 1,
+        sequence_parallel=_sequence_parallel(arguments, layout),
         **further_sizes(arguments),
     )
+
+
+def _sequence_parallel(arguments: Mapping[str, Any], layout: Layout) -> bool:
+    """Whether a launch splits activations over the sequence; it does for every mixture."""
+    asked = arguments.get("sequence_parallel") or arguments.get("num_experts")
+    return bool(asked) and layout.tp > 1
 
 
 def batch_problems_of(arguments: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -141,7 +155,7 @@ def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -
     if problems:
         raise Refused(
             f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --pp, --vpp, "
-            "--dp and --vocab change it"
+            "--dp, --ep, --etp and --vocab change it"
         )
     if changes.optimizer not in (None, "none") and found.optimizer == "none":
         raise Refused(
@@ -210,7 +224,10 @@ def common_of(common: Mapping[str, Any], found: Contents, target: Target) -> dic
         if target.optimizer == "plain":
             arguments["overlap_param_gather"] = False
         if (found.dtype, found.optimizer) != (target.dtype, target.optimizer):
-            new["optimizer"] = _optimizer_state(new["optimizer"], arguments, target)
+            state = new["optimizer"]
+            made = [_optimizer_state(part, arguments, target) for part in optimizers_of(state)]
+            is_chain = optimizers_of(state)[0] is not state
+            new["optimizer"] = dict(zip(state, made, strict=True)) if is_chain else made[0]
     else:
         new.pop("optimizer", None)
     if OUR_KEY in new:
@@ -234,7 +251,7 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         **values,
         "overlap_p2p_comm": layout.vpp > 1,
         "world_size": layout.world_size,
-        "sequence_parallel": bool(arguments.get("sequence_parallel")) and layout.tp > 1,
+        "sequence_parallel": _sequence_parallel(arguments, layout),
         "padded_vocab_size": target.vocab,
     }
 
@@ -250,6 +267,12 @@ def _set_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> None:
         arguments["grad_reduce_in_bf16"] = False
 
 
+def _without_emptied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the entries that a mixture leaves behind where its tensors were."""
+    emptied = ("state", "param_state")
+    return {key: value for key, value in state.items() if value or key not in emptied}
+
+
 def _optimizer_state(
     state: Mapping[str, Any], arguments: Mapping[str, Any], target: Target
 ) -> dict[str, Any]:
@@ -262,6 +285,7 @@ def _optimizer_state(
         Refused: the stored shape is none of these.
     """
     inner = state if "param_groups" in state else state.get("optimizer", {})
+    state, inner = _without_emptied(state), _without_emptied(inner)
     known = {"param_groups", "optimizer", "grad_scaler", "param_state_sharding_type"}
     strange = sorted(set(state) - known) or sorted(set(inner) - {"param_groups"})
     if strange or "param_groups" not in inner:
