@@ -435,7 +435,7 @@ def unavailable_groups(
         expert_ranks: ranks that share all experts of a layer, that is expert parallel size times
             tensor parallel size of experts; None for a dense model.
     """
-    partial = set(OF_EXPERTS) if expert_ranks is None else set()
+    partial: set[str] = set(OF_EXPERTS) if expert_ranks is None else set()
     if tp > 1:
         partial.add("router")
     if expert_ranks is not None and expert_ranks % tp:

@@ -19,7 +19,11 @@ from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_che
 from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
 from copus_ext.monitor.values import LINE, text, whole
 from megatron.training.config.layout import Layout
-from megatron.training.model.flops import LatentWidths, training_flops_per_sample
+from megatron.training.model.flops import (
+    ExpertWidths,
+    LatentWidths,
+    training_flops_per_sample,
+)
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
@@ -307,6 +311,7 @@ def _flops_of_a_rank(config: Mapping[str, Any], layout: str, samples_per_s: floa
             gated_mlp=gated,
             latent=LatentWidths.of(config),
             mtp_num_layers=whole(config.get("mtp_num_layers")) or 0,
+            experts=ExpertWidths.of(config),
         )
         return flops * samples_per_s / Layout.from_text(layout).world_size
     except (KeyError, TypeError, ValueError, ArithmeticError):

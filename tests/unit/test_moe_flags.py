@@ -12,7 +12,7 @@ from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
 from megatron.training.config.moe_flags import depends_on_layout, layers_with_experts
 from megatron.training.config.relayout import with_layout
-from tests.helpers.jobs import MOE, TINY
+from tests.helpers.jobs import EIGHT, MOE, TINY, TINY_GPT2
 
 
 def config_of(more: str = "", world_size: int = 4, base: str = MOE) -> Config:
@@ -71,6 +71,10 @@ def test_other_layers_are_refused(text: str) -> None:
         ("--moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
         ("--moe-router-topk 1", "--moe-router-topk 1 with softmax needs --moe-router-pre-softmax"),
         ("--moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid"),
+        (
+            "--moe-shared-expert-intermediate-size 8 --base gpt2",
+            "--moe-shared-expert-intermediate-size 8 needs --disable-bias-linear",
+        ),
         ("--moe-router-num-groups 2", "--moe-router-num-groups and --moe-router-group-topk go"),
         (
             "--moe-router-num-groups 3 --moe-router-group-topk 1",
@@ -98,8 +102,10 @@ def test_other_layers_are_refused(text: str) -> None:
 )
 def test_what_cannot_be_is_refused_by_name(more: str, told: str) -> None:
     flags, _, world = more.partition(" --world ")
+    flags, _, name = flags.partition(" --base ")
+    base = f"{TINY_GPT2} {EIGHT}" if name else MOE
     with pytest.raises(UsageError, match=told):
-        config_of(flags, int(world or 4))
+        config_of(flags, int(world or 4), base)
 
 
 def test_defaults_are_those_of_megatron_lm() -> None:

@@ -116,6 +116,11 @@ def _check_router(draft: Draft) -> None:
         not draft["moe_router_enable_expert_bias"] or is_sigmoid,
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it",
     )
+    shared = draft["moe_shared_expert_intermediate_size"]
+    draft.require(
+        shared is None or not draft["add_bias_linear"],
+        f"--moe-shared-expert-intermediate-size {shared} needs --disable-bias-linear; add it",
+    )
     groups, group_topk = draft["moe_router_num_groups"], draft["moe_router_group_topk"]
     draft.require(
         (groups is None) == (group_topk is None),

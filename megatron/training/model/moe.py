@@ -154,12 +154,14 @@ def mark_experts(chunk: torch.nn.Module) -> None:
 
     megatron-core 0.16.1 does so for expert parallel sizes above 1 only. With 1, and another tensor
     parallel size for experts than for the rest, their gradients would be wrong without an error.
-    And it adds up the second bias of experts over tensor-parallel ranks, which hold other experts.
+    And it takes the second bias of experts for the same on all tensor-parallel ranks, which hold
+    other experts: it would add it up over them, and count it on one of them in the gradient norm.
     """
     for name, param in chunk.named_parameters():
         if ".mlp.experts." in name:
             param.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
             param.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+            param.tensor_model_parallel = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def routers_of(chunks: Sequence[Any]) -> Iterator[tuple[int, BalancedRouter]]:
@@ -258,7 +260,7 @@ class Balance:
         """Gives the routers of this rank the biases of the run."""
         for layer, router in routers_of(chunks) if state.expert_biases else ():
             own = torch.tensor(state.expert_biases[self.layers.index(layer)])
-            router.expert_bias.copy_(own)  # pyright: ignore[reportOptionalMemberAccess]
+            router.expert_bias.copy_(own)  # pyright: ignore[reportAttributeAccessIssue]
 
     def biases_of(self, chunks: Sequence[Any], device: torch.device) -> list[list[float]]:
         """[layers with experts, E] the biases that the routers hold. All ranks of the world."""
@@ -267,7 +269,7 @@ class Balance:
         rows = self._zeros(2, device)
         for layer, router in routers_of(chunks):
             k = self.layers.index(layer)
-            rows[k, 0], rows[k, 1] = router.expert_bias.double(), 1.0  # pyright: ignore[reportOptionalMemberAccess]
+            rows[k, 0], rows[k, 1] = router.expert_bias.double(), 1.0  # pyright: ignore[reportAttributeAccessIssue]
         dist.all_reduce(rows)
         return (rows[:, 0] / rows[:, 1]).tolist()
 
