@@ -127,12 +127,13 @@ def test_llama_style_trains(tmp_path: Path) -> None:
 
 
 def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
-    result = train([*MIXTRAL.split()], tmp_path, 2, launcher="torchrun")
+    flags = [*MIXTRAL.split(), "--moe-latent-size", "64"]
+    result = train(flags, tmp_path, 2, launcher="torchrun")
     assert result.returncode == 1, "torchrun's own code"
     assert re.search(r"exitcode *: 2", result.stderr)
     errors = [line for line in result.stderr.splitlines() if "pretrain_gpt.py: error:" in line]
     assert len(errors) == 1
-    assert "--num-experts 8" in errors[0] and "not supported yet" in errors[0]
+    assert "--moe-latent-size 64" in errors[0] and "not supported" in errors[0]
     assert not (tmp_path / "checkpoints").exists()
 
 
