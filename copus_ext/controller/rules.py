@@ -22,7 +22,7 @@ from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.layout import Layout, batch_problems, further_sizes, layout_problems
-from megatron.training.config.moe_flags import depends_on_layout
+from megatron.training.config.moe_flags import changed_by_batch_or_layout
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -125,10 +125,17 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             "--fp8-format: Transformer Engine's scales cannot follow a change of layout in the "
             "running processes; use --copus-relayout relaunch, or --copus-layouts current"
         )
-    if flags.copus_mode == "act" and (reasons := depends_on_layout(config.flat())):
+    if flags.copus_mode == "act" and (reasons := changed_by_batch_or_layout(config.flat())):
         raise UsageError(
             f"--copus changes micro-batches and layouts, and {reasons[0]}; or use --copus-mode "
             "observe"
+        )
+    if flags.copus_mode == "act" and not (layout := config.layout).experts_see_whole_samples:
+        raise UsageError(
+            f"--copus cannot measure the noise of experts that see parts of samples: make "
+            f"--expert-model-parallel-size {layout.ep} x --expert-tensor-parallel-size "
+            f"{layout.expert_tensor_parallel_size} a multiple of --tensor-model-parallel-size "
+            f"{layout.tp}, or use --copus-mode observe"
         )
     first = first_batch_of(flags, config)
     group = config.parallel.microbatch_group_size_per_vp_stage

@@ -438,7 +438,7 @@ def unavailable_groups(
     partial: set[str] = set(OF_EXPERTS) if expert_ranks is None else set()
     if tp > 1:
         partial.add("router")
-    if expert_ranks is not None and expert_ranks % tp:
+    if expert_ranks is not None and expert_ranks % tp:  # `Layout.experts_see_whole_samples`
         partial.add("experts")
     if tp > 1 and (sequence_parallel or qk_layernorm):
         partial.add("vectors")

@@ -148,6 +148,8 @@ def put_back(job: Job, live: Shards, kept: KeptState) -> None:
         group.update(copy.deepcopy(values))
     kept.random.put_back()
     masters_to_weights(job.optimizer)
+    if job.balance is not None:
+        job.balance.give_biases(job.model.chunks, job.state)
 
 
 @torch.no_grad()

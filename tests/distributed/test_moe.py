@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.worker_moe import (
     BALANCE_CASES,
+    BY_SAMPLE_CASES,
     CORE_CASES,
     LAYOUT_CASES,
     RESUMED,
@@ -23,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return on_ranks("worker_moe", tmp_path_factory.mktemp("moe"), 4, timeout_s=800)
 
 
-def numbers(steps: list[dict[str, Any]], *names: str) -> list[float]:
+def numbers(steps: list[dict[str, Any]]) -> list[float]:
     """Losses, norms of gradient and weights, and loads of all steps in one row."""
     found: list[float] = []
     for step in steps:
@@ -33,7 +34,7 @@ def numbers(steps: list[dict[str, Any]], *names: str) -> list[float]:
 
 
 @pytest.mark.timeout(840)
-@pytest.mark.parametrize(("model", "layout"), LAYOUT_CASES)
+@pytest.mark.parametrize(("model", "layout"), [c for c in LAYOUT_CASES if c[1] != "dp4"])
 def test_numbers_equal_those_of_plain_data_parallelism(runs: Runs, model: str, layout: str) -> None:
     whole, own = runs[f"{model} dp4"], runs[f"{model} {layout}"]
     assert len(own) == 3
@@ -41,12 +42,38 @@ def test_numbers_equal_those_of_plain_data_parallelism(runs: Runs, model: str, l
     assert own[0]["losses"]["lm loss"] == pytest.approx(whole[0]["losses"]["lm loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "layout", "more"), BALANCE_CASES)
+@pytest.mark.parametrize(
+    ("mode", "layout", "more"), [c for c in BALANCE_CASES if c[1:] != ("dp4", "")]
+)
 def test_the_balance_loss_depends_on_no_layout_and_no_cutting(
     runs: Runs, mode: str, layout: str, more: str
 ) -> None:
     whole, own = runs[f"{mode} dp4 "], runs[f"{mode} {layout} {more}"]
     assert numbers(own) == pytest.approx(numbers(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "more"), BY_SAMPLE_CASES[1:])
+def test_losses_of_samples_and_tokens_depend_on_no_layout_and_no_cutting(
+    runs: Runs, layout: str, more: str
+) -> None:
+    whole, own = runs["by sample dp4 "], runs[f"by sample {layout} {more}"]
+    assert numbers(own) == pytest.approx(numbers(whole), rel=1e-5)
+
+
+def test_evaluation_leaves_the_routers_alone(runs: Runs) -> None:
+    assert numbers(runs["evaluated"]) == numbers(runs["bias ep2"])
+
+
+def test_a_first_pass_that_counts_adds_no_loss(runs: Runs) -> None:
+    exact, lagged = (runs[name][0]["losses"] for name in ("further exact", "further ep2"))
+    assert exact["mtp_1 loss"] == pytest.approx(lagged["mtp_1 loss"], rel=1e-6)
+
+
+def test_a_skipped_step_leaves_fractions_and_biases(runs: Runs) -> None:
+    first, second, third, fourth = runs["spoilt"]
+    assert first[0] == [] and second[0]
+    assert third == second, "the second step was skipped"
+    assert fourth[0] != third[0] and fourth[1] != third[1]
 
 
 def test_the_balance_loss_has_a_say(runs: Runs) -> None:

@@ -57,6 +57,7 @@ def state_of_rank(job: Any, observer: Any) -> dict[str, Any]:
     import torch
     from megatron.core import tensor_parallel
 
+    from megatron.training.model.moe import routers_of
     from megatron.training.model.shards import own_shards, parts_of
 
     shards = own_shards(job.model, job.optimizer, job.groups)
@@ -66,7 +67,9 @@ def state_of_rank(job: Any, observer: Any) -> dict[str, Any]:
     weights = [p for chunk in job.model.chunks for p in chunk.parameters()]
     state = job.state.to_json()
     kept_by_callbacks = state.pop("callbacks")
+    routers = [router for _, router in routers_of(job.model.chunks)]
     return {
+        "biases": digest(r.expert_bias for r in routers if r.expert_bias is not None),
         "shards": digest(t for tensors in shards.tensors for t in tensors.values()),
         "weights": digest(weights),
         "random": digest([torch.get_rng_state(), *streams.values()]),

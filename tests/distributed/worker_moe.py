@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ BALANCE_CASES = [
         ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN} {PER_TOKEN}"),
     ]
 ]
+BY_SAMPLE = f"""{MOE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 10
+--moe-z-loss-coeff 1 --clip-grad 0 --global-batch-size 16"""
+BY_SAMPLE_CASES = [
+    ("dp4", ""),
+    ("dp4", "--micro-batch-size 4"),
+    ("ep4", f"--micro-batch-size 2 {PER_TOKEN}"),
+    ("tp2.ep2.etp1", "--micro-batch-size 8"),
+    ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN}"),
+    ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN} {PER_TOKEN}"),
+]
+"""Losses of every sample for itself, and of every token."""
 CORE_CASES = [
     (kind, layout, more)
     for kind in ("aux_loss", "global_aux_loss")
@@ -104,6 +116,8 @@ def main(output: Path) -> Any:
     for mode, layout, more in BALANCE_CASES:
         flags = f"{LAYOUTS[layout]} --moe-balance {mode} --global-batch-size 16 {more}"
         record(f"{mode} {layout} {more}", f"{flags} {SHORT}", HEAVY)
+    for layout, more in BY_SAMPLE_CASES:
+        record(f"by sample {layout} {more}", f"{LAYOUTS[layout]} {more} {SHORT}", BY_SAMPLE)
     for kind, layout, more in CORE_CASES:
         flags = f"{LAYOUTS[layout]} --moe-router-load-balancing-type {kind} {more}"
         record(f"{kind} {layout} {more}", f"{flags} --global-batch-size 16 {SHORT}", HEAVY)
@@ -113,4 +127,43 @@ def main(output: Path) -> Any:
         load = f"--load {output}/saved-{model} --ckpt-step 2 --use-distributed-optimizer"
         for other in ("dp4", layout):
             record(f"{model} {other} resumed", f"{LAYOUTS[other]} {SHORT} {load}", MODELS[model])
-    return results
+    evaluating = f"{LAYOUTS['ep2']} {SHORT} --eval-iters 1 --eval-interval 1"
+    record("evaluated", evaluating, MODELS["bias"])
+    exact = "--moe-balance exact --moe-aux-loss-coeff 0.1"
+    record("further exact", f"{LAYOUTS['ep2']} {SHORT}", f"{MOE} --mtp-num-layers 1 {exact}")
+    spoilt = Spoilt()
+    run(
+        f"{LAYOUTS['ep2']} --train-iters 4".split(),
+        output / "spoilt",
+        [spoilt.callback()],
+        base=f"{MODELS['bias'].partition('--moe-router-load')[0]} --moe-balance lagged "
+        "--moe-aux-loss-coeff 0.1",
+    )
+    return {**results, "spoilt": spoilt.states}
+
+
+class Spoilt:
+    """Puts a gradient that is no number into the second step, and notes fractions and
+    biases at the start of every step."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def callback(self) -> Any:
+        """For a run."""
+        from megatron.training.train.callbacks import Callback, CallbackContext
+
+        states = self.states
+
+        class Spoil(Callback):
+            """See above."""
+
+            def on_train_step_start(self, context: CallbackContext) -> None:
+                state = context.state
+                states.append([state.expert_fractions, state.expert_biases])
+
+            def on_grads_ready(self, context: CallbackContext) -> None:
+                if context.state.iteration == 1:
+                    context.model[0].buffers[0].grad_data.fill_(math.nan)
+
+        return Spoil()

@@ -47,7 +47,7 @@ def router_of(*, seed: int = 1, ranks: int = 1, **more: Any) -> Any:
     groups: Any = SimpleNamespace(tp=group, cp=group, tp_cp=group, tp_dp_cp=group)
     router = BalancedRouter(config, groups)
     router.weight.data.normal_(generator=torch.Generator().manual_seed(seed))
-    router.mean_tokens = float(TOKENS)
+    router.mean_tokens = float(TOKENS * ranks)
     return router.train()
 
 
@@ -139,6 +139,25 @@ def test_half_precision_of_the_model_leaves_the_sums_alone() -> None:
     assert router.sums.dtype == torch.float64
 
 
+def test_the_load_is_counted_without_a_balance_loss() -> None:
+    from megatron.training.model.moe import CHOICES
+
+    router, rows = router_of(), tokens(3)
+    router.config.moe_aux_loss_coeff = 0.0
+    router(rows)
+    assert torch.equal(router.sums[CHOICES], choices(router, rows))
+
+
+def test_biases_stay_in_full_precision_in_a_half_precision_model() -> None:
+    more = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    router = router_of(**more).bfloat16()
+    bias = [0.1234567 * (i + 1) for i in range(EXPERTS)]
+    state = TrainState(expert_biases=[bias])
+    router.set_layer_number(1)
+    balance_of(has_bias=True, layers=(0,), num_experts=EXPERTS).give_biases([router], state)
+    assert router.expert_bias.tolist() == torch.tensor(bias).tolist()
+
+
 def batch_of(numbers: torch.Tensor) -> torch.Tensor:
     return torch.cat([tokens(int(n)) for n in numbers])
 
@@ -176,7 +195,7 @@ def balance_of(mode: str = "lagged", **more: Any) -> Any:
     from megatron.training.model.moe import Balance
 
     plain = {"has_bias": False, "bias_update_rate": 0.1, "samples": 64, "num_experts": 4}
-    return Balance(layers=(0, 2), mode=mode, **{**plain, **more})
+    return Balance(mode=mode, **{"layers": (0, 2), **plain, **more})
 
 
 def sums_of(*rows: list[float]) -> torch.Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.rules import check_run
 from megatron.training.common.errors import UsageError
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.moe_flags import depends_on_layout, layers_with_experts
+from megatron.training.config.moe_flags import changed_by_batch_or_layout, layers_with_experts
 from megatron.training.config.relayout import with_layout
 from tests.helpers.jobs import EIGHT, MOE, TINY, TINY_GPT2
 
@@ -95,6 +98,12 @@ def test_other_layers_are_refused(text: str) -> None:
         ("--moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
         ("--moe-token-dispatcher-type flex", "flex needs a GPU; use alltoall or allgather"),
         ("--fp16", "--num-experts excludes --fp16"),
+        ("--moe-aux-loss-coeff=-0.1", "--moe-aux-loss-coeff -0.1 must not be negative"),
+        (
+            "--moe-layer-recompute --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            "--moe-layer-recompute excludes --recompute-granularity full",
+        ),
         ("--moe-latent-size 8", "--moe-latent-size 8 is refused"),
         ("--moe-use-legacy-grouped-gemm", "--moe-use-legacy-grouped-gemm is refused"),
         ("--moe-something-new", "--moe-something-new is refused"),
@@ -125,6 +134,44 @@ def test_a_dense_model_says_what_has_no_effect() -> None:
         config_of("--expert-model-parallel-size 2", base=TINY)
 
 
+@pytest.mark.parametrize(
+    ("more", "idle"),
+    [
+        ("--moe-shared-expert-gate", "--moe-shared-expert-gate"),
+        ("--moe-token-drop-policy position", "--moe-token-drop-policy"),
+        ("--moe-router-bias-update-rate 0.1", "--moe-router-bias-update-rate"),
+        (
+            "--moe-balance exact --moe-aux-loss-coeff 1 --moe-balance-samples 8",
+            "--moe-balance-samples",
+        ),
+        ("--moe-balance lagged", "--moe-balance"),
+        (
+            "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff",
+        ),
+    ],
+)
+def test_a_flag_that_means_nothing_beside_the_others_is_noted(more: str, idle: str) -> None:
+    notes = config_of(more).runtime.notes
+    assert any(note.startswith(f"no effect of {idle} without") for note in notes), notes
+
+
+def test_the_controller_refuses_experts_that_see_parts_of_samples() -> None:
+    flags = CopusConfig(copus=True)
+    for more, is_fine in (
+        ("--expert-model-parallel-size 2", True),
+        ("", False),
+    ):
+        config = config_of(f"--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 {more}")
+        assert config.layout.experts_see_whole_samples is is_fine
+        if is_fine:
+            check_run(flags, config)
+        else:
+            with pytest.raises(UsageError, match="--expert-tensor-parallel-size 1 a multiple of"):
+                check_run(flags, config)
+            check_run(dataclasses.replace(flags, copus_mode="observe"), config)
+
+
 def test_tensor_parallelism_brings_sequence_parallelism() -> None:
     config = config_of("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1")
     assert config.parallel.sequence_parallel
@@ -140,7 +187,7 @@ def test_tensor_parallelism_brings_sequence_parallelism() -> None:
     [
         ("--moe-aux-loss-coeff 0.1", "--moe-balance megatron"),
         ("--moe-aux-loss-coeff 0.1 --moe-balance lagged", None),
-        ("--moe-aux-loss-coeff 0.1 --moe-balance exact", None),
+        ("--moe-aux-loss-coeff 0.1 --moe-balance exact", "--moe-balance exact"),
         ("", None),
         ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1", None),
         ("--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1", "global_aux"),
@@ -149,8 +196,8 @@ def test_tensor_parallelism_brings_sequence_parallelism() -> None:
         ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps"),
     ],
 )
-def test_what_depends_on_the_layout_is_named(more: str, reason: str | None) -> None:
-    found = depends_on_layout(config_of(more).flat())
+def test_what_batch_or_layout_would_change_is_named(more: str, reason: str | None) -> None:
+    found = changed_by_batch_or_layout(config_of(more).flat())
     assert len(found) == (reason is not None)
     assert reason is None or reason in found[0]
 
@@ -161,8 +208,8 @@ def test_megatron_lm_names_one_loss_without_a_list() -> None:
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.01,
     }
-    assert len(depends_on_layout(arguments)) == 1
-    assert depends_on_layout({**arguments, "moe_aux_loss_coeff": 0.0}) == []
+    assert len(changed_by_batch_or_layout(arguments)) == 1
+    assert changed_by_batch_or_layout({**arguments, "moe_aux_loss_coeff": 0.0}) == []
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,12 @@ class Layout:
         return self.tp * self.dp // (self.ep * self.expert_tensor_parallel_size)
 
     @property
+    def experts_see_whole_samples(self) -> bool:
+        """Whether the ranks that share the experts of a layer hold whole samples between them, as
+        its dense parameters see them. Else no gradient of an expert is one of some samples."""
+        return self.ep * self.expert_tensor_parallel_size % self.tp == 0
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
         """tp, pp, vpp, dp: everything but the experts' sizes and the layer partition."""
         return self.tp, self.pp, self.vpp, self.dp

@@ -69,6 +69,8 @@ class MoeConfig:
     """Which tokens are dropped first: those of low score, or the last."""
     moe_token_dispatcher_type: str = option("allgather", choices=("allgather", "alltoall", "flex"))
     """How rows get to their experts. flex needs a GPU."""
+    moe_flex_dispatcher_backend: str = option("deepep", choices=("deepep", "hybridep"))
+    """Library of --moe-token-dispatcher-type flex."""
     moe_grouped_gemm: bool = option(False)
     """Compute the experts of a rank in one kernel. Needs Transformer Engine."""
     moe_permute_fusion: bool = option(False)

@@ -25,6 +25,7 @@ def derive_moe(draft: Draft) -> None:
             draft.notes.append(f"without --num-experts there is no effect of {', '.join(idle)}")
         draft["num_experts"] = None
         return
+    _note_idle(draft)
     draft.default("moe_ffn_hidden_size", draft["ffn_hidden_size"])
     draft.default("moe_router_dtype", "fp32")
     _derive_layers(draft)
@@ -32,6 +33,11 @@ def derive_moe(draft: Draft) -> None:
     _derive_balance(draft)
     _check_dropping(draft)
     if draft["moe_layer_recompute"]:
+        draft.require(
+            draft["recompute_granularity"] != "full",
+            "--moe-layer-recompute excludes --recompute-granularity full, which computes whole "
+            "layers again; drop one",
+        )
         draft["recompute_granularity"] = "selective"
         modules = draft["recompute_modules"] or ()
         draft["recompute_modules"] = tuple(dict.fromkeys((*modules, "moe")))
@@ -40,6 +46,28 @@ def derive_moe(draft: Draft) -> None:
         not draft["fp16"],
         "--num-experts excludes --fp16, whose scales of experts and the rest may part; use --bf16",
     )
+
+
+_NEEDS = {
+    "moe_shared_expert_gate": "moe_shared_expert_intermediate_size",
+    "moe_token_drop_policy": "moe_expert_capacity_factor",
+    "moe_router_bias_update_rate": "moe_router_enable_expert_bias",
+}
+"""Field -> the one without which it means nothing."""
+
+
+def _note_idle(draft: Draft) -> None:
+    """Notes flags that were given and mean nothing beside the others."""
+    idle = [(name, flag_of(need)) for name, need in _NEEDS.items() if not draft[need]]
+    if draft["moe_balance"] not in (None, "lagged"):
+        idle.append(("moe_balance_samples", "--moe-balance lagged"))
+    if not any(draft["moe_aux_loss_coeff"]):
+        idle.append(("moe_balance", "--moe-aux-loss-coeff"))
+    if draft["moe_router_load_balancing_type"] == ("none",) and any(draft["moe_aux_loss_coeff"]):
+        idle.append(("moe_aux_loss_coeff", "a loss in --moe-router-load-balancing-type"))
+    for name, need in idle:
+        if name in draft.explicit:
+            draft.notes.append(f"no effect of {flag_of(name)} without {need}")
 
 
 def _derive_layers(draft: Draft) -> None:
@@ -144,6 +172,7 @@ def _derive_balance(draft: Draft) -> None:
     if len(weights) == 1 and len(kinds) > 1 and "moe_aux_loss_coeff" not in draft.explicit:
         weights = weights * len(kinds)
         draft["moe_aux_loss_coeff"] = weights
+    draft.require(min(weights) >= 0, f"--moe-aux-loss-coeff {min(weights):g} must not be negative")
     draft.require(
         len(kinds) == len(weights),
         f"--moe-router-load-balancing-type names {len(kinds)} and --moe-aux-loss-coeff "
@@ -188,7 +217,7 @@ def derive_moe_layout(draft: Draft, layout: Layout) -> None:
     draft["expert_tensor_parallel_size"] = layout.etp
     if not draft["num_experts"]:
         return
-    if layout.ep * layout.expert_tensor_parallel_size < layout.tp:
+    if not layout.experts_see_whole_samples:
         draft.notes.append(
             f"experts of {layout} see parts of samples: their gradient noise is not measured"
         )
@@ -220,9 +249,9 @@ def derive_moe_kernels(draft: Draft, environment: Environment) -> None:
     )
 
 
-def depends_on_layout(arguments: Mapping[str, Any]) -> list[str]:
-    """What makes a mixture of experts another one under another layout or micro-batch, so that no
-    controller may change either.
+def changed_by_batch_or_layout(arguments: Mapping[str, Any]) -> list[str]:
+    """What makes a mixture of experts train another loss under another batch, micro-batch or
+    layout, so that no controller may change any of them.
 
     Args:
         arguments: flags by field name, derived; also those of Megatron-LM.
@@ -233,13 +262,15 @@ def depends_on_layout(arguments: Mapping[str, Any]) -> list[str]:
     if not arguments.get("num_experts"):
         return []
     kinds, weights = (
-        value if isinstance(value, (list, tuple)) else [value]
+        list(value) if isinstance(value, (list, tuple)) else [value]
         for value in map(arguments.get, ("moe_router_load_balancing_type", "moe_aux_loss_coeff"))
     )
-    weight = dict(zip(kinds, weights, strict=True))
+    weight = dict(zip(kinds, weights * len(kinds) if len(weights) == 1 else weights))
+    balance = arguments.get("moe_balance") or "megatron"
     found = []
-    if weight.get("aux_loss") and arguments.get("moe_balance") in (None, "megatron"):
-        found.append("--moe-balance megatron counts micro-batches; use --moe-balance lagged")
+    if weight.get("aux_loss") and balance != "lagged":
+        counts = "micro-batches" if balance == "megatron" else "the samples of a batch together"
+        found.append(f"--moe-balance {balance} counts {counts}; use --moe-balance lagged")
     if weight.get("global_aux_loss"):
         found.append(
             "--moe-router-load-balancing-type global_aux_loss is divided by the data parallel "

@@ -43,8 +43,9 @@ class BalancedRouter(TopKRouter):
 
     is_counting = False
     """Whether this forward pass, without gradients, only finds the fractions (`exact`)."""
-    mean_tokens = 1.0
-    """Tokens of an average micro-batch of this step, over all tensor-parallel ranks."""
+    mean_tokens: float | None = None
+    """Tokens of an average micro-batch of this step, over all tensor-parallel ranks; None: of every
+    micro-batch."""
 
     def __init__(self, config: Any, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -57,7 +58,8 @@ class BalancedRouter(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.is_counting:
+        is_trained = self.training and torch.is_grad_enabled()
+        if self.is_counting or (is_trained and not self.is_aux_loss_enabled()):
             rows = logits.reshape(-1, logits.shape[-1])
             chosen, scores = compute_routing_scores_for_aux_loss(
                 rows, self.topk, self.score_function
@@ -84,12 +86,21 @@ class BalancedRouter(TopKRouter):
                 probs, scores_for_aux_loss, routing_map, with_padding_mask
             )
         weight = self.get_aux_loss_coeff("aux_loss") * len(self.fractions)
-        # Of an average micro-batch, not of this one: the last may be smaller and counts as much.
-        means = scores_for_aux_loss.sum(dim=0) / self.mean_tokens
+        means = scores_for_aux_loss.sum(dim=0) / self._tokens(probs)
         loss = weight * (self.fractions.to(means.dtype) * means).sum()
+        return MoEAuxLossAutoScaler.apply(probs, loss * self._weight(probs))
+
+    def _tokens(self, rows: torch.Tensor) -> int:
+        """Of this micro-batch, over all tensor-parallel ranks."""
+        return rows.shape[0] * self.tp_cp_group.size()
+
+    def _weight(self, rows: torch.Tensor) -> float:
+        """Of a loss that is a mean over a micro-batch. megatron-core divides the sum over
+        micro-batches by their number, or per token by all tokens; the last one may be smaller."""
+        tokens = self._tokens(rows)
         if self.calculate_per_token_loss:
-            loss = loss * self.mean_tokens
-        return MoEAuxLossAutoScaler.apply(probs, loss)
+            return tokens
+        return 1.0 if self.mean_tokens is None else tokens / self.mean_tokens
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -97,13 +108,10 @@ class BalancedRouter(TopKRouter):
         aux_loss_coeff: float,
         aux_loss: torch.Tensor,
         *_: Any,
-        **more: Any,
+        **__: Any,
     ) -> torch.Tensor:
-        if self.calculate_per_token_loss:
-            tokens = more.get("valid_token_count")
-            tokens = activation.shape[0] if tokens is None else tokens
-            aux_loss = aux_loss * tokens * self.tp_cp_group.size()
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss)
+        # Not the count that megatron-core gives: of `seq_aux_loss` that is one of a sample.
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * self._weight(activation))
 
     def apply_z_loss(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -111,11 +119,9 @@ class BalancedRouter(TopKRouter):
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not (self.training and torch.is_grad_enabled()):
             return logits
-        ranks = self.tp_cp_group.size()
-        loss = z_loss_func(logits, coefficient / ranks, padding_mask=padding_mask)
-        if self.calculate_per_token_loss:
-            loss = loss * logits.shape[0] * ranks
-        return MoEAuxLossAutoScaler.apply(logits, loss)
+        share = coefficient / self.tp_cp_group.size()
+        loss = z_loss_func(logits, share, padding_mask=padding_mask)
+        return MoEAuxLossAutoScaler.apply(logits, loss * self._weight(logits))
 
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -237,13 +243,21 @@ class Balance:
             samples=moe.moe_balance_samples,
         )
 
-    def prepare(self, chunks: Sequence[Any], state: TrainState, *, mean_tokens: float) -> None:
+    def prepare(
+        self,
+        chunks: Sequence[Any],
+        state: TrainState,
+        *,
+        mean_tokens: float,
+        fractions: list[list[float]] | None = None,
+    ) -> None:
         """Gives the routers of this rank what a step needs, and starts their sums anew.
 
         Args:
             chunks: of the model.
             state: before the step.
             mean_tokens: of an average micro-batch.
+            fractions: [layers with experts, E] of the loss; None: those of the state.
         """
         # A state that was put back has biases of its own.
         self.give_biases(chunks, state)
@@ -252,7 +266,7 @@ class Balance:
             router.mean_tokens = mean_tokens
             if self.mode != "megatron":
                 even = [1.0 / self.num_experts] * self.num_experts
-                known = state.expert_fractions
+                known = fractions or state.expert_fractions
                 own = known[self.layers.index(layer)] if known else even
                 router.fractions = router.sums.new_tensor(own)
 
@@ -260,6 +274,7 @@ class Balance:
         """Gives the routers of this rank the biases of the run."""
         for layer, router in routers_of(chunks) if state.expert_biases else ():
             own = torch.tensor(state.expert_biases[self.layers.index(layer)])
+            router._maintain_float32_expert_bias()  # a half-precision model has cast it
             router.expert_bias.copy_(own)  # pyright: ignore[reportAttributeAccessIssue]
 
     def biases_of(self, chunks: Sequence[Any], device: torch.device) -> list[list[float]]:

@@ -295,7 +295,7 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
         sizes: samples of every micro-batch of a replica.
     """
     chunks, state, seq_length = job.model.chunks, job.state, job.config.batch.seq_length
-    mean_tokens = sum(sizes) / len(sizes) * seq_length
+    mean_tokens, fractions = sum(sizes) / len(sizes) * seq_length, None
     if balance.mode == "exact":
         # A first pass only counts; it draws the random numbers of the second.
         set_counting(chunks, True)
@@ -309,10 +309,11 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
                 forward_only=True,
             )
         set_counting(chunks, False)
-        sums = balance.counted(chunks, job.device.torch_device)
-        state.expert_fractions = balance.fractions_of(sums)
+        # That pass has added losses of further tokens.
+        MTPLossLoggingHelper.tracker.clear()
+        fractions = balance.fractions_of(balance.counted(chunks, job.device.torch_device))
         seed_step(job.config.runtime.seed, state.consumed_samples, job.groups)
-    balance.prepare(chunks, state, mean_tokens=mean_tokens)
+    balance.prepare(chunks, state, mean_tokens=mean_tokens, fractions=fractions)
 
 
 def _count_experts(job: Job, balance: Balance, *, updated: bool) -> ExpertLoad:
