@@ -4,15 +4,25 @@
 # ranks, the batch following the gradient noise scale, saves, goes on with the same run under
 # pipeline parallelism, writes a report, and generates text.
 #
-#   bash scripts/quickstart.sh
+#   bash scripts/quickstart.sh          a dense model
+#   bash scripts/quickstart.sh --moe    a mixture of eight experts, then shared out over the ranks
 #
-#   QUICKSTART_STEPS   length of the run in steps of the first batch, 4 samples (default 720); fewer
-#                      steps where the batch grows
+#   QUICKSTART_STEPS   length of the run in steps of the first batch, 4 samples (default 720, with
+#                      --moe 360); fewer steps where the batch grows
 #   QUICKSTART_DIR     where everything goes     (default runs/quickstart; made anew each time)
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-steps=${QUICKSTART_STEPS:-720}
+case "$*" in
+    "") is_moe= ;;
+    --moe) is_moe=1 ;;
+    *)
+        echo "quickstart: unknown argument $*; give --moe or nothing" >&2
+        exit 2
+        ;;
+esac
+steps=${QUICKSTART_STEPS:-${is_moe:+360}}
+steps=${steps:-720}
 batch=4
 run=${QUICKSTART_DIR:-runs/quickstart}
 run=${run%/}
@@ -52,6 +62,18 @@ flags=(
     --copus --copus-mode act
     --save "$run/checkpoints" --run-dir "$run"
 )
+second=(--pipeline-model-parallel-size 2)
+told="each rank holding half of the layers (pipeline parallelism)"
+if [ -n "$is_moe" ]; then
+    flags+=(
+        --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
+        --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall
+        # Several micro-batches: else one gradient of an expert holds the whole batch.
+        --micro-batch-size 1
+    )
+    second=(--expert-model-parallel-size 2)
+    told="each rank holding half of the experts (expert parallelism)"
+fi
 train() {
     "$python" -m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py \
         "${flags[@]}" "$@" | grep -v '^  [a-z_0-9]* \.\.'
@@ -60,8 +82,8 @@ train() {
 echo "== 2. train on two ranks, each with a copy of the model (data parallelism), and save"
 train --exit-interval $((steps / 6))
 
-echo "== 3. go on with the same run, each rank holding half of the layers (pipeline parallelism)"
-train --pipeline-model-parallel-size 2 --load "$run/checkpoints"
+echo "== 3. go on with the same run, $told"
+train "${second[@]}" --load "$run/checkpoints"
 
 echo "== 4. what happened"
 "$python" - "$run" <<'PY'
@@ -81,6 +103,9 @@ print("validation loss:  ", ", ".join(
     f"{r['losses']['lm loss']:.3f} at step {r['iteration']}" for r in evaluations))
 path = [sizes[0]] + [b for a, b in zip(sizes, sizes[1:]) if a != b]
 print("global batch:     ", " -> ".join(map(str, path)))
+if "max_expert_load" in steps[-1]:
+    loads = [s["max_expert_load"] for s in steps]
+    print(f"busiest expert:    {loads[0]:.2f} times the mean load at first, {loads[-1]:.2f} at last")
 tokens = 128 * sum(r["global_batch_size"] for r in steps)
 seconds = sum(r["elapsed_per_iteration_ms"] for r in steps) / 1000
 print(f"trained:           {len(steps)} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s")

@@ -48,7 +48,8 @@ def only_layouts(s: DecisionInputs) -> bool:
 def unmeasurable_reason(s: DecisionInputs, row: ConfigThroughput) -> str:
     """Why the noise scale that the policy needs cannot be measured in a row; empty if it can."""
     if row.is_blind and policies.needs_noise(s.rules.policy):
-        return "the noise scale cannot be seen in one micro-batch on one replica"
+        of_what = "replica" if row.layout.dp == 1 else "copy of the experts"
+        return f"the noise scale cannot be seen in one micro-batch on one {of_what}"
     return ""
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from copus_ext.gns.observer import NoiseScale
 from copus_ext.goodput.state import ControllerState
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import Layout
+from megatron.training.config.layout import LAYOUT_KEYS, Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,10 @@ class ConfigThroughput:
             TypeError, KeyError, ValueError: a record of another form.
         """
         values = dict(data)
-        sizes = ("tp", "pp", "vpp", "dp", "cut")
-        layout = Layout.from_json({n: values.pop(n) for n in sizes if values.get(n) is not None})
+        sizes = {name: values.pop(name) for name in LAYOUT_KEYS if name in values}
+        layout = Layout.from_json({name: n for name, n in sizes.items() if n is not None})
         known = ("micro_batch_size", "global_batch_size", *_OPTIONS)
         options = {name: values.pop(name) for name in known if name in values}
-        values.pop("cut", None)
         return cls(configuration=Configuration(layout=layout, **options), **values)
 
 

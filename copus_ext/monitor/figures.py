@@ -197,6 +197,32 @@ def _changes(series: _Series, mean: Column) -> Figure:
     )
 
 
+def experts_figure(runs: Sequence[RunHistory]) -> Figure | None:
+    """How evenly tokens were shared out over experts; None if no run has any."""
+    data: list[Figure] = []
+    for series in _all_series(runs):
+        steps = [s for s in series.run.steps if s.expert_load is not None]
+        load, balance = [s.expert_load for s in steps], [s.balance_loss for s in steps]
+        chosen = downsample([load, balance], series.most // 2)
+        data += [
+            series.line("busiest expert over the mean", chosen, load, of=steps),
+            series.line("balance loss", chosen, balance, of=steps, color=1),
+        ] * bool(steps)
+    if not data:
+        return None
+    return {
+        "id": "experts",
+        "title": "Load of experts",
+        "caption": "Tokens of the busiest expert over the mean, in the layer where that is "
+        "largest, and the balance loss with coefficient 1, a mean over layers. Both are 1 where "
+        "every expert gets as many tokens.",
+        "height": 320,
+        "axis": True,
+        "data": data,
+        "layout": {"yaxis": {"title": {"text": "over the mean"}}},
+    }
+
+
 def course_figure(runs: Sequence[RunHistory]) -> Figure:
     """Batch, layout, learning rate and throughput."""
     data: list[Figure] = []

@@ -72,6 +72,7 @@ class ReportData:
             figures.loss_figure(runs),
             figures.course_figure(runs),
             figures.noise_figure(runs),
+            figures.experts_figure(runs),
             figures.pauses_figure(runs),
             figures.prediction_figure(runs),
         ]
@@ -81,7 +82,7 @@ class ReportData:
             "made_t": t,
             "reload_s": None if is_over else reload_s,
             "runs": [_about(run) for run in runs],
-            "figures": drawn,
+            "figures": [figure for figure in drawn if figure is not None],
             "landscapes": [self._landscapes_of(i, run, before) for i, run in enumerate(runs)],
             "changed": list(summary.CHANGED),
             "changes": summary.changes(runs),

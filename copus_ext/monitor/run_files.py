@@ -62,6 +62,10 @@ class Step(NamedTuple):
     """95 % interval, samples; no upper end while it is unbounded."""
     train_iterations: int | None
     """Steps of the whole run, as estimated at this one."""
+    expert_load: float | None = None
+    """Tokens of the busiest expert over the mean; None in a dense model."""
+    balance_loss: float | None = None
+    """Loss of the load of experts with coefficient 1; 1 is an even load."""
 
     @property
     def finite_loss(self) -> float | None:
@@ -345,6 +349,8 @@ def _step(record: dict[str, Any], launch: str) -> Step | None:
         low=number(known.get("low_samples")),
         high=number(known.get("high_samples")),
         train_iterations=whole(record.get("train_iterations")),
+        expert_load=number(record.get("max_expert_load")),
+        balance_loss=number(table(record.get("losses")).get("load_balancing_loss")),
     )
 
 

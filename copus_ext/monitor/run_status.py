@@ -103,6 +103,8 @@ class RunStatus:
     valid_iteration: int | None
     learning_rate: float | None
     grad_norm: float | None
+    expert_load: float | None
+    """Tokens of the busiest expert over the mean; None in a dense model."""
     skipped: int
     """Of the last hundred steps, those that left the weights unchanged."""
     step_s: float | None
@@ -175,6 +177,7 @@ def status_of(reader: RunReader, *, t: float | None = None) -> RunStatus:
         valid_iteration=valid and valid.iteration,
         learning_rate=last and last.rate,
         grad_norm=last and last.grad_norm,
+        expert_load=last and last.expert_load,
         skipped=sum(not step.updated for step in steps),
         global_batch_size=last and last.batch,
         micro_batch_size=last and last.micro,

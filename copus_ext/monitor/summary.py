@@ -57,6 +57,7 @@ def facts(run: RunHistory) -> list[list[str]]:
         ["Samples", _share(last.samples, c.get("train_samples")) if last else ""],
         ["Tokens", amount(_tokens(run))],
         ["Loss", _losses(run)],
+        ["Experts", _experts(run)],
         ["Model", model(c)],
         ["Layout", " then ".join(_short([x.layout for x in run.layouts])) or "-"],
         ["Batch", " then ".join(_short(_batches(run))) or "-"],
@@ -133,6 +134,14 @@ def _losses(run: RunHistory) -> str:
     if evaluated is not None:
         parts.append(f"{evaluated:.4f} at the last validation")
     return ", ".join(parts)
+
+
+def _experts(run: RunHistory) -> str:
+    loads = [s.expert_load for s in run.steps[-WINDOW_STEPS:] if s.expert_load is not None]
+    if not loads:
+        return ""
+    mean = sum(loads) / len(loads)
+    return f"the busiest has {mean:.2f} times the mean load over the last {WINDOW_STEPS} steps"
 
 
 def _evaluated(run: RunHistory) -> float | None:

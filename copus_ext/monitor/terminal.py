@@ -69,6 +69,8 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     if status.global_batch_size is not None:
         sizes = _sizes(status.global_batch_size, status.micro_batch_size)
         yield "now", f"{sizes} on {status.layout or 'an unknown layout'}"
+    if status.expert_load is not None:
+        yield "experts", f"the busiest has {status.expert_load:.2f} times the mean load"
     if status.noise is not None:
         yield "noise scale", _noise(status)
     if status.controller is not None:

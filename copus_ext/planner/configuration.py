@@ -50,8 +50,10 @@ class Configuration:
 
     @property
     def is_blind(self) -> bool:
-        """Whether the noise scale cannot be measured: one micro-batch on one replica."""
-        return self.layout.dp == 1 and self.num_microbatches == 1
+        """Whether the noise scale cannot be measured: one micro-batch on one replica, or all of
+        it through one copy of each expert. (Experts of a dense model are as many as its
+        replicas.)"""
+        return self.layout.expert_data_parallel_size == 1 and self.num_microbatches == 1
 
     def to_flags(self) -> list[str]:
         """Megatron's flags."""

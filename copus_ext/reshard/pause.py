@@ -25,21 +25,21 @@ from megatron.training.distributed.sharding import Record
 
 MOST_COUNTED = 128
 """Above so many ranks all of the state is taken to move: a layout takes 0.2 s to lay out there."""
-_AXES = 3
-"""Most axes of a tensor: layers, rows, columns."""
+_AXES = 4
+"""Most axes of a tensor: layers, experts, rows, columns."""
 
 
 class _Held(NamedTuple):
-    """The rectangles that ranks hold, in the order of their tensors and layers."""
+    """The rectangles that ranks hold, in the order of their tensors, layers and experts."""
 
     place: Any
-    """[n] number of the tensor and layer."""
+    """[n] number of the tensor, layer and expert."""
     rank: Any
     """[n] whose it is."""
     lo: Any
-    """[n, 3] first indices."""
+    """[n, 4] first indices."""
     hi: Any
-    """[n, 3] one past the last."""
+    """[n, 4] one past the last."""
 
     @property
     def numel(self) -> Any:
@@ -62,7 +62,7 @@ class PausePredictor:
 
     def __init__(self, shape: ModelShape, machine: Machine) -> None:
         self.shape, self.machine = shape, machine
-        self._places: dict[tuple[str, int], int] = {}
+        self._places: dict[tuple[str, tuple[int, ...]], int] = {}
         self._held: dict[Layout, _Held] = {}
         self._moved: dict[tuple[Layout, Layout], MovedBytes] = {}
 
@@ -137,14 +137,19 @@ class PausePredictor:
             self._held[layout] = self._table(all_of_layout(self.shape, layout))
         return self._held[layout]
 
+    def _is_stacked(self, key: str) -> bool:
+        """Whether a tensor holds a vector of every layer."""
+        experts = self.shape.experts
+        return key.startswith("decoder.layers.") and not (experts and experts.is_mixed)
+
     def _table(self, records: list[list[Record]]) -> _Held:
         places, ranks, lows, highs = [], [], [], []
         for rank, own in enumerate(records):
             for r in own:
-                # A tensor with an axis of layers has one layer in each rectangle.
-                assert len(r.lo) < _AXES or r.hi[0] - r.lo[0] == 1, r
-                layer = r.lo[0] if len(r.lo) == _AXES or r.key.startswith("decoder.layers") else 0
-                place = self._places.setdefault((r.key, layer), len(self._places))
+                # Rectangles are of one layer and one expert.
+                lead = max(len(r.lo) - 2, int(len(r.lo) == 2 and self._is_stacked(r.key)))
+                assert all(b - a == 1 for a, b in zip(r.lo[:lead], r.hi[:lead])), r
+                place = self._places.setdefault((r.key, r.lo[:lead]), len(self._places))
                 places.append(place)
                 ranks.append(rank)
                 lows.append((0,) * (_AXES - len(r.lo)) + r.lo)

@@ -71,6 +71,7 @@ EXPERTS = [
     (2, 2, 1, "moe", f"{SHARDED} {EP2} {ALONE} --use-tp-pp-dp-mapping"),
     (1, 2, 2, "moe", f"{BUCKETS} {EP2} {SHARED_EXPERT} --moe-layer-freq 2 --add-qkv-bias"),
     (1, 4, 1, "moe", f"{SHARDED} --moe-layer-freq [0,1,0,1]"),
+    (1, 2, 1, "moe", f"{BUCKETS} {EP2} --mtp-num-layers 1"),
 ]
 THREE_RANKS = [
     (1, 1, 1, "llama", f"{SHARDED} --global-batch-size 6"),

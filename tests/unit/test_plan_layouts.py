@@ -3,6 +3,7 @@ least cost, and evenly."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections import defaultdict
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.reshard.model_shape import ModelShape
+from copus_ext.reshard.model_shape import ExpertShape, ModelShape, check
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.plan import BYTES_PER_ELEMENT, TransferOp, make_plan
 from megatron.training.config.layout import Layout
@@ -25,11 +26,44 @@ pytestmark = pytest.mark.timeout(60 + EXAMPLES)
 
 
 @st.composite
+def expert_shapes(draw: st.DrawFn, num_layers: int) -> ExpertShape:
+    """Experts in all layers, or in some."""
+    some = [1] * num_layers
+    some[draw(st.integers(0, num_layers - 1))] = draw(st.integers(0, 1))
+    return ExpertShape(
+        layers=tuple(some),
+        num_experts=draw(st.sampled_from([4, 6])),
+        moe_ffn_hidden_size=12 * draw(st.integers(1, 2)),
+        shared_width=24 * draw(st.integers(0, 1)),
+        shared_gate=draw(st.booleans()),
+        is_grouped=draw(st.booleans()),
+    )
+
+
+def layouts_of(shape: ModelShape, world: int) -> list[Layout]:
+    """Those that the model can have; with experts only some of their sizes."""
+    found = []
+    for tp, pp, vpp in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6, 12), (1, 2)):
+        if world % (tp * pp) or shape.num_layers % (pp * vpp) or (pp == 1 and vpp > 1):
+            continue
+        dp = world // (tp * pp)
+        sizes = itertools.product((1, 2, 3, 4), (1, 2, tp)) if shape.experts else [(1, tp)]
+        for ep, etp in sizes:
+            if tp * dp % (ep * etp) == 0:
+                layout = Layout(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=dp)
+                with contextlib.suppress(ValueError):
+                    check(shape, layout)
+                    found.append(layout)
+    return found
+
+
+@st.composite
 def changes(draw: st.DrawFn) -> tuple[ModelShape, Layout, Layout]:
     """A model and two layouts of the same ranks that it can have."""
-    world = draw(st.sampled_from(WORLDS))
+    world, num_layers = draw(st.sampled_from(WORLDS)), draw(st.sampled_from([4, 8, 12]))
     shape = ModelShape(
-        num_layers=draw(st.sampled_from([4, 8, 12])),
+        num_layers=num_layers,
+        experts=draw(st.none() | expert_shapes(num_layers)),
         hidden_size=draw(st.integers(1, 40)),
         ffn_hidden_size=24 * draw(st.integers(1, 3)),
         num_attention_heads=24,
@@ -46,11 +80,7 @@ def changes(draw: st.DrawFn) -> tuple[ModelShape, Layout, Layout]:
         ddp_bucket_size=draw(st.none() | st.integers(100, 5000)),
         use_tp_pp_dp_mapping=draw(st.booleans()),
     )
-    legal = [
-        Layout(tp=tp, pp=pp, vpp=vpp, dp=world // (tp * pp))
-        for tp, pp, vpp in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 6, 12), (1, 2))
-        if world % (tp * pp) == 0 and shape.num_layers % (pp * vpp) == 0 and (pp > 1 or vpp == 1)
-    ]
+    legal = layouts_of(shape, world)
     return shape, draw(st.sampled_from(legal)), draw(st.sampled_from(legal))
 
 

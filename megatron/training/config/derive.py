@@ -537,7 +537,8 @@ def _derive_rest(draft: Draft, environment: Environment) -> None:
         )
     every, keep = draft["save_interval"], draft["save_retain_interval"]
     draft.require(
-        keep is None or (every is not None and keep % every == 0),
-        f"--save-retain-interval {keep} must be a multiple of --save-interval {every}; change one",
+        keep is None or (every is not None and 0 in (keep % every, every % keep)),
+        f"--save-retain-interval {keep} must be a multiple of --save-interval {every} or divide "
+        "it; change one",
     )
     draft.default("run_dir", draft["save"] or draft["tensorboard_dir"])

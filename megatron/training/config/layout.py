@@ -12,6 +12,8 @@ from typing import Any
 from megatron.training.common.errors import UsageError
 
 _SIZES = ("tp", "pp", "vpp", "dp")
+LAYOUT_KEYS = (*_SIZES, "ep", "etp", "cut")
+"""Keys of `Layout.to_json`."""
 _TEXT = re.compile(
     r"tp(?P<tp>\d+)\.pp(?P<pp>\d+)(?:\.vpp(?P<vpp>\d+))?(?:\.ep(?P<ep>\d+))?(?:\.etp(?P<etp>\d+))?"
     r"\.dp(?P<dp>\d+)(?:\.cut(?P<cut>[\dx-]+))?"
@@ -170,11 +172,10 @@ class Layout:
         Raises:
             ValueError: an unknown key or an illegal size.
         """
-        sizes_known = (*_SIZES, "ep", "etp")
-        unknown = sorted(set(data) - {*sizes_known, "cut"})
+        unknown = sorted(set(data) - set(LAYOUT_KEYS))
         if unknown:
             raise ValueError(f"unknown layout keys: {', '.join(unknown)}")
-        sizes = {name: data[name] for name in sizes_known if name in data}
+        sizes = {name: data[name] for name in LAYOUT_KEYS[:-1] if name in data}
         return cls(**sizes, layer_partition=data.get("cut"))
 
     @classmethod
