@@ -3,7 +3,8 @@
 A step is a sum of parts (`copus_ext.cost_model.step.PARTS`), and ln(measured / predicted) is
 
 - what independent factors of the parts make of it: computation, bubble, tensor-parallel
-  collectives and what goes to experts and back, pipeline messages, gradients, optimizer; and a constant time of every step;
+  collectives and what goes to experts and back, pipeline messages, gradients, optimizer; and a
+  constant time of every step;
 - a factor that all configurations share, one for the tensor size and one for the pipeline size;
 - one for the pair of the two, which changes slowly with the micro-batch;
 - one for each configuration, and one for how it grows with its micro-batches;

@@ -325,6 +325,15 @@ class ModelSpec:
                     f"the cost model does not know {flag}; describe a model of like size without it"
                 )
 
+    def check_dense(self, what: str) -> None:
+        """Refuses a mixture of experts.
+
+        Raises:
+            SpecError: naming what does not know such models.
+        """
+        if self.num_experts is not None:
+            raise SpecError(f"{what} does not know mixtures of experts yet; use a plain search")
+
     def row_fields(self, tp: Any) -> dict[str, Any]:
         """The model's fields of `Rows` under some tensor sizes.
 

@@ -161,7 +161,7 @@ def test_flags_of_before_that_do_not_go_together(
 @pytest.mark.parametrize(
     ("data", "code", "words"),
     [
-        ({"model_type": "llama", "num_local_experts": 8}, 5, "num_local_experts=8: mixture of"),
+        ({"model_type": "llama", "num_local_experts": 8}, 5, "num_local_experts=8: experts of"),
         ({"model_type": "mamba"}, 5, "model_type 'mamba' is not known"),
         ([], 5, "config.json"),
         ({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}, 5, "vocab_size is"),
