@@ -112,8 +112,9 @@ class EndOfStep:
     def full_s(self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any]) -> Any:
         """Seconds of the reduction, hidden or not; arguments as of `seconds`."""
         full = self.passes * ring(self.gradient_bytes)
-        if self.routed is not None:
-            full = full + self.passes * routed_ring(self.routed.gradient_bytes)
+        if (r := self.routed) is not None:
+            more = self.passes * routed_ring(r.gradient_bytes)
+            full = full + np.where(r.gradient_bytes > 0, more, 0.0)
         return full
 
     def seconds(

@@ -399,7 +399,9 @@ def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
     Returns:
         [n] bool.
     """
-    lines = _numbered(points, measured, SIZES)
+    has_experts = any((x.ep != 1).any() or (x.etp != x.tp).any() for x in (points, measured))
+    names = tuple(n for n in SIZES if has_experts or n not in ("ep", "etp"))
+    lines = _numbered(points, measured, names)
     own, known = lines[: len(points)], lines[len(points) :]
     key = np.stack([own, points.asked_batch_size], axis=1)
     _, group = np.unique(key, axis=0, return_inverse=True)
