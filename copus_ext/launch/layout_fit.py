@@ -236,7 +236,16 @@ def _divisors(number: int) -> list[int]:
 
 
 def _layout_of(stored: Mapping[str, Any]) -> Layout:
-    return Layout.of_arguments(stored)
+    tp, pp, dp = (stored[name] for name in _SIZES)
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=stored.get("virtual_pipeline_model_parallel_size") or 1,
+        ep=stored.get("expert_model_parallel_size") or 1,
+        etp=stored.get("expert_tensor_parallel_size"),
+        dp=dp,
+        layer_partition=stored.get("layers_of_chunks"),
+    )
 
 
 def _number(flags: Sequence[str], name: str) -> int | None:

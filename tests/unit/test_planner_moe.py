@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.cost_model import experts
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.memory import (
@@ -24,6 +27,8 @@ from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.rows import concatenate
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.cost_model.step import PARTS, least_step_s, step_time
+from copus_ext.launch.layout_fit import LayoutFit, layouts_for
+from copus_ext.monitor import journal, run_status
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.plan import Ranked, Rejected
 from copus_ext.planner.profile import Timing
@@ -39,7 +44,11 @@ from copus_ext.planner.space import (
 )
 from copus_ext.reshard.model_shape import shape_of_spec
 from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.relaunch import Request, merged
+from megatron.training.checkpoint.resume import merge_resume_config
+from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout, expert_problems
+from tests.helpers.jobs import MOE
 
 MODEL, CLUSTER = PRESETS["mixtral-8x7b"], preset("h100-80g:32")
 SHARED = ModelSpec(
@@ -365,3 +374,92 @@ def test_partition_and_placement_refuse_mixtures(tmp_path: Path) -> None:
     ):
         with pytest.raises(SpecError, match="does not know mixtures of experts"):
             refuse()
+
+
+def config(more: str = "", ranks: int = 4) -> Any:
+    """A resolved mixture with a vocabulary, as a run holds it."""
+    words = shlex.split(f"{MOE} --moe-token-dispatcher-type allgather --train-iters 1 {more}")
+    found = resolve(parse_args(words), ranks)
+    return merge_resume_config(found, None, vocab_size=128)
+
+
+def layouts_of(run: Any, flags: CopusConfig, measured: Any = lambda c: None) -> dict[Layout, Any]:
+    """The layouts that a run may choose, with the rows of each."""
+    table = ThroughputTable(run, flags, gpu=None)
+    assert not table.note
+    batch = run.batch.global_batch_size
+    rows, at = table.rows([batch], micro_batch_size=1, global_batch_size=batch, measured=measured)
+    assert rows[at].layout == run.layout
+    found: dict[Layout, Any] = {}
+    for row in rows:
+        found.setdefault(row.layout, []).append(row)
+    return found
+
+
+def test_the_controller_is_offered_layouts_in_which_experts_see_whole_samples() -> None:
+    run = config("--expert-model-parallel-size 2")
+    every = layouts_of(run, CopusConfig(copus=True, copus_layouts="all"))
+    assert all(x.ep * x.expert_tensor_parallel_size % x.tp == 0 for x in every)
+    names = {str(x) for x in every}
+    assert {"tp1.pp1.dp4", "tp1.pp1.ep4.dp4", "tp2.pp1.ep2.etp1.dp2", "tp2.pp1.ep2.dp2"} <= names
+    assert "tp2.pp1.etp1.dp2" not in names
+    current = layouts_of(run, CopusConfig(copus=True, copus_layouts="current"))
+    assert set(current) == {run.layout}
+
+
+def test_measured_times_belong_to_their_sizes_of_experts() -> None:
+    run = config("--expert-model-parallel-size 2")
+
+    def measured(c: Configuration) -> Any:
+        return (0.5, 0.001, 20) if c.layout == run.layout and c.micro_batch_size == 1 else None
+
+    found = layouts_of(run, CopusConfig(copus=True, copus_layouts="all"), measured)
+    own = {row.source for row in found[run.layout] if row.micro_batch_size == 1}
+    others = {row.source for x, rows in found.items() if x != run.layout for row in rows}
+    assert own == {"measured"} and others == {"corrected"}
+
+
+def test_stages_of_the_flags_go_with_their_sizes_of_experts_alone() -> None:
+    run = config(
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL "
+        "--expert-model-parallel-size 2"
+    )
+    assert run.layout == Layout(pp=2, dp=2, ep=2, layer_partition=(1, 3))
+    found = layouts_of(run, CopusConfig(copus=True, copus_layouts="all"))
+    cut = {str(x) for x in found if x.layer_partition}
+    assert cut == {str(run.layout)}
+    assert Layout(pp=2, dp=2) in found and Layout(pp=2, dp=2, ep=2) not in found
+
+
+def test_a_relaunch_starts_with_the_sizes_of_experts() -> None:
+    argv = [*shlex.split(MOE), "--expert-model-parallel-size", "4", "--train-iters", "1"]
+    argv += ["--expert-tensor-parallel-size=1"]
+    for text in ("tp2.pp1.ep2.etp1.dp2", "tp2.pp1.dp2", "tp1.pp2.ep2.dp2"):
+        wanted = Request(
+            launch="a", kind="relayout", iteration=0, consumed_samples=0, reason="",
+            layout=Layout.from_text(text),
+        )  # fmt: skip
+        assert resolve(parse_args(merged(argv, wanted)), 4).layout == wanted.layout
+
+
+def test_fewer_ranks_keep_the_sizes_of_experts_where_they_can() -> None:
+    prefer = Layout(tp=2, ep=4, etp=1, dp=4)
+    found = list(layouts_for(4, prefer))
+    assert found[0] == Layout(tp=2, ep=4, etp=1, dp=2) and len(set(found)) == len(found)
+    assert found[1] == Layout(tp=2, ep=2, etp=1, dp=2)
+    assert {x.ep for x in layouts_for(3, prefer)} == {1}
+    flags = f"{MOE} --train-iters 1 --expert-model-parallel-size 3"
+    fit = LayoutFit(shlex.split(flags), stored=lambda _: {})
+    flags, line = fit.first_flags(4)
+    assert resolve(parse_args(flags), 4).layout.ep == 1 and "ep" not in line.split(":")[0]
+
+
+def test_the_record_of_a_run_tells_the_sizes_of_experts() -> None:
+    run = config("--expert-model-parallel-size 2 --tensor-model-parallel-size 2")
+    flat = json.loads(json.dumps(run.flat()))
+    assert run_status._layout_of_flags(flat) == str(run.layout) == "tp2.pp1.ep2.dp2"
+    flops = run_status._flops_of_a_rank(flat, str(run.layout), 4.0)
+    dense = run_status._flops_of_a_rank({**flat, "num_experts": None}, str(run.layout), 4.0)
+    assert flops is not None and dense is not None and flops < dense
+    row = {**run.layout.to_json(), "global_batch_size": 8, "micro_batch_size": 1}
+    assert journal.sizes_of(row).layout == str(run.layout)
