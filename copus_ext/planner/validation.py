@@ -269,7 +269,12 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
         limit = runs[at[0]].cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
         rows = _rows([runs[i] for i in at])
         peak, doubt = peaks(rows, context_bytes=CONTEXT_BYTES, correction=correction)
-        fits[at] = peak * np.exp(Z_SURE * doubt) <= limit
+        # A candidate has room for experts of uneven load.
+        most, sd = peak, doubt
+        if rows.experts is not None:
+            uneven = rows.unevenly_loaded()
+            most, sd = peaks(uneven, context_bytes=CONTEXT_BYTES, correction=correction)
+        fits[at] = most * np.exp(Z_SURE * sd) <= limit
         likely[at] = fit_probability(peak, limit, doubt)
     return fits, likely
 
