@@ -25,8 +25,8 @@ ROUTER_LAUNCHES = 20
 """Kernels that choose experts, and move rows to them and back, in one direction."""
 _MESSAGE_S = 2e-6
 """Seconds to start each further message of an all-to-all on GPUs; one of gloo follows the other."""
-_ROUTED = 9.0
-"""Bytes of a token and expert that the router keeps: logit and score in fp32, and the choice."""
+_SCORE = 4.0
+"""Bytes of a score of the router, in fp32."""
 
 
 def experts_of(rows: Rows) -> ExpertRows:
@@ -64,15 +64,24 @@ def router_parameters(rows: Rows) -> Any:
 
 
 def saved_bytes(rows: Rows) -> Any:
-    """Bytes that the routed experts of a layer keep of a micro-batch for the backward pass, on the
-    busiest rank. The input of the layer is counted elsewhere."""
-    x, gated = experts_of(rows), rows.mlp_matrices == 3
+    """Bytes that router and experts of a layer keep of a micro-batch for the backward pass, on the
+    busiest rank, besides those of the MLP of the shared expert. The input of the layer is counted
+    elsewhere.
+
+    In plain torch what autograd saves, byte for byte (`tests/distributed/test_activations.py`).
+    """
+    x, gated, tokens = experts_of(rows), rows.mlp_matrices == 3, tokens_of_rank(rows)
     # Plain torch keeps what an activation and the scores multiply, Transformer Engine their input.
     plain = np.where(gated, 6.0, 3.0)
     columns = np.where(rows.plain_torch, plain, np.where(gated, 3.0, 2.0))
     columns = columns * x.moe_ffn_hidden_size / x.etp
-    kept = x.busiest * rows_of_rank(rows) * (2.0 * rows.hidden_size + columns)
-    return kept * rows.element_bytes + _ROUTED * tokens_of_rank(rows) * x.num_experts
+    each = rows.element_bytes * (rows.hidden_size + columns) + _SCORE
+    # Scores of all experts, and which were chosen; then the scores of the chosen ones.
+    copies = np.where(x.uses_allgather, x.etp, 1)
+    routed = (_SCORE + 1.0) * copies * x.num_experts + _SCORE * x.moe_router_topk
+    shared = x.moe_shared_expert_gate & (x.moe_shared_expert_intermediate_size > 0)
+    gate = np.where(shared, rows.element_bytes * rows.hidden_size + _SCORE, 0.0)
+    return x.busiest * rows_of_rank(rows) * each + tokens * (routed + gate)
 
 
 def working_bytes(rows: Rows) -> Any:
