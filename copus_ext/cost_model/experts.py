@@ -145,10 +145,11 @@ def _alltoall_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     """All-to-all over the ranks of other experts, and collectives over those that share one."""
     x, width = experts_of(rows), rows.element_bytes * rows.hidden_size
     count = x.busiest * tokens_of_rank(rows) * x.moe_router_topk
-    way = alltoall_s(rows, c, count * (width + 4.0))
+    # Rows go there and back; their scores go there forward, and their gradients back.
+    way = 2.0 * alltoall_s(rows, c, count * width) + alltoall_s(rows, c, count * _SCORE)
     half = collective_s(rows, c, count * x.etp * width, x.etp)
     # gloo reduces everything and keeps a part: a reduce-scatter counts twice.
-    both = 2.0 * way + np.where(rows.on_cpu, 3.0, 2.0) * half
+    both = way + np.where(rows.on_cpu, 3.0, 2.0) * half
     # How many rows come from whom is gathered first, and the host waits for the answer.
     counts = np.where((x.ep > 1) | (x.etp > 1), c.tp_latency_s, 0.0)
     return both + counts, both

@@ -207,7 +207,7 @@ class Rows:
     def _each(self, change: Callable[[Any], Any]) -> Rows:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         experts = values.pop("experts")
-        changed = {name: change(value) for name, value in values.items()}
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items()}
         if experts is not None:
             of = {f.name: getattr(experts, f.name) for f in fields(experts)}
             some = {n: None if value is None else change(value) for n, value in of.items()}
@@ -246,7 +246,7 @@ def concatenate(parts: list[Rows]) -> Rows:
         parts = [part.change(experts=part.experts or _NO_EXPERTS) for part in parts]
     full = [part.full() for part in parts]
     names = [f.name for f in fields(Rows) if f.name != "experts"]
-    values = {n: np.concatenate([getattr(p, n) for p in full]) for n in names}
+    values: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in full]) for n in names}
     experts = [p.experts for p in full if p.experts is not None]
     if not experts:
         return Rows(**values)

@@ -140,8 +140,9 @@ class Points:
 
     def configuration(self, i: int) -> Configuration:
         """One point as a value."""
+        sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in LAYOUT}
         return Configuration(
-            layout=Layout(**{name: int(getattr(self, name)[i]) for name in LAYOUT}),
+            layout=Layout(**sizes),
             micro_batch_size=int(self.micro_batch_size[i]),
             global_batch_size=int(self.global_batch_size[i]),
             recompute=RECOMPUTE[int(self.recompute[i])],

@@ -163,6 +163,7 @@ def test_parts_add_up_and_a_step_takes_at_least_its_bound() -> None:
     assert sum(times.parts.values()) == pytest.approx(times.step_s)
     assert min(float(part.min()) for part in times.parts.values()) >= 0
     assert (least_step_s(rows, c) <= times.step_s * (1 + 1e-9)).all()
+    assert rows.experts is not None
     alone = rows.experts.ep * rows.experts.etp == 1
     assert (times.parts["ep"][alone] == 0).all() and (times.parts["ep"][~alone] > 0).all()
     some = np.arange(0, len(rows), 97)
