@@ -163,7 +163,8 @@ class Steps:
         nothing = np.zeros(len(whole))
         known = {name: parts.get(name, nothing) for name in _FACTORS_OF}
         # Rows that go to experts share the factor of the other collectives within layers.
-        known["tp"] = known["tp"] + parts.get("ep", 0.0)
+        if "ep" in parts:
+            known["tp"] = known["tp"] + parts["ep"]
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
         share = np.minimum(launch_s / work, 1.0)
         columns = [np.broadcast_to(column, len(whole)) for column in known.values()]
