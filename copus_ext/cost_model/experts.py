@@ -166,9 +166,10 @@ def _allgather_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
 
 
 def alltoall_bytes(rows: Rows) -> Any:
-    """Bytes that the mean rank sends to other ranks in one all-to-all of a layer."""
+    """Bytes that the mean rank sends to other ranks in the all-to-alls of a layer and micro-batch,
+    forward and backward, without recomputation."""
     x = experts_of(rows)
-    width = rows.element_bytes * rows.hidden_size + 4.0
+    width = 4.0 * rows.element_bytes * rows.hidden_size + 2.0 * _SCORE
     return tokens_of_rank(rows) * x.moe_router_topk * (x.ep - 1) / x.ep * width
 
 

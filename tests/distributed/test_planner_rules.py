@@ -25,6 +25,10 @@ NUM_LAYOUTS = 23
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
     rows = on_ranks("worker_planner", tmp_path, world, timeout_s=300)
+    sent = [row for row in rows if row["kind"] == "sent"]
+    rows = [row for row in rows if row["kind"] != "sent"]
+    assert all(row["counted"] == pytest.approx(row["predicted"], rel=0.1) for row in sent), sent
+    assert len(sent) == {2: 0, 4: 1}[world]
     dense = [row["name"] for row in rows if row["kind"] == "dense"]
     assert len(dense) >= {2: 12, 4: 16}[world], dense
     assert len(rows) - len(dense) == {2: 0, 4: NUM_LAYOUTS}[world], [row["name"] for row in rows]

@@ -95,6 +95,40 @@ def legal_configurations(world_size: int) -> list[Any]:
     return [(points.configuration(i), points.take(np.array([i]))) for i in chosen]
 
 
+def sent_by_all_to_all(output: Path) -> dict[str, float]:
+    """Bytes that the mean rank sends to others in a step with four expert parallel ranks: counted
+    and predicted."""
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.experts import alltoall_bytes
+    from copus_ext.planner.request import configuration_of
+    from copus_ext.planner.space import points_of, to_rows
+
+    world, counted = dist.get_world_size(), torch.zeros(1, dtype=torch.float64)
+    c = configuration_of("ep=4", global_batch_size=BATCH, world_size=world)
+    usual = dist.all_to_all_single
+
+    def count(got: Any, sent: Any, *rest: Any, **more: Any) -> Any:
+        to_whom = more["input_split_sizes"]
+        others = int(sum(to_whom) - to_whom[dist.get_rank()])
+        counted.add_(others * sent[0].numel() * sent.element_size() if len(sent) else 0)
+        return usual(got, sent, *rest, **more)
+
+    dist.all_to_all_single = count
+    try:
+        flags = [*c.to_flags(), "--train-iters", "1", "--lr-warmup-iters", "0"]
+        run(flags, output / "sent", base=MIXTURE)
+    finally:
+        dist.all_to_all_single = usual
+    dist.all_reduce(counted)
+    spec = mixture_spec()
+    rows = to_rows(spec, preset(f"cpu:{world}"), points_of([c])).full()
+    predicted = float(alltoall_bytes(rows)[0]) * c.num_microbatches * spec.num_layers
+    return {"counted": float(counted) / world, "predicted": predicted}
+
+
 def main(output: Path) -> Any:
     """Returns what each configuration did."""
     import torch.distributed as dist
@@ -136,4 +170,5 @@ def main(output: Path) -> Any:
             flags = f"{MIXTURE} --moe-token-dispatcher-type {way}"
             for c in some:
                 record("mixture", c, points_of([c]), mixture_spec(way), flags)
+        rows.append({"kind": "sent", "name": "", **sent_by_all_to_all(output)})
     return rows

@@ -181,9 +181,9 @@ def test_dense_models_and_mixtures_stand_in_one_table() -> None:
 
 
 def test_bytes_of_an_all_to_all_are_those_of_the_rows() -> None:
-    """t k (ep - 1) / ep rows of the hidden width, and a score in fp32 each."""
+    """t k (ep - 1) / ep rows of the hidden width four times, and a score in fp32 twice."""
     rows = rows_of(MODEL, Layout(dp=32, ep=8), Layout(tp=4, dp=8, ep=8, etp=1))
-    each = 2 * 4096 + 4
+    each = 4 * 2 * 4096 + 2 * 4
     tokens = np.array([4096, 4096 / 4])
     assert experts.alltoall_bytes(rows) == pytest.approx(tokens * 2 * 7 / 8 * each)
 
