@@ -55,7 +55,7 @@ _PLOTTED = 200
 _WEIGHED = 64
 """Configurations of a batch that the headroom looks at."""
 TOKENS_A_PARAMETER = 20
-"""Tokens of a run whose length is not given, for every parameter of the model."""
+"""Tokens of a run whose length is not given, for every parameter that a token meets."""
 _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
@@ -197,6 +197,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def planner_of(args: argparse.Namespace) -> Any:
     """The planner with all limits."""
     from copus_ext.cost_model.constants import Constants
+    from copus_ext.cost_model.model_spec import STAND_INS
     from copus_ext.planner.configuration import RECOMPUTE
     from copus_ext.planner.search import Planner
     from copus_ext.planner.space import Limits
@@ -217,6 +218,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputProblem(f"--constants {args.constants}: {error}") from error
     model = model_of(args)
+    if lacks := STAND_INS.get(args.model):
+        tell("plan.py", f"note: {model.name} has {lacks}")
     if args.megatron_args is not None:
         for note in notes_on(args.megatron_args, no_overlap=args.no_overlap):
             tell("plan.py", f"note: {note}")
@@ -229,6 +232,9 @@ def planner_of(args: argparse.Namespace) -> Any:
         overlap=not args.no_overlap,
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
     )
+    for name, (_, command) in _FORMER.items():
+        if getattr(args, name):
+            model.check_dense(f"`{command}`")
     cluster = cluster_of(args)
     if uses_tp_pp_dp_mapping(args) and (args.order or args.uneven):
         raise UsageProblem(
@@ -337,7 +343,7 @@ def help_line(planner: Any, batch: int) -> str:
     )
 
 
-def timing_line(worth_timing: Sequence[Any]) -> str:
+def timing_line(worth_timing: Sequence[Any], *, is_mixture: bool = False) -> str:
     """Which two configurations to time for a surer answer."""
     found = next((some for some in worth_timing if some), None)
     if not found:
@@ -347,6 +353,7 @@ def timing_line(worth_timing: Sequence[Any]) -> str:
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
+        fixed += f",ep={layout.ep},etp={layout.expert_tensor_parallel_size}" if is_mixture else ""
         more = [] if c.overlap else ["--no-overlap"]
         more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
         batch = ["--global-batch-size", str(c.global_batch_size)]
@@ -437,7 +444,8 @@ def answer(args: argparse.Namespace) -> int:
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
-        report.table(found, console, top=args.top)
+        is_mixture = planner.model.num_experts is not None
+        report.table(found, console, top=args.top, is_mixture=is_mixture)
         if borrowed := borrowed_constants(args, planner):
             console.print(borrowed, highlight=False, markup=False)
         if headroom is not None:
@@ -448,7 +456,7 @@ def answer(args: argparse.Namespace) -> int:
         if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
             words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
             console.print(f"parts of a step, measured over predicted: {words}", highlight=False)
-        if timing := timing_line(found.worth_timing):
+        if timing := timing_line(found.worth_timing, is_mixture=is_mixture):
             console.print(timing, highlight=False, markup=False)
         if args.output is not None:
             _put(text.getvalue().rstrip("\n"), args.output)
@@ -472,7 +480,7 @@ def headroom_of(
     from copus_ext.goodput.headroom import of_plans
 
     model = planner.model
-    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_parameters)
+    tokens = args.train_tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters)
     length = {"total_samples": tokens / model.seq_length, "tokens_per_sample": model.seq_length}
     found = of_plans(plans, **length)
     if found is None:

@@ -59,6 +59,8 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         recompute=tuple(args.recompute.split(",")),
         max_micro_batch=args.max_micro_batch,
         cross_node_tp=True,
+        cross_node_ep=True,
+        narrow_experts=True,
         overlap=not args.no_overlap,
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),

@@ -76,7 +76,7 @@ class ThroughputTable:
         factors: PartFactors = USUAL,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
-        self._known = {x.sizes: x for x in (flag_layout, config.layout) if x is not None}
+        self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
         self.profiled: list[Timing] = []
@@ -168,7 +168,7 @@ class ThroughputTable:
         """
         now = _configuration(self.config, micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited, earlier_s or {})
-        is_known = any(row.layout.sizes == self.config.layout.sizes for row in rows)
+        is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
         if not rows or (now.layout.layer_partition and not is_known):
             # The planner ranks even stages only; it has none where the layers do not divide.
             rows = [*rows, *self._assumed(batches, now, measured)]
@@ -199,7 +199,7 @@ class ThroughputTable:
         own = set()
         if self.flags.copus_layouts == "all":
             size = self.config.layout.world_size
-            own = {x for x in visited if x.world_size == size and x == self._with_cut(x.sizes)}
+            own = {x for x in visited if x.world_size == size and x == self._with_cut(x)}
         for layout, batch, b in itertools.product(
             sorted({self.config.layout, *own}, key=str), batches, sizes
         ):
@@ -220,7 +220,7 @@ class ThroughputTable:
         for plan in self.planner.rank(list(batches), top=_PER_BATCH, against=against):
             for r in plan.ranked:
                 c, p = r.configuration, r.prediction
-                layout = self._with_cut(c.layout.sizes)
+                layout = self._with_cut(c.layout)
                 if not self._can_be(layout):
                     continue
                 is_live = (*c.line, c.num_microbatches) in seen
@@ -229,9 +229,9 @@ class ThroughputTable:
                 rows.append(_row(c, p.samples_per_s, r.against_rel_sd or 0.0, source))
         return rows
 
-    def _with_cut(self, sizes: tuple[int, int, int, int]) -> Layout:
-        tp, pp, vpp, dp = sizes
-        return self._known.get(sizes) or Layout(tp=tp, pp=pp, vpp=vpp, dp=dp)
+    def _with_cut(self, layout: Layout) -> Layout:
+        """The same sizes with the layer partition that the run knows for them, if any."""
+        return self._known.get(_uncut(layout), _uncut(layout))
 
     def _can_be(self, layout: Layout) -> bool:
         """Whether the run's own flags allow a layout; the planner knows the model alone. Another
@@ -277,10 +277,15 @@ def _row(c: Configuration, samples_per_s: float, sd: float, source: str) -> Conf
 
 def _is(row: ConfigThroughput, c: Configuration) -> bool:
     sizes = row.micro_batch_size, row.global_batch_size
-    return row.layout.sizes == c.layout.sizes and sizes == (
+    return _uncut(row.layout) == _uncut(c.layout) and sizes == (
         c.micro_batch_size,
         c.global_batch_size,
     )
+
+
+def _uncut(layout: Layout) -> Layout:
+    """The sizes of a layout, whatever layers its chunks have."""
+    return replace(layout, layer_partition=None)
 
 
 def _even(c: Configuration) -> Configuration:
@@ -332,6 +337,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         fixed["micro_batch"] = config.batch.micro_batch_size
     if flags.copus_layouts == "current":
         fixed |= {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp}
+        fixed |= {"ep": layout.ep, "etp": layout.expert_tensor_parallel_size}
     return Limits(
         fixed=fixed,
         recompute=(mode,),
@@ -339,6 +345,10 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
         cross_node_tp=True,
+        cross_node_ep=True,
+        narrow_experts=True,
+        # Of parts of samples no gradient noise of experts is measured.
+        whole_samples=flags.copus_layouts == "all",
         max_micro_batch=flags.copus_max_micro_batch_size,
     )
 

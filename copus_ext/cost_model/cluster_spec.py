@@ -383,8 +383,13 @@ class ClusterSpec:
             "intra_bytes_per_s": self.intra_bytes_per_s,
             "nic_bytes_per_s": self.nic_bytes_per_s * (self.links.duplex if self.links else 1.0),
             "nic_is_measured": self.nic_is_measured or self.links is not None,
-            "on_cpu": self.constants == "cpu",
+            "on_cpu": self.is_gloo,
         }
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether its ranks are CPU ranks, which talk over gloo."""
+        return self.constants == "cpu"
 
     def load_constants(self) -> Constants:
         """The constants that go with this machine.

@@ -7,13 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from copus_ext.cost_model import experts
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.kernels import (
+    collective_s,
+    gemm_s,
+    moved_s,
+    network_bytes_per_s,
+    node_bytes_per_s,
+)
 from copus_ext.cost_model.rows import RECOMPUTE_SELECTIVE, Rows
 
 FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 """Kernels of a layer, unfused."""
 _FUSED_ATTENTION_SAVES = 6
-_TILE_ROWS, _TILE_COLUMNS = 256, 128
+_MLP_LAUNCHES = 6
+"""Of them, those of an MLP in one direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,24 +48,6 @@ class Pass:
         )
 
 
-def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any) -> Any:
-    """Seconds of a matrix product [m, k] x [k, n].
-
-    The efficiency falls for a short inner dimension, few columns, and a last wave of tiles that
-    leaves multiprocessors idle.
-    """
-    tiles = np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS)
-    waves = tiles / (rows.num_sms * np.ceil(tiles / rows.num_sms))
-    shape = k / (k + c.gemm_half_inner) * n / (n + c.gemm_half_outer)
-    return 2.0 * m * n * k / (rows.peak_flops * c.gemm_efficiency * shape * np.sqrt(waves))
-
-
-def moved_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
-    """Seconds of memory-bound operations that move so many bytes (of 2-byte elements)."""
-    width = rows.element_bytes / 2
-    return c.memory_factor * num_bytes * width / rows.hbm_bytes_per_s
-
-
 def attention_s(rows: Rows, c: Constants) -> Any:
     """Seconds of the core of the attention, forward: scores, softmax, values."""
     width = rows.num_attention_heads * rows.kv_channels / rows.tp
@@ -66,37 +57,68 @@ def attention_s(rows: Rows, c: Constants) -> Any:
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
 
 
-def _products(rows: Rows) -> list[tuple[Any, Any]]:
-    """(inner, columns) of the four matrix products of a layer on one rank."""
+def _products(rows: Rows, width: Any) -> list[tuple[Any, Any]]:
+    """(inner, columns) of the four matrix products of a layer on one rank, its MLP so wide."""
     heads = rows.num_attention_heads * rows.kv_channels / rows.tp
-    up = (rows.mlp_matrices - 1) * rows.ffn_hidden_size / rows.tp
+    up = (rows.mlp_matrices - 1) * width / rows.tp
     return [
         (rows.hidden_size, rows.attention_width / rows.tp),
         (heads, rows.hidden_size),
         (rows.hidden_size, up),
-        (rows.ffn_hidden_size / rows.tp, rows.hidden_size),
+        (width / rows.tp, rows.hidden_size),
     ]
 
 
 def layer(rows: Rows, c: Constants) -> Pass:
-    """One transformer layer, the mean over those that are recomputed and those that are not."""
-    tokens = rows.tokens
-    products = sum(gemm_s(rows, c, tokens, n, k) for k, n in _products(rows))
-    gradients = sum(
-        gemm_s(rows, c, tokens, k, n) + gemm_s(rows, c, k, n, tokens) for k, n in _products(rows)
+    """One transformer layer, the mean over those that are recomputed and those that are not, and
+    over those with experts and those without."""
+    dense = _layer(rows, c, _products(rows, rows.ffn_hidden_size), rows.ffn_hidden_size)
+    if rows.experts is None:
+        return dense
+    width = rows.experts.moe_shared_expert_intermediate_size
+    # Efficiencies are of one column at least; without a shared expert there are no such products.
+    products = _products(rows, np.maximum(width, 1))
+    other = _layer(rows, c, products, width, is_moe=True)
+    share = rows.experts.share
+    return Pass(
+        forward=share * other.forward + (1 - share) * dense.forward,
+        backward=share * other.backward + (1 - share) * dense.backward,
+        recompute=share * other.recompute + (1 - share) * dense.recompute,
+        launch=share * other.launch + (1 - share) * dense.launch,
     )
+
+
+def _layer(
+    rows: Rows, c: Constants, shapes: list[tuple[Any, Any]], width: Any, *, is_moe: bool = False
+) -> Pass:
+    """A layer with an MLP of some width, and with routed experts besides."""
+    tokens = rows.tokens
+    forward_s = [gemm_s(rows, c, tokens, n, k) for k, n in shapes]
+    backward_s = [gemm_s(rows, c, tokens, k, n) + gemm_s(rows, c, k, n, tokens) for k, n in shapes]
+    first_launches, second_launches = FORWARD_LAUNCHES, BACKWARD_LAUNCHES
+    if is_moe:
+        shared = np.asarray(width) > 0
+        forward_s = forward_s[:2] + [np.where(shared, s, 0.0) for s in forward_s[2:]]
+        backward_s = backward_s[:2] + [np.where(shared, s, 0.0) for s in backward_s[2:]]
+        routed = experts.work_s(rows, c)
+        forward_s.append(routed[0])
+        backward_s.append(routed[1])
+        starts = experts.launches(rows)
+        first_launches = FORWARD_LAUNCHES - np.where(shared, 0, _MLP_LAUNCHES) + starts
+        second_launches = BACKWARD_LAUNCHES - np.where(shared, 0, _MLP_LAUNCHES) + 2 * starts
+    products, gradients = sum(forward_s), sum(backward_s)
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     elementwise = moved_s(
         rows,
         c,
         28.0 * tokens * rows.hidden_size / shared
-        + 2.0 * tokens * rows.ffn_hidden_size * rows.mlp_matrices / rows.tp,
+        + 2.0 * tokens * width * rows.mlp_matrices / rows.tp,
     )
     core = attention_s(rows, c)
     saved = np.where(rows.fused_attention, _FUSED_ATTENTION_SAVES, 0)
-    forward, first = _with_launches(products + core + elementwise, FORWARD_LAUNCHES - saved, c)
+    forward, first = _with_launches(products + core + elementwise, first_launches - saved, c)
     backward, second = _with_launches(
-        gradients + 2.0 * core + 1.5 * elementwise, BACKWARD_LAUNCHES - 2 * saved, c
+        gradients + 2.0 * core + 1.5 * elementwise, second_launches - 2 * saved, c
     )
     selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
     again = rows.recomputed_share * forward + selective
@@ -134,15 +156,8 @@ def embedding(rows: Rows, c: Constants) -> Pass:
 
 
 def tp_collective_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
-    """Seconds to reduce-scatter or to all-gather a message over the tensor-parallel ranks (half an
-    all-reduce)."""
-    bandwidth = np.where(
-        rows.tp > rows.gpus_per_node,
-        np.minimum(c.tp_cross_bytes_per_s / c.factors.across, network_bytes_per_s(rows, c)),
-        np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within,
-    )
-    ring = (rows.tp - 1) / rows.tp * num_bytes / bandwidth
-    return np.where(rows.tp > 1, ring + c.tp_latency_s / 2, 0.0)
+    """Seconds to reduce-scatter or to all-gather a message over the tensor-parallel ranks."""
+    return collective_s(rows, c, num_bytes, rows.tp)
 
 
 def tp_layer(rows: Rows, c: Constants) -> Pass:
@@ -157,6 +172,20 @@ def tp_layer(rows: Rows, c: Constants) -> Pass:
     more = np.where(np.logical_and(rows.sequence_parallel, rows.on_cpu), 2.0, 0.0)
     forward = (4.0 + more) * half
     backward = (np.where(rows.sequence_parallel, 6.0, 4.0) + more) * half
+    if (x := rows.experts) is not None:
+        # Half of them are those of the MLP, or of the shared expert.
+        lacks = np.equal(x.moe_shared_expert_intermediate_size, 0)
+        there = 1.0 - np.where(lacks, 0.5, 0.0) * x.share
+        forward, backward = there * forward, there * backward
+    return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
+
+
+def ep_layer(rows: Rows, c: Constants) -> Pass | None:
+    """Seconds in which rows go to experts and back, of one layer and micro-batch, the mean over all
+    layers; None for a dense model."""
+    if rows.experts is None:
+        return None
+    forward, backward = (rows.experts.share * way for way in experts.messages_s(rows, c))
     return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 
@@ -182,6 +211,8 @@ class MicroBatch:
     """Of final norm, output layer and loss."""
     tp_layer: Pass
     """Tensor-parallel collectives of one layer."""
+    ep_layer: Pass | None
+    """Rows that go to experts and back, of one layer; None for a dense model."""
     tp_first: Any
     """Collectives of the embedding, forward."""
     tp_last: Any
@@ -191,11 +222,13 @@ class MicroBatch:
     def of(cls, rows: Rows, c: Constants) -> MicroBatch:
         """Of every row."""
         (first, last), slow = tp_ends_s(rows, c), c.factors
+        rows_s = ep_layer(rows, c)
         return cls(
             layer=layer(rows, c).times(slow.compute),
             embedding=embedding(rows, c).times(slow.compute),
             head=head(rows, c).times(slow.compute),
             tp_layer=tp_layer(rows, c).times(slow.tp),
+            ep_layer=rows_s and rows_s.times(slow.tp),
             tp_first=slow.tp * first,
             tp_last=slow.tp * last,
         )
@@ -203,9 +236,12 @@ class MicroBatch:
     @property
     def forward(self) -> tuple[Any, Any, Any]:
         """Forward pass of the embedding, of one layer, and of the head, collectives included."""
+        inner = self.layer.forward + self.tp_layer.forward
+        if self.ep_layer is not None:
+            inner = inner + self.ep_layer.forward
         return (
             self.embedding.forward + self.tp_first,
-            self.layer.forward + self.tp_layer.forward,
+            inner,
             self.head.forward + self.tp_last / 2,
         )
 
@@ -213,22 +249,14 @@ class MicroBatch:
     def backward(self) -> tuple[Any, Any, Any]:
         """The same of the backward pass, recomputation included."""
         inner = self.layer.backward + self.layer.recompute
+        inner = inner + self.tp_layer.backward + self.tp_layer.recompute
+        if self.ep_layer is not None:
+            inner = inner + self.ep_layer.backward + self.ep_layer.recompute
         return (
             self.embedding.backward,
-            inner + self.tp_layer.backward + self.tp_layer.recompute,
+            inner,
             self.head.backward + self.tp_last / 2,
         )
-
-
-def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
-    """What a node reaches over the network."""
-    share = np.where(rows.nic_is_measured, 1.0, c.nic_efficiency)
-    return share * rows.nic_bytes_per_s / c.factors.across
-
-
-def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
-    """What a rank reaches within its node."""
-    return np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
 
 
 def hop_bytes(rows: Rows) -> Any:
@@ -266,19 +294,36 @@ def hop_s(rows: Rows, c: Constants) -> Any:
 
 
 def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
-    """Seconds to reduce-scatter or all-gather a buffer over the replicas (half an all-reduce).
-
-    The smaller of one ring through all replicas and a ring inside the nodes followed by rings
-    across them.
-    """
+    """Seconds to reduce-scatter or all-gather a buffer over the replicas (half an all-reduce)."""
     apart = np.where(rows.use_tp_pp_dp_mapping, rows.tp * rows.pp, rows.tp)
-    inside = np.minimum(rows.dp, np.maximum(rows.gpus_per_node // apart, 1))
-    nodes = np.ceil(rows.dp / inside)
+    return _ring_s(rows, c, num_bytes, rows.dp, apart)
+
+
+def expert_ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+    """The same over the copies of an expert."""
+    span = experts.experts_of(rows).ep * experts.experts_of(rows).etp
+    apart = np.where(rows.use_tp_pp_dp_mapping, span * rows.pp, span)
+    return _ring_s(rows, c, num_bytes, rows.expert_copies, apart)
+
+
+def _ring_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any, apart: Any) -> Any:
+    """The smaller of one ring through all ranks and a ring inside the nodes followed by rings
+    across them.
+
+    Args:
+        rows: configurations.
+        c: the constants.
+        num_bytes: of the buffer.
+        ranks: of the ring.
+        apart: difference of the numbers of two that follow each other.
+    """
+    inside = np.minimum(ranks, np.maximum(rows.gpus_per_node // apart, 1))
+    nodes = np.ceil(ranks / inside)
     fast = node_bytes_per_s(rows, c)
     lane = network_bytes_per_s(rows, c) / rows.gpus_per_node
     slowest = np.where(nodes > 1, np.minimum(fast, lane * inside), fast)
-    flat = (rows.dp - 1) / rows.dp * num_bytes / slowest
+    flat = (ranks - 1) / ranks * num_bytes / slowest
     staged = (inside - 1) / inside * num_bytes / fast
     staged = staged + (nodes - 1) / nodes * num_bytes / inside / lane
     once = c.factors.dp * (np.minimum(flat, staged) + c.tp_latency_s / 2)
-    return np.where(rows.dp > 1, once, 0.0)
+    return np.where(ranks > 1, once, 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from copus_ext.cost_model import experts
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
 KINDS = (
@@ -36,11 +37,26 @@ _MOVING_SD, _FIXED_SD = 0.3, 3e9
 
 
 def layer_parameters(rows: Rows) -> Any:
-    """Parameters of one layer on one tensor-parallel rank."""
+    """Parameters of one layer on one tensor-parallel rank, without routed experts. Of a mixture,
+    the mean over its layers."""
+    dense = _layer_parameters(rows, rows.ffn_hidden_size)
+    if (x := rows.experts) is None:
+        return dense
+    shared = x.moe_shared_expert_intermediate_size
+    other = _layer_parameters(rows, shared) + experts.router_parameters(rows)
+    # Without a shared expert there is no second bias.
+    other = other - np.where(
+        np.logical_and(rows.has_bias, np.equal(shared, 0)), rows.hidden_size, 0
+    )
+    return x.share * other + (1 - x.share) * dense
+
+
+def _layer_parameters(rows: Rows, ffn_hidden_size: Any) -> Any:
+    """Of a layer with an MLP of some width."""
     h, tp = rows.hidden_size, rows.tp
     heads = rows.num_attention_heads * rows.kv_channels
-    matrices = h * rows.attention_width + heads * h + rows.mlp_matrices * h * rows.ffn_hidden_size
-    up = (rows.mlp_matrices - 1) * rows.ffn_hidden_size
+    matrices = h * rows.attention_width + heads * h + rows.mlp_matrices * h * ffn_hidden_size
+    up = (rows.mlp_matrices - 1) * ffn_hidden_size
     split_biases = np.where(rows.has_bias, rows.attention_width + up, 0)
     whole_biases = np.where(rows.has_bias, 2 * h, 0)
     return (matrices + split_biases) / tp + whole_biases + 2 * rows.norm_vectors * h
@@ -75,9 +91,38 @@ def stage_parameters(rows: Rows, stage: Any = None) -> Any:
     pp = np.broadcast_to(rows.pp, len(rows))
     inside = stage < pp
     last = stage == pp - 1
-    layers = rows.num_layers / rows.pp * layer_parameters(rows)
+    of_layer = layer_parameters(rows)
+    if rows.experts is not None:
+        of_layer = of_layer + experts.routed_parameters(rows)
+    layers = rows.num_layers / rows.pp * of_layer
     first, end = end_parameters(rows)
     return np.where(inside, layers + np.where(stage == 0, first, 0.0) + np.where(last, end, 0.0), 0)
+
+
+def stage_routed_parameters(rows: Rows, stage: Any = None) -> Any:
+    """Of `stage_parameters` those of routed experts; None for a dense model."""
+    if rows.experts is None:
+        return None
+    stage = all_stages(rows) if stage is None else stage
+    held = rows.num_layers / rows.pp * experts.routed_parameters(rows)
+    return np.where(stage < np.broadcast_to(rows.pp, len(rows)), held, 0.0)
+
+
+def owned_parameters(rows: Rows, held: Any, routed: Any) -> Any:
+    """Parameters whose optimizer state a rank has: its share among the replicas, and among the
+    copies of its experts.
+
+    Args:
+        rows: configurations.
+        held: all parameters of the rank.
+        routed: of them those of routed experts; None for a dense model.
+    """
+    shared = held / rows.dp if routed is None else _shared(rows, held, routed)
+    return np.where(rows.use_distributed_optimizer, shared, held)
+
+
+def _shared(rows: Rows, held: Any, routed: Any) -> Any:
+    return (held - routed) / rows.dp + routed / rows.expert_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +301,7 @@ def _of_stages(
     """Bytes by kind of some stages ([m, 1 or n]) of every row: [m, n]."""
     inside, last = stage < rows.pp, stage == rows.pp - 1
     held = stage_parameters(rows, stage)
-    owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
+    owned = owned_parameters(rows, held, stage_routed_parameters(rows, stage))
     layers = rows.num_layers / rows.pp
     message = message_bytes(rows)
     kept, layer = layer_bytes(rows)
@@ -296,11 +341,26 @@ def layer_bytes(rows: Rows) -> tuple[Any, Any]:
     The latter when the head is done and its bytes are free again; a layer recomputed whole stands
     there too, unless others of its chunk have just made room.
     """
+    if (x := rows.experts) is None:
+        return _layer_bytes(rows)
+    plain = rows.change(experts=None)
+    shared = plain.change(ffn_hidden_size=x.moe_shared_expert_intermediate_size)
+    dense = _layer_bytes(plain)
+    other = _layer_bytes(shared, experts.saved_bytes(rows), experts.working_bytes(rows))
+    kept = x.share * other[0] + (1 - x.share) * dense[0]
+    return kept, np.maximum(np.where(np.less(x.share, 1), dense[1], 0.0), other[1])
+
+
+def _layer_bytes(rows: Rows, routed: Any = None, working: Any = 0.0) -> tuple[Any, Any]:
+    """Of a layer whose experts keep some bytes and work on others."""
     saved, share = layer_activation_bytes(rows), rows.recomputed_share
+    core = _recomputed_core_bytes(rows, saved)
+    if routed is not None:
+        saved = saved + routed
     kept = share * message_bytes(rows) + (1 - share) * saved
     mlp = rows.mlp_matrices * rows.ffn_hidden_size / rows.tp
-    again = np.where(share == 1, saved, _recomputed_core_bytes(rows, saved))
-    return kept, rows.element_bytes * rows.tokens * mlp + again
+    again = np.where(share == 1, saved, core)
+    return kept, rows.element_bytes * rows.tokens * mlp + again + working
 
 
 def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
@@ -337,8 +397,9 @@ def buffer_bytes(rows: Rows) -> Any:
 def static_bytes(rows: Rows) -> Any:
     """Bytes of weights, gradients and optimizer on the stage that holds most: [n]; a lower bound of
     the peak that is cheap."""
-    held = stage_parameters(rows.full())
-    owned = np.where(rows.use_distributed_optimizer, held / rows.dp, held)
+    rows = rows.full()
+    held = stage_parameters(rows)
+    owned = owned_parameters(rows, held, stage_routed_parameters(rows))
     return ((rows.element_bytes + rows.gradient_bytes) * held + rows.optimizer_bytes * owned).max(
         axis=0
     )

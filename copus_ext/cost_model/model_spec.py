@@ -9,28 +9,32 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model.spec_file import SpecError, read_json
-from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
-from megatron.training.model.flops import LatentWidths
-
-_DENSE_TYPES = {
-    "llama": {"gated": True, "bias": False, "normalization": "RMSNorm"},
-    "mistral": {"gated": True, "bias": False, "normalization": "RMSNorm"},
-    "qwen2": {"gated": True, "bias": False, "normalization": "RMSNorm", "qkv_bias": True},
-    "qwen3": {"gated": True, "bias": False, "normalization": "RMSNorm", "qk_layernorm": True},
-    "gpt2": {"gated": False, "bias": True, "normalization": "LayerNorm"},
-}
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+from copus_ext.cost_model.rows import ExpertRows
+from copus_ext.cost_model.spec_file import SpecError
+from megatron.training.config.layout import ExpertSizes
+from megatron.training.config.moe_flags import layers_with_experts
+from megatron.training.config.vocabulary import pad_vocab_size
+from megatron.training.model.flops import ExpertWidths, LatentWidths
 
 _LARGEST = 1 << 31
+_MOST_LAYERS = 1 << 16
+"""Of a mixture of experts."""
 IMPLEMENTATIONS = ("te", "local", "legacy")
 """Values of `ModelSpec.implementation`; `Rows` has their indices."""
+DISPATCHERS = ("alltoall", "allgather", "flex")
+"""Values of `ModelSpec.moe_token_dispatcher_type`."""
+EXPERT_FIELDS = (
+    *("num_experts", "moe_layer_freq", "moe_router_topk", "moe_ffn_hidden_size"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+    *("moe_token_dispatcher_type", "moe_grouped_gemm"),
+)
+"""Fields of a mixture of experts, which the JSON of a dense model lacks."""
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "int | None": (int, type(None))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A dense GPT as Megatron's flags describe it."""
+    """A GPT, dense or a mixture of experts, as Megatron's flags describe it."""
 
     name: str = "model"
     """What to call it."""
@@ -76,6 +80,24 @@ class ModelSpec:
     """Width of a head's value."""
     mtp_num_layers: int = 0
     """Layers that predict further tokens."""
+    num_experts: int | None = None
+    """Experts of a layer; None: a dense model, in which the next seven have no effect."""
+    moe_layer_freq: str = "1"
+    """Which layers have experts, as `--moe-layer-freq` says. Stages are priced as if each had the
+    mean share of them."""
+    moe_router_topk: int = 2
+    """Experts of each token."""
+    moe_ffn_hidden_size: int | None = None
+    """Width of an expert; None: that of the MLP."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Width of the expert that sees every token; None: there is none."""
+    moe_shared_expert_gate: bool = False
+    """The shared expert is scaled for each token."""
+    moe_token_dispatcher_type: str = "alltoall"
+    """How rows get to their experts: alltoall, allgather, or flex, which is priced as alltoall."""
+    moe_grouped_gemm: bool = True
+    """The experts of a rank are computed in one kernel, where the layers are Transformer
+    Engine's."""
     learned_positions: int = 0
     """Rows of a learned position embedding; 0 for rotary."""
     dropout: bool = False
@@ -118,6 +140,21 @@ class ModelSpec:
                 f"hidden_size {self.hidden_size} does not divide by num_attention_heads "
                 f"{self.num_attention_heads}; give kv_channels"
             )
+        if self.moe_token_dispatcher_type not in DISPATCHERS:
+            known, given = ", ".join(DISPATCHERS), self.moe_token_dispatcher_type
+            raise SpecError(f"moe_token_dispatcher_type {given!r} is none of {known}")
+        if self.num_experts is not None:
+            if self.num_layers > _MOST_LAYERS:
+                raise SpecError(f"num_layers {self.num_layers} must be at most {_MOST_LAYERS}")
+            if self.moe_router_topk > self.num_experts:
+                raise SpecError(
+                    f"moe_router_topk {self.moe_router_topk} is more than num_experts "
+                    f"{self.num_experts}; lower it"
+                )
+            try:
+                layers_with_experts(self.moe_layer_freq, self.num_layers)
+            except ValueError as error:
+                raise SpecError(f"moe_layer_freq {self.moe_layer_freq}: {error}") from error
 
     @property
     def ffn(self) -> int:
@@ -155,17 +192,103 @@ class ModelSpec:
         )
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """[num_layers] 1 for every layer with experts, else 0; empty for a dense model."""
+        if self.num_experts is None:
+            return ()
+        return layers_with_experts(self.moe_layer_freq, self.num_layers)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def expert_widths(self) -> ExpertWidths | None:
+        """What the work of a mixture of experts depends on; None: a dense model."""
+        if self.num_experts is None:
+            return None
+        layers = self.moe_layers
+        return ExpertWidths(
+            num_layers=sum(layers),
+            is_last=bool(layers[-1]),
+            num_experts=self.num_experts,
+            moe_router_topk=self.moe_router_topk,
+            moe_ffn_hidden_size=self.expert_ffn,
+            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or 0,
+            moe_shared_expert_gate=self.moe_shared_expert_gate,
+        )
+
+    def expert_sizes(self, *, is_gloo: bool, use_tp_pp_dp_mapping: bool) -> ExpertSizes | None:
+        """What limits the layout of a mixture of experts, for the trainer's own rules; None: a
+        dense model.
+
+        Args:
+            is_gloo: whether the ranks talk over gloo.
+            use_tp_pp_dp_mapping: whether ranks are numbered tensor, pipeline, data.
+        """
+        if self.num_experts is None:
+            return None
+        return ExpertSizes(
+            num_experts=self.num_experts,
+            moe_ffn_hidden_size=self.expert_ffn,
+            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
+            add_bias_linear=self.bias,
+            only_allgather_over_both=is_gloo and self.moe_token_dispatcher_type == "alltoall",
+            use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
+        )
+
+    def expert_rows(self, ep: Any, etp: Any) -> ExpertRows | None:
+        """The experts' part of `Rows` under some sizes; None: a dense model."""
+        if self.num_experts is None:
+            return None
+        return ExpertRows(
+            num_experts=self.num_experts,
+            moe_router_topk=self.moe_router_topk,
+            moe_ffn_hidden_size=self.expert_ffn,
+            moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size or 0,
+            moe_shared_expert_gate=self.moe_shared_expert_gate,
+            share=sum(self.moe_layers) / self.num_layers,
+            uses_allgather=self.moe_token_dispatcher_type == "allgather",
+            is_grouped=self.moe_grouped_gemm and self.implementation == "te",
+            ep=ep,
+            etp=etp,
+        )
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the whole model, vocabulary padded for one rank."""
-        h, matrices = self.hidden_size, 3 if self.gated else 2
-        vectors = 1 if self.normalization == "RMSNorm" else 2
+        return self._parameters(self.num_experts or 0)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token meets: of the experts only those that it goes to."""
+        return self._parameters(self.moe_router_topk)
+
+    def _parameters(self, experts: int) -> int:
+        """Of the whole model, with so many experts in each layer that has some."""
+        h, vectors = self.hidden_size, 1 if self.normalization == "RMSNorm" else 2
         norm = h * vectors
-        layer = self._attention_parameters(vectors) + matrices * h * self.ffn + 2 * norm
-        if self.bias:
-            layer += (matrices - 1) * self.ffn + 2 * h
+        layer = self._attention_parameters(vectors) + 2 * norm + (h if self.bias else 0)
+        dense = layer + self._mlp_parameters(self.ffn)
+        other = layer
+        if self.num_experts is not None:
+            other += self.num_experts * (h + self.bias) + experts * self._mlp_parameters(
+                self.expert_ffn
+            )
+            if shared := self.moe_shared_expert_intermediate_size:
+                other += self._mlp_parameters(shared) + (h if self.moe_shared_expert_gate else 0)
+        layers = self.moe_layers
+        is_last = bool(layers and layers[-1])
         tables = int(self.padded_vocab_size(1)) * h * (1 if self.tied else 2)
-        further = self.mtp_num_layers * (layer + 2 * h * h + 3 * norm)
-        return self.num_layers * layer + further + tables + self.learned_positions * h + norm
+        further = self.mtp_num_layers * ((other if is_last else dense) + 2 * h * h + 3 * norm)
+        stack = sum(layers) * other + (self.num_layers - sum(layers)) * dense
+        return stack + further + tables + self.learned_positions * h + norm
+
+    def _mlp_parameters(self, width: int) -> int:
+        """Of an MLP, or of an expert."""
+        h, matrices = self.hidden_size, 3 if self.gated else 2
+        return matrices * h * width + ((matrices - 1) * width + h if self.bias else 0)
 
     def _attention_parameters(self, vectors: int) -> int:
         """Of one layer, without the bias of the output projection."""
@@ -201,6 +324,15 @@ class ModelSpec:
                 raise SpecError(
                     f"the cost model does not know {flag}; describe a model of like size without it"
                 )
+
+    def check_dense(self, what: str) -> None:
+        """Refuses a mixture of experts.
+
+        Raises:
+            SpecError: naming what does not know such models.
+        """
+        if self.num_experts is not None:
+            raise SpecError(f"{what} does not know mixtures of experts yet; use a plain search")
 
     def row_fields(self, tp: Any) -> dict[str, Any]:
         """The model's fields of `Rows` under some tensor sizes.
@@ -238,8 +370,12 @@ class ModelSpec:
         return replace(self, seq_length=seq_length, learned_positions=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
+        """Plain JSON types; those of experts only where there are some."""
+        data = asdict(self)
+        if self.num_experts is None:
+            for name in EXPERT_FIELDS:
+                del data[name]
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelSpec:
@@ -282,114 +418,20 @@ class ModelSpec:
         Raises:
             SpecError: a flag of the shape is missing.
         """
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            if getattr(args, name) is None:
-                raise SpecError(f"--{name.replace('_', '-')} is required in --megatron-args")
-        learned = args.position_embedding_type == "learned_absolute"
-        geglu, ffn = getattr(args, "quick_geglu", False), args.ffn_hidden_size
-        if geglu and ffn is None:
-            ffn = 4 * args.hidden_size
-        latent = LatentWidths.of(vars(args))
-        # Once it is known a run holds its padded vocabulary under every tensor size.
-        rows = getattr(args, "padded_vocab_size", None)
-        padded_for = getattr(args, "pad_vocab_for_tensor_parallel_size", None)
-        unit = padding_unit(args.make_vocab_size_divisible_by, (), padded_for=padded_for)
-        return cls(
-            name="megatron-args",
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            num_attention_heads=args.num_attention_heads,
-            seq_length=args.seq_length,
-            ffn_hidden_size=ffn,
-            num_query_groups=args.num_query_groups if args.group_query_attention else None,
-            kv_channels=args.kv_channels,
-            vocab_size=rows or _vocab_size(args),
-            make_vocab_size_divisible_by=1 if rows else unit,
-            gated=args.swiglu or bool(geglu),
-            bias=args.add_bias_linear,
-            qkv_bias=bool(getattr(args, "add_qkv_bias", False)),
-            qk_layernorm=bool(getattr(args, "qk_layernorm", False)),
-            normalization=args.normalization,
-            tied=not args.untie_embeddings_and_output_weights,
-            mtp_num_layers=getattr(args, "mtp_num_layers", None) or 0,
-            **(asdict(latent) if latent is not None else {}),
-            learned_positions=(args.max_position_embeddings or args.seq_length) if learned else 0,
-            dropout=args.hidden_dropout > 0,
-            precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-            gradient_bytes=_gradient_bytes(args),
-            fused_attention=args.attention_backend != "unfused",
-            implementation="local" if args.transformer_impl == "local" else "te",
-        )
+        from copus_ext.cost_model.megatron_flags import spec_of
+
+        return spec_of(args)
 
     @classmethod
     def from_hugging_face(cls, path: Path, *, seq_length: int | None) -> ModelSpec:
         """Reads a `config.json`.
 
         Raises:
-            SpecError: an unknown model type, experts, or no sample length.
+            SpecError: an unknown model type, or no sample length.
         """
-        data = read_json(path)
-        if not isinstance(data, dict):
-            raise SpecError(f"{path.name} is no config.json: it holds no object")
-        for key in _EXPERT_KEYS:
-            if data.get(key):
-                raise SpecError(
-                    f"{path.name}: {key}={data[key]}: mixture of experts is not modelled yet"
-                )
-        kind = data.get("model_type")
-        if kind not in _DENSE_TYPES:
-            raise SpecError(
-                f"{path.name}: model_type {kind!r} is not known; known: "
-                f"{', '.join(sorted(_DENSE_TYPES))}, or describe it with --megatron-args"
-            )
-        if seq_length is None:
-            longest = data.get("max_position_embeddings") or data.get("n_positions")
-            raise SpecError(
-                f"--seq-length is required with --model {path.name} "
-                f"(max_position_embeddings is {longest})"
-            )
+        from copus_ext.cost_model.hugging_face import spec_of
 
-        def get(*names: str, default: Any = None) -> Any:
-            return next((data[n] for n in names if data.get(n) is not None), default)
-
-        for names in (("num_hidden_layers", "n_layer"), ("hidden_size", "n_embd"), ("vocab_size",)):
-            if not isinstance(get(*names), int):
-                raise SpecError(f"{path.name}: {names[0]} is missing or no whole number")
-        heads = get("num_attention_heads", "n_head")
-        if not isinstance(heads, int):
-            raise SpecError(f"{path.name}: num_attention_heads is missing or no whole number")
-        known = _DENSE_TYPES[kind]
-        learned = get("n_positions", default=1024) if kind == "gpt2" else 0
-        return cls(
-            name=str(get("_name_or_path", default=path.parent.name) or kind),
-            num_layers=get("num_hidden_layers", "n_layer"),
-            hidden_size=get("hidden_size", "n_embd"),
-            num_attention_heads=heads,
-            seq_length=seq_length,
-            ffn_hidden_size=get("intermediate_size", "n_inner"),
-            num_query_groups=get("num_key_value_heads", default=heads),
-            kv_channels=get("head_dim"),
-            vocab_size=get("vocab_size"),
-            tied=bool(get("tie_word_embeddings", default=kind == "gpt2")),
-            learned_positions=learned,
-            **known,
-        )
-
-
-def _gradient_bytes(args: Any) -> int:
-    """Bytes of a gradient element: Megatron keeps fp32 ones with bf16 unless told otherwise, and
-    half ones with fp16."""
-    if args.bf16:
-        return 2 if args.grad_reduce_in_bf16 else 4
-    return 2 if args.fp16 and not args.accumulate_allreduce_grads_in_fp32 else 4
-
-
-def _vocab_size(args: Any) -> int:
-    """Tokens of the tokenizer that flags name, as far as they tell without its files."""
-    from megatron.training.data.tokenizer import told_vocab_size
-
-    told = told_vocab_size(getattr(args, "tokenizer_type", None), args.vocab_size)
-    return told or ModelSpec.vocab_size
+        return spec_of(path, seq_length=seq_length)
 
 
 def _llama(name: str, **shape: Any) -> ModelSpec:
@@ -462,6 +504,49 @@ PRESETS = {
             seq_length=8192,
         ),
         _llama(
+            "mixtral-8x7b",
+            num_layers=32,
+            hidden_size=4096,
+            num_attention_heads=32,
+            num_query_groups=8,
+            ffn_hidden_size=14336,
+            num_experts=8,
+            moe_router_topk=2,
+            vocab_size=32000,
+            seq_length=4096,
+        ),
+        _llama(
+            "qwen3-30b-a3b",
+            num_layers=48,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            kv_channels=128,
+            ffn_hidden_size=6144,
+            qk_layernorm=True,
+            num_experts=128,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=768,
+            vocab_size=151936,
+            seq_length=4096,
+        ),
+        _llama(
+            "deepseek-v3-sized",
+            num_layers=60,
+            hidden_size=7168,
+            num_attention_heads=128,
+            num_query_groups=8,
+            kv_channels=96,
+            ffn_hidden_size=18432,
+            num_experts=256,
+            moe_layer_freq="[0]*3+[1]*57",
+            moe_router_topk=8,
+            moe_ffn_hidden_size=2048,
+            moe_shared_expert_intermediate_size=2048,
+            vocab_size=129280,
+            seq_length=4096,
+        ),
+        _llama(
             "copus-quickstart",
             num_layers=8,
             hidden_size=256,
@@ -474,6 +559,14 @@ PRESETS = {
     )
 }
 """Models by name, their usual sample length included."""
+
+STAND_INS = {
+    "deepseek-v3-sized": (
+        "plain attention with as many parameters in place of --multi-latent-attention, 60 layers "
+        "of 61, so that stages can be even, and no further tokens"
+    )
+}
+"""What models of a known model's size have in place of what the cost model does not know."""
 
 
 def divisors(number: int) -> list[int]:

@@ -6,6 +6,7 @@ scalars; nothing here knows where they come from (a search, a fit, a single ques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,6 +15,48 @@ import numpy as np
 RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, RECOMPUTE_BLOCK = 0, 1, 2, 3
 """Codes of `Rows.recompute`: nothing, the core of the attention, every layer, the first layers of
 every chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRows:
+    """What a mixture of experts adds to a row: arrays of shape [n], or scalars that hold for
+    all."""
+
+    num_experts: Any
+    """Experts of a layer."""
+    moe_router_topk: Any
+    """Experts of each token."""
+    moe_ffn_hidden_size: Any
+    """Width of an expert."""
+    moe_shared_expert_intermediate_size: Any
+    """Width of the expert that sees every token; 0: there is none."""
+    moe_shared_expert_gate: Any
+    """Whether the shared expert is scaled for each token."""
+    share: Any
+    """Part of the layers that have experts; every stage is taken to have that part."""
+    uses_allgather: Any
+    """Whether every rank gathers all rows and keeps its own, in place of an all-to-all."""
+    is_grouped: Any
+    """Whether the experts of a rank are computed in one kernel."""
+    ep: Any
+    """Expert parallel size."""
+    etp: Any
+    """Tensor parallel size of experts."""
+    load: Any = None
+    """Rows of the busiest rank over the mean of those that hold other experts. None: what is
+    usual."""
+
+    @property
+    def busiest(self) -> Any:
+        """Rows of the busiest rank over the mean."""
+        if self.load is not None:
+            return self.load
+        # A prior: nearly even, a little less so the more ranks there are. One rank has all rows.
+        return np.where(np.equal(self.ep, 1), 1.0, 1.1 + 0.05 * np.log2(self.ep))
+
+    def unevenly_loaded(self) -> ExpertRows:
+        """The same where the busiest rank has twice the mean: what memory must allow for."""
+        return replace(self, load=np.minimum(np.asarray(self.ep, dtype=float), 2.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +146,8 @@ class Rows:
     parallelism, too; legacy code always does."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
+    experts: ExpertRows | None = None
+    """Sizes of a mixture of experts; None: a dense model."""
 
     def __len__(self) -> int:
         return max(np.size(getattr(self, f.name)) for f in fields(self))
@@ -144,24 +189,71 @@ class Rows:
         """Columns of queries, keys and values together."""
         return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
 
+    @property
+    def expert_copies(self) -> Any:
+        """Copies of each expert in a stage."""
+        assert self.experts is not None
+        return self.tp * self.dp / (self.experts.ep * self.experts.etp)
+
     def full(self) -> Rows:
         """The same with every field an array of the common length."""
         num = len(self)
-        values = {f.name: np.broadcast_to(getattr(self, f.name), num) for f in fields(self)}
-        return Rows(**values)
+        return self._each(lambda values: np.broadcast_to(values, num))
 
     def take(self, at: Any) -> Rows:
         """Some of the rows."""
-        return Rows(**{f.name: np.asarray(getattr(self, f.name))[at] for f in fields(self)})
+        return self._each(lambda values: np.asarray(values)[at])
+
+    def _each(self, change: Callable[[Any], Any]) -> Rows:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        experts = values.pop("experts")
+        changed: dict[str, Any] = {name: change(value) for name, value in values.items()}
+        if experts is not None:
+            of = {f.name: getattr(experts, f.name) for f in fields(experts)}
+            some = {n: None if value is None else change(value) for n, value in of.items()}
+            experts = ExpertRows(**some)
+        return Rows(**changed, experts=experts)
 
     def change(self, **values: Any) -> Rows:
         """The same with other values."""
         return replace(self, **values)
 
+    def unevenly_loaded(self) -> Rows:
+        """The same with the load of experts that memory must allow for."""
+        experts = self.experts
+        return self if experts is None else self.change(experts=experts.unevenly_loaded())
+
+
+_NO_EXPERTS = ExpertRows(
+    num_experts=1,
+    moe_router_topk=1,
+    moe_ffn_hidden_size=1,
+    moe_shared_expert_intermediate_size=0,
+    moe_shared_expert_gate=False,
+    share=0.0,
+    uses_allgather=False,
+    is_grouped=False,
+    ep=1,
+    etp=1,
+    load=1.0,
+)
+"""Of dense models among mixtures."""
+
 
 def concatenate(parts: list[Rows]) -> Rows:
     """All rows of several tables, as a fit to several clusters needs them."""
+    if any(part.experts is not None for part in parts):
+        parts = [part.change(experts=part.experts or _NO_EXPERTS) for part in parts]
     full = [part.full() for part in parts]
-    return Rows(
-        **{f.name: np.concatenate([getattr(p, f.name) for p in full]) for f in fields(Rows)}
-    )
+    names = [f.name for f in fields(Rows) if f.name != "experts"]
+    values: dict[str, Any] = {n: np.concatenate([getattr(p, n) for p in full]) for n in names}
+    experts = [p.experts for p in full if p.experts is not None]
+    if not experts:
+        return Rows(**values)
+    of = {
+        f.name: np.concatenate([getattr(e, f.name) for e in experts])
+        for f in fields(ExpertRows)
+        if f.name != "load"
+    }
+    load = np.concatenate([e.busiest for e in experts])
+    return Rows(**values, experts=ExpertRows(**of, load=load))

@@ -12,11 +12,15 @@ import numpy as np
 from copus_ext.cost_model import layer_time
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.layer_time import MicroBatch
-from copus_ext.cost_model.memory import stage_parameters
+from copus_ext.cost_model.memory import (
+    owned_parameters,
+    stage_parameters,
+    stage_routed_parameters,
+)
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
 
-PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host")
+PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep")
 _ADAM_BYTES = 30.0
 """Read gradient, master and two moments, write master, moments and weight, per owned parameter."""
 _SWEEP_BYTES = 16.0
@@ -79,6 +83,8 @@ class _Stages:
     launch: Any
     tp_forward: Any
     tp_backward: Any
+    ep: Any
+    """Rows that go to experts and back; None for a dense model."""
     forward: Any
     backward: Any
 
@@ -99,16 +105,35 @@ class EndOfStep:
     """Weights gathered again before anything else; 0 without."""
     optimizer_s: Any
     """Seconds of the optimizer."""
+    routed: EndOfStep | None = None
+    """The same of routed experts, whose bytes go round their own copies and are not among those
+    above; None for a dense model."""
 
-    def seconds(self, ring: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    def full_s(self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any]) -> Any:
+        """Seconds of the reduction, hidden or not; arguments as of `seconds`."""
+        full = self.passes * ring(self.gradient_bytes)
+        if (r := self.routed) is not None:
+            more = self.passes * routed_ring(r.gradient_bytes)
+            full = full + np.where(r.gradient_bytes > 0, more, 0.0)
+        return full
+
+    def seconds(
+        self, ring: Callable[[Any], Any], routed_ring: Callable[[Any], Any] | None = None
+    ) -> tuple[Any, Any, Any]:
         """Seconds of the exposed reduction, of gathering, and of the optimizer.
 
         Args:
             ring: seconds to reduce-scatter or all-gather so many bytes over the replicas.
+            routed_ring: the same over the copies of experts; needed for a mixture.
         """
-        full = self.passes * ring(self.gradient_bytes)
+        full = self.full_s(ring, routed_ring or ring)
         least = np.where(self.least_bytes > 0, self.passes * ring(self.least_bytes), 0.0)
         gather = np.where(self.gather_bytes > 0, ring(self.gather_bytes), 0.0)
+        if (r := self.routed) is not None:
+            assert routed_ring is not None
+            last = np.where(r.least_bytes > 0, self.passes * routed_ring(r.least_bytes), 0.0)
+            least = least + last
+            gather = gather + np.where(r.gather_bytes > 0, routed_ring(r.gather_bytes), 0.0)
         return np.maximum(least, full - self.hidden_s), gather, self.optimizer_s
 
 
@@ -142,13 +167,20 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
         up = stages.backward / part.vpp + hop
         work = part.num_microbatches * (stages.forward + stages.backward)
         own = work + np.cumsum(down, axis=0) - down
-        ring = functools.partial(layer_time.ring_s, part, c)
-        end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(ring), axis=0)
+        end = np.sum(_end_of_step(part, c, stages, int(pp)).seconds(*_rings(part, c)), axis=0)
         back = (own + np.cumsum(up, axis=0) - up).max(axis=0)
         least[at] = (
             np.maximum((own + end).max(axis=0), back + end[0]) + c.factors.compute * c.step_s
         )
     return least
+
+
+def _rings(rows: Rows, c: Constants) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Seconds of a ring through the replicas, and of one through the copies of experts."""
+    return (
+        functools.partial(layer_time.ring_s, rows, c),
+        functools.partial(layer_time.expert_ring_s, rows, c),
+    )
 
 
 def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
@@ -158,9 +190,9 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     count = rows.num_microbatches.astype(np.int64)
     forward, backward = _chunks(rows, micro_batch, stages, pp, vpp)
     clocks = pipeline_time(forward, backward, hop, count, vpp=vpp)
-    ring = functools.partial(layer_time.ring_s, rows, c)
+    rings = _rings(rows, c)
     end = _end_of_step(rows, c, stages, pp)
-    reduce, gather, optimizer = end.seconds(ring)
+    reduce, gather, optimizer = end.seconds(*rings)
     done = clocks + reduce
     worst = np.argmax(done + optimizer + gather, axis=0)
 
@@ -176,13 +208,17 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
         "dp": of(reduce + gather),
         "optimizer": of(optimizer),
         "host": np.full(len(count), c.factors.compute * c.step_s),
+        "ep": np.zeros(len(count)),
     }
     busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
+    if stages.ep is not None:
+        parts["ep"] = of(count * stages.ep)
+        busy = busy + parts["ep"]
     bubble = of(clocks) - busy
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
     parts["bubble"] = np.maximum(bubble, 0.0)
-    reduction = np.stack([of(end.passes * ring(end.gradient_bytes)), of(reduce), of(end.hidden_s)])
+    reduction = np.stack([of(end.full_s(*rings)), of(reduce), of(end.hidden_s)])
     return StepTime(
         step_s=sum(parts.values()),
         parts=parts,
@@ -205,14 +241,20 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     again = whole(layer.recompute)
     send_forward = whole(tp.forward, parts.tp_first, parts.tp_last / 2)
     send_backward = whole(tp.backward + tp.recompute, 0.0, parts.tp_last / 2)
+    forward, backward = work_forward + send_forward, work_backward + again + send_backward
+    routed = None
+    if (ep := parts.ep_layer) is not None:
+        there, back = whole(ep.forward), whole(ep.backward + ep.recompute)
+        forward, backward, routed = forward + there, backward + back, there + back
     return _Stages(
         compute=work_forward + work_backward,
         recompute=again,
         launch=whole(layer.launch),
         tp_forward=send_forward,
         tp_backward=send_backward,
-        forward=work_forward + send_forward,
-        backward=work_backward + again + send_backward,
+        ep=routed,
+        forward=forward,
+        backward=backward,
     )
 
 
@@ -264,10 +306,14 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
 
 
 def _end_of_step(rows: Rows, c: Constants, stages: _Stages, pp: int) -> EndOfStep:
-    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward)
+    routed = stage_routed_parameters(rows)
+    routed = None if routed is None else routed[:pp]
+    return end_of_step(rows, c, stage_parameters(rows)[:pp], stages.backward, routed)
 
 
-def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep:
+def end_of_step(
+    rows: Rows, c: Constants, held: Any, backward: Any, routed: Any = None
+) -> EndOfStep:
     """What follows the last backward pass.
 
     Args:
@@ -275,19 +321,29 @@ def end_of_step(rows: Rows, c: Constants, held: Any, backward: Any) -> EndOfStep
         c: the constants.
         held: [pp, n] parameters that a rank of every stage holds.
         backward: [pp, n] seconds of the backward pass of one micro-batch.
+        routed: [pp, n] of the parameters, those of routed experts; None for a dense model.
     """
     sharded = rows.use_distributed_optimizer
     first = np.arange(len(held))[:, None] == 0
     behind = rows.overlap_grad_reduce & first
-    bucket = np.minimum(held, np.maximum(40e6, 1e6 * rows.dp))
-    gathered = np.where(rows.overlap_param_gather, bucket, held)
-    owned = np.where(sharded, held / rows.dp, held)
+    owned = owned_parameters(rows, held, routed)
     moved = _ADAM_BYTES * owned + _SWEEP_BYTES * held
-    return EndOfStep(
-        gradient_bytes=rows.gradient_bytes * held,
-        passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
-        least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
-        hidden_s=np.where(behind, _HIDDEN_SHARE * backward, 0.0),
-        gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
-        optimizer_s=c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s,
-    )
+    hidden = np.where(behind, _HIDDEN_SHARE * backward, 0.0)
+    seconds = c.factors.compute * c.optimizer_factor * moved / rows.hbm_bytes_per_s
+
+    def of(own: Any, copies: Any, more: EndOfStep | None = None) -> EndOfStep:
+        bucket = np.minimum(own, np.maximum(40e6, 1e6 * copies))
+        gathered = np.where(rows.overlap_param_gather, bucket, own)
+        return EndOfStep(
+            gradient_bytes=rows.gradient_bytes * own,
+            passes=np.where(np.logical_and(sharded, np.logical_not(rows.on_cpu)), 1.0, 2.0),
+            least_bytes=np.where(behind, rows.gradient_bytes * bucket, 0.0),
+            hidden_s=hidden,
+            gather_bytes=np.where(sharded, rows.element_bytes * gathered, 0.0),
+            optimizer_s=seconds,
+            routed=more,
+        )
+
+    if routed is None:
+        return of(held, rows.dp)
+    return of(held - routed, rows.dp, of(routed, rows.expert_copies))

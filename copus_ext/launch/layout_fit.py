@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,8 +57,7 @@ class LayoutFit:
             return self.flags, ""
         prefer = self._layout_of_checkpoint()
         if prefer is None:
-            tp, pp = (_number(self.flags, f"--{name.replace('_', '-')}") for name in _SIZES[:2])
-            prefer = Layout(tp=tp or 1, pp=pp or 1)
+            prefer = self._layout_of_flags()
         request, others = self._search(ranks, prefer, _request)
         if request is not None:
             line = f"start {ranks} ranks under {request.layout}: {problem}"
@@ -164,6 +164,13 @@ class LayoutFit:
             return None
         return _layout_of(stored)
 
+    def _layout_of_flags(self) -> Layout:
+        """The sizes that the flags name, with as many replicas as their experts need."""
+        names = (*_SIZES[:2], "expert_model_parallel_size", "expert_tensor_parallel_size")
+        sizes = [_number(self.flags, f"--{name.replace('_', '-')}") for name in names]
+        tp, pp, ep, etp = sizes[0] or 1, sizes[1] or 1, sizes[2] or 1, sizes[3]
+        return Layout(tp=tp, pp=pp, ep=ep, etp=etp, dp=ep * (etp or 1))
+
     def _of_checkpoint(self, load: Path) -> Mapping[str, Any] | None:
         """Its flags, or None if there is none or it cannot be read, which the trainer will say."""
         if load not in self._known:
@@ -208,11 +215,20 @@ def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
 
     for tp, pp in sorted(pairs, key=order):
         dp, is_same = ranks // (tp * pp), pp == prefer.pp
-        if is_same and prefer.layer_partition:
-            yield replace(prefer, tp=tp, dp=dp)
-        if is_same and prefer.vpp > 1:
-            yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp)
-        yield Layout(tp=tp, pp=pp, dp=dp)
+        for experts in _expert_sizes(prefer, tp, dp):
+            if is_same and prefer.layer_partition:
+                yield replace(prefer, tp=tp, dp=dp, **experts)
+            if is_same and prefer.vpp > 1:
+                yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp, **experts)
+            yield Layout(tp=tp, pp=pp, dp=dp, **experts)
+
+
+def _expert_sizes(prefer: Layout, tp: int, dp: int) -> list[dict[str, Any]]:
+    """Sizes of experts on so many ranks of a stage: the preferred ones, then smaller expert
+    parallel sizes. Those of a dense model are the usual ones."""
+    etp = prefer.etp and (prefer.etp if tp * dp % prefer.etp == 0 else 1)
+    most = math.gcd(prefer.ep, tp * dp // (etp or tp))
+    return [{"ep": ep, "etp": etp} for ep in reversed(_divisors(most))]
 
 
 def _divisors(number: int) -> list[int]:
@@ -221,8 +237,15 @@ def _divisors(number: int) -> list[int]:
 
 def _layout_of(stored: Mapping[str, Any]) -> Layout:
     tp, pp, dp = (stored[name] for name in _SIZES)
-    vpp = stored.get("virtual_pipeline_model_parallel_size")
-    return Layout(tp=tp, pp=pp, vpp=vpp or 1, dp=dp, layer_partition=stored.get("layers_of_chunks"))
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=stored.get("virtual_pipeline_model_parallel_size") or 1,
+        ep=stored.get("expert_model_parallel_size") or 1,
+        etp=stored.get("expert_tensor_parallel_size"),
+        dp=dp,
+        layer_partition=stored.get("layers_of_chunks"),
+    )
 
 
 def _number(flags: Sequence[str], name: str) -> int | None:

@@ -301,8 +301,8 @@ def sizes_of(row: dict[str, Any]) -> Sizes:
     """The names of a configuration of the journal."""
     tp, pp, vpp, dp = (whole(row.get(size)) for size in ("tp", "pp", "vpp", "dp"))
     try:
-        cut = row.get("cut")
-        layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, layer_partition=cut))
+        more = {"layer_partition": row.get("cut"), "ep": row.get("ep", 1), "etp": row.get("etp")}
+        layout = str(Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, **more))
     except ValueError:
         layout = ""
     batch, micro = whole(row.get("global_batch_size")), whole(row.get("micro_batch_size"))

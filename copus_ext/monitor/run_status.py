@@ -19,11 +19,7 @@ from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_che
 from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
 from copus_ext.monitor.values import LINE, text, whole
 from megatron.training.config.layout import Layout
-from megatron.training.model.flops import (
-    ExpertWidths,
-    LatentWidths,
-    training_flops_per_sample,
-)
+from megatron.training.model.flops import ExpertWidths, LatentWidths, training_flops_per_sample
 
 SLOW_STEPS = 10
 """Medians without a step that are worth an alarm."""
@@ -224,14 +220,12 @@ def _layout(run: RunHistory) -> tuple[float, str]:
 
 
 def _layout_of_flags(config: Mapping[str, Any]) -> str:
-    names = ("tensor", "pipeline", "virtual_pipeline")
-    sizes = [whole(config.get(f"{name}_model_parallel_size")) for name in names]
-    tp, pp, vpp, dp = *sizes, whole(config.get("data_parallel_size"))
+    needed = ("tensor_model", "pipeline_model", "data")
+    if not all(whole(config.get(f"{name}_parallel_size")) for name in needed):
+        return ""
     try:
-        cut = config.get("layers_of_chunks")
-        layout = Layout(tp=tp or 0, pp=pp or 0, vpp=vpp or 1, dp=dp or 0, layer_partition=cut)
-        return str(layout)
-    except ValueError:
+        return str(Layout.of_arguments(config))
+    except (TypeError, ValueError):
         return ""
 
 

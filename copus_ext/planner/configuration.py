@@ -60,6 +60,8 @@ class Configuration:
         layout = self.layout
         flags = ["--tensor-model-parallel-size", str(layout.tp)]
         flags += ["--pipeline-model-parallel-size", str(layout.pp)]
+        flags += ["--expert-model-parallel-size", str(layout.ep)] if layout.ep > 1 else []
+        flags += ["--expert-tensor-parallel-size", str(layout.etp)] if layout.etp else []
         if layout.layer_partition:
             flags += [
                 layer_partition.FLAG,
@@ -93,6 +95,8 @@ class Configuration:
         """Everything that a measured time depends on, except the number of micro-batches."""
         return (
             *self.layout.sizes,
+            self.layout.ep,
+            self.layout.etp,
             self.micro_batch_size,
             self.recompute,
             self.recompute_num_layers,

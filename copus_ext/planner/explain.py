@@ -5,8 +5,14 @@ from __future__ import annotations
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
+from megatron.training.config.layout import expert_problems
 
 GIB = 2.0**30
+EXPERT_RULES = (
+    *("experts", "expert_ffn", "shared_expert", "expert_bias", "expert_alltoall"),
+    "expert_copies",
+)
+"""Codes of rules that `layout.expert_problems` has."""
 
 
 def reason(
@@ -67,6 +73,8 @@ def reason(
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
     }
+    if code in EXPERT_RULES:
+        return _of_experts(model, c)
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
         return less, f"price it with `copus plan explain {c}`"
@@ -77,6 +85,17 @@ def reason(
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
+
+
+def _of_experts(model: ModelSpec, c: Configuration) -> tuple[str, str]:
+    """What the trainer itself says of the layout of experts."""
+    some = (
+        model.expert_sizes(is_gloo=gloo, use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping)
+        for gloo in (False, True)
+    )
+    found = (expert_problems(c.layout, sizes, sequence_parallel=True) for sizes in some)
+    detail, _, fix = next(problems[0] for problems in found if problems).partition("; ")
+    return detail, fix
 
 
 def check_block(model: ModelSpec, c: Configuration) -> None:

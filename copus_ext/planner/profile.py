@@ -79,6 +79,8 @@ class Timing:
         c = self.configuration
         return {
             **dict(zip(_SIZES, c.layout.sizes)),
+            **({"ep": c.layout.ep} if c.layout.ep > 1 else {}),
+            **({"etp": c.layout.etp} if c.layout.etp else {}),
             **{name: getattr(c, name) for name in _OPTIONS},
             "num_microbatches": c.num_microbatches,
             "step_s": self.step_s,
@@ -115,7 +117,8 @@ class Timing:
                 raise ValueError(f"{name} {values[name]!r} must be positive")
         if (peak := values.setdefault("peak_bytes", None)) is not None and not is_positive(peak):
             raise ValueError(f"peak_bytes {peak!r} must be positive")
-        layout = Layout(**{name: values[name] for name in _SIZES})
+        experts = {"ep": values.get("ep", 1), "etp": values.get("etp")}
+        layout = Layout(**{name: values[name] for name in _SIZES}, **experts)
         return cls(
             configuration=Configuration(
                 layout=layout,
@@ -341,8 +344,9 @@ def steps_of(points: Points, times: StepTime) -> Steps:
 
 
 def keys_of(points: Points) -> Any:
-    """[n, 10] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 12] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
-    names = ("tp", "pp", "micro_batch_size", "vpp", "dp", "recompute", "recompute_num_layers")
+    names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "dp")
+    names += ("recompute", "recompute_num_layers")
     names += ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

@@ -33,6 +33,8 @@ _WIDE = 500
 """Characters of a line that is not for a terminal."""
 _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "zero", "step,s"]
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
+_OF_EXPERTS = ["ep", "etp"]
+"""Columns of a mixture of experts, after `vpp`."""
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
 _UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
@@ -138,9 +140,10 @@ def folded(ranked: Sequence[Ranked]) -> list[tuple[int, Ranked, str]]:
     return sorted(found, key=lambda row: row[0])
 
 
-def cells(rank: int, answer: Ranked, vpp: str = "") -> list[str]:
+def cells(rank: int, answer: Ranked, vpp: str = "", *, is_mixture: bool = False) -> list[str]:
     """One line of the table; `vpp` in place of the chunks of a stage."""
     c, p = answer.configuration, answer.prediction
+    experts = [c.layout.ep, c.layout.expert_tensor_parallel_size] if is_mixture else []
     return [
         str(rank),
         str(c.global_batch_size),
@@ -148,6 +151,7 @@ def cells(rank: int, answer: Ranked, vpp: str = "") -> list[str]:
         "yes" if c.sequence_parallel else "no",
         str(c.layout.pp),
         vpp or str(c.layout.vpp),
+        *map(str, experts),
         *(str(x) for x in (c.layout.dp, c.micro_batch_size, c.num_microbatches)),
         c.recomputation,
         "yes" if c.use_distributed_optimizer else "no",
@@ -161,17 +165,21 @@ def cells(rank: int, answer: Ranked, vpp: str = "") -> list[str]:
     ]
 
 
-def table(found: Answer, console: Console, *, top: int = 10) -> None:
-    """Prints all plans with what was found for each; every row is one line."""
+def table(found: Answer, console: Console, *, top: int = 10, is_mixture: bool = False) -> None:
+    """Prints all plans with what was found for each; every row is one line. Sizes of experts are
+    columns for a mixture only."""
+    after = _COLUMNS.index("vpp") + 1
+    names = [*_COLUMNS[:after], *(_OF_EXPERTS if is_mixture else ()), *_COLUMNS[after:]]
     for number, plan in enumerate(found.plans):
         if number:
             console.print()
         if plan.ranked:
             shown = Table(box=None, header_style="bold", pad_edge=False)
-            for name in _COLUMNS:
+            for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
             for rank, answer, vpp in folded(plan.ranked):
-                shown.add_row(*cells(rank, answer, vpp), style="green" if rank == 1 else None)
+                row = cells(rank, answer, vpp, is_mixture=is_mixture)
+                shown.add_row(*row, style="green" if rank == 1 else None)
             console.print(shown)
             for line in _order_lines(plan.ranked[0]):
                 console.print(line, highlight=False, markup=False)

@@ -29,11 +29,14 @@ _UNPRICED = (
     *("gradient_accumulation_fusion", "no_persist_layer_norm", "deterministic_mode"),
     *("empty_unused_memory_level", "ddp_bucket_size", "num_distributed_optimizer_instances"),
     *("recompute_modules", "softmax_type", "microbatch_group_size_per_vp_stage"),
+    *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_permute_fusion"),
+    *("moe_router_fusion", "moe_shared_expert_overlap", "moe_layer_recompute"),
 )
 """Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
 not know."""
 _SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
@@ -54,7 +57,7 @@ _SPELLED = {
 }
 """Flags that are not spelled like their field."""
 _MAPPING = "use_tp_pp_dp_mapping"
-SIZES = ("tp", "pp", "vpp", "dp", "micro_batch")
+SIZES = ("tp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 
 
 class UsageProblem(Exception):
@@ -113,7 +116,8 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
         layout = None
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
         raise UsageProblem(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
-    return layout.to_json()
+    # A text without sizes of experts has the usual ones.
+    return {"ep": 1, "etp": layout.tp, **layout.to_json()}
 
 
 def configuration_of(
@@ -126,7 +130,8 @@ def configuration_of(
 ) -> Configuration:
     """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
 
-    Sizes that are left out are 1. The replicas fill the cluster. `overlap` and the order of ranks
+    Sizes that are left out are 1, that of tensor parallel experts is tp. The replicas fill the
+    cluster. `overlap` and the order of ranks
     hold where the text does not say.
 
     Raises:
@@ -144,7 +149,8 @@ def configuration_of(
     if given.get("sp", str(int(tp > 1))) != str(int(tp > 1)):
         raise UsageProblem(f"{text}: sp goes with tp, which is {tp}; leave it out")
     try:
-        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp)
+        experts = {"ep": given.get("ep", 1), "etp": given.get("etp")}
+        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp, **experts)
     except ValueError as error:
         raise UsageProblem(f"{text}: {error}") from error
     return Configuration(

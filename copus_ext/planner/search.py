@@ -119,7 +119,7 @@ class Planner:
         """Largest predicted peak with which a configuration is a candidate, by the doubt of its own
         peak. A run that dies of a wrong "fits" costs more than one that is slower by a few
         percent."""
-        rows = to_rows(self.model, self.cluster, points_of([configuration]))
+        rows = to_rows(self.model, self.cluster, points_of([configuration])).unevenly_loaded()
         return self.limit_bytes * math.exp(-Z_SURE * float(self.peaks_of(rows)[1][0]))
 
     def retime(self, timings: Sequence[Timing], earlier: Sequence[Timing] = ()) -> None:
@@ -209,9 +209,25 @@ class Planner:
         return self._space[key]
 
     def _enumerate(self, batch_sizes: Sequence[int]) -> _Space:
-        parts = [
-            enumerate_points(self.model, self.cluster, batch, self.limits) for batch in batch_sizes
-        ]
+        found = self._fitted(batch_sizes, self.limits)
+        if self.model.num_experts is None or self.limits.cross_node_ep:
+            return found
+        asked = found.points.asked_batch_size
+        lacking = sorted(set(batch_sizes) - set(asked[found.fits].tolist()))
+        if not lacking:
+            return found
+        # Experts of a layer span nodes only where nothing else fits.
+        wide = self._fitted(lacking, replace(self.limits, cross_node_ep=True))
+        keep = np.flatnonzero(~np.isin(asked, lacking))
+        return _Space(
+            points=joined([found.points.take(keep), wide.points]),
+            fits=np.concatenate([found.fits[keep], wide.fits]),
+            peaks=np.concatenate([found.peaks[keep], wide.peaks]),
+        )
+
+    def _fitted(self, batch_sizes: Sequence[int], limits: Limits) -> _Space:
+        """All points of some batches, judged."""
+        parts = [enumerate_points(self.model, self.cluster, b, limits) for b in batch_sizes]
         points = joined(parts)
         legal = np.flatnonzero(points.code == LEGAL)
         peaks, sd = np.full(len(points), np.nan), np.full(len(points), PEAK_SD)
@@ -221,7 +237,7 @@ class Planner:
             alive = legal[least <= self.limit_bytes]
             if len(alive):
                 rows = to_rows(self.model, self.cluster, points.take(alive))
-                peaks[alive], sd[alive] = self.peaks_of(rows)
+                peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
         points.code[np.nan_to_num(peaks, nan=0.0) * np.exp(Z_SURE * sd) > self.limit_bytes] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
@@ -232,14 +248,16 @@ class Planner:
 
     def _static(self, points: Points) -> Any:
         """[n] bytes that do not depend on the batch; looked up, as few of them differ."""
-        names = ("tp", "pp", "dp", "use_distributed_optimizer")
+        names = ("tp", "pp", "use_distributed_optimizer")
+        names += () if self.model.num_experts is None else ("ep", "etp")
         table = np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)
         kinds = table @ (int(table.max()) + 1) ** np.arange(len(names))
         _, first, kind = np.unique(kinds, return_index=True, return_inverse=True)
         return static_bytes(to_rows(self.model, self.cluster, points.take(first)))[kind]
 
     def _peaks(self, points: Points) -> Any:
-        return self.peak_bytes_of(to_rows(self.model, self.cluster, points))
+        rows = to_rows(self.model, self.cluster, points)
+        return self.peak_bytes_of(rows.unevenly_loaded())
 
     def peak_bytes_of(self, rows: Rows) -> Any:
         """[n] bytes of the stage that needs most, corrected by measured peaks."""
@@ -316,6 +334,7 @@ class Planner:
         against_sd = None if against is None else self._measured.against(points, times, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
         flops = self._flops_per_sample()
+        parts = [p for p in PARTS if p != "ep" or self.model.num_experts is not None]
         answers = []
         for i in range(len(points)):
             c = points.configuration(i)
@@ -334,7 +353,7 @@ class Planner:
                         step_rel_sd=float(sd[i]),
                         source=source[i],
                         blind=c.is_blind,
-                        time_s={p: float(times.parts[p][i]) * factor for p in PARTS},
+                        time_s={p: float(times.parts[p][i]) * factor for p in parts},
                         peak_bytes=float(bytes_.peak_bytes[i]),
                         worst_stage=int(bytes_.worst_stage[i]),
                         limit_bytes=self.limit_bytes,
@@ -361,6 +380,7 @@ class Planner:
             seq_length=m.seq_length,
             padded_vocab_size=int(m.padded_vocab_size(1)),
             gated_mlp=m.gated,
+            experts=m.expert_widths,
         )
 
     def _rejected(self, space: _Space, mine: Any, every: bool = False) -> list[Rejected]:
@@ -424,7 +444,8 @@ class Planner:
             if isinstance(found, Rejected) and found.code != "memory":
                 return found
             check_block(self.model, c)
-        fixed = {name: getattr(c.layout, name) for name in ("tp", "pp", "vpp")}
+        fixed = {name: getattr(c.layout, name) for name in ("tp", "pp", "vpp", "ep")}
+        fixed["etp"] = c.layout.expert_tensor_parallel_size
         fixed["micro_batch"] = c.micro_batch_size
         fixed["recompute_num_layers"] = c.recompute_num_layers
         limits = replace(

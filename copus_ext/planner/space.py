@@ -34,14 +34,22 @@ REJECTION_CODES = (
     "batch",
     "interleave_microbatches",
     "cross_node_tp",
+    "experts",
+    "expert_ffn",
+    "shared_expert",
+    "expert_bias",
+    "expert_alltoall",
+    "expert_copies",
     "memory",
     "dominated",
 )
 """Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
 LEGAL = -1
 """Code of a point that no rule speaks against."""
-LAYOUT = ("tp", "pp", "vpp", "dp")
+LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "dp")
 SIZES = (*LAYOUT, "micro_batch_size")
+NARROW = 256
+"""Columns of an expert on a rank below which it is not worth cutting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +57,8 @@ class Limits:
     """What a search leaves out."""
 
     fixed: dict[str, int] = field(default_factory=dict)
-    """Sizes (`tp`, `pp`, `vpp`, `dp`, `micro_batch`, `recompute_num_layers`) that must have a
-    value."""
+    """Sizes (`tp`, `pp`, `vpp`, `ep`, `etp`, `dp`, `micro_batch`, `recompute_num_layers`) that must
+    have a value."""
     largest: dict[str, int] = field(default_factory=dict)
     """Sizes that must not exceed a value."""
     recompute: tuple[str, ...] = RECOMPUTE
@@ -63,6 +71,13 @@ class Limits:
     """Whether ranks are numbered tensor, pipeline, data."""
     cross_node_tp: bool = False
     """Whether a tensor-parallel group may span nodes."""
+    cross_node_ep: bool = False
+    """Whether the ranks that hold the experts of a layer may span nodes even if `ep` is not among
+    the sizes above."""
+    narrow_experts: bool = False
+    """Whether experts may be cut below 256 columns even if `etp` is not among the sizes above."""
+    whole_samples: bool = False
+    """Whether experts must see whole samples: `ep` times `etp` a multiple of `tp`."""
     max_micro_batch: int = 64
     """Largest micro-batch to consider."""
     round_down: bool = False
@@ -86,6 +101,10 @@ class Points:
     """[n] pipeline size."""
     vpp: Any
     """[n] chunks of a stage."""
+    ep: Any
+    """[n] expert parallel size; 1 in a dense model."""
+    etp: Any
+    """[n] tensor parallel size of experts; `tp` in a dense model."""
     dp: Any
     """[n] replicas."""
     micro_batch_size: Any
@@ -121,8 +140,9 @@ class Points:
 
     def configuration(self, i: int) -> Configuration:
         """One point as a value."""
+        sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in LAYOUT}
         return Configuration(
-            layout=Layout.from_record([int(getattr(self, name)[i]) for name in LAYOUT]),
+            layout=Layout(**sizes),
             micro_batch_size=int(self.micro_batch_size[i]),
             global_batch_size=int(self.global_batch_size[i]),
             recompute=RECOMPUTE[int(self.recompute[i])],
@@ -142,8 +162,10 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
 
     some = configurations
     batches = column([c.global_batch_size for c in some])
+    names = {**{name: name for name in LAYOUT}, "etp": "expert_tensor_parallel_size"}
+    sizes = {name: column([getattr(c.layout, of) for c in some]) for name, of in names.items()}
     return Points(
-        **{name: column([getattr(c.layout, name) for c in some]) for name in LAYOUT},
+        **sizes,
         micro_batch_size=column([c.micro_batch_size for c in some]),
         global_batch_size=batches,
         asked_batch_size=batches,
@@ -176,8 +198,10 @@ def enumerate_points(
         dp = cluster.world_size // (tp * pp)
         if not limits.allows(dp=dp):
             continue
+        experts = _expert_sizes(model, cluster, limits, tp, dp)
         sizes = _micro_batches(global_batch_size, dp, limits)
-        columns += [(tp, pp, vpp, dp, b) for b in sizes if limits.allows(micro_batch=b)]
+        sizes = [b for b in sizes if limits.allows(micro_batch=b)]
+        columns += [(tp, pp, vpp, ep, etp, dp, b) for ep, etp in experts for b in sizes]
     if not columns:
         raise SpecError(_nothing_left(model, cluster, limits))
     table = np.array(columns, dtype=np.int64)
@@ -189,7 +213,7 @@ def enumerate_points(
     num = len(column)
     asked = np.full(num, global_batch_size)
     chunks = table[column, 2] > 1
-    unit = table[column, 3] * table[column, 4] * np.where(chunks, table[column, 1], 1)
+    unit = table[column, -2] * table[column, -1] * np.where(chunks, table[column, 1], 1)
     rounds = limits.round_down & (asked >= unit)
     points = Points(
         **dict(zip(SIZES, table[column].T)),
@@ -269,6 +293,32 @@ def _shapes(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> list[tupl
     return shapes
 
 
+def _expert_sizes(
+    model: ModelSpec, cluster: ClusterSpec, limits: Limits, tp: int, dp: int
+) -> list[tuple[int, int]]:
+    """Expert parallel sizes and tensor parallel sizes of experts worth a look."""
+    if model.num_experts is None:
+        return [(1, tp)] if limits.allows(ep=1, etp=tp) else []
+    # A size asked for is judged; others are not worth listing where they are surely slow.
+    asked = {*limits.fixed, *limits.largest}
+    found = []
+    for etp in sorted({1, tp, limits.fixed.get("etp", 1)}):
+        is_narrow = etp > 1 and model.expert_ffn < NARROW * etp
+        may_be_narrow = limits.narrow_experts or "etp" in asked
+        if tp * dp % etp or not limits.allows(etp=etp) or (is_narrow and not may_be_narrow):
+            continue
+        for ep in divisors(tp * dp // etp):
+            is_wide = ep > 1 and ep * etp > cluster.gpus_per_node
+            if (
+                limits.allows(ep=ep)
+                and (model.num_experts % ep == 0 or limits.fixed.get("ep") == ep)
+                and (not is_wide or limits.cross_node_ep or "ep" in asked)
+                and (not limits.whole_samples or ep * etp % tp == 0)
+            ):
+                found.append((ep, etp))
+    return found
+
+
 def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits) -> Points:
     """The same points with the code of the first rule that each breaks."""
     code = np.full(len(points), LEGAL)
@@ -287,7 +337,26 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("virtual", model.num_layers // p.pp % p.vpp != 0)
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
+    for name, broken in _broken_by_experts(model, cluster, p).items():
+        reject(name, broken)
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})
+
+
+def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dict[str, Any]:
+    """[n] by code which points the rules of `layout.expert_problems` speak against, in its order;
+    none of a dense model."""
+    sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=True)
+    if sizes is None:
+        return {}
+    copies = p.tp * p.dp // (p.ep * p.etp)
+    return {
+        "experts": sizes.num_experts % p.ep != 0,
+        "expert_ffn": sizes.moe_ffn_hidden_size % p.etp != 0,
+        "shared_expert": (sizes.moe_shared_expert_intermediate_size or 0) % p.tp != 0,
+        "expert_bias": (p.etp > 1) & sizes.add_bias_linear,
+        "expert_alltoall": (p.ep > 1) & (p.etp > 1) & sizes.only_allgather_over_both,
+        "expert_copies": p.use_tp_pp_dp_mapping & (p.pp > 1) & (copies != p.dp),
+    }
 
 
 def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
@@ -309,6 +378,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         overlap_grad_reduce=points.overlap,
         overlap_param_gather=sharded & points.overlap,
         use_tp_pp_dp_mapping=points.use_tp_pp_dp_mapping,
+        experts=model.expert_rows(points.ep, points.etp),
     )
 
 
@@ -330,7 +400,9 @@ def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
     Returns:
         [n] bool.
     """
-    lines = _numbered(points, measured, ("tp", "pp", "vpp", "dp", "micro_batch_size"))
+    has_experts = any((x.ep != 1).any() or (x.etp != x.tp).any() for x in (points, measured))
+    names = tuple(n for n in SIZES if has_experts or n not in ("ep", "etp"))
+    lines = _numbered(points, measured, names)
     own, known = lines[: len(points)], lines[len(points) :]
     key = np.stack([own, points.asked_batch_size], axis=1)
     _, group = np.unique(key, axis=0, return_inverse=True)

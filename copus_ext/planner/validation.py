@@ -32,12 +32,12 @@ from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.space import points_of, to_rows
-from megatron.training.config.layout import Layout
+from megatron.training.config.layout import Layout, expert_problems
 
-_SIZES = ("tp", "pp", "vpp", "micro_batch_size", "global_batch_size")
+_SIZES = ("tp", "pp", "vpp", "ep", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")
 _OWN = (
-    *("group", "cluster", "model", *_SIZES, "recompute", "sequence_parallel"),
+    *("group", "cluster", "model", *_SIZES, "etp", "recompute", "sequence_parallel"),
     *("scatter_gather", "use_distributed_optimizer", "overlap"),
     *("step_s", "out_of_memory", "peak_bytes", "local"),
     *_LINKS,
@@ -129,12 +129,17 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     )
     if model.num_layers % (pp * size["vpp"]):
         raise SpecError(f"{model.num_layers} layers are no multiple of pp x vpp")
+    etp = _whole("etp", given["etp"]) if "etp" in given else None
+    layout = Layout(tp=tp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
+    sizes = model.expert_sizes(is_gloo=False, use_tp_pp_dp_mapping=False)
+    if problems := expert_problems(layout, sizes, sequence_parallel=True):
+        raise SpecError(problems[0])
     return MeasuredRun(
         group=given.get("group", f"{model.name} on {given['cluster']}, batch {given[_SIZES[-1]]}"),
         model=model,
         cluster=cluster,
         configuration=Configuration(
-            layout=Layout(tp=tp, pp=pp, vpp=size["vpp"], dp=dp),
+            layout=layout,
             micro_batch_size=size["micro_batch_size"],
             global_batch_size=size["global_batch_size"],
             recompute=way,  # pyright: ignore[reportArgumentType]
@@ -264,7 +269,12 @@ def _memory(runs: Sequence[MeasuredRun], known: Any) -> tuple[Any, Any]:
         limit = runs[at[0]].cluster.gpu.memory_bytes * (1 - MEMORY_MARGIN)
         rows = _rows([runs[i] for i in at])
         peak, doubt = peaks(rows, context_bytes=CONTEXT_BYTES, correction=correction)
-        fits[at] = peak * np.exp(Z_SURE * doubt) <= limit
+        # A candidate has room for experts of uneven load.
+        most, sd = peak, doubt
+        if rows.experts is not None:
+            uneven = rows.unevenly_loaded()
+            most, sd = peaks(uneven, context_bytes=CONTEXT_BYTES, correction=correction)
+        fits[at] = most * np.exp(Z_SURE * sd) <= limit
         likely[at] = fit_probability(peak, limit, doubt)
     return fits, likely
 

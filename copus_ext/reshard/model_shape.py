@@ -55,6 +55,20 @@ class ExpertShape:
             is_grouped=moe.moe_grouped_gemm,
         )
 
+    @classmethod
+    def of_spec(cls, spec: ModelSpec) -> ExpertShape | None:
+        """Reads the planner's description of a model; None for a dense one."""
+        if spec.num_experts is None:
+            return None
+        return cls(
+            layers=spec.moe_layers,
+            num_experts=spec.num_experts,
+            moe_ffn_hidden_size=spec.expert_ffn,
+            shared_width=spec.moe_shared_expert_intermediate_size or 0,
+            shared_gate=spec.moe_shared_expert_gate,
+            is_grouped=spec.moe_grouped_gemm and spec.implementation == "te",
+        )
+
     @property
     def is_mixed(self) -> bool:
         """Whether some layers are dense. Then every layer has tensors of its own in a
@@ -185,6 +199,7 @@ def shape_of_spec(spec: ModelSpec, *, padded_vocab_size: int) -> ModelShape:
         tied=spec.tied,
         latent=spec.latent,
         mtp_num_layers=spec.mtp_num_layers,
+        experts=ExpertShape.of_spec(spec),
         fused_norm=spec.implementation == "te",
     )
 

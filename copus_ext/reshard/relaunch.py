@@ -47,6 +47,8 @@ _MAX_SIZE = 1 << 20
 
 _TENSOR = "--tensor-model-parallel-size"
 _PIPELINE = "--pipeline-model-parallel-size"
+_EXPERT = "--expert-model-parallel-size"
+_EXPERT_TENSOR = "--expert-tensor-parallel-size"
 _LAYERS_OF_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _CUT_FLAGS = (
@@ -242,6 +244,8 @@ def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
     flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
+    flags += [_EXPERT, str(layout.ep)] if layout.ep > 1 else []
+    flags += [_EXPERT_TENSOR, str(layout.etp)] if layout.etp else []
     if layout.layer_partition:
         # Its text says how many chunks a stage has.
         text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
@@ -274,7 +278,7 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
     """
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
-    values = {_TENSOR, _PIPELINE, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
+    values = {_TENSOR, _PIPELINE, _EXPERT, _EXPERT_TENSOR, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
     switches: set[str] = set(_COUNTED_IN_CUT)
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)

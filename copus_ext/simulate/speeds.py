@@ -24,6 +24,11 @@ _LAYOUTS = 8
 _ASKED = 400
 
 
+def _order(layout: Layout) -> tuple[int, ...]:
+    """What layouts are sorted by."""
+    return *layout.sizes, layout.ep, layout.expert_tensor_parallel_size
+
+
 class NoSpeed(ValueError):
     """A batch that no configuration can run."""
 
@@ -42,7 +47,7 @@ class Speeds:
         self.actual = {(row.layout, row.global_batch_size): row for row in rows}
         self.known = {(r.layout, r.global_batch_size): r for r in (known or rows)}
         self.batches = sorted({row.global_batch_size for row in rows})
-        self.layouts = sorted({row.layout for row in rows}, key=lambda x: x.sizes)
+        self.layouts = sorted({row.layout for row in rows}, key=_order)
 
     def true(self, row: ConfigThroughput) -> ConfigThroughput:
         """A configuration as it is."""
@@ -62,7 +67,7 @@ class Speeds:
         rows = [r for r in rows if layout in (None, r.layout)]
         if not rows:
             raise NoSpeed(f"no layout can run a batch of {batch}")
-        return max(rows, key=lambda r: (r.samples_per_s, [-n for n in r.layout.sizes]))
+        return max(rows, key=lambda r: (r.samples_per_s, [-n for n in _order(r.layout)]))
 
     def table(
         self,
@@ -170,4 +175,4 @@ def _nearest(best: dict[Key, ConfigThroughput]) -> list[Layout]:
         )
         for layout, _ in best
     }
-    return sorted(near, key=lambda layout: (-near[layout], layout.sizes))[:_LAYOUTS]
+    return sorted(near, key=lambda layout: (-near[layout], _order(layout)))[:_LAYOUTS]

@@ -12,23 +12,33 @@ import pytest
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
-from tests.distributed.worker_planner import BATCH, tiny_spec
+from tests.distributed.worker_planner import BATCH, MIXTURE, tiny_spec
 from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
+
+NUM_LAYOUTS = 23
+"""Of a mixture of experts on four ranks."""
 
 
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_legal_configuration_runs(tmp_path: Path, world: int) -> None:
     rows = on_ranks("worker_planner", tmp_path, world, timeout_s=300)
-    assert len(rows) >= {2: 12, 4: 16}[world], [row["name"] for row in rows]
-    first: dict[str, float] = {}
+    sent = [row for row in rows if row["kind"] == "sent"]
+    rows = [row for row in rows if row["kind"] != "sent"]
+    assert all(row["counted"] == pytest.approx(row["predicted"], rel=0.1) for row in sent), sent
+    assert len(sent) == {2: 0, 4: 1}[world]
+    dense = [row["name"] for row in rows if row["kind"] == "dense"]
+    assert len(dense) >= {2: 12, 4: 16}[world], dense
+    assert len(rows) - len(dense) == {2: 0, 4: NUM_LAYOUTS}[world], [row["name"] for row in rows]
+    first: dict[Any, float] = {}
     for row in rows:
         assert len(row["losses"]) == 1, row["name"]
         # The vocabulary is padded for the tensor size, which changes the softmax.
-        tp = row["name"].split(",")[0]
-        assert row["losses"][0] == pytest.approx(first.setdefault(tp, row["losses"][0]), rel=1e-5)
+        alike = row["kind"], row["name"].split(".")[0]
+        loss = row["losses"][0]
+        assert loss == pytest.approx(first.setdefault(alike, loss), rel=1e-5), row["name"]
         for counted, predicted in row["parameters"]:
             assert counted == predicted, row["name"]
 
@@ -74,6 +84,56 @@ def test_every_rule_that_rejects_is_one_of_the_trainer() -> None:
         with pytest.raises(UsageError, match=WORDS[code]):
             resolve(parse_args(flags), configuration.layout.world_size)
             pytest.fail(f"{code}: {configuration} was accepted")
+
+
+def test_every_rule_for_experts_is_said_as_the_trainer_says_it() -> None:
+    import shlex
+
+    from copus_ext.cost_model.model_spec import ModelSpec
+    from copus_ext.planner.plan import Rejected
+    from copus_ext.planner.space import LEGAL, REJECTION_CODES, enumerate_points
+    from megatron.training.common.errors import UsageError
+    from megatron.training.config.arguments import parse_args, resolve
+
+    cluster = preset("cpu:4")
+    base = MIXTURE.replace("--pad-vocab-for-tensor-parallel-size 4", "--train-iters 1")
+    seen, legal = set(), 0
+    for more, fixed, mapping in (
+        ("", {}, False),
+        ("--moe-token-dispatcher-type allgather", {}, False),
+        ("--num-experts 6", {"ep": 4}, False),
+        ("--moe-ffn-hidden-size 25", {}, False),
+        ("--moe-shared-expert-intermediate-size 18", {"tp": 4}, False),
+        ("", {"pp": 2}, True),
+    ):
+        flags = [*shlex.split(base), *shlex.split(more)]
+        spec = ModelSpec.from_megatron_flags(flags)
+        limits = Limits(
+            fixed={**fixed, "micro_batch": 1, "vpp": 1},
+            recompute=("none",),
+            use_distributed_optimizer=(True,),
+            cross_node_tp=True,
+            cross_node_ep=True,
+            narrow_experts=True,
+            use_tp_pp_dp_mapping=mapping,
+        )
+        planner = Planner(spec, cluster, limits=limits)
+        points = enumerate_points(spec, cluster, BATCH, limits)
+        for i in range(len(points)):
+            c = points.configuration(i)
+            args = parse_args([*flags, *c.to_flags()])
+            if points.code[i] == LEGAL:
+                resolve(args, 4)
+                legal += 1
+                continue
+            seen.add(REJECTION_CODES[points.code[i]])
+            found = planner.explain(c)
+            assert isinstance(found, Rejected)
+            with pytest.raises(UsageError) as refused:
+                resolve(args, 4)
+            assert f"{found.detail}; {found.fix}" in str(refused.value), str(c)
+    assert seen == {"experts", "expert_ffn", "shared_expert", "expert_alltoall", "expert_copies"}
+    assert legal >= 30
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.jobs import TINY, TINY_GPT2, layout_flags, run
+from tests.helpers.jobs import MOE, TINY, TINY_GPT2, layout_flags, run
 
+_BASES = {"llama": TINY, "gpt2": TINY_GPT2, "moe": MOE}
 CASES = [
     ("llama", 1, 1, ""),
     ("llama", 1, 2, "--bf16"),
@@ -21,6 +23,12 @@ CASES = [
     ("gpt2", 2, 2, "--attention-backend unfused"),
     ("gpt2", 2, 1, "--hidden-dropout 0.1 --attention-dropout 0.1"),
     ("gpt2", 1, 2, "--hidden-dropout 0.1 --attention-dropout 0.1 --recompute-activations"),
+    ("moe", 1, 1, "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"),
+    ("moe", 1, 2, "--micro-batch-size 2 --num-experts 16 --moe-router-topk 4"),
+    ("moe", 2, 1, "--sequence-parallel --recompute-activations"),
+    ("moe", 2, 2, "--sequence-parallel --moe-token-dispatcher-type allgather"),
+    ("moe", 2, 1, "--sequence-parallel --expert-tensor-parallel-size 1"),
+    ("moe", 1, 1, "--expert-model-parallel-size 2"),
 ]
 
 
@@ -41,6 +49,8 @@ def counter() -> Any:
             while hasattr(model, "module"):
                 model = model.module
             own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+            # Which experts were chosen; in a dense layer only the causal mask is such a tensor.
+            is_moe = hasattr(model.decoder.layers[0].mlp, "router")
             # Kept, so that no storage is freed and its address used again.
             saved: dict[int, torch.Tensor] = {}
             running: list[Any] = []
@@ -50,7 +60,7 @@ def counter() -> Any:
                 # Others are alike in every layer: the causal mask, a counter of checkpoints.
                 if (
                     self.num_bytes is None
-                    and tensor.is_floating_point()
+                    and (tensor.is_floating_point() or (is_moe and tensor.dtype == torch.bool))
                     and storage.data_ptr() not in own
                 ):
                     saved.setdefault(storage.data_ptr(), tensor)
@@ -81,14 +91,14 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.cost_model.memory import layer_activation_bytes
+    from copus_ext.cost_model.memory import layer_bytes
     from copus_ext.cost_model.model_spec import ModelSpec
     from copus_ext.planner.space import Limits, enumerate_points, to_rows
 
     world = dist.get_world_size()
     rows = []
     for number, (name, tp, pp, more) in enumerate(CASES):
-        base = {"llama": TINY, "gpt2": TINY_GPT2}[name]
+        base = _BASES[name]
         flags = [*layout_flags(tp, pp, 1), *more.split(), "--train-iters", "1"]
         count = counter()
         for kind in ("FLASH", "FUSED", "UNFUSED"):
@@ -101,12 +111,20 @@ def main(output: Path) -> Any:
         way = "selective" if "--recompute-activations" in more else "none"
         micro = 2 if "--micro-batch-size 2" in more else 1
         limits = Limits(
-            fixed={"tp": tp, "pp": pp, "vpp": 1, "micro_batch": micro}, recompute=(way,)
+            fixed={
+                **{"tp": tp, "pp": pp, "vpp": 1, "micro_batch": micro},
+                "ep": 2 if "--expert-model-parallel-size 2" in more else 1,
+                "etp": 1 if "--expert-tensor-parallel-size 1" in more else tp,
+            },
+            recompute=(way,),
         )
         cluster = preset(f"cpu:{world}")
         points = enumerate_points(spec, cluster, 8, limits).take(np.array([0]))
         change = {"sequence_parallel": "--sequence-parallel" in more}
         one = to_rows(spec, cluster, points).change(**change)
-        predicted = float(layer_activation_bytes(one.full())[0])
+        if one.experts is not None:
+            # The mean over the ranks, whichever of them had more rows.
+            one = one.change(experts=dataclasses.replace(one.experts, load=1.0))
+        predicted = float(layer_bytes(one.full())[0][0])
         rows.append({"case": f"{name} {tp} {pp} {more}", "counted": every, "predicted": predicted})
     return rows

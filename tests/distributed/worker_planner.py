@@ -1,15 +1,19 @@
-"""Runs every configuration the planner calls legal for one step, and counts parameters."""
+"""Runs every configuration the planner calls legal for one step, and counts parameters; of a
+mixture of experts one of every layout."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.helpers.jobs import TINY, run
+from tests.helpers.jobs import MOE, TINY, run
 
 BATCH = 8
+SHARED = "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate"
+MIXTURE = f"{MOE} {SHARED}"
 
 
 def tiny_spec() -> Any:
@@ -29,6 +33,44 @@ def tiny_spec() -> Any:
         precision="fp32",
         fused_attention=False,
     )
+
+
+def mixture_spec(dispatcher: str = "alltoall") -> Any:
+    """The model of `MIXTURE`, vocabulary padded for the tensor size of each run."""
+    return dataclasses.replace(
+        tiny_spec(),
+        num_experts=8,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True,
+        moe_token_dispatcher_type=dispatcher,
+        implementation="local",
+    )
+
+
+def layouts_of_a_mixture(world_size: int) -> dict[str, list[Any]]:
+    """By dispatcher, one configuration of every layout that is legal; of those that rows may reach
+    by all-to-all none is gathered."""
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.planner.space import LEGAL, Limits, enumerate_points
+
+    limits = Limits(
+        fixed={"micro_batch": 1},
+        largest={"vpp": 2},
+        recompute=("none",),
+        use_distributed_optimizer=(True,),
+        cross_node_tp=True,
+        cross_node_ep=True,
+        narrow_experts=True,
+    )
+    found: dict[str, list[Any]] = {}
+    for way in ("alltoall", "allgather"):
+        model, cluster = mixture_spec(way), preset(f"cpu:{world_size}")
+        points = enumerate_points(model, cluster, BATCH, limits)
+        some = [points.configuration(int(i)) for i in np.flatnonzero(points.code == LEGAL)]
+        found[way] = [c for c in some if c not in found.get("alltoall", ())]
+    return found
 
 
 def legal_configurations(world_size: int) -> list[Any]:
@@ -53,13 +95,47 @@ def legal_configurations(world_size: int) -> list[Any]:
     return [(points.configuration(i), points.take(np.array([i]))) for i in chosen]
 
 
+def sent_by_all_to_all(output: Path) -> dict[str, float]:
+    """Bytes that the mean rank sends to others in a step with four expert parallel ranks: counted
+    and predicted."""
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.cost_model.experts import alltoall_bytes
+    from copus_ext.planner.request import configuration_of
+    from copus_ext.planner.space import points_of, to_rows
+
+    world, counted = dist.get_world_size(), torch.zeros(1, dtype=torch.float64)
+    c = configuration_of("ep=4", global_batch_size=BATCH, world_size=world)
+    usual = dist.all_to_all_single
+
+    def count(got: Any, sent: Any, *rest: Any, **more: Any) -> Any:
+        to_whom = more["input_split_sizes"]
+        others = int(sum(to_whom) - to_whom[dist.get_rank()])
+        counted.add_(others * sent[0].numel() * sent.element_size() if len(sent) else 0)
+        return usual(got, sent, *rest, **more)
+
+    dist.all_to_all_single = count
+    try:
+        flags = [*c.to_flags(), "--train-iters", "1", "--lr-warmup-iters", "0"]
+        run(flags, output / "sent", base=MIXTURE)
+    finally:
+        dist.all_to_all_single = usual
+    dist.all_reduce(counted)
+    spec = mixture_spec()
+    rows = to_rows(spec, preset(f"cpu:{world}"), points_of([c])).full()
+    predicted = float(alltoall_bytes(rows)[0]) * c.num_microbatches * spec.num_layers
+    return {"counted": float(counted) / world, "predicted": predicted}
+
+
 def main(output: Path) -> Any:
     """Returns what each configuration did."""
     import torch.distributed as dist
 
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.memory import stage_parameters
-    from copus_ext.planner.space import to_rows
+    from copus_ext.planner.space import points_of, to_rows
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     class Count(Callback):
@@ -74,15 +150,25 @@ def main(output: Path) -> Any:
 
     world = dist.get_world_size()
     rows = []
-    for number, (configuration, point) in enumerate(legal_configurations(world)):
+
+    def record(kind: str, configuration: Any, point: Any, spec: Any, flags: str) -> None:
         count = Count()
-        base = TINY.replace("--pad-vocab-for-tensor-parallel-size 4", "--lr-warmup-iters 0")
-        flags = [*configuration.to_flags(), "--train-iters", "1"]
-        steps = run(flags, output / str(number), [count], base=base)
-        want = stage_parameters(to_rows(tiny_spec(), preset(f"cpu:{world}"), point))[:, 0]
+        base = flags.replace("--pad-vocab-for-tensor-parallel-size 4", "--lr-warmup-iters 0")
+        own = [*configuration.to_flags(), "--train-iters", "1"]
+        steps = run(own, output / str(len(rows)), [count], base=base)
+        want = stage_parameters(to_rows(spec, preset(f"cpu:{world}"), point))[:, 0]
         seen: list[Any] = [None] * world
         dist.all_gather_object(seen, (count.number, want[count.stage]))
-        if dist.get_rank() == 0:
-            losses = [step["losses"]["lm loss"] for step in steps]
-            rows.append({"name": str(configuration), "losses": losses, "parameters": seen})
+        losses = [step["losses"]["lm loss"] for step in steps]
+        name = str(configuration)
+        rows.append({"kind": kind, "name": name, "losses": losses, "parameters": seen})
+
+    for configuration, point in legal_configurations(world):
+        record("dense", configuration, point, tiny_spec(), TINY)
+    if world == 4:
+        for way, some in layouts_of_a_mixture(world).items():
+            flags = f"{MIXTURE} --moe-token-dispatcher-type {way}"
+            for c in some:
+                record("mixture", c, points_of([c]), mixture_spec(way), flags)
+        rows.append({"kind": "sent", "name": "", **sent_by_all_to_all(output)})
     return rows

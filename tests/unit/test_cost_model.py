@@ -44,7 +44,7 @@ from megatron.training.model.gpt import build_model
 from megatron.training.train.build import groups_of
 from megatron.training.train.pretrain import tokenizer_flags
 from tests.helpers.examples import with_values
-from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
+from tests.helpers.jobs import FURTHER, LATENT, MOE, TINY, TINY_GPT2
 
 MODEL, CLUSTER = PRESETS["llama-2-13b"], preset("h100-80g:32")
 
@@ -87,6 +87,11 @@ def device() -> Iterator[Device]:
         FURTHER,
         f"{TINY} {LATENT} --normalization LayerNorm --qk-layernorm",
         f"{TINY_GPT2} --quick-geglu",
+        MOE,
+        f"{MOE} --moe-layer-freq [0]*1+[1]*2+[0]*1 --moe-shared-expert-intermediate-size 16 "
+        "--moe-shared-expert-gate",
+        f"{FURTHER} --num-experts 4 --moe-layer-freq 2",
+        f"{TINY_GPT2} --num-experts 4",
     ],
 )
 def test_parameters_are_those_of_the_model_that_is_built(device: Device, flags: str) -> None:
@@ -308,6 +313,16 @@ def test_known_models_have_their_known_size() -> None:
     known = {"gpt3-175b": 174.6, "llama-3.2-3b": 3.21, "llama-2-7b": 6.74, "llama-2-13b": 13.02}
     for name, billions in {**known, "qwen2.5-32b": 32.76, "llama-3-70b": 70.55}.items():
         assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    for name, (every, active) in {
+        "mixtral-8x7b": (46.70, 12.88),
+        "qwen3-30b-a3b": (30.53, 3.35),
+        "deepseek-v3-sized": (671 * 60 / 61, 37),
+    }.items():
+        model = PRESETS[name]
+        assert model.num_parameters / 1e9 == pytest.approx(every, rel=0.002)
+        assert model.num_active_parameters / 1e9 == pytest.approx(active, rel=0.02)
+    assert MODEL.num_active_parameters == MODEL.num_parameters
+    assert "num_experts" not in MODEL.to_json()
 
 
 def test_better_hardware_is_never_slower() -> None:

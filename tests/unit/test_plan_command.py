@@ -161,7 +161,7 @@ def test_flags_of_before_that_do_not_go_together(
 @pytest.mark.parametrize(
     ("data", "code", "words"),
     [
-        ({"model_type": "llama", "num_local_experts": 8}, 5, "num_local_experts=8: mixture of"),
+        ({"model_type": "llama", "num_local_experts": 8}, 5, "num_local_experts=8: experts of"),
         ({"model_type": "mamba"}, 5, "model_type 'mamba' is not known"),
         ([], 5, "config.json"),
         ({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}, 5, "vocab_size is"),
@@ -349,6 +349,57 @@ def test_what_the_answer_does_not_depend_on_is_told(capsys: pytest.CaptureFixtur
         assert f"the search finds what {flag.split()[0]} would say" in err
     code, again, err = run(capsys, f"{where} --megatron-args '{shape}'")
     assert code == 0 and not err and out == again
+
+
+MIXTRAL = "--model mixtral-8x7b --cluster h100-80g:32 --global-batch-size 128"
+
+
+def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, f"{MIXTRAL} --fix tp=2,ep=4,etp=1,micro_batch=1 --max pp=4")
+    header, first, *_ = out.splitlines()
+    names = header.split()
+    at = [names.index(name) for name in ("vpp", "ep", "etp", "dp")]
+    assert code == 0 and at == list(range(at[0], at[0] + 4))
+    assert re.search(r"--fix tp=2,.*,ep=4,etp=1 ", out), "what to time"
+    assert " 4    1 " in first
+    _, dense, _ = run(capsys, f"{SEVEN} --global-batch-size 16")
+    assert not {"ep", "etp"} & set(dense.splitlines()[0].split())
+    record = json.loads(run(capsys, f"{MIXTRAL},256 --json --top 2")[1])
+    jsonschema.validate(record, json.loads((ROOT / "docs" / "plan.schema.json").read_text()))
+    active = PRESETS["mixtral-8x7b"].num_active_parameters
+    assert record["headroom"]["train_tokens"] == 20 * active
+    assert record["inputs"]["model"]["num_experts"] == 8
+    one = record["plans"][0]["ranked"][0]
+    again = run(capsys, f"explain tp2.pp4.ep4.etp1.dp4 {MIXTRAL}")[1]
+    assert "tp2.pp4.ep4.etp1.dp4,micro_batch=1" in again and "  ep " in again
+    assert one["prediction"]["mfu"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (f"explain tp2.ep4 {MIXTRAL}", 2, "write NAME=NUMBER"),
+        (f"explain ep=3 {MIXTRAL}", 2, "do not divide by ep x etp"),
+        (f"{MIXTRAL} --fix ep=16", 3, "--num-experts 8 is not divisible by 16; choose another"),
+        (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "leave nothing to consider"),
+        (f"partition {MIXTRAL}", 2, "`partition` does not know mixtures of experts"),
+        (f"micro-batches {MIXTRAL}", 2, "`micro-batches` does not know mixtures"),
+        (f"order {MIXTRAL}", 2, "`order` does not know mixtures"),
+    ],
+)
+def test_problems_of_a_mixture_are_one_line(
+    capsys: pytest.CaptureFixture[str], text: str, code: int, words: str
+) -> None:
+    got, _, err = run(capsys, text)
+    assert got == code and re.search(words, err) and err.count("\n") == 1
+
+
+def test_a_stand_in_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--model deepseek-v3-sized --cluster h200-141g:256 --global-batch-size 512"
+    code, _, err = run(capsys, f"{flags} --fix tp=1,pp=4,micro_batch=1,ep=32")
+    assert code == 0 and "deepseek-v3-sized has plain attention" in err
 
 
 def test_both_orders_of_ranks_are_priced(capsys: pytest.CaptureFixture[str]) -> None:

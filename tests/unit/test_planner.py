@@ -264,6 +264,69 @@ def test_megatron_flags_and_config_json_give_the_same_model(tmp_path: Path) -> N
         assert {int(padded.padded_vocab_size(tp)) for tp in (1, 2, 4, 8)} == {rows}
 
 
+LAYERS_OF_QWEN = "[0,1,0,1,0,0]"
+MIXTURES = [
+    (
+        "mixtral",
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        "--num-experts 8 --moe-router-topk 2",
+    ),
+    (
+        "qwen3_moe",
+        {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 96, "head_dim": 32},
+        "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96 --qk-layernorm "
+        "--kv-channels 32",
+    ),
+    (
+        "qwen2_moe",
+        {
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 96,
+            "shared_expert_intermediate_size": 64,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [5],
+        },
+        "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96 --add-qkv-bias "
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate "
+        f"--moe-layer-freq {LAYERS_OF_QWEN}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "experts", "flags"), MIXTURES, ids=lambda x: str(x)[:9])
+def test_a_mixture_is_read_from_flags_and_from_config_json(
+    tmp_path: Path, kind: str, experts: dict[str, Any], flags: str
+) -> None:
+    shape = {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256}
+    shape |= {"num_attention_heads": 4, "vocab_size": 32000, "tie_word_embeddings": False}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind, **shape, **experts}))
+    from_file = ModelSpec.from_hugging_face(file, seq_length=256)
+    base = """--num-layers 6 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 256
+    --seq-length 256 --max-position-embeddings 256 --swiglu --disable-bias-linear
+    --normalization RMSNorm --vocab-size 32000 --untie-embeddings-and-output-weights
+    --position-embedding-type rope --hidden-dropout 0 --bf16 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall"""
+    from_flags = ModelSpec.from_megatron_flags(shlex.split(f"{base} {flags}"))
+    names = {"name": "model", "num_query_groups": 4}
+    plain = dataclasses.replace(from_file, **names, moe_ffn_hidden_size=from_file.expert_ffn)
+    again = dataclasses.replace(from_flags, **names, moe_ffn_hidden_size=from_flags.expert_ffn)
+    assert plain == again
+    assert ModelSpec.from_json(from_file.to_json()) == from_file
+
+
+def test_experts_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    for kind, words in (("deepseek_v3", "multi-latent"), ("llama", "are not known")):
+        file.write_text(json.dumps({"model_type": kind, "n_routed_experts": 8}))
+        with pytest.raises(SpecError, match=words):
+            ModelSpec.from_hugging_face(file, seq_length=256)
+    for bad in ({"moe_router_topk": 9}, {"moe_layer_freq": "[1]*3"}, {"num_experts": 0}):
+        with pytest.raises(SpecError, match=next(iter(bad))):
+            dataclasses.replace(PRESETS["mixtral-8x7b"], **bad)
+
+
 def test_a_model_that_the_cost_model_does_not_know_is_refused_by_its_flag() -> None:
     for field, flag in (("kv_lora_rank", "--multi-latent-attention"), ("mtp_num_layers", "--mtp")):
         with pytest.raises(SpecError, match=flag):

@@ -146,6 +146,15 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         {"tp": 2, "pp": 2, "sequence_parallel": 0},
         {"tp": 2, "pp": 2, "sequence_parallel": 0, "scatter_gather": 1},
     ]
+    experts = {"num_experts": 8, "moe_router_topk": 2, "bias": 0}
+    changes += [
+        experts,
+        {**experts, "ep": 4},
+        {**experts, "ep": 4, "moe_token_dispatcher_type": "allgather"},
+        {**experts, "moe_ffn_hidden_size": 512},
+        {**experts, "moe_layer_freq": 2},
+        {**experts, "tp": 2, "etp": 1},
+    ]
     runs = read_table(write(tmp_path / "runs.csv", [{**row, **change} for change in changes]))
     seconds = predict(runs).step_s
     assert len(set(np.round(seconds, 9).tolist())) == len(changes)
@@ -168,6 +177,9 @@ def test_the_columns_change_what_is_predicted(tmp_path: Path) -> None:
         ({"pp": "4", "vpp": "3"}, "no multiple of pp x vpp"),
         ({"model": "nobody"}, "line 2: model: "),
         ({"kv_lora_rank": "64"}, "--multi-latent-attention"),
+        ({"ep": "2"}, "has sizes of experts and the model has none"),
+        ({"num_experts": "6", "ep": "4"}, "--num-experts 6 is not divisible by 4"),
+        ({"num_experts": "8", "moe_layer_freq": "[1]"}, "moe_layer_freq [1]: give a 0 or 1"),
     ],
 )
 def test_a_bad_table_is_one_line(

@@ -293,7 +293,11 @@ def repartitions(planner: Planner, plan: Plan) -> list[Repartition]:
     Args:
         planner: that made the plan.
         plan: what it ranked.
+
+    Raises:
+        SpecError: a mixture of experts.
     """
+    planner.model.check_dense("the layer partition")
     found, known = [], {}
     pipelines = [
         (i, ranked.configuration)

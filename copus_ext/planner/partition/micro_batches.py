@@ -166,7 +166,11 @@ def unequal_micro_batches(planner: Planner, plan: Plan) -> list[UnequalMicroBatc
     Args:
         planner: that made the plan.
         plan: what it ranked.
+
+    Raises:
+        SpecError: a mixture of experts.
     """
+    planner.model.check_dense("the search of unequal micro-batches")
     found, seen = [], set()
     for i, ranked in enumerate(plan.ranked):
         c = ranked.configuration

@@ -405,8 +405,10 @@ def order_for(
     """The order of a cluster's nodes for one configuration; `how` as for `find_order`.
 
     Raises:
-        SpecError: the links were not measured, or the layout does not fit the nodes.
+        SpecError: the links were not measured, the layout does not fit the nodes, or the model is a
+            mixture of experts.
     """
+    model.check_dense("the order of nodes")
     constants = c or cluster.load_constants()
     network = network_of(cluster, constants)
     return find_order(job_of(model, cluster, what, constants), network, **how)

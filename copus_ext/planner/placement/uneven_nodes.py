@@ -454,8 +454,9 @@ def rank_on_nodes(planner: Planner, batch: int, *, top: int = 10) -> list[Fitted
         top: how many are of interest.
 
     Raises:
-        SpecError: a description that makes no sense.
+        SpecError: a description that makes no sense, or a mixture of experts.
     """
+    planner.model.check_dense("the search over uneven nodes")
     sites = sorted(_proposed(planner, batch), key=_least_sample_s)
     found: list[tuple[FittedLayout, Site]] = []
     # No thread for one bar: a program that uses this function may mind signals.

@@ -1,0 +1,55 @@
+"""Seconds of what passes are made of: a matrix product, moved bytes, a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.rows import Rows
+
+_TILE_ROWS, _TILE_COLUMNS = 256, 128
+
+
+def gemm_s(rows: Rows, c: Constants, m: Any, n: Any, k: Any, at_once: Any = 1) -> Any:
+    """Seconds of a matrix product [m, k] x [k, n], or of several in one kernel.
+
+    The efficiency falls for a short inner dimension, few columns, and a last wave of tiles that
+    leaves multiprocessors idle.
+    """
+    tiles = at_once * np.ceil(m / _TILE_ROWS) * np.ceil(n / _TILE_COLUMNS)
+    waves = tiles / (rows.num_sms * np.ceil(tiles / rows.num_sms))
+    shape = k / (k + c.gemm_half_inner) * n / (n + c.gemm_half_outer)
+    return (
+        at_once * 2.0 * m * n * k / (rows.peak_flops * c.gemm_efficiency * shape * np.sqrt(waves))
+    )
+
+
+def moved_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
+    """Seconds of memory-bound operations that move so many bytes (of 2-byte elements)."""
+    width = rows.element_bytes / 2
+    return c.memory_factor * num_bytes * width / rows.hbm_bytes_per_s
+
+
+def network_bytes_per_s(rows: Rows, c: Constants) -> Any:
+    """What a node reaches over the network."""
+    share = np.where(rows.nic_is_measured, 1.0, c.nic_efficiency)
+    return share * rows.nic_bytes_per_s / c.factors.across
+
+
+def node_bytes_per_s(rows: Rows, c: Constants) -> Any:
+    """What a rank reaches within its node."""
+    return np.minimum(c.dp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
+
+
+def collective_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any) -> Any:
+    """Seconds to reduce-scatter or to all-gather a message over so many ranks with numbers in a row
+    (half an all-reduce)."""
+    bandwidth = np.where(
+        ranks > rows.gpus_per_node,
+        np.minimum(c.tp_cross_bytes_per_s / c.factors.across, network_bytes_per_s(rows, c)),
+        np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within,
+    )
+    ring = (ranks - 1) / ranks * num_bytes / bandwidth
+    return np.where(ranks > 1, ring + c.tp_latency_s / 2, 0.0)
