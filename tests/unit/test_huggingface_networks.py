@@ -398,7 +398,8 @@ def test_every_flag_of_a_model_is_exported_or_refused() -> None:
 # Flags of a mixture that say how it is trained, or how it is computed.
 OF_NO_FIELD_OF_EXPERTS = """moe_router_dtype moe_balance moe_balance_samples moe_z_loss_coeff
 moe_router_bias_update_rate moe_input_jitter_eps moe_pad_expert_input_to_capacity
-moe_token_drop_policy moe_token_dispatcher_type moe_grouped_gemm moe_permute_fusion
+moe_token_drop_policy moe_token_dispatcher_type moe_flex_dispatcher_backend
+moe_grouped_gemm moe_permute_fusion
 moe_router_fusion moe_shared_expert_overlap moe_layer_recompute moe_layers moe_shared_expert_gate"""
 ANOTHER_OF_EXPERTS = {
     "moe_layer_freq": "[0]*1+[1]*3",
