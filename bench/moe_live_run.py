@@ -24,25 +24,35 @@ MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 
 --hidden-dropout 0 --use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --eval-iters 0
 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2
 --moe-token-dispatcher-type allgather --moe-router-score-function sigmoid
---moe-router-enable-expert-bias --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+--moe-router-enable-expert-bias --lr-decay-style cosine
 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --micro-batch-size 2 --global-batch-size 8
 --log-interval 100 --pad-vocab-for-tensor-parallel-size 4"""
 START = """--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1
 --expert-model-parallel-size 4"""
 
+RATES = ("2e-4", "1e-3")
+"""Learning rates. At the second one rounding grows tenfold every fifteen steps."""
+FIXED = "--pipeline-model-parallel-size 4"
+"""One replica: any batch divides."""
+
 
 def main(argv: list[str] | None = None) -> None:
     """Runs both and compares."""
     parser = arguments(__doc__, "moe_live_run.json")
-    parser.add_argument("--steps", type=int, default=300, help="of the first batch")
+    parser.add_argument("--steps", type=int, default=450, help="of the first batch")
     args = parser.parse_args(argv)
+    runs = {}
     with tempfile.TemporaryDirectory(prefix="moe-live-") as name:
         folder = Path(name)
         data = ["--data-path", make_dataset(folder / "text"), "--split", "95,4,1"]
-        both = [*MODEL.split(), *data, "--train-samples", str(8 * args.steps)]
-        moved = _run("moved", folder, [*both, *START.split()])
-        fixed = _run("fixed", folder, both)
-    write(args.output, {**origin(), **compared(moved, fixed)}, hide=["losses"])
+        for lr in RATES:
+            both = [*MODEL.split(), *data, "--train-samples", str(8 * args.steps)]
+            both += ["--lr", lr, "--min-lr", "0"]
+            (at := folder / lr).mkdir()
+            moved = _run("moved", at, [*both, *START.split()])
+            fixed = _run("fixed", at, [*both, *FIXED.split()])
+            runs[lr] = compared(moved, fixed)
+    write(args.output, {**origin(), "command": "python -m bench.moe_live_run", "runs": runs})
 
 
 def _run(kind: str, folder: Path, flags: list[str]) -> RunRecord:
@@ -53,16 +63,17 @@ def _run(kind: str, folder: Path, flags: list[str]) -> RunRecord:
 
 def compared(moved: RunRecord, fixed: RunRecord) -> dict[str, Any]:
     """How far the losses are apart, and what moved."""
-    losses = [[s["losses"]["lm loss"] for s in run.steps] for run in (moved, fixed)]
-    balance = [[s["losses"]["load_balancing_loss"] for s in run.steps] for run in (moved, fixed)]
     batches = [[s["global_batch_size"] for s in run.steps] for run in (moved, fixed)]
-    if batches[0] != batches[1]:
-        raise SystemExit("the second run did not take the batches of the first")
+    count = next((i for i, (a, b) in enumerate(zip(*batches)) if a != b), len(moved.steps))
+    if count < len(moved.steps) - 1:  # the last one takes what is left, as its layout can
+        raise SystemExit(f"step {count} of the second run is not that of the first")
+    steps = [run.steps[:count] for run in (moved, fixed)]
+    losses = [[s["losses"]["lm loss"] for s in some] for some in steps]
+    balance = [[s["losses"]["load_balancing_loss"] for s in some] for some in steps]
     apart = [abs(a / b - 1) for a, b in zip(*losses, strict=True)]
     changes = [s for s in moved.of("switch") if s["outcome"]["kind"] == "moved"]
     path = [batches[0][0]] + [b for a, b in zip(batches[0], batches[0][1:]) if a != b]
     return {
-        "command": "python -m bench.moe_live_run",
         "steps": len(losses[0]),
         "layouts": [moved.steps[0]["layout"], *(s["to"] for s in changes)],
         "layout_of_the_other": fixed.steps[0]["layout"],
@@ -73,7 +84,7 @@ def compared(moved: RunRecord, fixed: RunRecord) -> dict[str, Any]:
         "pauses_s": [round(s["outcome"]["pause_s"], 3) for s in changes],
         "first_loss": losses[0][0],
         "last_loss": losses[0][-1],
-        "losses": losses,
+        "every_20th_difference": [float(f"{apart[i]:.2g}") for i in range(0, len(apart), 20)],
     }
 
 

@@ -40,13 +40,13 @@ class Repeats(Callback):
 
     def __init__(self, path: Path) -> None:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        self.settings = {
+        self.by_steps = {
             line.pop("steps"): StepSettings(**{**line, "micro_batch_size": 1}) for line in lines
         }
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
         """Of the step that follows."""
-        settings = self.settings.get(context.state.iteration)
+        settings = self.by_steps.get(context.state.iteration)
         if settings in (None, context.state.settings):
             return None
         return Request(kind="change", reason="the step of the other run", settings=settings)
