@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_switch_faults import BEFORE, WRONG, topics
+from tests.distributed.worker_switch_faults import BEFORE, EXPERTS, WRONG, topics
 from tests.helpers.on_ranks import on_ranks
 from tests.helpers.switch_cases import Case, drawn, run_chain, uninterrupted
 
@@ -97,6 +97,17 @@ def test_broken_so_that_nobody_can_go_on_it_leaves_and_goes_on_from_the_last_che
     rows = run_chain(chain, tmp_path / "run", whole)
     assert [row["problems"] for row in rows] == [[]] * len(chain)
     assert all(row["orphans"] == 0 for row in rows if row["kind"] != "kill")
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_experts_goes_on_after_a_kill_in_the_middle(tmp_path: Path) -> None:
+    whole = uninterrupted(tmp_path / "whole", more=EXPERTS)
+    chain = [
+        Case(topic="transfer together", kind="kill", rank=1, to="ep"),
+        Case(topic="weights together", kind="kill", rank=0, to="tp and ep", is_late=True),
+    ]
+    rows = run_chain(chain, tmp_path / "run", whole, more=EXPERTS)
+    assert [row["problems"] for row in rows] == [[]] * len(chain)
 
 
 @pytest.mark.timeout(300)

@@ -31,6 +31,8 @@ EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --moe-
 --moe-router-bias-update-rate 0.1 --moe-token-dispatcher-type allgather"""
 TO = {"tp": (2, 1), "pp": (1, 2)}
 """Tensor and pipeline sizes to change to."""
+TO_EXPERTS = {"ep": (1, 1, 2), "tp and ep": (2, 1, 2)}
+"""The same with expert parallel size, of a run with `EXPERTS`."""
 BEFORE, AFTER = 2, 3
 KINDS = ("raise", "memory", "oom")
 PATIENCE_S, TIMEOUT_S = 3.0, 12.0
@@ -67,6 +69,15 @@ def strike(kind: str) -> None:
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[kind])
 
 
+def layout_of(sizes: tuple[int, ...], world_size: int) -> Any:
+    """The layout of tensor and pipeline size, and with experts of expert parallel size."""
+    from megatron.training.config.layout import Layout
+
+    tp, pp, *ep = sizes
+    experts = {"ep": ep[0], "etp": 1} if ep else {}
+    return Layout(tp=tp, pp=pp, dp=world_size // (tp * pp), **experts)
+
+
 def wandering(
     cases: list[Any], layouts: list[tuple[int, ...]], attempt: Any, **mover_arguments: Any
 ) -> Any:
@@ -83,7 +94,6 @@ def wandering(
 
     from copus_ext.reshard.inprocess import InProcessResharder
     from megatron.training.common.step_settings import Request
-    from megatron.training.config.layout import Layout
     from megatron.training.train.callbacks import Callback, CallbackContext
     from tests.distributed.worker_relayout import equal, state_of
 
@@ -111,9 +121,7 @@ def wandering(
             start = str(job.config.layout)
             before, own, rest = state_of(job)
             for number, case in enumerate(cases):
-                tp, pp, *ep = layouts[number % len(layouts)]
-                dp = dist.get_world_size() // (tp * pp)
-                to = Layout(tp=tp, pp=pp, dp=dp, **({"ep": ep[0], "etp": 1} if ep else {}))
+                to = layout_of(layouts[number % len(layouts)], dist.get_world_size())
                 with attempt(case):
                     outcome = self.mover.move(job, to, job.state.settings)
                 after, now_own, now = state_of(job)
@@ -279,7 +287,6 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
     from copus_ext.commands import pretrain
     from copus_ext.reshard.inprocess import InProcessResharder
     from megatron.training.common.step_settings import Request
-    from megatron.training.config.layout import Layout
     from megatron.training.train.callbacks import Callback, CallbackContext
 
     rank = int(os.environ["RANK"])
@@ -314,9 +321,8 @@ def one(case: dict[str, Any], flags: list[str]) -> int:
 
         def move(self, job: Any) -> None:
             assert self.mover is not None
-            tp, pp = TO[case["to"]]
             size = job.config.layout.world_size
-            to = Layout(tp=tp, pp=pp, vpp=1, dp=size // (tp * pp))
+            to = layout_of({**TO, **TO_EXPERTS}[case["to"]], size)
             outcome = self.mover.move(job, to, job.state.settings)
             (output / f"outcome-{rank}.json").write_text(json.dumps(outcome.to_json()))
 

@@ -52,9 +52,10 @@ def flags_of(save: Path, *, is_async: bool) -> list[str]:
     return [*counts, "--save", str(save), "--load", str(save), *["--async-save"] * is_async]
 
 
-def uninterrupted(folder: Path) -> list[Any]:
-    """Steps of the run that never tries."""
-    train(flags_of(folder / "save", is_async=False), 2, folder / "run", base=SMALL).check()
+def uninterrupted(folder: Path, *, more: str = "") -> list[Any]:
+    """Steps of the run that never tries, with further flags."""
+    flags = [*flags_of(folder / "save", is_async=False), *more.split()]
+    train(flags, 2, folder / "run", base=SMALL).check()
     return history(folder / "run")
 
 
@@ -65,7 +66,7 @@ def history(run: Path) -> list[Any]:
 
 
 def run_chain(
-    cases: list[Case], folder: Path, whole: list[Any], *, ranks: int = 2
+    cases: list[Case], folder: Path, whole: list[Any], *, ranks: int = 2, more: str = ""
 ) -> list[dict[str, Any]]:
     """Breaks a run, starts it again, breaks it in another way and so on, and looks at what it left.
 
@@ -74,6 +75,7 @@ def run_chain(
         folder: new.
         whole: see `uninterrupted`.
         ranks: of the run.
+        more: further flags of it.
 
     Returns:
         What was seen, a row for each case; its `problems` are empty if all is well.
@@ -87,7 +89,7 @@ def run_chain(
         place.mkdir(parents=True)
         at = INTERVAL * (number + 1) + case.is_late
         text = json.dumps({**asdict(case), "at": at, "output": str(place)})
-        flags = flags_of(save, is_async=case.is_async)
+        flags = [*flags_of(save, is_async=case.is_async), *more.split()]
         broken = run_ranks(
             [WORKER, text, *SMALL.split(), *flags, "--run-dir", run],
             ranks,
@@ -121,7 +123,8 @@ def run_chain(
                 "problems": problems,
             }
         )
-    again = train(flags_of(save, is_async=False), ranks, run, base=SMALL)
+    flags = [*flags_of(save, is_async=False), *more.split()]
+    again = train(flags, ranks, run, base=SMALL)
     rows[-1]["problems"] += _problems_of_load(latest, again)
     if again.returncode or history(run) != whole:
         for row in rows:
