@@ -58,14 +58,7 @@ def recorded_flags(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] 
             with contextlib.suppress(ValueError):
                 layout = Layout.from_text(str(record.get("layout")))
         if now is not None and layout is not None:
-            now = {
-                **now,
-                "tensor_model_parallel_size": layout.tp,
-                "pipeline_model_parallel_size": layout.pp,
-                "virtual_pipeline_model_parallel_size": layout.vpp,
-                "data_parallel_size": layout.dp,
-                "layers_of_chunks": layout.layer_partition,
-            }
+            now = {**now, **layout.to_arguments()}
         elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
             found = now
     return found

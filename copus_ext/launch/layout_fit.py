@@ -85,7 +85,7 @@ class LayoutFit:
         missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
         if missing:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
-        wanted = layout or _layout_of(stored)
+        wanted = layout or Layout.of_arguments(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
 
         save = value_of(self.flags, "--save")
@@ -162,7 +162,7 @@ class LayoutFit:
         stored = None if load is None else self._of_checkpoint(Path(load))
         if not stored or not all(isinstance(stored.get(name), int) for name in _SIZES):
             return None
-        return _layout_of(stored)
+        return Layout.of_arguments(stored)
 
     def _layout_of_flags(self) -> Layout:
         """The sizes that the flags name, with as many replicas as their experts need."""
@@ -233,19 +233,6 @@ def _expert_sizes(prefer: Layout, tp: int, dp: int) -> list[dict[str, Any]]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _layout_of(stored: Mapping[str, Any]) -> Layout:
-    tp, pp, dp = (stored[name] for name in _SIZES)
-    return Layout(
-        tp=tp,
-        pp=pp,
-        vpp=stored.get("virtual_pipeline_model_parallel_size") or 1,
-        ep=stored.get("expert_model_parallel_size") or 1,
-        etp=stored.get("expert_tensor_parallel_size"),
-        dp=dp,
-        layer_partition=stored.get("layers_of_chunks"),
-    )
 
 
 def _number(flags: Sequence[str], name: str) -> int | None:

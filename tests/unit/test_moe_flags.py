@@ -226,6 +226,7 @@ def test_megatron_lm_names_one_loss_without_a_list() -> None:
 def test_one_text_names_a_layout_with_experts(text: str, layout: Layout) -> None:
     assert str(layout) == text and Layout.from_text(text) == layout
     assert Layout.from_json(layout.to_json()) == layout
+    assert Layout.of_arguments(layout.to_arguments()) == layout
     assert Layout(tp=2, etp=2, dp=2) == Layout(tp=2, dp=2)
 
 

@@ -206,6 +206,18 @@ class Layout:
             layer_partition=arguments.get("layers_of_chunks"),
         )
 
+    def to_arguments(self) -> dict[str, Any]:
+        """Inverse of `of_arguments`."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "data_parallel_size": self.dp,
+            "layers_of_chunks": self.layer_partition,
+        }
+
     @classmethod
     def from_world(
         cls,

@@ -85,11 +85,7 @@ UNEVEN_FIELDS = (
 def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
     """The fields of a configuration that name a layout."""
     return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
+        **layout.to_arguments(),
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": (
@@ -101,6 +97,4 @@ def layout_fields(layout: Layout, mtp_num_layers: int) -> dict[str, Any]:
         "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
-        "layers_of_chunks": layout.layer_partition,
-        "data_parallel_size": layout.dp,
     }
