@@ -161,7 +161,7 @@ def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
     model, world_size = config.model, config.layout.world_size
     # Experts may be whole, or cut over fewer ranks than the rest.
     is_moe = config.moe.num_experts is not None
-    whole = {"etp": 1} if is_moe else {}
+    whole: Any = {"etp": 1} if is_moe else {}
     return [
         tp
         for tp in divisors(math.gcd(world_size, model.num_attention_heads))

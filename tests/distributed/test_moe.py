@@ -70,7 +70,8 @@ def test_a_first_pass_that_counts_adds_no_loss(runs: Runs) -> None:
 
 
 def test_a_skipped_step_leaves_fractions_and_biases(runs: Runs) -> None:
-    first, second, third, fourth = runs["spoilt"]
+    states: Any = runs["spoilt"]
+    first, second, third, fourth = states
     assert first[0] == [] and second[0]
     assert third == second, "the second step was skipped"
     assert fourth[0] != third[0] and fourth[1] != third[1]

@@ -74,7 +74,7 @@ def layout_of(sizes: tuple[int, ...], world_size: int) -> Any:
     from megatron.training.config.layout import Layout
 
     tp, pp, *ep = sizes
-    experts = {"ep": ep[0], "etp": 1} if ep else {}
+    experts: Any = {"ep": ep[0], "etp": 1} if ep else {}
     return Layout(tp=tp, pp=pp, dp=world_size // (tp * pp), **experts)
 
 

@@ -67,7 +67,8 @@ def balance_gradient(router: Any, rows: torch.Tensor) -> torch.Tensor:
     router.weight.grad = None
     probs, _ = router(rows)
     (probs.sum() * 0.0).backward()
-    return router.weight.grad.clone()
+    grad: Any = router.weight.grad
+    return grad.clone()
 
 
 def by_formula(router: Any, rows: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
