@@ -193,16 +193,17 @@ class Layout:
             ValueError: an illegal size.
         """
 
-        def size(name: str) -> Any:
-            return arguments.get(f"{name}_parallel_size")
+        def size(name: str, default: int | None = 1) -> Any:
+            value = arguments.get(f"{name}_parallel_size")
+            return default if value is None else value
 
         return cls(
-            tp=size("tensor_model") or 1,
-            pp=size("pipeline_model") or 1,
-            vpp=size("virtual_pipeline_model") or 1,
-            ep=size("expert_model") or 1,
-            etp=size("expert_tensor"),
-            dp=size("data") or 1,
+            tp=size("tensor_model"),
+            pp=size("pipeline_model"),
+            vpp=size("virtual_pipeline_model"),
+            ep=size("expert_model"),
+            etp=size("expert_tensor", None),
+            dp=size("data"),
             layer_partition=arguments.get("layers_of_chunks"),
         )
 
