@@ -60,11 +60,11 @@ class BalancedRouter(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         is_trained = self.training and torch.is_grad_enabled()
         if self.is_counting or (is_trained and not self.is_aux_loss_enabled()):
-            rows = logits.reshape(-1, logits.shape[-1])
-            chosen, scores = compute_routing_scores_for_aux_loss(
-                rows, self.topk, self.score_function
-            )
-            self._count(chosen, scores)
+            with torch.no_grad():
+                rows = logits.reshape(-1, logits.shape[-1])
+                self._count(
+                    *compute_routing_scores_for_aux_loss(rows, self.topk, self.score_function)
+                )
         return super().routing(logits, padding_mask=padding_mask)
 
     def _count(self, chosen: torch.Tensor, scores: torch.Tensor) -> None:
