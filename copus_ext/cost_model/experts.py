@@ -7,6 +7,8 @@ routed experts on top. A rank holds `E / ep` experts, each cut over `etp` ranks.
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -189,9 +191,21 @@ def alltoall_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
 
 
 def members_of_node(rows: Rows) -> Any:
-    """Ranks of an all-to-all that share a node; of the group that is cut most."""
-    x, node = experts_of(rows), rows.gpus_per_node
-    span = x.ep * x.etp
-    whole = (node % span == 0) | (rows.tp * rows.dp * rows.pp <= node)
-    some = np.where(span < node, np.maximum(x.ep // 2, 1), np.maximum(node // x.etp, 1))
-    return np.where(whole, x.ep, np.minimum(some, x.ep))
+    """[n] the fewest ranks of an all-to-all that share a node, over all its groups and nodes."""
+    x = experts_of(rows)
+    sizes = (x.ep, x.etp, rows.gpus_per_node, rows.tp * rows.dp * rows.pp)
+    table = np.stack([np.broadcast_to(size, len(rows)) for size in sizes]).astype(np.int64)
+    ep, etp, node, world = table
+    cut = np.flatnonzero((node % (ep * etp) != 0) & (world > node))
+    ep[cut] = [_fewest_together(*row) for row in table[:, cut].T.tolist()]
+    return ep
+
+
+@functools.cache
+def _fewest_together(ep: int, etp: int, node: int, world: int) -> int:
+    """Of one row. Groups lie one behind the other, each with `etp` interleaved all-to-alls."""
+    span = ep * etp
+    # Nodes are cut in the same way again after their least common multiple.
+    starts = np.arange(0, min(world, math.lcm(span, node)), span)[:, None, None]
+    at = (starts + np.arange(etp)[:, None] + etp * np.arange(ep)) // node
+    return min(int(np.unique(one, return_counts=True)[1].min()) for one in at.reshape(-1, ep))

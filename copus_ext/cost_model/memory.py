@@ -88,6 +88,7 @@ def stage_parameters(rows: Rows, stage: Any = None) -> Any:
         [m, n]: zero beyond a row's own stages.
     """
     stage = all_stages(rows) if stage is None else stage
+    rows = rows.of_stages(stage)
     pp = np.broadcast_to(rows.pp, len(rows))
     inside = stage < pp
     last = stage == pp - 1
@@ -104,6 +105,7 @@ def stage_routed_parameters(rows: Rows, stage: Any = None) -> Any:
     if rows.experts is None:
         return None
     stage = all_stages(rows) if stage is None else stage
+    rows = rows.of_stages(stage)
     held = rows.num_layers / rows.pp * experts.routed_parameters(rows)
     return np.where(stage < np.broadcast_to(rows.pp, len(rows)), held, 0.0)
 
@@ -283,9 +285,11 @@ def peaks(
 ) -> tuple[Any, Any]:
     """Bytes of the stage that needs most, as `memory` but sooner, and their relative uncertainty:
     [n] each. The first or the last stage it is: those between hold fewer parameters than both and
-    fewer micro-batches than the first."""
+    fewer micro-batches than the first; unless stages have unlike layers."""
     rows = rows.full()
     ends = np.stack([np.zeros(len(rows), dtype=np.int64), rows.pp - 1])
+    if rows.experts is not None and rows.experts.stage_shares is not None:
+        ends = all_stages(rows)
     stages = _of_stages(rows, ends, context_bytes, correction)
     total = np.sum(list(stages.values()), axis=0)
     if correction.covariance is None:
@@ -304,7 +308,7 @@ def _of_stages(
     owned = owned_parameters(rows, held, stage_routed_parameters(rows, stage))
     layers = rows.num_layers / rows.pp
     message = message_bytes(rows)
-    kept, layer = layer_bytes(rows)
+    kept, layer = layer_bytes(rows.of_stages(stage))
     head = np.where(last, head_bytes(rows), 0.0)
     flying = in_flight(rows, stage)
     activations = flying * layers * kept + np.maximum(layer - head, 0.0)
@@ -348,7 +352,8 @@ def layer_bytes(rows: Rows) -> tuple[Any, Any]:
     dense = _layer_bytes(plain)
     other = _layer_bytes(shared, experts.saved_bytes(rows), experts.working_bytes(rows))
     kept = x.share * other[0] + (1 - x.share) * dense[0]
-    return kept, np.maximum(np.where(np.less(x.share, 1), dense[1], 0.0), other[1])
+    some, rest = np.greater(x.share, 0), np.less(x.share, 1)
+    return kept, np.maximum(np.where(rest, dense[1], 0.0), np.where(some, other[1], 0.0))
 
 
 def _layer_bytes(rows: Rows, routed: Any = None, working: Any = 0.0) -> tuple[Any, Any]:

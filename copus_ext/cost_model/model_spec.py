@@ -83,8 +83,7 @@ class ModelSpec:
     num_experts: int | None = None
     """Experts of a layer; None: a dense model, in which the next seven have no effect."""
     moe_layer_freq: str = "1"
-    """Which layers have experts, as `--moe-layer-freq` says. Stages are priced as if each had the
-    mean share of them."""
+    """Which layers have experts, as `--moe-layer-freq` says."""
     moe_router_topk: int = 2
     """Experts of each token."""
     moe_ffn_hidden_size: int | None = None
@@ -238,7 +237,7 @@ class ModelSpec:
             use_tp_pp_dp_mapping=use_tp_pp_dp_mapping,
         )
 
-    def expert_rows(self, ep: Any, etp: Any) -> ExpertRows | None:
+    def expert_rows(self, ep: Any, etp: Any, pp: Any, vpp: Any) -> ExpertRows | None:
         """The experts' part of `Rows` under some sizes; None: a dense model."""
         if self.num_experts is None:
             return None
@@ -253,7 +252,24 @@ class ModelSpec:
             is_grouped=self.moe_grouped_gemm and self.implementation == "te",
             ep=ep,
             etp=etp,
+            stage_shares=self._stage_shares(np.atleast_1d(pp), np.atleast_1d(vpp)),
         )
+
+    def _stage_shares(self, pp: Any, vpp: Any) -> Any:
+        """[n, max pp] part of each stage's layers that have experts, the chunks of a stage
+        together; None: it is the same for all stages of every row."""
+        layers, num = self.moe_layers, self.num_layers
+        if all(layers):
+            return None
+        before = np.concatenate([[0], np.cumsum(layers)])
+        found = np.zeros((len(pp), int(pp.max())))
+        shapes, row = np.unique(np.stack([pp, vpp], axis=1), axis=0, return_inverse=True)
+        for i, (p, v) in enumerate(shapes):
+            ends = np.arange(p * v + 1) * num // (p * v)
+            held = np.diff(before[ends]).reshape(v, p).sum(axis=0)
+            found[row.reshape(-1) == i, :p] = held * p / num
+        inside = np.arange(found.shape[1]) < pp[:, None]
+        return found if np.ptp(found[inside]) else None
 
     @property
     def num_parameters(self) -> int:

@@ -33,7 +33,8 @@ class ExpertRows:
     moe_shared_expert_gate: Any
     """Whether the shared expert is scaled for each token."""
     share: Any
-    """Part of the layers that have experts; every stage is taken to have that part."""
+    """Part of the layers that have experts: of the whole model, or [m, n] of some stages after
+    `Rows.of_stages`."""
     uses_allgather: Any
     """Whether every rank gathers all rows and keeps its own, in place of an all-to-all."""
     is_grouped: Any
@@ -42,6 +43,8 @@ class ExpertRows:
     """Expert parallel size."""
     etp: Any
     """Tensor parallel size of experts."""
+    stage_shares: Any = None
+    """[n, max pp] the same of every stage, its chunks together; None: all stages are alike."""
     load: Any = None
     """Rows of the busiest rank over the mean of those that hold other experts. None: what is
     usual."""
@@ -198,7 +201,7 @@ class Rows:
     def full(self) -> Rows:
         """The same with every field an array of the common length."""
         num = len(self)
-        return self._each(lambda values: np.broadcast_to(values, num))
+        return self._each(lambda values: np.broadcast_to(values, (num, *np.shape(values)[1:])))
 
     def take(self, at: Any) -> Rows:
         """Some of the rows."""
@@ -217,6 +220,19 @@ class Rows:
     def change(self, **values: Any) -> Rows:
         """The same with other values."""
         return replace(self, **values)
+
+    def of_stages(self, stage: Any) -> Rows:
+        """The same with the share of layers with experts of some stages, where stages differ.
+
+        Args:
+            stage: [m, 1 or n] numbers of stages.
+        """
+        x = self.experts
+        if x is None or x.stage_shares is None:
+            return self
+        at = np.broadcast_to(stage, (len(stage), len(self)))
+        share = x.stage_shares[np.arange(len(self)), at.clip(0, x.stage_shares.shape[1] - 1)]
+        return self.change(experts=replace(x, share=share))
 
     def unevenly_loaded(self) -> Rows:
         """The same with the load of experts that memory must allow for."""
@@ -253,7 +269,16 @@ def concatenate(parts: list[Rows]) -> Rows:
     of = {
         f.name: np.concatenate([getattr(e, f.name) for e in experts])
         for f in fields(ExpertRows)
-        if f.name != "load"
+        if f.name not in ("load", "stage_shares")
     }
     load = np.concatenate([e.busiest for e in experts])
-    return Rows(**values, experts=ExpertRows(**of, load=load))
+    return Rows(**values, experts=ExpertRows(**of, load=load, stage_shares=_stage_shares(experts)))
+
+
+def _stage_shares(experts: list[ExpertRows]) -> Any:
+    """Those of several tables, as wide as the widest."""
+    given = [e.share[:, None] if e.stage_shares is None else e.stage_shares for e in experts]
+    widest = max(s.shape[1] for s in given)
+    if widest == 1:
+        return None
+    return np.concatenate([np.pad(s, ((0, 0), (0, widest - s.shape[1])), "edge") for s in given])

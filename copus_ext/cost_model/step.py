@@ -161,7 +161,7 @@ def least_step_s(rows: Rows, c: Constants) -> Any:
     for pp in np.unique(rows.pp):
         at = np.flatnonzero(rows.pp == pp)
         part = rows.take(at)
-        stages = _stages(part, MicroBatch.of(part, c), int(pp))
+        stages = _stages(part, _micro_batch(part, c, int(pp)), int(pp))
         hop = layer_time.hop_s(part, c)
         down = stages.forward / part.vpp + hop
         up = stages.backward / part.vpp + hop
@@ -184,7 +184,7 @@ def _rings(rows: Rows, c: Constants) -> tuple[Callable[[Any], Any], Callable[[An
 
 
 def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
-    micro_batch = MicroBatch.of(rows, c)
+    micro_batch = _micro_batch(rows, c, pp)
     stages = _stages(rows, micro_batch, pp)
     hop = layer_time.hop_s(rows, c)
     count = rows.num_microbatches.astype(np.int64)
@@ -227,6 +227,11 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
     )
 
 
+def _micro_batch(rows: Rows, c: Constants, pp: int) -> MicroBatch:
+    """Seconds of a layer are [n], or [pp, n] where stages differ in their layers with experts."""
+    return MicroBatch.of(rows.of_stages(np.arange(pp)[:, None]), c)
+
+
 def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     layers = rows.num_layers / rows.pp
     stage = np.arange(pp)[:, None]
@@ -259,12 +264,14 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
 
 
 def _chunks(rows: Rows, parts: MicroBatch, stages: _Stages, pp: int, vpp: int) -> tuple[Any, Any]:
-    """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last."""
+    """[pp, vpp, n] seconds of every chunk: the ends of the model sit on its first and last. The
+    chunks of a stage are alike."""
     if vpp == 1:
         return stages.forward[:, None], stages.backward[:, None]
 
     def whole(first: Any, inner: Any, last: Any) -> Any:
-        chunks = np.broadcast_to(rows.layers_of_chunk * inner, (pp, vpp, len(rows))).copy()
+        layers = np.broadcast_to(rows.layers_of_chunk * inner, (pp, len(rows)))
+        chunks = np.repeat(layers[:, None], vpp, axis=1)
         chunks[0, 0] += first
         chunks[-1, -1] += last
         return chunks
@@ -300,7 +307,7 @@ def stage_work(rows: Rows, c: Constants, pp: int, vpp: int) -> tuple[Any, Any, E
     Returns:
         [pp, vpp, n] seconds of a forward and of a backward pass, and the end of the step.
     """
-    micro_batch = MicroBatch.of(rows, c)
+    micro_batch = _micro_batch(rows, c, pp)
     stages = _stages(rows, micro_batch, pp)
     return *_chunks(rows, micro_batch, stages, pp, vpp), _end_of_step(rows, c, stages, pp)
 

@@ -74,27 +74,28 @@ def reason(
         ),
     }
     if code in EXPERT_RULES:
-        return _of_experts(model, c)
+        return _of_experts(code, model, c)
     if code == "dominated":
         less = f"{c}: less recomputation fits and is never slower"
         return less, f"price it with `copus plan explain {c}`"
     if code == "memory":
         assert peak_bytes is not None
+        loaded = " with the busiest experts at twice the mean" if at.ep > 1 else ""
         return (
-            f"smallest peak {peak_bytes / GIB:.1f} GiB of {limit_bytes / GIB:.1f} GiB usable ({c})",
+            f"smallest peak {peak_bytes / GIB:.1f} GiB{loaded} of {limit_bytes / GIB:.1f} GiB "
+            f"usable ({c})",
             f"{(peak_bytes - limit_bytes) / GIB:.1f} GiB too much; use more GPUs or memory",
         )
     return texts[code]
 
 
-def _of_experts(model: ModelSpec, c: Configuration) -> tuple[str, str]:
+def _of_experts(code: str, model: ModelSpec, c: Configuration) -> tuple[str, str]:
     """What the trainer itself says of the layout of experts."""
-    some = (
-        model.expert_sizes(is_gloo=gloo, use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping)
-        for gloo in (False, True)
-    )
-    found = (expert_problems(c.layout, sizes, sequence_parallel=True) for sizes in some)
-    detail, _, fix = next(problems[0] for problems in found if problems).partition("; ")
+    # `code` is the first rule that is broken, and this one is of gloo alone.
+    is_gloo = code == "expert_alltoall"
+    sizes = model.expert_sizes(is_gloo=is_gloo, use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping)
+    problems = expert_problems(c.layout, sizes, sequence_parallel=True)
+    detail, _, fix = problems[0].partition("; ")
     return detail, fix
 
 

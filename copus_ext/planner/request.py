@@ -131,8 +131,7 @@ def configuration_of(
     """Reads `str(configuration)`, or parts of it such as `tp=2,pp=4`.
 
     Sizes that are left out are 1, that of tensor parallel experts is tp. The replicas fill the
-    cluster. `overlap` and the order of ranks
-    hold where the text does not say.
+    cluster. `overlap` and the order of ranks hold where the text does not say.
 
     Raises:
         UsageProblem: no configuration of so many GPUs.

@@ -260,6 +260,10 @@ def _recomputations(model: ModelSpec, table: Any, limits: Limits) -> tuple[Any, 
 
 def _nothing_left(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> str:
     asked = ",".join(f"{name}={value}" for name, value in limits.fixed.items())
+    nothing = f"--fix {asked} and --max leave nothing to consider on {cluster.world_size} GPUs"
+    ep, etp = limits.fixed.get("ep", 1), limits.fixed.get("etp", 1)
+    if model.num_experts is None and (ep > 1 or "etp" in limits.fixed):
+        return f"{nothing}: the model has no experts; drop ep and etp"
     tp, world = limits.fixed.get("tp", 1), cluster.world_size
     if model.num_attention_heads % tp:
         legal = [t for t in divisors(model.num_attention_heads) if world % t == 0]
@@ -269,7 +273,13 @@ def _nothing_left(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> str
         )
     if world % (tp * limits.fixed.get("pp", 1)):
         return f"--fix {asked}: tp x pp does not divide {world} GPUs; use divisors of {world}"
-    return f"--fix {asked} and --max leave nothing to consider on {world} GPUs; relax one of them"
+    of_stage = world // limits.fixed.get("pp", 1)
+    if of_stage % (ep * etp):
+        return (
+            f"--fix {asked}: ep x etp does not divide the {of_stage} ranks of a stage; choose ep "
+            f"from {', '.join(map(str, divisors(of_stage)))}"
+        )
+    return f"{nothing}; relax one of them"
 
 
 def _shapes(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> list[tuple[int, int, int]]:
@@ -378,7 +388,7 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         overlap_grad_reduce=points.overlap,
         overlap_param_gather=sharded & points.overlap,
         use_tp_pp_dp_mapping=points.use_tp_pp_dp_mapping,
-        experts=model.expert_rows(points.ep, points.etp),
+        experts=model.expert_rows(points.ep, points.etp, points.pp, points.vpp),
     )
 
 

@@ -131,8 +131,9 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         raise SpecError(f"{model.num_layers} layers are no multiple of pp x vpp")
     etp = _whole("etp", given["etp"]) if "etp" in given else None
     layout = Layout(tp=tp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
-    sizes = model.expert_sizes(is_gloo=False, use_tp_pp_dp_mapping=False)
-    if problems := expert_problems(layout, sizes, sequence_parallel=True):
+    sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=False)
+    parallel = _flag("sequence_parallel", given, tp > 1)
+    if problems := expert_problems(layout, sizes, sequence_parallel=parallel):
         raise SpecError(problems[0])
     return MeasuredRun(
         group=given.get("group", f"{model.name} on {given['cluster']}, batch {given[_SIZES[-1]]}"),
@@ -144,7 +145,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
             global_batch_size=size["global_batch_size"],
             recompute=way,  # pyright: ignore[reportArgumentType]
             recompute_num_layers=int(layers or 0),
-            sequence_parallel=_flag("sequence_parallel", given, tp > 1),
+            sequence_parallel=parallel,
             use_distributed_optimizer=_flag("use_distributed_optimizer", given, True),
             overlap=_flag("overlap", given, True),
         ),

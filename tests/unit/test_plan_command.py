@@ -384,6 +384,8 @@ def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
         (f"explain ep=3 {MIXTRAL}", 2, "do not divide by ep x etp"),
         (f"{MIXTRAL} --fix ep=16", 3, "--num-experts 8 is not divisible by 16; choose another"),
         (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "leave nothing to consider"),
+        (f"{SEVEN} --global-batch-size 16 --fix ep=2", 2, "the model has no experts"),
+        (f"{MIXTRAL} --fix ep=3", 2, "the 32 ranks of a stage; choose ep from 1, 2, 4, 8, 16, 32"),
         (f"partition {MIXTRAL}", 2, "`partition` does not know mixtures of experts"),
         (f"micro-batches {MIXTRAL}", 2, "`micro-batches` does not know mixtures"),
         (f"order {MIXTRAL}", 2, "`order` does not know mixtures"),

@@ -48,6 +48,7 @@ from copus_ext.reshard.relaunch import Request, merged
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout, expert_problems
+from megatron.training.model.shards import is_expert
 from tests.helpers.jobs import MOE
 
 MODEL, CLUSTER = PRESETS["mixtral-8x7b"], preset("h100-80g:32")
@@ -102,7 +103,15 @@ def test_dense_models_are_priced_as_before(
     assert (step_s, float(peaks(rows)[0][0])) == recorded
 
 
-@pytest.mark.parametrize("shared", [SHARED, dataclasses.replace(SHARED, bias=True, gated=False)])
+@pytest.mark.parametrize(
+    "shared",
+    [
+        SHARED,
+        dataclasses.replace(SHARED, bias=True, gated=False),
+        dataclasses.replace(SHARED, moe_layer_freq="[0]*2+[1]*2"),
+        dataclasses.replace(SHARED, moe_layer_freq="[0]+[1]*3"),
+    ],
+)
 def test_parameters_are_those_that_every_rank_owns(shared: ModelSpec) -> None:
     """Held against the tensors that the switch of layouts moves."""
     model = shared
@@ -122,12 +131,19 @@ def test_parameters_are_those_that_every_rank_owns(shared: ModelSpec) -> None:
         for rank, own in enumerate(records):
             stage = rank // (tp * dp)
             # What the ranks of a group share out among them adds up to what each of them holds.
-            assert held[stage] > routed[stage] > 0, own[:1]
+            has_experts = routed[stage] > 0
+            assert has_experts == any(is_expert(r.key) for r in own), own[:1]
+            assert held[stage] > routed[stage]
         total = sum(r.numel for own in records for r in own if r.is_first)
         # Vectors are whole on every tensor rank: what is cut adds up to the model.
         if tp == 1:
             whole = (held - routed).sum() + routed.sum() * ep * etp
             assert whole == total == model.num_parameters
+            for stage in range(pp):
+                ranks = records[stage * dp : (stage + 1) * dp]
+                own = sum(r.numel for rank in ranks for r in rank if r.is_first)
+                here = held[stage] + routed[stage] * (ep * etp - 1)
+                assert here == own, (str(layout), stage)
 
 
 def test_the_optimizer_is_shared_among_copies_of_experts() -> None:
@@ -152,6 +168,47 @@ def test_a_mixture_with_experts_in_no_more_than_a_share_lies_between() -> None:
         bytes_.append(float(memory(rows).peak_bytes[0]))
         seconds.append(float(step_time(rows, CLUSTER.load_constants()).step_s[0]))
     assert bytes_ == sorted(bytes_) and seconds == sorted(seconds)
+
+
+def test_stages_with_experts_weigh_more_than_the_mean_stage() -> None:
+    """Four stages, experts in the last two: each stage is that of a model all of its kind."""
+    late = dataclasses.replace(MODEL, moe_layer_freq="[0]*16+[1]*16")
+    even = dataclasses.replace(MODEL, moe_layer_freq="[0,1]*16")
+    dense = dataclasses.replace(MODEL, num_experts=None)
+    layout = Layout(tp=2, pp=4, dp=4, ep=4, etp=1)
+    rows = {
+        "dense": rows_of(dense, Layout(tp=2, pp=4, dp=4)),
+        **{name: rows_of(m, layout) for name, m in (("late", late), ("even", even))},
+        "all": rows_of(MODEL, layout),
+    }
+    found = {name: memory(r) for name, r in rows.items()}
+    for kind, stages in found["late"].stages.items():
+        assert list(stages[:2, 0]) == list(found["dense"].stages[kind][:2, 0]), kind
+        assert list(stages[2:, 0]) == list(found["all"].stages[kind][2:, 0]), kind
+    assert found["late"].worst_stage[0] == 2
+    peak = {name: float(peaks(r)[0][0]) for name, r in rows.items()}
+    assert peak["late"] == found["late"].peak_bytes[0] > 1.2 * peak["even"]
+    c = CLUSTER.load_constants()
+    seconds = {name: float(step_time(r, c).step_s[0]) for name, r in rows.items()}
+    assert seconds["even"] < seconds["late"] <= seconds["all"]
+    assert least_step_s(rows["late"], c)[0] <= seconds["late"]
+    # Two chunks of a stage, one early and one late, have as many as others.
+    chunks = rows_of(late, Layout(tp=2, pp=2, vpp=2, dp=8, ep=4, etp=1))
+    assert chunks.experts.stage_shares is None and chunks.experts.share == pytest.approx(0.5)
+
+
+def test_uneven_stages_of_several_models_stand_in_one_table() -> None:
+    late = dataclasses.replace(MODEL, moe_layer_freq="[0]*16+[1]*16")
+    parts = [
+        rows_of(late, Layout(pp=2, dp=16, ep=8), Layout(pp=4, dp=8, ep=8)),
+        rows_of(MODEL, Layout(pp=8, dp=4, ep=4)),
+        rows_of(PRESETS["llama-2-13b"], Layout(tp=2, dp=16)),
+    ]
+    both, c = concatenate(parts), CLUSTER.load_constants()
+    for one in (lambda r: step_time(r, c).step_s, lambda r: peaks(r)[0]):
+        apart = np.concatenate([one(part) for part in parts])
+        assert list(one(both)) == pytest.approx(list(apart), rel=1e-12)
+        assert list(one(both.take(np.array([1, 0])))) == pytest.approx([apart[1], apart[0]])
 
 
 def test_parts_add_up_and_a_step_takes_at_least_its_bound() -> None:
@@ -195,6 +252,15 @@ def test_more_experts_on_fewer_links_take_longer_and_crossing_nodes_most() -> No
     assert list(experts.members_of_node(rows)) == [2, 8, 8]
     seconds = experts.messages_s(rows, CLUSTER.load_constants())[0]
     assert seconds[0] < seconds[1] < seconds[2] and seconds[2] > 2 * seconds[1]
+
+
+def test_the_group_that_is_cut_most_has_so_many_ranks_of_a_node() -> None:
+    """A group of 12 in nodes of 8 is cut 8 and 4; a later one of 6 is cut 2 and 4."""
+    model = dataclasses.replace(MODEL, num_experts=48, num_layers=12)
+    few = preset("h100-80g:24")
+    layouts = [Layout(dp=24, ep=12), Layout(dp=24, ep=6), Layout(tp=2, dp=12, ep=6, etp=2)]
+    rows = rows_of(model, *layouts, cluster=few)
+    assert list(experts.members_of_node(rows)) == [4, 2, 2]
 
 
 def test_a_dispatcher_sends_fewer_rows_where_the_note_says() -> None:
