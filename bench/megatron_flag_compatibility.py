@@ -4,8 +4,7 @@
     python -m bench.megatron_flag_compatibility --print    # only prints the counts
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
-with CUDA, Transformer Engine and apex present. More ranks are taken where tensor, expert and
-pipeline parallelism need them, fewer where the global batch has too few micro-batches. Nothing is
+with CUDA, Transformer Engine and apex present. More ranks are taken where the layout needs them, fewer where the global batch has too few micro-batches. Nothing is
 trained.
 """
 
@@ -107,10 +106,14 @@ def _ranks_of(argv: Sequence[str]) -> int:
         return int(pairs.get(flag, 1))
 
     tp, pp = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
-    experts = int(pairs.get("--expert-tensor-parallel-size", tp))
-    experts *= size("--expert-model-parallel-size")
+    cp = size("--context-parallel-size")
+    experts = 1
+    if "--num-experts" in pairs:
+        experts = int(pairs.get("--expert-tensor-parallel-size", tp))
+        experts *= size("--expert-model-parallel-size")
     replicas = size("--global-batch-size") // size("--micro-batch-size")
-    return max(tp * pp, math.lcm(experts, tp) * pp, min(_RANKS, tp * pp * replicas))
+    replica = tp * cp * pp
+    return max(replica, math.lcm(experts, tp * cp) * pp, min(_RANKS, replica * replicas))
 
 
 def counts(judgements: Mapping[str, Judgement]) -> Counter[str]:

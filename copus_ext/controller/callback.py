@@ -39,7 +39,8 @@ from megatron.training.common.control import PAUSE_FILE
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config.batch_schedule import steps_for
-from megatron.training.config.layout import Layout, batch_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)

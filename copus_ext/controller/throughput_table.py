@@ -24,7 +24,8 @@ from copus_ext.planner.search import Planner
 from copus_ext.planner.space import Limits
 from megatron.training.common.errors import UsageError
 from megatron.training.common.program import other_command
-from megatron.training.config.layout import Layout, batch_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.relayout import with_layout
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 
 from copus_ext.cost_model.rows import ExpertRows
 from copus_ext.cost_model.spec_file import SpecError
-from megatron.training.config.layout import ExpertSizes
+from megatron.training.config.layout_rules import ExpertSizes
 from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.config.vocabulary import pad_vocab_size
 from megatron.training.model.flops import ExpertWidths, LatentWidths

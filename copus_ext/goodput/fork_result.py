@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron.training.common.step_settings import StepSettings
-from megatron.training.config.layout import batch_problems
+from megatron.training.config.layout_rules import batch_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config

@@ -166,10 +166,11 @@ class LayoutFit:
 
     def _layout_of_flags(self) -> Layout:
         """The sizes that the flags name, with as many replicas as their experts need."""
-        names = (*_SIZES[:2], "expert_model_parallel_size", "expert_tensor_parallel_size")
-        sizes = [_number(self.flags, f"--{name.replace('_', '-')}") for name in names]
-        tp, pp, ep, etp = sizes[0] or 1, sizes[1] or 1, sizes[2] or 1, sizes[3]
-        return Layout(tp=tp, pp=pp, ep=ep, etp=etp, dp=ep * (etp or 1))
+        names = ("tensor-model", "context", "pipeline-model", "expert-model", "expert-tensor")
+        sizes = [_number(self.flags, f"--{name}-parallel-size") for name in names]
+        tp, cp, pp, ep = (size or 1 for size in sizes[:-1])
+        etp = sizes[-1]
+        return Layout(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=ep * (etp or 1))
 
     def _of_checkpoint(self, load: Path) -> Mapping[str, Any] | None:
         """Its flags, or None if there is none or it cannot be read, which the trainer will say."""
@@ -203,31 +204,40 @@ def _request(
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:
-    """All layouts of a number of ranks. First come the preferred tensor and pipeline sizes. Those
-    that cut the model into as many parts or more follow, the fewest first, since they are sure to
-    fit the memory. The others come last, the most parts first."""
-    parts = prefer.model_parallel_size
-    pairs = [(tp, pp) for tp in _divisors(ranks) for pp in _divisors(ranks // tp)]
+    """All layouts of a number of ranks with at most the preferred context parallel size. First come
+    the preferred tensor, context and pipeline sizes. Those that cut the model into as many parts or
+    more follow, the fewest first, since they are sure to fit the memory. The others come last, the
+    most parts first."""
+    parts = prefer.tp * prefer.pp
+    sizes = [
+        (tp, cp, pp)
+        for tp in _divisors(ranks)
+        for pp in _divisors(ranks // tp)
+        for cp in _divisors(math.gcd(prefer.cp, ranks // (tp * pp)))
+    ]
 
-    def order(pair: tuple[int, int]) -> tuple[bool, int, int]:
-        tp, pp = pair
-        return tp * pp < parts, abs(tp * pp - parts), abs(tp - prefer.tp)
+    def order(sizes: tuple[int, int, int]) -> tuple[int, ...]:
+        tp, cp, pp = sizes
+        # A rank keeps activations of 1 / (tp cp) of the tokens.
+        is_larger = tp * pp < parts or cp * tp < prefer.cp * prefer.tp
+        return is_larger, abs(tp * pp - parts), abs(tp - prefer.tp), -cp
 
-    for tp, pp in sorted(pairs, key=order):
-        dp, is_same = ranks // (tp * pp), pp == prefer.pp
-        for experts in _expert_sizes(prefer, tp, dp):
+    for tp, cp, pp in sorted(sizes, key=order):
+        dp, is_same = ranks // (tp * cp * pp), pp == prefer.pp
+        for experts in _expert_sizes(prefer, tp, cp * dp):
+            own = {"tp": tp, "cp": cp, "dp": dp, **experts}
             if is_same and prefer.layer_partition:
-                yield replace(prefer, tp=tp, dp=dp, **experts)
+                yield replace(prefer, **own)
             if is_same and prefer.vpp > 1:
-                yield Layout(tp=tp, pp=pp, vpp=prefer.vpp, dp=dp, **experts)
-            yield Layout(tp=tp, pp=pp, dp=dp, **experts)
+                yield Layout(pp=pp, vpp=prefer.vpp, **own)
+            yield Layout(pp=pp, **own)
 
 
-def _expert_sizes(prefer: Layout, tp: int, dp: int) -> list[dict[str, Any]]:
+def _expert_sizes(prefer: Layout, tp: int, copies: int) -> list[dict[str, Any]]:
     """Sizes of experts on so many ranks of a stage: the preferred ones, then smaller expert
     parallel sizes. Those of a dense model are the usual ones."""
-    etp = prefer.etp and (prefer.etp if tp * dp % prefer.etp == 0 else 1)
-    most = math.gcd(prefer.ep, tp * dp // (etp or tp))
+    etp = prefer.etp and (prefer.etp if tp * copies % prefer.etp == 0 else 1)
+    most = math.gcd(prefer.ep, tp * copies // (etp or tp))
     return [{"ep": ep, "etp": etp} for ep in reversed(_divisors(most))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
-from megatron.training.config.layout import expert_problems
+from megatron.training.config.layout_rules import expert_problems
 
 GIB = 2.0**30
 EXPERT_RULES = (

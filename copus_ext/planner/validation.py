@@ -32,7 +32,8 @@ from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.space import points_of, to_rows
-from megatron.training.config.layout import Layout, expert_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import expert_problems
 
 _SIZES = ("tp", "pp", "vpp", "ep", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")

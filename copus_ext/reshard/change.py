@@ -34,7 +34,8 @@ from copus_ext.reshard.transfer import Transfer
 from megatron.training.common.errors import Relaunch
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config import Config
-from megatron.training.config.layout import Layout, batch_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.relayout import with_layout
 from megatron.training.distributed.process_groups import await_closed, destroy_groups
 from megatron.training.distributed.sharding import digest

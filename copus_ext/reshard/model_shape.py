@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.training.config.layout import Layout, further_sizes, layout_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import further_sizes, layout_problems
 from megatron.training.model.flops import LatentWidths
 
 if TYPE_CHECKING:

@@ -17,21 +17,26 @@ from megatron.training.distributed.sharding import Record, records_of_block
 PARAMETER_ALIGNMENT = 64
 """A parameter starts at a multiple of this in a buffer of the distributed optimizer."""
 BUCKET_ALIGNMENT = 128
-"""A bucket ends at a multiple of this and of the data-parallel size."""
+"""A bucket ends at a multiple of this and of the number of copies."""
 LEAST_BUCKET = 40_000_000
-"""Default elements of a bucket for small data-parallel sizes."""
+"""Default elements of a bucket for few copies."""
 BUCKET_PER_REPLICA = 1_000_000
-"""The same for large ones, times the data-parallel size."""
+"""The same for many copies, times their number."""
 
 
 def rank_of(
-    tp: int, pp: int, dp: int, layout: Layout, *, use_tp_pp_dp_mapping: bool = False
+    tp: int, pp: int, copy: int, layout: Layout, *, use_tp_pp_dp_mapping: bool = False
 ) -> int:
-    """The rank at a tensor-parallel rank, pipeline stage and data-parallel rank. The first turns
-    fastest. Data parallelism follows, or pipeline parallelism under `use_tp_pp_dp_mapping`."""
+    """The rank at a tensor-parallel rank, pipeline stage and copy of the weights.
+
+    Copies are numbered over replicas, and inside each over the ranks that share its samples. The
+    tensor-parallel rank turns fastest and the context-parallel rank follows. Then comes data
+    parallelism, or pipeline parallelism under `use_tp_pp_dp_mapping`.
+    """
     if use_tp_pp_dp_mapping:
-        return (dp * layout.pp + pp) * layout.tp + tp
-    return (pp * layout.dp + dp) * layout.tp + tp
+        dp, cp = divmod(copy, layout.cp)
+        return ((dp * layout.pp + pp) * layout.cp + cp) * layout.tp + tp
+    return (pp * layout.copies + copy) * layout.tp + tp
 
 
 def all_of_layout(shape: ModelShape, layout: Layout) -> list[list[Record]]:
@@ -59,8 +64,8 @@ class _Split(NamedTuple):
     rank: int
     """Which of them these ranks are."""
     copies: list[tuple[int, int]]
-    """Tensor-parallel and data-parallel rank of each of them, in the order in which they share out
-    a buffer."""
+    """Tensor-parallel rank and copy (see `rank_of`) of each of them, in the order in which they
+    share out a buffer."""
     expert_parallel_rank: int | None
     """Which experts they hold; None: they hold dense parameters."""
 
@@ -76,12 +81,12 @@ class _Split(NamedTuple):
 def _splits(layout: Layout, *, has_experts: bool) -> Iterator[_Split]:
     """Dense parameters first, as their optimizer comes first."""
     for tp in range(layout.tp):
-        yield _Split(layout.tp, tp, [(tp, dp) for dp in range(layout.dp)], None)
+        yield _Split(layout.tp, tp, [(tp, copy) for copy in range(layout.copies)], None)
     if not has_experts:
         return
     etp, ep = layout.expert_tensor_parallel_size, layout.ep
     # Ranks of a stage by number; those that share an expert are neighbours.
-    stage = [(tp, dp) for dp in range(layout.dp) for tp in range(layout.tp)]
+    stage = [(tp, copy) for copy in range(layout.copies) for tp in range(layout.tp)]
     for group in range(ep):
         for rank in range(etp):
             first = group * etp + rank
@@ -109,7 +114,9 @@ def _add_records(
         pp: the stage.
     """
     mapping = shape.use_tp_pp_dp_mapping
-    numbers = [rank_of(tp, pp, dp, layout, use_tp_pp_dp_mapping=mapping) for tp, dp in split.copies]
+    numbers = [
+        rank_of(tp, pp, copy, layout, use_tp_pp_dp_mapping=mapping) for tp, copy in split.copies
+    ]
     starts = [1 + max((r.shard for r in ranks[n]), default=-1) for n in numbers]
     if shape.use_distributed_optimizer:
         slots = [
@@ -180,7 +187,7 @@ def _bucket_limit(shape: ModelShape, layout: Layout, stage: int, chunk: int) -> 
         return None
     if shape.ddp_bucket_size is not None:
         return shape.ddp_bucket_size
-    return max(LEAST_BUCKET, BUCKET_PER_REPLICA * layout.dp)
+    return max(LEAST_BUCKET, BUCKET_PER_REPLICA * layout.copies)
 
 
 def _buckets(params: list[Parameter], split: _Split, limit: int | None) -> Iterator[list[_Slot]]:

@@ -67,9 +67,9 @@ def check_memory(job: Job, plan: ReshardPlan, config: Config) -> None:
     experts = sum(record.numel for record in plan.target[rank] if is_expert(record.key))
     held = own
     if config.parallel.use_distributed_optimizer:
-        # The shares of a model's replicas are about equal, and so are those of an expert's copies.
-        copies = config.layout.expert_data_parallel_size
-        held = (own - experts) * config.layout.dp + experts * copies
+        # The shares of the copies of a weight are about equal.
+        of_expert = config.layout.expert_data_parallel_size
+        held = (own - experts) * config.layout.copies + experts * of_expert
     both = 4 if config.precision.params_dtype == "fp32" else 0
     needed = held * (per_weight + per_gradient) + own * (BYTES_PER_ELEMENT - both)
     needed += 2 * BUFFERS * BUCKET_BYTES.get(str(dist.get_backend()), 0)

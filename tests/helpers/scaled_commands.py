@@ -16,6 +16,7 @@ STEPS = 2
 """Steps of one launch."""
 GLOBAL_BATCH_SIZE = 8
 _TENSOR, _PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_CONTEXT, _LEVELS = "--context-parallel-size", "--hierarchical-context-parallel-sizes"
 _EXPERT, _EXPERT_TENSOR = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 _SIZES = {
     "--hidden-size": "64",
@@ -63,6 +64,8 @@ SCALED = frozenset(
         *_DROPPED,
         "--num-layers",
         _TENSOR,
+        _CONTEXT,
+        _LEVELS,
         _EXPERT,
         _EXPERT_TENSOR,
         "--moe-layer-freq",
@@ -128,7 +131,7 @@ def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> 
         argv: flags as Megatron-LM has them.
         folder: for what the run writes; `text` in it holds `vocab.json`, `merges.txt` and the data
             set `text_document`.
-        world_size: ranks; tensor parallelism shrinks until the layout fits.
+        world_size: ranks; tensor and then context parallelism shrink until the layout fits.
 
     Returns:
         Flags for `pretrain_gpt.py`.
@@ -145,6 +148,10 @@ def scaled(name: str, argv: Sequence[str], folder: Path, *, world_size: int) -> 
         "--num-layers": str(_layers(flags)),
         _TENSOR: str(_tensor_parallel(flags, world_size)),
     }
+    if _CONTEXT in flags:
+        context = _context_parallel(flags, world_size)
+        new[_CONTEXT] = str(context)
+        new |= {_LEVELS: f"1 {context}"} if _LEVELS in flags else {}
     new |= _of_experts(flags, world_size)
     if "--fp16" in flags:
         # The search for the loss scale begins so high that some twenty steps change no weight.
@@ -168,10 +175,15 @@ def _one(flags: Mapping[str, list[str]], flag: str, default: int) -> int:
 
 
 def _tensor_parallel(flags: Mapping[str, list[str]], world_size: int) -> int:
-    size = _one(flags, _TENSOR, 1)
-    while size * _one(flags, _PIPELINE, 1) > world_size and size > 1:
+    size, others = _one(flags, _TENSOR, 1), _one(flags, _PIPELINE, 1) * _one(flags, _CONTEXT, 1)
+    while size * others > world_size and size > 1:
         size //= 2
     return size
+
+
+def _context_parallel(flags: Mapping[str, list[str]], world_size: int) -> int:
+    others = _one(flags, _PIPELINE, 1) * _tensor_parallel(flags, world_size)
+    return min(_one(flags, _CONTEXT, 1), world_size // others)
 
 
 def _of_experts(flags: Mapping[str, list[str]], world_size: int) -> dict[str, str]:

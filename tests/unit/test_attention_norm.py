@@ -22,6 +22,7 @@ def config(**values: Any) -> Any:
         "attention_dropout": 0.0,
         "apply_query_key_layer_scaling": False,
         "context_parallel_size": 1,
+        "cp_comm_type": None,
         "normalization": "RMSNorm",
         "params_dtype": torch.float32,
         "sequence_parallel": True,

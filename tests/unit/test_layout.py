@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import (
-    Layout,
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import (
     batch_problems,
     group_of_microbatches,
     layout_problems,
@@ -25,7 +25,7 @@ SIZES = st.integers(1, 8)
 def layouts(draw: st.DrawFn) -> Layout:
     pp = draw(SIZES)
     vpp = draw(SIZES) if pp > 1 else 1
-    return Layout(tp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES))
+    return Layout(tp=draw(SIZES), cp=draw(SIZES), pp=pp, vpp=vpp, dp=draw(SIZES))
 
 
 @st.composite
@@ -55,18 +55,22 @@ def test_json_and_text_round_trip(layout: Layout, other: Layout) -> None:
     assert (".vpp" in str(layout)) == (layout.vpp > 1)
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
     assert Layout.from_text(str(layout)) == Layout.from_record(str(layout)) == layout
-    if not layout.layer_partition:
+    if not layout.layer_partition and layout.cp == 1:
         old = "tp={} pp={} vpp={} dp={}".format(*layout.sizes)
         assert Layout.from_text(old) == Layout.from_record(list(layout.sizes)) == layout
         assert Layout.from_text(old.replace(" vpp=1", "")) == layout
     further = {"cut"} if layout.layer_partition else set()
+    further |= {"cp"} if layout.cp > 1 else set()
     assert set(layout.to_json()) == {"tp", "pp", "vpp", "dp"} | further
 
 
 @given(layouts())
 def test_sizes(layout: Layout) -> None:
-    assert layout.world_size == layout.model_parallel_size * layout.dp
-    assert Layout.from_world(layout.world_size, layout.tp, layout.pp, layout.vpp) == layout
+    assert layout.world_size == layout.ranks_of_a_replica * layout.dp
+    assert (
+        Layout.from_world(layout.world_size, layout.tp, layout.pp, layout.vpp, cp=layout.cp)
+        == layout
+    )
 
 
 @given(cut_layouts())
@@ -103,12 +107,12 @@ def test_a_cut_that_is_none(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2", None])
-@pytest.mark.parametrize("name", ["tp", "pp", "vpp", "dp"])
+@pytest.mark.parametrize("name", ["tp", "cp", "pp", "vpp", "dp"])
 def test_sizes_are_positive_integers(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name} must be an integer"):
         Layout.from_json({name: value})
-    with pytest.raises(ValueError, match="cp"):
-        Layout.from_json({"tp": 1, "cp": 2})
+    with pytest.raises(ValueError, match="sp"):
+        Layout.from_json({"tp": 1, "sp": 2})
     with pytest.raises(ValueError, match="pipeline"):
         Layout(vpp=2)
     with pytest.raises(UsageError, match="--pipeline-model-parallel-size"):

@@ -82,10 +82,12 @@ def test_what_is_refused_is_counted_with_its_reason() -> None:
     good = f"{base} {more} --train-iters 5 --dist-ckpt-strictness log_all".split()
     judgements = {
         "gpt/good": compatibility.judge(good),
-        "gpt/bad": compatibility.judge([*good, "--context-parallel-size", "2", "--num_layer", "1"]),
+        "gpt/bad": compatibility.judge([*good, "--hybrid-context-parallel", "--num_layer", "1"]),
     }
     assert [j.outcome for j in judgements.values()] == ["accepted", "refused"]
     page = compatibility.page(judgements)
     assert "| gpt | 2 | 1 | 1 |" in page and "| `gpt/good` | accepted | |" in page
-    assert "did you mean `--num-layers`?" in page and "`--context-parallel-size` | 1 | 0 |" in page
+    assert (
+        "did you mean `--num-layers`?" in page and "`--hybrid-context-parallel` | 1 | 0 |" in page
+    )
     assert "`--dist-ckpt-strictness` | 1 |" in page

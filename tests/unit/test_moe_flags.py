@@ -128,7 +128,7 @@ def test_defaults_are_those_of_megatron_lm() -> None:
 
 def test_a_dense_model_says_what_has_no_effect() -> None:
     config = config_of("--moe-router-topk 4", base=TINY)
-    assert "without --num-experts there is no effect of --moe-router-topk" in config.runtime.notes
+    assert "without --num-experts: no effect of --moe-router-topk" in config.runtime.notes
     assert config.moe.num_experts is None and config.moe.moe_layers is None
     with pytest.raises(UsageError, match="sizes of experts and the model has none"):
         config_of("--expert-model-parallel-size 2", base=TINY)

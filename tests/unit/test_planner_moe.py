@@ -47,7 +47,8 @@ from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.relaunch import Request, merged
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.config.arguments import parse_args, resolve
-from megatron.training.config.layout import Layout, expert_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import expert_problems
 from megatron.training.model.shards import is_expert
 from tests.helpers.jobs import MOE
 

@@ -344,6 +344,7 @@ PREFERRED = [
     Layout(),
     Layout(tp=4, pp=2),
     Layout(pp=2, vpp=2),
+    Layout(tp=2, cp=4),
     Layout(pp=2, layer_partition=(3, 1)),
     Layout(tp=2, pp=2, vpp=2, layer_partition=(0, 2, 1, 1)),
 ]
@@ -353,9 +354,16 @@ PREFERRED = [
 def test_all_layouts_come_once_and_the_preferred_first(ranks: int, prefer: Layout) -> None:
     found = list(layouts_for(ranks, prefer))
     assert len(set(found)) == len(found) and all(one.world_size == ranks for one in found)
-    pairs = {(one.tp, one.pp) for one in found}
-    every = {(t, p) for t in range(1, 65) for p in range(1, 65) if ranks % (t * p) == 0}
-    assert pairs == every
-    if ranks % prefer.model_parallel_size == 0:
+    sizes = {(one.tp, one.cp, one.pp) for one in found}
+    every = {
+        (t, c, p)
+        for t in range(1, 65)
+        for c in range(1, prefer.cp + 1)
+        for p in range(1, 65)
+        if ranks % (t * c * p) == 0 and prefer.cp % c == 0
+    }
+    assert sizes == every
+    if ranks % prefer.ranks_of_a_replica == 0:
         assert found[0].layer_partition == prefer.layer_partition
-        assert (found[0].tp, found[0].pp, found[0].vpp) == (prefer.tp, prefer.pp, prefer.vpp)
+        assert (found[0].tp, found[0].cp, found[0].pp) == (prefer.tp, prefer.cp, prefer.pp)
+        assert found[0].vpp == prefer.vpp

@@ -17,7 +17,7 @@ from megatron.training.config import GROUPS, Config
 from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
-from megatron.training.config.layout import batch_problems
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit

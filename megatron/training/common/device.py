@@ -62,6 +62,8 @@ class _CpuAnswersForCuda(TorchFunctionMode):
             return func(*args)
         if _means_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError
-from megatron.training.config.layout import Layout, batch_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import batch_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import signal
 from collections.abc import Callable
 
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
-from megatron.training.config.layout import (
-    Layout,
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import (
+    excluding_context,
     further_sizes,
     layout_problems,
     recompute_problems,
@@ -90,6 +92,7 @@ _AT_LEAST_ONE = [
     "tensorboard_queue_size",
     "hysteresis",
     "fp8_amax_history_len",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
     "num_experts",
@@ -123,6 +126,7 @@ _NOT_NEGATIVE = [
     "moe_router_bias_update_rate",
     "moe_z_loss_coeff",
 ]
+_CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _EIGHT_BITS = (
     "fp8_recipe",
     "fp8_margin",
@@ -274,12 +278,13 @@ def _derive_model(draft: Draft, environment: Environment) -> None:
 
 def _derive_layout(draft: Draft, environment: Environment) -> None:
     tp, pp = draft["tensor_model_parallel_size"], draft["pipeline_model_parallel_size"]
-    experts = {
+    further = {
+        "cp": draft["context_parallel_size"],
         "ep": draft["expert_model_parallel_size"],
         "etp": draft["expert_tensor_parallel_size"],
     }
     virtual = virtual_size(draft, pp)
-    layout = Layout.from_world(environment.world_size, tp, pp, virtual, **experts)
+    layout = Layout.from_world(environment.world_size, tp, pp, virtual, **further)
     layout = dataclasses.replace(layout, layer_partition=partition_of_flags(draft, layout))
     draft["world_size"] = layout.world_size
     draft["data_parallel_size"] = layout.dp
@@ -363,6 +368,45 @@ def _derive_sequence_parallel(draft: Draft, tp: int) -> None:
     draft["sequence_parallel"] = draft["sequence_parallel"] and tp > 1
 
 
+def _derive_context_parallel(draft: Draft, layout: Layout) -> None:
+    words, sizes = draft["cp_comm_type"], draft["hierarchical_context_parallel_sizes"]
+    if len(set(words)) > 1:
+        # megatron-core 0.16.1 looks one layer too far in the list.
+        draft.problem("--cp-comm-type takes one word for all layers; give one")
+    word = words[0]
+    draft.require(
+        word in _CP_COMM_TYPES,
+        f"--cp-comm-type {word} does not exist; use one of {', '.join(_CP_COMM_TYPES)}",
+    )
+    if layout.cp > 1:
+        draft.problems += [
+            f"--context-parallel-size {layout.cp} does not go with {flag}; drop one of the two"
+            for flag in excluding_context(draft.values)
+        ]
+    is_hierarchical = word == "a2a+p2p"
+    draft.require(
+        sizes is None or math.prod(sizes) == layout.cp,
+        f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes or ()))} must multiply to "
+        f"--context-parallel-size {layout.cp}; change one",
+    )
+    draft.require(
+        not is_hierarchical or layout.cp == 1 or sizes is not None,
+        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes; give both sizes",
+    )
+    if draft["transformer_impl"] == "local" and word in ("p2p", "a2a+p2p"):
+        if layout.cp > 1:
+            draft.notes.append(
+                f"--cp-comm-type {word}: without Transformer Engine it becomes all_gather, which "
+                "gives the same numbers"
+            )
+        word = "all_gather"
+    draft["cp_comm_type"] = (word,)
+    if layout.cp > 1 and (draft["attention_dropout"] or draft["hidden_dropout"]):
+        draft.notes.append(
+            f"--context-parallel-size {layout.cp}: dropout drops other entries than without it"
+        )
+
+
 def _layout_of(draft: Draft) -> Layout:
     return Layout.of_arguments(draft.values)
 
@@ -438,6 +482,7 @@ def _derive_kernels(draft: Draft, environment: Environment) -> None:
     if was_on:
         why = "CPU run" if cpu else "NVIDIA's apex is not installed"
         draft.notes.append(f"{why}: off are {', '.join(was_on)}")
+    _derive_context_parallel(draft, _layout_of(draft))
     if not engine and draft["cross_entropy_fusion_impl"] == "te":
         draft["cross_entropy_fusion_impl"] = "native"
     if cpu or not environment.apex:

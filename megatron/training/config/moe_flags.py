@@ -20,9 +20,12 @@ def derive_moe(draft: Draft) -> None:
     together. Independent of machine and layout."""
     names = [field.name for field in fields(MoeConfig) if field.name in draft.values]
     if not draft["num_experts"]:
+        # Megatron-LM, too, takes it for a dense model.
+        names.append("expert_tensor_parallel_size")
+        draft["expert_tensor_parallel_size"] = None
         idle = [flag_of(name) for name in names if name in draft.explicit and name != "num_experts"]
         if idle:
-            draft.notes.append(f"without --num-experts there is no effect of {', '.join(idle)}")
+            draft.notes.append(f"without --num-experts: no effect of {', '.join(idle)}")
         draft["num_experts"] = None
         return
     _note_idle(draft)

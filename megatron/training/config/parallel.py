@@ -15,6 +15,13 @@ class ParallelConfig:
     """Ranks that share each layer."""
     pipeline_model_parallel_size: int = option(1)
     """Ranks that share the stack of layers."""
+    context_parallel_size: int = option(1)
+    """Ranks that share the tokens of each sample."""
+    cp_comm_type: tuple[str, ...] = option(("p2p",), nargs="+")
+    """How ranks that share a sample exchange keys and values: p2p, all_gather, a2a or a2a+p2p.
+    Without Transformer Engine p2p and a2a+p2p become all_gather, with a note."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(None, nargs="+")
+    """Inner and outer size of --cp-comm-type a2a+p2p. Their product is --context-parallel-size."""
     expert_model_parallel_size: int = option(1)
     """Groups of ranks that each hold other experts of a layer."""
     expert_tensor_parallel_size: int | None = option(None)
@@ -68,7 +75,7 @@ class ParallelConfig:
     world_size: int = derived(None)
     """Number of ranks."""
     data_parallel_size: int = derived(None)
-    """Copies of the model: ranks / (tensor x pipeline parallel size)."""
+    """Replicas that read other samples: ranks / (tensor x context x pipeline parallel size)."""
     virtual_pipeline_model_parallel_size: int = derived(None)
     """Model chunks of each pipeline rank; 1 means no interleaving."""
     layers_of_chunks: tuple[int, ...] | None = derived(None)

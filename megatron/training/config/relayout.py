@@ -6,12 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layer_partition import text_of_partition
-from megatron.training.config.layout import (
-    Layout,
-    further_sizes,
-    layout_problems,
-    recompute_problems,
-)
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import further_sizes, layout_problems, recompute_problems
 
 if TYPE_CHECKING:
     from megatron.training.config import Config

@@ -82,6 +82,7 @@ def build_groups(
         layout.tp,
         layout.pp,
         layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         order="tp-cp-ep-pp-dp" if use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
@@ -214,10 +215,12 @@ def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) 
     """Seeds every random stream of this rank for the step that starts at `consumed_samples`.
 
     Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ
-    in the model-parallel stream, as dropout under tensor parallelism requires. Replicas and stages
-    differ in both.
+    in the model-parallel stream, as dropout under tensor parallelism requires. Replicas, stages and
+    ranks that share a sample differ in both.
     """
-    own = random_seed_at(seed, consumed_samples, "pp", groups.pp.rank(), "dp", groups.dp.rank())
+    stream = ["pp", groups.pp.rank(), "dp", groups.dp.rank()]
+    stream += ["cp", groups.cp.rank()] if groups.cp.size() > 1 else []
+    own = random_seed_at(seed, consumed_samples, *stream)
     torch.manual_seed(own)
     tensor_parallel.model_parallel_cuda_manual_seed(own, tp_rank=groups.tp.rank())
 

@@ -4,6 +4,7 @@ where Transformer Engine is absent."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -16,14 +17,21 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron.training.common.optional import have_transformer_engine
+from megatron.training.distributed.context_parallel import (
+    gather_sequence,
+    heads_to_sequence,
+    sequence_to_heads,
+)
 
 
 class SdpaAttention(MegatronModule):
     """Core attention of a layer spec: no score matrix in memory where torch has a flash kernel.
 
-    Only causal self-attention without packing or bias, which is what GPT pre-training uses.
+    Only causal self-attention without packing or bias, which is what GPT pre-training uses. Ranks
+    that share a sample gather keys and values (arXiv 2407.21783), or exchange tokens for heads.
 
     Args:
         config: head counts, dropout.
@@ -33,8 +41,8 @@ class SdpaAttention(MegatronModule):
         attention_type: unused, part of the interface.
         attention_dropout: overrides the configured probability.
         softmax_scale: overrides 1/sqrt(head size).
-        cp_comm_type: unused, part of the interface.
-        pg_collection: groups; the tensor-parallel one is used.
+        cp_comm_type: `all_gather`, or `a2a` to exchange tokens for heads.
+        pg_collection: groups; those of tensor and context parallelism are used.
         k_channels: unused, part of the interface: queries and keys bring their width.
         v_channels: width of a head's value, if it is not that of the query.
     """
@@ -54,10 +62,11 @@ class SdpaAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal, attn_mask_type
-        assert config.context_parallel_size == 1
         assert config.kv_channels is not None and config.num_query_groups is not None
         tp_size = pg_collection.tp.size() if pg_collection is not None else 1
-        self.grouped = config.num_query_groups != config.num_attention_heads
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None  # pyright: ignore[reportOptionalMemberAccess]
+        self.cp_comm_type = cp_comm_type or config.cp_comm_type
+        assert self.cp_group is None or self.cp_comm_type in ("all_gather", "a2a")
         width = v_channels or config.kv_channels
         self.output_size = width * config.num_attention_heads // tp_size
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -76,7 +85,8 @@ class SdpaAttention(MegatronModule):
         """Attends causally.
 
         Args:
-            query: [seq, batch, heads of this rank, head size].
+            query: [seq, batch, heads of this rank, head size]; under context parallelism the
+                tokens of this rank, here and below.
             key: [seq, batch, query groups of this rank, head size].
             value: [seq, batch, query groups of this rank, value size].
             attention_mask: must be None.
@@ -89,23 +99,78 @@ class SdpaAttention(MegatronModule):
             [seq, batch, heads of this rank x value size].
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
-        dropout = self.dropout if self.training else 0.0
         is_causal = attn_mask_type != AttnMaskType.no_mask
+        if self.cp_group is None:
+            context = self._attend(query, key, value, is_causal=is_causal)
+        elif self.cp_comm_type == "a2a":
+            context = self._attend_by_heads(query, key, value, self.cp_group)
+        else:
+            context = self._attend_to_all(query, key, value, self.cp_group)
+        seq, batch = query.shape[:2]
+        return context.reshape(seq, batch, self.output_size)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = True,
+    ) -> torch.Tensor:
+        """[seq, batch, heads, value size]. Causal queries stand at the end of the keys."""
+        dropout = self.dropout if self.training else 0.0
         # [seq, batch, heads, size] -> [batch, heads, seq, size]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        mask = None
+        if is_causal and len(query) != len(key):
+            mask, is_causal = _lower_right(len(query), len(key), query.device), False
         tracker: Any = tensor_parallel.get_cuda_rng_tracker()
         with tracker.fork() if dropout > 0.0 else contextlib.nullcontext():
             context = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
+                attn_mask=mask,
                 dropout_p=dropout,
                 is_causal=is_causal,
                 scale=self.softmax_scale,
-                enable_gqa=self.grouped,
+                enable_gqa=query.shape[2] != key.shape[2],
             )
-        seq, batch = query.shape[:2]
-        return context.permute(2, 0, 1, 3).reshape(seq, batch, self.output_size)
+        return context.permute(2, 0, 1, 3)
+
+    def _attend_to_all(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any
+    ) -> torch.Tensor:
+        """Gathers keys and values; each of the two chunks attends to all tokens up to its end."""
+        size, rank = group.size(), group.rank()
+        width = key.shape[-1]
+        both = gather_sequence(torch.cat([key, value], dim=-1), group)
+        key, value = both[..., :width], both[..., width:]
+        chunk = len(query) // 2
+        parts = []
+        for number, part in zip((rank, 2 * size - 1 - rank), query.split(chunk), strict=True):
+            end = (number + 1) * chunk
+            parts.append(self._attend(part, key[:end], value[:end]))
+        return torch.cat(parts)
+
+    def _attend_by_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any
+    ) -> torch.Tensor:
+        """Exchanges tokens for heads, attends, and exchanges back."""
+        size, groups = group.size(), key.shape[2]
+        if groups % size:
+            key, value = (t.repeat_interleave(size // groups, dim=2) for t in (key, value))
+        whole = [sequence_to_heads(t, group) for t in (query, key, value)]
+        return heads_to_sequence(self._attend(*whole), group)
+
+
+@functools.lru_cache(maxsize=64)
+def _lower_right(queries: int, keys: int, device: torch.device) -> Any:
+    """The causal mask of queries that stand at the end of the keys."""
+    if device.type == "cuda":
+        # A form that flash kernels take; not run on a GPU yet.
+        return causal_lower_right(queries, keys)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 class SharedLinear(MegatronModule):

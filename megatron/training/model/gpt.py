@@ -182,6 +182,9 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": _entries_of_chunks(config),
+        "context_parallel_size": layout.cp,
+        "cp_comm_type": config.parallel.cp_comm_type[0] if layout.cp > 1 else None,
+        "hierarchical_context_parallel_sizes": _levels(config),
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
         "sequence_parallel": config.parallel.sequence_parallel,
@@ -200,6 +203,12 @@ def _parallelism(config: Config) -> dict[str, Any]:
         # without an error.
         "deallocate_pipeline_outputs": on_cuda,
     }
+
+
+def _levels(config: Config) -> list[int] | None:
+    """Inner and outer size of context parallelism, where its exchange has two levels."""
+    sizes = config.parallel.hierarchical_context_parallel_sizes
+    return list(sizes) if sizes and config.parallel.cp_comm_type == ("a2a+p2p",) else None
 
 
 def _entries_of_chunks(config: Config) -> list[list[str]] | None:
@@ -244,7 +253,7 @@ def _plain_layer_spec(config: Config, *, with_experts: bool) -> ModuleSpec:
         first, second = ("q", "kv") if m.multi_latent_attention else ("q", "k")
         for name in (f"{first}_layernorm", f"{second}_layernorm"):
             setattr(attention, name, Norm)
-    is_plain = config.kernels.attention_backend in ("unfused", "local")
+    is_plain = config.kernels.attention_backend in ("unfused", "local") and config.layout.cp == 1
     if not is_plain and m.softmax_type == "vanilla":
         attention.core_attention = ModuleSpec(module=SdpaAttention)
     return spec

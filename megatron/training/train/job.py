@@ -21,7 +21,7 @@ from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, steps_for
-from megatron.training.config.layout import batch_problems
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.distributed.stragglers import RankTimes

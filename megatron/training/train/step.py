@@ -18,7 +18,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron.training.common.signals import StopReason
 from megatron.training.common.step_settings import StepInfo, learning_rate
-from megatron.training.config.layout import group_of_microbatches
+from megatron.training.config.layout_rules import group_of_microbatches
+from megatron.training.distributed.context_parallel import own_tokens
 from megatron.training.distributed.process_groups import seed_step
 from megatron.training.model.moe import Balance, ExpertLoad, set_counting
 from megatron.training.optim.optimizer import optimizer_step
@@ -28,18 +29,24 @@ Batch = dict[str, torch.Tensor]
 
 
 def language_model_loss(
-    loss_mask: torch.Tensor | None, output: torch.Tensor, *, weight: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one micro-batch in megatron-core's three-value form.
+    loss_mask: torch.Tensor | None,
+    output: torch.Tensor,
+    *,
+    weight: float = 1.0,
+    mean_over: Any = None,
+) -> tuple:
+    """The loss of one micro-batch, in one of megatron-core's two forms.
 
     Args:
         loss_mask: 1 for each token that counts, [micro batch, seq].
         output: loss of each token, [micro batch, seq], fp32 or half precision.
         weight: of this micro-batch in the gradient, over that of one of average size.
+        mean_over: group of the ranks that share the samples, where the mean over a micro-batch is
+            wanted; megatron-core would take it over the tokens of this rank.
 
     Returns:
         Sum of the losses that count, their number (int), and `{"lm loss": [sum, number]}` to
-        report.
+        report. With `mean_over` the sum is divided by the number of all ranks and stands for both.
     """
     assert loss_mask is not None
     mask = loss_mask.reshape(-1).float()
@@ -51,6 +58,10 @@ def language_model_loss(
     total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
     if weight != 1.0:
         total = total * weight
+    if mean_over is not None:
+        shared = num_tokens.clone()
+        dist.all_reduce(shared, group=mean_over)
+        return total / shared.clamp(min=1), {"lm loss": report}
     return total, num_tokens.to(torch.int), {"lm loss": report}
 
 
@@ -89,7 +100,7 @@ def forward_step(
     """
     job.watchdog.beat()
     with job.trace.span("data"):
-        batch = {} if batches is None else next(batches)
+        batch = {} if batches is None else own_tokens(next(batches), job.groups.cp)
         device = job.device.torch_device
         batch = {name: t.to(device, non_blocking=True) for name, t in batch.items()}
     mask = batch.get("loss_mask")
@@ -100,7 +111,10 @@ def forward_step(
         labels=batch.get("labels"),
         loss_mask=mask,
     )
-    loss = functools.partial(language_model_loss, mask)
+    config = job.config
+    is_shared = config.layout.cp > 1 and not config.batch.calculate_per_token_loss
+    group = job.groups.cp if is_shared else None
+    loss = functools.partial(language_model_loss, mask, mean_over=group)
     if mean_samples is not None:
         loss = functools.partial(loss, weight=len(batch["tokens"]) / mean_samples)
     return output, loss
@@ -127,7 +141,7 @@ def run_schedule(
 
     Returns:
         [num_microbatches, 2]: sum of the losses and number of tokens of each micro-batch of this
-        replica, fp32; None on all but the last stage.
+        replica that this rank holds, fp32; None on all but the last stage.
     """
     # At most one chunk of a rank holds the first or last stage of a pipeline of two or more ranks.
     iterators: list[Any] = [

@@ -15,7 +15,8 @@ from megatron.training.checkpoint.convert.checks import Contents, optimizers_of
 from megatron.training.checkpoint.files import OUR_KEY
 from megatron.training.common.errors import Refused, UsageError
 from megatron.training.config.batch_schedule import make_schedule
-from megatron.training.config.layout import Layout, further_sizes, layout_problems
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import further_sizes, layout_problems
 from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

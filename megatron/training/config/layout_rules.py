@@ -1,0 +1,369 @@
+"""The rules that make a layout legal for a model and for a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.training.config.layout import Layout
+
+
+def layout_problems(
+    layout: Layout,
+    *,
+    num_layers: int,
+    num_attention_heads: int,
+    num_query_groups: int,
+    ffn_hidden_size: int,
+    seq_length: int,
+    padded_vocab_size: int | None,
+    sequence_parallel: bool,
+    cp_comm_type: str | None = None,
+    excluding_context: Sequence[str] = (),
+    split_widths: Mapping[str, int] = MappingProxyType({}),
+    needs_one_stage: bool = False,
+    experts: ExpertSizes | None = None,
+) -> list[str]:
+    """Lists why a model cannot be laid out this way.
+
+    Args:
+        layout: the layout to judge.
+        num_layers: transformer layers of the whole model.
+        num_attention_heads: query heads of one layer.
+        num_query_groups: key-value heads of one layer.
+        ffn_hidden_size: width of the MLP.
+        seq_length: tokens per sample.
+        padded_vocab_size: rows of the embedding, or None while it is not known.
+        sequence_parallel: whether activations are split over the sequence between tensor-parallel
+            regions.
+        cp_comm_type: how the ranks that share a sample exchange keys and values.
+        excluding_context: flags of the model that do not go with context parallelism.
+        split_widths: further widths that tensor parallelism splits, by the flags that set them.
+        needs_one_stage: whether the model predicts further tokens with tied embeddings.
+        experts: what limits the layout of a mixture of experts; None for a dense model.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix; empty if the layout
+        is legal.
+    """
+    tp = layout.tp
+    tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
+    problems = []
+    stages = layout.pp * layout.vpp
+    if layout.layer_partition and sum(layout.layer_partition) != num_layers:
+        problems.append(
+            f"the chunks of {layout} have {sum(layout.layer_partition)} layers and --num-layers is "
+            f"{num_layers}; give --pipeline-model-parallel-layout as many"
+        )
+    if num_layers % stages != 0 and not layout.layer_partition:
+        problems.append(
+            f"--num-layers {num_layers} cannot be split over {layout.pp} pipeline ranks x "
+            f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
+            "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
+        )
+    if num_attention_heads % tp != 0:
+        problems.append(
+            f"--num-attention-heads {num_attention_heads} is not divisible by {tp}; {tp_fix}"
+        )
+    if num_query_groups % tp != 0 and tp % num_query_groups != 0:
+        problems.append(
+            f"--num-query-groups {num_query_groups} neither divides nor is divided by {tp}; "
+            f"{tp_fix}"
+        )
+    if ffn_hidden_size % tp != 0:
+        problems.append(f"--ffn-hidden-size {ffn_hidden_size} is not divisible by {tp}; {tp_fix}")
+    problems += context_problems(
+        layout,
+        num_attention_heads=num_attention_heads,
+        num_query_groups=num_query_groups,
+        seq_length=seq_length,
+        sequence_parallel=sequence_parallel,
+        cp_comm_type=cp_comm_type,
+        excluding=excluding_context,
+    )
+    for flags, width in split_widths.items():
+        if width % tp != 0:
+            problems.append(f"{flags} {width} is not divisible by {tp}; {tp_fix}")
+    if needs_one_stage and layout.pp > 1:
+        problems.append(
+            "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
+            f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
+        )
+    problems += expert_problems(layout, experts, sequence_parallel=sequence_parallel)
+    if padded_vocab_size is not None and padded_vocab_size % tp != 0:
+        problems.append(
+            f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
+            f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
+        )
+    return problems
+
+
+def context_problems(
+    layout: Layout,
+    *,
+    num_attention_heads: int,
+    num_query_groups: int,
+    seq_length: int,
+    sequence_parallel: bool,
+    cp_comm_type: str | None,
+    excluding: Sequence[str],
+) -> list[str]:
+    """Lists why the tokens of a sample cannot be shared this way; as `layout_problems`."""
+    tp, cp = layout.tp, layout.cp
+    tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
+    cp_fix = f"choose another --context-parallel-size (now {cp})"
+    problems = [
+        f"--context-parallel-size {cp} does not go with {flag}; drop one of the two"
+        for flag in excluding
+        if cp > 1
+    ]
+    if cp > 1 and seq_length % (2 * cp) != 0:
+        problems.append(
+            f"--seq-length {seq_length} is not divisible by {2 * cp}, two chunks for each rank "
+            f"that shares a sample; {cp_fix}"
+        )
+    elif sequence_parallel and seq_length // cp % tp != 0:
+        tokens = f"the {seq_length // cp} tokens of a rank of" if cp > 1 else ""
+        problems.append(
+            f"{tokens}{' ' if tokens else ''}--seq-length {seq_length} "
+            f"{'are' if tokens else 'is'} not divisible by {tp} as --sequence-parallel needs; "
+            f"{tp_fix}"
+        )
+    if cp > 1 and cp_comm_type == "a2a":
+        heads, groups = num_attention_heads // tp, max(num_query_groups // tp, 1)
+        if heads % cp != 0 or (groups % cp != 0 and cp % groups != 0):
+            problems.append(
+                f"--cp-comm-type a2a cannot deal the {heads} attention heads and {groups} query "
+                f"groups of a rank to {cp} ranks; give --cp-comm-type all_gather or {cp_fix}"
+            )
+    return problems
+
+
+def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `layout_problems` must know of some models only, as keyword arguments.
+
+    Args:
+        arguments: flags by field name, as derived or as stored.
+    """
+    widths = {}
+    if arguments.get("multi_latent_attention"):
+        if arguments.get("q_lora_rank"):
+            widths["--q-lora-rank"] = arguments["q_lora_rank"]
+        rotated = arguments["qk_pos_emb_head_dim"]
+        widths["--kv-lora-rank + --qk-pos-emb-head-dim"] = arguments["kv_lora_rank"] + rotated
+    is_further = bool(arguments.get("mtp_num_layers"))
+    if is_further:
+        widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
+    is_tied = not arguments.get("untie_embeddings_and_output_weights")
+    return {
+        "cp_comm_type": (arguments.get("cp_comm_type") or (None,))[0],
+        "excluding_context": excluding_context(arguments),
+        "split_widths": widths,
+        "needs_one_stage": is_further and is_tied,
+        "experts": ExpertSizes.of(arguments),
+    }
+
+
+def excluding_context(arguments: Mapping[str, Any]) -> list[str]:
+    """Flags that do not go with context parallelism, with their values."""
+    found = []
+    if arguments.get("mtp_num_layers"):
+        # megatron-core 0.16.1 gives the losses of further tokens a wrong weight then.
+        found.append("--mtp-num-layers")
+    is_local = arguments.get("transformer_impl") == "local"
+    if is_local and arguments.get("softmax_type", "vanilla") != "vanilla":
+        found.append(f"--softmax-type {arguments['softmax_type']} without Transformer Engine")
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """What limits the layout of a mixture of experts."""
+
+    num_experts: int
+    """Of a layer."""
+    moe_ffn_hidden_size: int
+    """Width of an expert."""
+    moe_shared_expert_intermediate_size: int | None
+    """Width of the shared expert; None: there is none."""
+    add_bias_linear: bool
+    """Whether experts have biases."""
+    only_allgather_over_both: bool
+    """Whether rows cannot go to experts by all-to-all where both expert parallel sizes are above 1,
+    as with gloo."""
+    use_tp_pp_dp_mapping: bool
+    """Whether ranks are numbered with pipeline before data parallelism."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ExpertSizes | None:
+        """Reads flags by field name; None for a dense model."""
+        if not arguments.get("num_experts"):
+            return None
+        dispatcher = arguments.get("moe_token_dispatcher_type") or "allgather"
+        is_gloo = arguments.get("distributed_backend") == "gloo"
+        return cls(
+            num_experts=arguments["num_experts"],
+            moe_ffn_hidden_size=arguments.get("moe_ffn_hidden_size")
+            or arguments["ffn_hidden_size"],
+            moe_shared_expert_intermediate_size=arguments.get(
+                "moe_shared_expert_intermediate_size"
+            ),
+            add_bias_linear=bool(arguments.get("add_bias_linear")),
+            only_allgather_over_both=is_gloo and dispatcher == "alltoall",
+            use_tp_pp_dp_mapping=bool(arguments.get("use_tp_pp_dp_mapping")),
+        )
+
+
+def expert_problems(
+    layout: Layout, experts: ExpertSizes | None, *, sequence_parallel: bool
+) -> list[str]:
+    """Lists why experts cannot be laid out this way; as `layout_problems`."""
+    ep, etp = layout.ep, layout.expert_tensor_parallel_size
+    if experts is None:
+        is_plain = ep == 1 and layout.etp is None
+        return [] if is_plain else [f"{layout} has sizes of experts and the model has none"]
+    fix = f"choose another --expert-tensor-parallel-size (now {etp})"
+    problems = []
+    if experts.num_experts % ep != 0:
+        problems.append(
+            f"--num-experts {experts.num_experts} is not divisible by {ep}; choose another "
+            f"--expert-model-parallel-size (now {ep})"
+        )
+    width = experts.moe_ffn_hidden_size
+    if width % etp != 0:
+        problems.append(f"--moe-ffn-hidden-size {width} is not divisible by {etp}; {fix}")
+    shared = experts.moe_shared_expert_intermediate_size
+    if shared is not None and shared % layout.tp != 0:
+        problems.append(
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by {layout.tp}; "
+            f"choose another --tensor-model-parallel-size (now {layout.tp})"
+        )
+    if layout.tp > 1 and not sequence_parallel:
+        problems.append(
+            "--num-experts under tensor parallelism needs --sequence-parallel; add it or choose "
+            f"--tensor-model-parallel-size 1 (now {layout.tp})"
+        )
+    if etp > 1 and experts.add_bias_linear:
+        problems.append(
+            f"--expert-tensor-parallel-size {etp} needs --disable-bias-linear; add it or choose 1"
+        )
+    if ep > 1 and etp > 1 and experts.only_allgather_over_both:
+        problems.append(
+            f"gloo has no all-to-all over --expert-model-parallel-size {ep} and "
+            f"--expert-tensor-parallel-size {etp}; give --moe-token-dispatcher-type allgather"
+        )
+    copies = layout.expert_data_parallel_size
+    if experts.use_tp_pp_dp_mapping and layout.pp > 1 and copies != layout.dp:
+        problems.append(
+            f"--use-tp-pp-dp-mapping in a pipeline needs as many copies of the experts ({copies}) "
+            f"as of the model ({layout.dp}); drop the flag or choose --expert-tensor-parallel-size "
+            f"{layout.tp} and --expert-model-parallel-size 1"
+        )
+    return problems
+
+
+def recompute_problems(
+    layout: Layout, *, num_layers: int, method: str | None, recompute_num_layers: int
+) -> list[str]:
+    """Lists why whole layers cannot be computed again this way.
+
+    Args:
+        layout: a legal one.
+        num_layers: transformer layers of the whole model.
+        method: `uniform` or `block`.
+        recompute_num_layers: layers of a unit, or layers of every chunk.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix.
+    """
+    counts = set(layout.layers_of_chunks(num_layers)) - {0}
+    if recompute_num_layers > max(counts):
+        return [
+            f"--recompute-num-layers {recompute_num_layers} is more than the {max(counts)} layers "
+            "of one pipeline stage; lower it"
+        ]
+    broken = sorted(n for n in counts if n % max(recompute_num_layers, 1))
+    if method == "uniform" and broken:
+        # megatron-core would end with an IndexError in the first forward pass.
+        return [
+            f"--recompute-num-layers {recompute_num_layers} does not divide the {broken[0]} layers "
+            "of a pipeline stage, as --recompute-method uniform needs; lower it or use block"
+        ]
+    return []
+
+
+def group_of_microbatches(layout: Layout, num_microbatches: int, asked: int | None = None) -> int:
+    """Micro-batches that a chunk of an interleaved pipeline takes in a row.
+
+    Args:
+        layout: with a virtual pipeline.
+        num_microbatches: of one replica in a step.
+        asked: `--microbatch-group-size-per-virtual-pipeline-stage`.
+
+    Returns:
+        What is asked for, if megatron-core can schedule that; else the pipeline size.
+    """
+    if asked is None or not layout.pp <= asked <= num_microbatches:
+        return layout.pp
+    rest = num_microbatches % asked
+    return asked if rest == 0 or rest >= layout.pp else layout.pp
+
+
+def batch_problems(
+    layout: Layout,
+    micro_batch_size: int,
+    global_batch_size: int,
+    *,
+    uneven: bool = False,
+    group_size: int | None = None,
+) -> list[str]:
+    """Lists why a global batch cannot be split into micro-batches on this layout.
+
+    Args:
+        layout: the layout to judge.
+        micro_batch_size: samples of one forward pass on one data-parallel rank.
+        global_batch_size: samples of one optimizer step.
+        uneven: whether the last micro-batch of every replica may be smaller; without effect on a
+            pipeline, whose stages exchange one shape.
+        group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.
+
+    Returns:
+        One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
+    """
+    if micro_batch_size < 1 or global_batch_size < 1:
+        return [
+            f"--micro-batch-size {micro_batch_size} and --global-batch-size {global_batch_size} "
+            "must both be at least 1"
+        ]
+    if uneven and layout.pp == 1:
+        if global_batch_size % layout.dp == 0:
+            return []
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by the data parallel size "
+            f"{layout.dp}; use {_nearest_multiples(global_batch_size, layout.dp)}"
+        ]
+    unit = micro_batch_size * layout.dp
+    # The interleaved schedule works on groups of PP micro-batches and cannot split the last one.
+    group = layout.pp if layout.vpp > 1 else 1
+    if global_batch_size % unit != 0:
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by --micro-batch-size "
+            f"{micro_batch_size} x data parallel size {layout.dp} = {unit}; use "
+            f"{_nearest_multiples(global_batch_size, unit * group)}"
+        ]
+    num_microbatches = global_batch_size // unit
+    taken = group_of_microbatches(layout, num_microbatches, group_size)
+    if num_microbatches % group != 0 and taken == group:
+        return [
+            f"--global-batch-size {global_batch_size} gives {num_microbatches} micro-batches, "
+            f"which a virtual pipeline over {layout.pp} ranks cannot schedule; use "
+            f"{_nearest_multiples(global_batch_size, unit * group)}"
+        ]
+    return []
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
