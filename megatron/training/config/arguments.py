@@ -22,12 +22,14 @@ from megatron.training.config.known_flags import (
     refused_beginnings,
 )
 from megatron.training.config.logging import profile_problems
+from megatron.training.config.phase_flags import begin_phases
 
 TITLES = {
     "model": "model shape",
     "moe": "mixture of experts",
     "kernels": "implementation and fused kernels",
     "batch": "batch and length",
+    "phases": "phases of longer samples",
     "optim": "learning rate and optimizer",
     "precision": "precision",
     "parallel": "parallelism",
@@ -256,6 +258,7 @@ def resolve(
     given = {name: value for name, value in vars(args).items() if name in names}
     draft = Draft(values=given, explicit=args.explicit_flags & names)
     draft.require(world_size >= 1, f"world size {world_size} must be at least 1; start a rank")
+    begin_phases(draft)
     for name, flag in _required():
         draft.require(draft[name] is not None, f"{flag} is required; give it")
     draft.stop_if_problems()

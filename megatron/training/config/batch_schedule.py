@@ -13,7 +13,8 @@ from megatron.training.config.layout_rules import batch_problems
 if TYPE_CHECKING:
     from megatron.training.config import Config
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+"""Suffix of a number of tokens -> its factor."""
 _STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
 
 
@@ -71,6 +72,22 @@ class BatchSchedule:
             consumed_samples += until_end * size
         return count
 
+    def boundary(self, asked: int) -> int:
+        """Returns where the first step at or after a position begins, of a run that takes every
+        step in full."""
+        consumed = 0
+        ends = [start for start, _ in self.steps[1:]] + [asked]
+        for (_, size), end in zip(self.steps, ends):
+            left = min(end, asked) - consumed
+            consumed += max(-(-left // size), 0) * size
+        return consumed
+
+    def sizes_between(self, start: int, end: int) -> tuple[int, ...]:
+        """Returns the sizes of the steps that begin from `start` on and before `end`, a position
+        after it."""
+        later = [size for begin, size in self.steps if start < begin < end]
+        return tuple(dict.fromkeys([self.at(start), *later]))
+
     def problems(self, layout: Layout, micro_batch_size: int, **rules: Any) -> list[str]:
         """Lists which sizes cannot be cut into micro-batches on this layout, one sentence each.
 
@@ -86,11 +103,11 @@ class BatchSchedule:
 
     @classmethod
     def of(cls, config: Config) -> BatchSchedule:
-        """Builds the schedule of a configuration.
+        """Builds the schedule of a configuration, in samples of `--seq-length` tokens.
 
         Raises:
             UsageError: flags that contradict each other, or sizes the layout cannot cut into
-            micro-batches.
+            micro-batches. In a run of several phases, those of the present phase count.
         """
         batch = config.batch
         schedule = make_schedule(
@@ -99,7 +116,12 @@ class BatchSchedule:
             step_batch_size_schedule=batch.step_batch_size_schedule,
             seq_length=batch.seq_length,
         )
-        problems = schedule.problems(config.layout, batch.micro_batch_size, **config.batch_rules)
+        phase, own = config.phase, schedule
+        if config.phases.phase_starts:
+            sizes = schedule.sizes_between(phase.start, phase.end)
+            # As if they followed one another sample by sample: only the sizes count here.
+            own = cls(steps=tuple((i, size // phase.ratio) for i, size in enumerate(sizes)))
+        problems = own.problems(config.layout, batch.micro_batch_size, **config.batch_rules)
         if problems:
             raise UsageError("\n".join(problems))
         return schedule
@@ -185,7 +207,7 @@ def parse_steps(text: str, seq_length: int) -> tuple[tuple[int, int], ...]:
         match = _STEP.fullmatch(word)
         if match is None:
             raise UsageError(f"{flag} has the part {word!r}; {example}")
-        tokens = int(float(match[1]) * _SUFFIXES[match[2].upper()])
+        tokens = int(float(match[1]) * SUFFIXES[match[2].upper()])
         steps.append((tokens // seq_length, int(match[3])))
     starts = [start for start, _ in steps]
     if not starts or starts[0] != 0 or starts != sorted(set(starts)):

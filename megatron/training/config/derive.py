@@ -20,6 +20,7 @@ from megatron.training.config.layout_rules import (
 from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.config.model_flags import derive_features
 from megatron.training.config.moe_flags import derive_moe, derive_moe_kernels, derive_moe_layout
+from megatron.training.config.phase_flags import derive_phases
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -158,6 +159,7 @@ def derive(draft: Draft, environment: Environment) -> None:
         _derive_model,
         _derive_layout,
         derive_horizon,
+        derive_phases,
         _derive_precision,
         _derive_eight_bits,
         _derive_kernels,

@@ -1,0 +1,338 @@
+"""Reads the flags of phases and freezes where each phase begins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron.training.common.errors import UsageError
+from megatron.training.config.batch_schedule import SUFFIXES, BatchSchedule
+from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.layout import Layout
+from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
+from megatron.training.config.lengths import schedule_of
+
+_ENTRY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMBT]?):(\S+)", re.IGNORECASE)
+_NEED_A_SCHEDULE = (
+    "rotary_base_schedule",
+    "micro_batch_size_schedule",
+    "layout_schedule",
+    "phase_data_path",
+)
+_PHASE = re.compile(r"(\d+):")
+
+
+@dataclass(frozen=True)
+class Position:
+    """A point of a run as it was asked for."""
+
+    amount: Fraction
+    """Tokens, or a share of training."""
+    is_share: bool
+    """Which of the two."""
+
+    def samples(self, *, seq_length: int, train_samples: int) -> int:
+        """The first whole sample at or after it.
+
+        Args:
+            seq_length: tokens of a sample.
+            train_samples: length of training.
+        """
+        exact = self.amount * train_samples if self.is_share else self.amount / seq_length
+        return math.ceil(exact)
+
+
+def parse_positions(text: str, flag: str) -> list[tuple[Position, str]]:
+    """Reads `0:4096 90%:16384 2.4B:65536` into positions and the words behind them.
+
+    Raises:
+        UsageError: text of another form, or no text.
+    """
+    entries = []
+    for word in text.split():
+        match = _ENTRY.fullmatch(word)
+        if match is None:
+            raise UsageError(
+                f'{flag} "{text}" has the part {word!r}; write a position in tokens (also 2.4B) '
+                "or percent, a colon and a value, such as 90%:16384"
+            )
+        number, unit = Fraction(match[1]), match[2].upper()
+        is_share = unit == "%"
+        amount = number / 100 if is_share else number * SUFFIXES[unit]
+        entries.append((Position(amount, is_share and amount > 0), match[3]))
+    if not entries:
+        raise UsageError(f"{flag} is empty; give positions and values, or drop it")
+    return entries
+
+
+def parse_lengths(text: str) -> list[tuple[Position, int]]:
+    """Reads `--seq-length-schedule`.
+
+    Raises:
+        UsageError: another form, no position 0, or lengths that cannot follow one another.
+    """
+    flag = "--seq-length-schedule"
+    entries = parse_positions(text, flag)
+    if entries[0][0].amount != 0:
+        raise UsageError(f'{flag} "{text}" must begin at position 0; put 0:LENGTH first')
+    bad = [word for _, word in entries if not (word.isdecimal() and int(word) > 0)]
+    if bad:
+        raise UsageError(f'{flag} "{text}" has the length {bad[0]!r}; give a number of tokens')
+    lengths = [int(word) for _, word in entries]
+    for length in lengths:
+        if length % lengths[0] != 0:
+            raise UsageError(
+                f"{flag}: {length} tokens are no multiple of the first length, {lengths[0]}; the "
+                "first must be the shortest and divide every other one"
+            )
+    return [(position, int(word)) for position, word in entries]
+
+
+def parse_phase_data(words: Sequence[str] | None) -> dict[int, tuple[str, ...]]:
+    """Reads `1: long_text 2: 0.7 books 0.3 code` into blends by phase number.
+
+    Raises:
+        UsageError: a blend without number, or a number without blend.
+    """
+    blends: dict[int, list[str]] = {}
+    present: list[str] | None = None
+    for word in (part for text in words or () for part in text.split()):
+        match = _PHASE.fullmatch(word)
+        if match is not None:
+            present = blends.setdefault(int(match[1]), [])
+        elif present is None:
+            raise UsageError(
+                f"--phase-data-path begins with {word!r}; begin with the number of a phase and a "
+                "colon, such as 1:"
+            )
+        else:
+            present.append(word)
+    empty = [number for number, blend in blends.items() if not blend]
+    if empty:
+        raise UsageError(f"--phase-data-path {empty[0]}: names no data set; give a prefix after it")
+    return {number: tuple(blend) for number, blend in blends.items()}
+
+
+def begin_phases(draft: Draft) -> None:
+    """Fills in `--seq-length` from the schedule, and checks that the two agree."""
+    text = draft["seq_length_schedule"]
+    if text is None:
+        idle = [flag_of(name) for name in _NEED_A_SCHEDULE if draft[name] is not None]
+        draft.require(not idle, f"{', '.join(idle)} needs --seq-length-schedule; give it, too")
+        return
+    first = parse_lengths(text)[0][1]
+    draft.default("seq_length", first)
+    draft.require(
+        draft["seq_length"] == first,
+        f"--seq-length {draft['seq_length']} differs from the first length of "
+        f"--seq-length-schedule, {first}; drop --seq-length",
+    )
+
+
+def derive_phases(draft: Draft, environment: Environment) -> None:
+    """Freezes where each phase begins and how it trains; after the lengths are known."""
+    text = draft["seq_length_schedule"]
+    if text is None:
+        return
+    entries = parse_lengths(text)
+    lengths = tuple(length for _, length in entries)
+    if len(lengths) == 1:
+        draft.notes.append("--seq-length-schedule has one length: the run has no phases")
+        return
+    longest, positions = max(lengths), draft["max_position_embeddings"]
+    draft.require(
+        longest <= positions,
+        f"--seq-length-schedule reaches {longest} tokens and --max-position-embeddings is "
+        f"{positions}; raise the latter",
+    )
+    schedule = schedule_of(draft)
+    starts = _starts(draft, [position for position, _ in entries], schedule)
+    draft.stop_if_problems()
+    own = {
+        name: _by_phase(draft, name, [position for position, _ in entries])
+        for name in ("rotary_base_schedule", "micro_batch_size_schedule", "layout_schedule")
+    }
+    draft["phase_starts"], draft["phase_seq_lengths"] = starts, lengths
+    draft["phase_rotary_bases"] = _bases(draft, own["rotary_base_schedule"], len(lengths))
+    draft["phase_micro_batch_sizes"] = _micro_batches(
+        draft, own["micro_batch_size_schedule"], lengths
+    )
+    layouts = _layouts(draft, own["layout_schedule"], len(lengths))
+    draft["phase_layouts"] = tuple(map(str, layouts)) if own["layout_schedule"] else ()
+    _check_data(draft, len(lengths))
+    draft.stop_if_problems()
+    _check_batches(draft, schedule, layouts)
+
+
+def _check_data(draft: Draft, count: int) -> None:
+    numbers = parse_phase_data(draft["phase_data_path"])
+    bad = [number for number in numbers if not 1 <= number < count]
+    if bad:
+        draft.problem(
+            f"--phase-data-path {bad[0]}: there is no such phase with data of its own; phases "
+            f"have the numbers 1 to {count - 1}, and the first uses --data-path"
+        )
+    elif numbers and draft["mock_data"]:
+        draft.problem("--phase-data-path does not go with --mock-data; drop one of the two")
+
+
+def _starts(draft: Draft, asked: list[Position], schedule: BatchSchedule) -> tuple[int, ...]:
+    """Samples consumed where each phase begins: the step boundary at or after what was asked."""
+    total, length = draft["train_samples"], draft["seq_length"]
+    exact = [p.samples(seq_length=length, train_samples=total) for p in asked]
+    starts = tuple(schedule.boundary(samples) for samples in exact)
+    for number, (before, start) in enumerate(itertools.pairwise(starts), start=1):
+        draft.require(
+            before < start,
+            f"--seq-length-schedule: phase {number - 1} has no step before sample {start}, where "
+            f"phase {number} begins; move the positions apart",
+        )
+    last = starts[-1]
+    draft.require(
+        last + schedule.at(last) <= total,
+        f"--seq-length-schedule: the last phase begins at sample {last} of {total} and has no "
+        "step; begin it earlier, or train longer",
+    )
+    return starts
+
+
+def _by_phase(draft: Draft, name: str, positions: list[Position]) -> dict[int, str]:
+    """Phase number -> the word that a schedule of another flag has for it."""
+    text, flag = draft[name], flag_of(name)
+    if text is None:
+        return {}
+    found = {}
+    for position, word in parse_positions(text, flag):
+        if position not in positions:
+            raise UsageError(
+                f'{flag} "{text}": {word} stands at a position that --seq-length-schedule does '
+                "not have; use the same positions"
+            )
+        found[positions.index(position)] = word
+    return found
+
+
+def _whole(word: str, flag: str) -> int:
+    if not (word.isdecimal() and int(word) > 0):
+        raise UsageError(f"{flag} has the value {word!r}; give a whole number of at least 1")
+    return int(word)
+
+
+def _first_agrees(draft: Draft, flag: str, words: Mapping[int, str], base: str, now: str) -> None:
+    draft.require(
+        words.get(0, now) == now,
+        f"{flag} begins with {words.get(0)} and {base} is {now}; make them equal, or leave "
+        "position 0 out",
+    )
+
+
+def _bases(draft: Draft, words: Mapping[int, str], count: int) -> tuple[int, ...]:
+    flag = "--rotary-base-schedule"
+    if words:
+        _first_agrees(draft, flag, words, "--rotary-base", str(draft["rotary_base"]))
+        draft.require(
+            draft["position_embedding_type"] == "rope",
+            f"{flag} needs --position-embedding-type rope; add it or drop the schedule",
+        )
+        draft.require(
+            not draft["use_rope_scaling"],
+            f"{flag} does not go with --use-rope-scaling, whose table is made for one base; drop "
+            "one of the two",
+        )
+        draft.require(
+            not (draft["multi_latent_attention"] and draft["rope_type"] == "yarn"),
+            f"{flag} does not go with --rope-type yarn, whose table is made for one base; use "
+            "--rope-type rope",
+        )
+    bases = [draft["rotary_base"]]
+    for number in range(1, count):
+        bases.append(_whole(words[number], flag) if number in words else bases[-1])
+    return tuple(bases)
+
+
+def _micro_batches(
+    draft: Draft, words: Mapping[int, str], lengths: Sequence[int]
+) -> tuple[int, ...]:
+    flag, first = "--micro-batch-size-schedule", draft["micro_batch_size"]
+    _first_agrees(draft, flag, words, "--micro-batch-size", str(first))
+    sizes, tokens = [first], first * lengths[0]
+    for number, length in list(enumerate(lengths))[1:]:
+        if number in words:
+            tokens = _whole(words[number], flag) * length
+        sizes.append(max(tokens // length, 1))
+    return tuple(sizes)
+
+
+def _layouts(draft: Draft, words: Mapping[int, str], count: int) -> list[Layout]:
+    """The layout of each phase, checked for the model; without a schedule that of the launch."""
+    flag, first = "--layout-schedule", Layout.of_arguments(draft.values)
+    layouts = [first]
+    for number in range(count):
+        if number not in words:
+            layouts += [layouts[-1]] if number else []
+            continue
+        try:
+            layout = Layout.from_text(words[number])
+        except ValueError as error:
+            raise UsageError(f"{flag}: {error}; write it so") from None
+        if number == 0:
+            draft.require(
+                layout == first,
+                f"{flag} begins with {layout} and the flags of the layout give {first}; make them "
+                "equal, or leave position 0 out",
+            )
+            continue
+        layouts.append(layout)
+        if layout.world_size != first.world_size:
+            draft.problem(
+                f"{flag}: {layout} is for {layout.world_size} ranks and the run has "
+                f"{first.world_size}; give a layout of as many"
+            )
+            continue
+        problems = layout_problems(
+            layout,
+            num_layers=draft["num_layers"],
+            num_attention_heads=draft["num_attention_heads"],
+            num_query_groups=draft["num_query_groups"],
+            ffn_hidden_size=draft["ffn_hidden_size"],
+            seq_length=parse_lengths(draft["seq_length_schedule"])[number][1],
+            padded_vocab_size=None,
+            sequence_parallel=draft["sequence_parallel"] and layout.tp > 1,
+            **further_sizes(draft.values),
+        )
+        draft.problems += [f"{flag}: {layout}: {problem}" for problem in problems]
+    return layouts
+
+
+def _check_batches(draft: Draft, schedule: BatchSchedule, layouts: Sequence[Layout]) -> None:
+    """Checks that every batch of every phase is whole samples, and divides over its layout."""
+    starts, total = draft["phase_starts"], draft["train_samples"]
+    lengths, ends = draft["phase_seq_lengths"], [*starts[1:], total]
+    for number, (start, end) in enumerate(zip(starts, ends)):
+        ratio = lengths[number] // lengths[0]
+        micro, layout = draft["phase_micro_batch_sizes"][number], layouts[number]
+        for size in schedule.sizes_between(start, end):
+            if size % ratio != 0:
+                draft.problem(
+                    f"a batch of {size} samples of {lengths[0]} tokens is no whole number of "
+                    f"samples of {lengths[number]}; make --global-batch-size a multiple of {ratio}"
+                )
+                continue
+            if batch_problems(
+                layout,
+                micro,
+                size // ratio,
+                uneven=draft["allow_uneven_micro_batches"],
+                group_size=draft["microbatch_group_size_per_vp_stage"],
+            ):
+                unit = micro * layout.batch_unit * ratio
+                draft.problem(
+                    f"phase {number} has batches of {size // ratio} samples of {lengths[number]} "
+                    f"tokens, which micro-batches of {micro} on {layout} do not divide; make "
+                    f"--global-batch-size a multiple of {unit}, or give the phase a layout with "
+                    "less data parallelism by --layout-schedule"
+                )

@@ -1,0 +1,183 @@
+"""Phases of longer samples: where they begin, what they train with, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.common.errors import UsageError
+from megatron.training.config import Config
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.config.phase_flags import parse_lengths, parse_phase_data
+from megatron.training.config.phases import number_at
+from tests.unit.test_batch_schedule import schedules
+
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 1024 "
+    "--micro-batch-size 2 --lr 1e-3 --mock-data --position-embedding-type rope"
+)
+THREE = "0:64 40%:256 75%:1024"
+
+
+def config_of(flags: str, schedule: str = THREE, world_size: int = 1) -> Config:
+    words = [*BASE.split(), *flags.split(), "--seq-length-schedule", schedule]
+    return resolve(parse_args(words), world_size)
+
+
+def refusal(flags: str, schedule: str = THREE, world_size: int = 1) -> str:
+    with pytest.raises(UsageError) as error:
+        config_of(flags, schedule, world_size)
+    return str(error.value)
+
+
+def test_three_phases() -> None:
+    config = config_of(
+        "--train-iters 20 --global-batch-size 16 --rotary-base-schedule 75%:160000 "
+        "--micro-batch-size-schedule 40%:2"
+    )
+    assert config.batch.seq_length == 64
+    found = [
+        (p.start, p.end, p.seq_length, p.ratio, p.num_samples, p.rotary_base, p.micro_batch_size)
+        for p in config.all_phases
+    ]
+    assert found == [
+        (0, 128, 64, 1, 128, 10000, 2),
+        (128, 240, 256, 4, 28, 10000, 2),
+        (240, 320, 1024, 16, 5, 160000, 1),
+    ]
+
+
+def test_positions_in_tokens_and_percent_are_the_same() -> None:
+    by_share = config_of("--train-samples 1000 --global-batch-size 16", "0:64 40%:128")
+    by_tokens = config_of("--train-samples 1000 --global-batch-size 16", "0:64 25.6K:128")
+    assert by_share.phases.phase_starts == by_tokens.phases.phase_starts == (0, 400)
+    # 10,000 tokens are 156.25 samples of 64, and steps have 4.
+    config = config_of("--train-iters 99 --global-batch-size 4", "0:64 0.00001B:128")
+    assert config.phases.phase_starts == (0, 160)
+
+
+@given(schedules, st.integers(0, 500))
+def test_a_boundary_is_the_first_step_boundary_at_or_after(
+    schedule: BatchSchedule, asked: int
+) -> None:
+    consumed = 0
+    while consumed < asked:
+        consumed += schedule.at(consumed)
+    assert schedule.boundary(asked) == consumed
+
+
+@given(schedules, st.integers(0, 300), st.integers(1, 300))
+def test_sizes_between_are_those_of_the_steps(
+    schedule: BatchSchedule, start: int, length: int
+) -> None:
+    wanted = {schedule.at(position) for position in range(start, start + length)}
+    assert set(schedule.sizes_between(start, start + length)) == wanted
+
+
+def test_every_boundary_is_a_step_boundary_of_a_ramp() -> None:
+    config = config_of(
+        "--train-samples 2000 --global-batch-size 64 --rampup-batch-size 32 32 300", THREE
+    )
+    schedule = BatchSchedule.of(config)
+    consumed, seen = 0, []
+    while consumed < 2000:
+        seen.append(consumed)
+        consumed += schedule.at(consumed)
+    assert set(config.phases.phase_starts) <= set(seen)
+    assert all((p.end - p.start) % p.ratio == 0 for p in config.all_phases[:-1])
+
+
+def test_the_phase_of_a_position() -> None:
+    starts = (0, 128, 240)
+    assert [number_at(starts, n) for n in (0, 127, 128, 239, 240, 400)] == [0, 0, 1, 1, 2, 2]
+    assert number_at((), 10**9) == 0
+
+
+def test_a_run_in_a_phase_has_its_base_and_micro_batch() -> None:
+    config = config_of("--train-iters 20 --global-batch-size 16 --rotary-base-schedule 40%:5")
+    later = config.in_phase(1)
+    assert later.model.rotary_base == 5 and later.batch.micro_batch_size == 1
+    assert later.batch.seq_length == 64 and later.phase.seq_length == 256
+    assert later.in_phase(0) == config
+    assert Config.from_flat(later.flat(), later.explicit) == later
+
+
+def test_lengths_in_samples_are_those_of_a_run_without_phases() -> None:
+    flags = "--train-iters 20 --global-batch-size 16 --lr-decay-iters 18 --lr-warmup-iters 3"
+    plain = resolve(parse_args([*BASE.split(), *flags.split(), "--seq-length", "64"]), 1)
+    phased = config_of(flags)
+    assert phased.optim == plain.optim
+    assert phased.batch == plain.batch
+
+
+def test_one_length_is_no_schedule() -> None:
+    config = config_of("--train-iters 20 --global-batch-size 16", "0:64")
+    assert config.phases.phase_starts == () and len(config.all_phases) == 1
+
+
+def test_layouts_of_phases() -> None:
+    config = config_of(
+        "--train-iters 20 --global-batch-size 32 --layout-schedule 75%:tp2.pp2.dp1 "
+        "--micro-batch-size-schedule 40%:2",
+        world_size=4,
+    )
+    assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.pp2.dp1")
+    assert [p.layout for p in config.all_phases][2] == "tp2.pp2.dp1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "words"),
+    [
+        ("", "5%:64 90%:128", "must begin at position 0"),
+        ("", "0:64 90%:96", "96 tokens are no multiple of the first length, 64"),
+        ("", "0:64 90%:32", "32 tokens are no multiple"),
+        ("", "0:64 90:", "has the part '90:'"),
+        ("", "0:64 90%:many", "has the length 'many'"),
+        ("", "", "--seq-length-schedule is empty"),
+        ("--seq-length 32", THREE, "drop --seq-length"),
+        ("", "0:64 90%:2048", "raise the latter"),
+        ("", "0:64 51%:128 52%:256", "move the positions apart"),
+        ("", "0:64 99.9%:128", "has no step"),
+        ("--global-batch-size 8", THREE, "make --global-batch-size a multiple of 16"),
+        ("--rotary-base-schedule 41%:20000", THREE, "use the same positions"),
+        ("--rotary-base-schedule 0:20000", THREE, "make them equal"),
+        ("--rotary-base-schedule 40%:0.5", THREE, "give a whole number"),
+        ("--rotary-base-schedule 40%:9 --use-rope-scaling", THREE, "--use-rope-scaling"),
+        ("--micro-batch-size-schedule 0:1", THREE, "make them equal"),
+        ("--micro-batch-size-schedule 40%:3", THREE, "do not divide"),
+        ("--layout-schedule 40%:tp2.pp1.dp1", THREE, "give a layout of as many"),
+        ("--layout-schedule 40%:many", THREE, "is no layout"),
+        ("--phase-data-path 3: a", THREE, "numbers 1 to 2"),
+        ("--phase-data-path 1: a", THREE, "--mock-data"),
+        ("--phase-data-path a", THREE, "begin with the number of a phase"),
+        ("--phase-data-path 1: 2: a", THREE, "names no data set"),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: str, schedule: str, words: str) -> None:
+    batch = "" if "--global-batch-size" in flags else "--global-batch-size 16"
+    found = refusal(f"--train-iters 20 {batch} {flags}", schedule)
+    assert words in found
+    assert len(found.splitlines()) == 1
+
+
+def test_a_schedule_of_phases_needs_lengths() -> None:
+    words = [
+        *BASE.split(),
+        *["--seq-length", "64", "--train-iters", "9", "--layout-schedule", "9%:x"],
+    ]
+    with pytest.raises(UsageError, match="--layout-schedule needs --seq-length-schedule"):
+        resolve(parse_args(words), 1)
+
+
+def test_a_schedule_may_stand_alone() -> None:
+    assert [length for _, length in parse_lengths("0:4096 90%:16384 2.4B:65536")] == [
+        4096,
+        16384,
+        65536,
+    ]
+    assert parse_phase_data(["1:", "long", "2:", "0.7", "books", "0.3", "code"]) == {
+        1: ("long",),
+        2: ("0.7", "books", "0.3", "code"),
+    }
