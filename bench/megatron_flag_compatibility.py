@@ -4,8 +4,8 @@
     python -m bench.megatron_flag_compatibility --print    # only prints the counts
 
 A command counts as accepted if its flags are parsed and resolved, with or without notes, on 8 ranks
-with CUDA, Transformer Engine and apex present. More ranks are taken where the layout needs them, fewer where the global batch has too few micro-batches. Nothing is
-trained.
+with CUDA, Transformer Engine and apex present. More ranks are taken where the layout needs them,
+fewer where the global batch has too few micro-batches. Nothing is trained.
 """
 
 from __future__ import annotations

@@ -67,10 +67,12 @@ class GradientNoiseCallback(Callback):
         is_moe = config.moe.num_experts is not None
         self.layout = {
             "dp": config.layout.dp,
+            "cp": config.layout.cp,
             "fused_accumulation": config.kernels.gradient_accumulation_fusion,
         }
         left_out = unavailable_groups(
             tp=config.layout.tp,
+            cp=config.layout.cp,
             pp=config.layout.pp,
             sequence_parallel=config.parallel.sequence_parallel,
             qk_layernorm=config.model.qk_layernorm,
@@ -114,6 +116,7 @@ class GradientNoiseCallback(Callback):
         why = unavailable(
             wanted,  # pyright: ignore[reportArgumentType]
             dp=config.layout.dp,
+            cp=config.layout.cp,
             num_microbatches=2,
             fused_accumulation=config.kernels.gradient_accumulation_fusion,
         )

@@ -45,10 +45,17 @@ _WEIGHTS = slice(2 * _NUM, 2 * _NUM + 7)
 
 
 def unavailable(
-    estimator: Estimator, *, dp: int, num_microbatches: int, fused_accumulation: bool
+    estimator: Estimator,
+    *,
+    dp: int,
+    num_microbatches: int,
+    fused_accumulation: bool,
+    cp: int = 1,
 ) -> str | None:
     """Why an estimator cannot measure a step, or None if it can."""
     if estimator == "micro":
+        if cp > 1:
+            return "ranks that share a sample each see a part of a micro-batch's gradient"
         if fused_accumulation:
             return "--gradient-accumulation-fusion adds up gradients where no hook sees them"
         if num_microbatches < 2:
@@ -61,7 +68,7 @@ def unavailable(
 
 
 def choose(
-    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool
+    wanted: str, *, dp: int, num_microbatches: int, fused_accumulation: bool, cp: int = 1
 ) -> Estimator | None:
     """The estimator of a step: the one wanted, or with `auto` the one of least variance that can.
 
@@ -76,6 +83,7 @@ def choose(
             dp=dp,
             num_microbatches=num_microbatches,
             fused_accumulation=fused_accumulation,
+            cp=cp,
         ):
             return estimator
     return None
@@ -162,6 +170,9 @@ class GradientNormHooks:
         self._chunks, self._device = chunks, device
         self._measured = measured_parameters(chunks, groups)
         self._index = _indices(self._measured, device)
+        self._cp = groups.cp if groups.cp.size() > 1 else None
+        # megatron-core multiplies a mean by the context parallel size.
+        self._factor = 1.0 if per_token else 1.0 / groups.cp.size()
         self._mode: Estimator | None = None
         self._num_microbatches = 0
         self._shares: list[float] | None = None
@@ -217,7 +228,7 @@ class GradientNormHooks:
         def start_grad_sync(*args: Any, **kwargs: Any) -> Any:
             # With a reduction under way the call does nothing.
             if self._mode == "rank" and bucket_group.grad_reduce_handle is None:
-                self._add([m.param.main_grad for m in part], index, 0)  # pyright: ignore[reportAttributeAccessIssue]
+                self._add_small(part, index)
             return start(*args, **kwargs)
 
         bucket_group.start_grad_sync = start_grad_sync
@@ -266,7 +277,34 @@ class GradientNormHooks:
 
     def _note(self, number: int, grad: torch.Tensor) -> None:
         slot = self._slots[number].pop()
+        if self._cp is not None and GROUPS[self._measured[number].group] != "experts":
+            grad = self._share_of_sum([grad.detach()], self._cp)
         torch.linalg.vector_norm(grad.detach(), dtype=torch.float32, out=slot)
+
+    def _add_small(self, part: list[Measured], index: torch.Tensor) -> None:
+        """Adds the squares of a replica's gradient on its way into the reduction."""
+        alone = part
+        if self._cp is not None:
+            # Experts of ranks that share samples have met all their tokens.
+            alone = [m for m in part if GROUPS[m.group] == "experts"]
+            index = _indices(alone, self._device)
+            for group in sorted({m.group for m in part} - {GROUPS.index("experts")}):
+                own = [m.param.main_grad for m in part if m.group == group]  # pyright: ignore[reportAttributeAccessIssue]
+                norm = torch.linalg.vector_norm(self._share_of_sum(own, self._cp))
+                self._numbers[group] += norm.double().square()
+        self._add([m.param.main_grad for m in alone], index, 0)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.no_grad()
+    def _share_of_sum(self, grads: list[torch.Tensor], group: Any) -> torch.Tensor:
+        """This rank's part of the sum of gradients over the ranks that share samples, fp32. Each of
+        them has a part of every sample's gradient, and the square of a part is no part of the
+        square."""
+        flat = torch.cat([grad.reshape(-1).float() for grad in grads])
+        size = group.size()
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % size))
+        own = flat.new_empty(len(flat) // size)
+        dist.reduce_scatter_tensor(own, flat, group=group)
+        return own
 
     def _add(self, grads: list[Any], index: torch.Tensor, offset: int) -> None:
         """Adds squared norms, fp32 within a tensor and fp64 across tensors."""
@@ -292,7 +330,12 @@ class GradientNormHooks:
         if len(self._norms):
             squares = self._norms.double().square().sum(dim=0)
             self._numbers[:_NUM].index_add_(0, self._index, squares)
-        if microbatch_tokens is not None and self._groups.tp.rank() == 0:
+        self._numbers[:_NUM] *= self._factor**2
+        if microbatch_tokens is not None and self._cp is not None:
+            microbatch_tokens = microbatch_tokens.clone()
+            dist.all_reduce(microbatch_tokens, group=self._cp)
+        is_first = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
+        if microbatch_tokens is not None and is_first:
             weights = self._own_weights(self._tokens_of_expert_group(microbatch_tokens))
             self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         return dist.all_reduce(self._numbers, async_op=True)
@@ -405,7 +448,7 @@ def replicas_of_an_expert(groups: Any) -> int:
     """Replicas whose samples meet in the gradient of an expert on one rank; 1 also where a rank
     sees parts of samples."""
     ranks = groups.ep.size() * groups.expt_tp.size()
-    return max(ranks // groups.tp.size(), 1)
+    return max(ranks // (groups.tp.size() * groups.cp.size()), 1)
 
 
 def unavailable_groups(
@@ -416,6 +459,7 @@ def unavailable_groups(
     qk_layernorm: bool,
     shared_embeddings: bool,
     expert_ranks: int | None = None,
+    cp: int = 1,
 ) -> frozenset[str]:
     """Groups whose gradients are sums over ranks only after the data-parallel reduction: the square
     of a part is no part of the square.
@@ -434,11 +478,12 @@ def unavailable_groups(
         shared_embeddings: whether the word embedding has a copy.
         expert_ranks: ranks that share all experts of a layer, that is expert parallel size times
             tensor parallel size of experts; None for a dense model.
+        cp: context parallel size.
     """
     partial: set[str] = set(OF_EXPERTS) if expert_ranks is None else set()
     if tp > 1:
         partial.add("router")
-    if expert_ranks is not None and expert_ranks % tp:  # `Layout.experts_see_whole_samples`
+    if expert_ranks is not None and expert_ranks % (tp * cp):  # `Layout.experts_see_whole_samples`
         partial.add("experts")
     if tp > 1 and (sequence_parallel or qk_layernorm):
         partial.add("vectors")

@@ -247,7 +247,7 @@ def check(shape: ModelShape, layout: Layout) -> None:
         num_query_groups=shape.num_query_groups,
         ffn_hidden_size=shape.ffn_hidden_size,
         # Of any length that divides: it does not matter for the state.
-        seq_length=layout.tp,
+        seq_length=2 * layout.cp * layout.tp,
         padded_vocab_size=shape.padded_vocab_size,
         sequence_parallel=True,
         **further_sizes(_arguments(shape)),

@@ -130,6 +130,15 @@ def test_norms_counted_on_every_rank_would_be_found(runs: dict[str, Any]) -> Non
         assert wrong[size]["vectors"] == pytest.approx(4 * right[size]["vectors"], rel=1e-5)
 
 
+def test_squares_of_parts_of_samples_would_be_found(runs: dict[str, Any]) -> None:
+    """Ranks that share samples must add up their gradients before they are squared."""
+    family = ("llama", "rank", "4 one by one")
+    right = squares_of(runs[case_name(*family, FAMILIES[family][0])])["small"]
+    wrong = squares_of(runs["parts squared"])["small"]
+    for group in ("attention", "mlp"):
+        assert abs(wrong[group] / right[group] - 1) > 0.1
+
+
 def squares_of(run: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Of the first step."""
     return run["noise"][0]["squares"]

@@ -95,3 +95,10 @@ def test_training_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None
         assert loss == pytest.approx(want, rel=relative)
         assert norm == pytest.approx(want_norm, rel=20 * relative)
     assert losses[:BEFORE] == whole[:BEFORE]
+
+
+def test_sharing_samples_or_not_moves_no_state(results: dict[str, Any]) -> None:
+    free = ("tp1.pp1.dp4", "tp1.cp2.pp1.dp2", "tp1.cp4.pp1.dp1")
+    rows = results["context"]["rows"][0]
+    gone = [row for row in rows if row["from"] in free and row["to"] in free]
+    assert len(gone) == 6 and not any(row["wire_bytes"] for row in gone)

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.helpers.jobs import FURTHER, MOE, TINY, TINY_GPT2, layout_flags, run
 
@@ -15,6 +16,7 @@ UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 MASKED = "--eod-mask-loss"
 OVERLAP = f"{REDUCE} --overlap-param-gather"
 EXPERTS = "--moe-shared-expert-intermediate-size 16 --moe-balance lagged --moe-aux-loss-coeff 0.1"
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 ALONE = "--expert-tensor-parallel-size 1"
 BASES = {"llama": TINY, "gpt2": TINY_GPT2, "further": FURTHER, "moe": f"{MOE} {EXPERTS}"}
@@ -63,11 +65,18 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
     ("llama", "rank", "4 one by one"): [
         (2, 1, 1, ""),
         (1, 2, 2, REDUCE),
+        (1, 1, 1, f"{CP2} {OVERLAP}"),
+        (1, 1, 1, f"{CP2} --cp-comm-type a2a --calculate-per-token-loss"),
         (1, 2, 1, f"{SHARDED} --calculate-per-token-loss"),
     ],
     ("llama", "rank", "4 in twos"): [
         (2, 1, 1, "--micro-batch-size 2"),
         (1, 2, 1, f"{OVERLAP} --micro-batch-size 2"),
+        (1, 1, 1, f"{CP2} {SHARDED} --micro-batch-size 2"),
+    ],
+    ("llama", "rank", "4, masked"): [
+        (2, 1, 1, MASKED),
+        (1, 1, 1, f"{MASKED} {CP2} {OVERLAP}"),
     ],
     ("llama", "rank", "4 at once"): [
         (2, 1, 1, f"{SHARDED} --micro-batch-size 4 --calculate-per-token-loss"),
@@ -82,6 +91,9 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (1, 4, 1, f"{SHARDED} --micro-batch-size 4"),
         (2, 2, 2, f"{SHARDED} --overlap-grad-reduce --micro-batch-size 1"),
         (2, 2, 1, "--calculate-per-token-loss --micro-batch-size 2"),
+        (1, 1, 1, f"{CP4} {OVERLAP} --micro-batch-size 2"),
+        (2, 1, 1, f"{CP2} --calculate-per-token-loss"),
+        (1, 2, 2, f"{CP2} {SHARDED} --micro-batch-size 2"),
     ],
     ("gpt2", "half", "1"): [(1, 1, 1, ""), (1, 1, 1, OVERLAP)],
     ("moe", "micro", "1"): [
@@ -105,6 +117,11 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
         (1, 1, 1, f"{EP2} {MASKED}"),
         (2, 1, 1, f"{EP4} {ALONE} {MASKED} {SHARDED}"),
     ],
+    ("moe", "rank", "4 one by one"): [
+        (2, 1, 1, f"{EP2} {ALONE}"),
+        (1, 1, 1, f"{CP2} {EP2} {OVERLAP}"),
+        (1, 1, 1, f"{CP2} {EP2} --calculate-per-token-loss"),
+    ],
     ("moe", "rank", "2 in twos, experts 4"): [
         (1, 1, 1, f"{EP2} --micro-batch-size 2 {OVERLAP}"),
         (1, 1, 1, f"{EP2} --micro-batch-size 2"),
@@ -118,6 +135,7 @@ def main(output: Path) -> Any:
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import STATE_KEY, GradientNoiseCallback
+    from copus_ext.gns.hooks import GradientNormHooks
     from megatron.training.train.callbacks import CallbackContext
 
     class Watched(GradientNoiseCallback):
@@ -194,9 +212,18 @@ def main(output: Path) -> Any:
     move = f"{layout_flags_text(1, 2)} {SHARDED} --train-iters 4 --load {saved}"
     record("moved", move)
     record("unmoved", f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 4")
+    with patch.object(GradientNormHooks, "_share_of_sum", lambda _self, grads, _group: flat(grads)):
+        record("parts squared", f"{CP2} --train-iters 1", copus_gns_estimator="rank")
     with _counting_norms_on_every_rank():
         record("wrong", f"{layout_flags_text(4, 1)} --train-iters 2")
     return result
+
+
+def flat(grads: list[Any]) -> Any:
+    """Gradients in one row."""
+    import torch
+
+    return torch.cat([grad.reshape(-1) for grad in grads])
 
 
 def case_name(model: str, estimator: str, group: str, layout: tuple[int, int, int, str]) -> str:

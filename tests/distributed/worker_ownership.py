@@ -45,6 +45,15 @@ MORE = [
     (2, 1, 1, "llama", f"{LATENT} --normalization LayerNorm --qk-layernorm {SHARDED}"),
     (1, 2, 1, "gpt2", f"--quick-geglu --apply-layernorm-1p --decoupled-lr 5e-3 {BUCKETS}"),
 ]
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+SHARING = [
+    (1, 1, 1, "llama", f"{BUCKETS} {CP2}"),
+    (1, 1, 1, "gpt2", f"{SHARDED} {CP4}"),
+    (2, 1, 1, "llama", f"{BUCKETS} {CP2} --sequence-parallel"),
+    (1, 2, 1, "gpt2", f"{SHARDED} {CP2} --use-tp-pp-dp-mapping"),
+    (1, 2, 2, "llama", f"{BUCKETS} {CP2} --overlap-param-gather --bf16"),
+    (1, 1, 1, "moe", f"{SHARDED} {CP2} --expert-model-parallel-size 4"),
+]
 CUTS = [
     (1, 2, 1, "llama", f"{SHARDED} --pipeline-model-parallel-layout Ettt|tL"),
     (1, 2, 1, "llama", f"{SHARDED} --pipeline-model-parallel-layout Et*4|mL --mtp-num-layers 1"),
@@ -80,7 +89,8 @@ THREE_RANKS = [
     (1, 3, 1, "gpt2", f"{BUCKETS} --num-layers 3"),
 ]
 CASES = {
-    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS] + MORE + CUTS + EXPERTS,
+    4: [(*layout, *variant) for layout in LAYOUTS for variant in VARIANTS]
+    + [*MORE, *SHARING, *CUTS, *EXPERTS],
     3: THREE_RANKS,
 }
 MISTAKES: dict[str, dict[str, Any]] = {

@@ -31,8 +31,17 @@ EXPERTS = [
     "tp2.pp1.ep4.etp1.dp2",
     "tp4.pp1.ep2.etp1.dp1",
     "tp2.pp2.ep2.etp1.dp1",
+    "tp1.cp2.pp1.ep4.dp2",
 ]
 MIXED = ["tp1.pp1.ep2.dp4", "tp1.pp4.dp1", "tp2.pp1.etp1.dp2", "tp1.pp2.vpp2.ep2.dp2"]
+SHARING = [
+    "tp1.pp1.dp4",
+    "tp1.cp2.pp1.dp2",
+    "tp1.cp4.pp1.dp1",
+    "tp2.cp2.pp1.dp1",
+    "tp2.pp1.dp2",
+    "tp1.cp2.pp2.vpp2.dp1",
+]
 ROUTED = """--moe-balance lagged --moe-aux-loss-coeff 0.1 --moe-router-score-function sigmoid
 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1
 --moe-token-dispatcher-type allgather"""
@@ -65,6 +74,7 @@ VARIANTS: dict[str, tuple[str, list[Any], Any]] = {
         walk(FEW),
         (2, 1, 1),
     ),
+    "context": (f"{TINY} {BATCH} {SHARDED}", walk(SHARING), "tp1.cp2.pp2.dp1"),
     "moe": (f"{MOE} {BATCH} {ROUTED} {SHARDED}", walk(EXPERTS), "tp1.pp2.ep2.dp2"),
     "moe-mixed-bf16": (
         f"{MOE} {BATCH} {ROUTED} {SHARED_EXPERT} --moe-layer-freq [0]*1+[1]*3 --bf16 {OVERLAP}",

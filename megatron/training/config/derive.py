@@ -403,10 +403,6 @@ def _derive_context_parallel(draft: Draft, layout: Layout) -> None:
             )
         word = "all_gather"
     draft["cp_comm_type"] = (word,)
-    if layout.cp > 1 and (draft["attention_dropout"] or draft["hidden_dropout"]):
-        draft.notes.append(
-            f"--context-parallel-size {layout.cp}: dropout drops other entries than without it"
-        )
 
 
 def _layout_of(draft: Draft) -> Layout:

@@ -33,7 +33,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     follows = "tensor_model_parallel_size" not in config.explicit
     sequence_parallel = layout.tp > 1 and (
         "sequence_parallel" in config.explicit
-        or (follows and config.batch.seq_length % layout.tp == 0)
+        or (follows and config.batch.seq_length % (layout.tp * layout.cp) == 0)
         or model.multi_latent_attention
         or config.moe.num_experts is not None
     )

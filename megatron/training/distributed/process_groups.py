@@ -78,13 +78,17 @@ def build_groups(
         The groups, to be passed on rather than looked up.
     """
     assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
+    etp = layout.expert_tensor_parallel_size
+    if use_tp_pp_dp_mapping and layout.pp > 1 and layout.expert_data_parallel_size != layout.dp:
+        # A dense model: this order wants as many copies of experts as replicas.
+        etp = layout.tp * layout.cp
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
         layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=etp,
         order="tp-cp-ep-pp-dp" if use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         create_gloo_process_groups=create_gloo_process_groups,
         distributed_timeout_minutes=int(timeout_minutes),

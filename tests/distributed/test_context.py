@@ -1,0 +1,45 @@
+"""Ranks that share a sample train as one rank does: losses and every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_context import CASES, RESUMED, WRONG
+from tests.helpers.on_ranks import on_ranks
+
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks("worker_context", tmp_path_factory.mktemp("context"), 4, timeout_s=400)
+
+
+@pytest.fixture(scope="module")
+def rows(found: dict[str, Any]) -> Rows:
+    return found["rows"]
+
+
+@pytest.mark.timeout(440)
+@pytest.mark.parametrize(("model", "layout"), [c for c in CASES if c[1] != "dp4"])
+def test_loss_and_gradients_equal_those_of_whole_samples(
+    rows: Rows, model: str, layout: str
+) -> None:
+    row, whole = rows[f"{model} {layout}"], rows[f"{model} dp4"]
+    assert row["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    worst = max(row["distances"], key=row["distances"].__getitem__)
+    # An expert sums few tokens; without sharing them its rounding is about the same.
+    assert row["distances"][worst] < (3e-6 if model == "moe" else 1e-6), worst
+
+
+def test_a_mean_over_the_tokens_of_one_rank_is_seen(rows: Rows) -> None:
+    assert max(rows[WRONG]["distances"].values()) > 1e-3
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_checkpoint_goes_on_under_every_layout(found: dict[str, Any], layout: str) -> None:
+    whole, own = found["resumed"]["without a stop"], found["resumed"][layout]
+    assert len(own) == 2
+    assert own == (whole if layout == RESUMED[0] else pytest.approx(whole, rel=1e-5))
