@@ -19,6 +19,7 @@ COMMANDS = {
     "gpt/gpt3_15b_8t_release": Layout(tp=4),
     "gpt/gpt3_mcore_reruns_reshard": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp1_pp1_uniform_full_recompute": Layout(dp=4),
+    "gpt/gpt3_mcore_te_tp1_pp2_cp4_a2a_p2p_nondeterministic": Layout(cp=2, pp=2),
     "gpt/gpt3_mcore_te_tp1_pp2_rope_embeddings": Layout(pp=2, dp=2),
     "gpt/gpt3_mcore_te_tp1_pp4_persistent_ckpt_disable_bias_linear": Layout(pp=4),
     f"{_OVERLAPPED}_param_gather_overlap_optimizer": Layout(pp=4, vpp=2),
@@ -27,12 +28,14 @@ COMMANDS = {
     "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": Layout(
         pp=4, vpp=2, layer_partition=(0, 1, 1, 1, 1, 1, 1, 0)
     ),
+    "gpt/gpt3_mcore_te_tp2_pp2_cp2_etp4_dp_last": Layout(cp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_cross_entropy_loss_fusion": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": Layout(tp=2, pp=2),
     "gpt/gpt3_mcore_te_tp2_pp2_resume_torch_dist_reshard_1x4xNone": Layout(pp=4),
     "gpt/gpt3_mcore_te_tp4_pp1_qk_layernorm_test_mode": Layout(tp=4),
     "gpt/gpt3_mcore_tp4_pp1_resume_torch": Layout(tp=4),
     "mixtral/mixtral_8x7b_alltoall_tp2pp4ep4_release_sm": Layout(pp=4),
+    "moe/gpt3_mcore_tp2_cp2_pp2_ep2_te_4experts2parallel_dp_last": Layout(cp=2, pp=2, ep=2),
     "moe/gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_dist_optimizer": Layout(
         tp=2, ep=2, dp=2
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.training.config.fields import derived, option
@@ -80,6 +81,17 @@ class ParallelConfig:
     """Model chunks of each pipeline rank; 1 means no interleaving."""
     layers_of_chunks: tuple[int, ...] | None = derived(None)
     """Layers of every model chunk in the order of the model; None: as many for each."""
+
+    @property
+    def cp_exchange(self) -> tuple[str, list[int] | None]:
+        """`--cp-comm-type`, with the sizes of its two levels if it has some. Under a layout of
+        another context parallel size than theirs it is p2p, which gives the same numbers."""
+        word, sizes = self.cp_comm_type[0], self.hierarchical_context_parallel_sizes
+        if word != "a2a+p2p":
+            return word, None
+        if sizes is None or math.prod(sizes) != self.context_parallel_size:
+            return "p2p", None
+        return word, list(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,7 @@ def build_groups(
     timeout_minutes: float,
     create_gloo_process_groups: bool = True,
     use_tp_pp_dp_mapping: bool = False,
+    context_levels: list[int] | None = None,
 ) -> ProcessGroupCollection:
     """Creates megatron-core's process groups for a layout. All ranks take part.
 
@@ -73,6 +74,8 @@ def build_groups(
         timeout_minutes: for every group.
         create_gloo_process_groups: also create the CPU side groups.
         use_tp_pp_dp_mapping: order ranks tensor, pipeline, data instead of tensor, data, pipeline.
+        context_levels: inner and outer size of context parallelism, where it exchanges on two
+            levels.
 
     Returns:
         The groups, to be passed on rather than looked up.
@@ -87,6 +90,7 @@ def build_groups(
         layout.pp,
         layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
+        hierarchical_context_parallel_sizes=context_levels,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=etp,
         order="tp-cp-ep-pp-dp" if use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",

@@ -176,6 +176,7 @@ def _activation(config: Config) -> Any:
 
 def _parallelism(config: Config) -> dict[str, Any]:
     layout, dtype = config.layout, parameter_dtype(config)
+    exchange, levels = config.parallel.cp_exchange
     on_cuda = config.runtime.device == "cuda"
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -183,8 +184,8 @@ def _parallelism(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "pipeline_model_parallel_layout": _entries_of_chunks(config),
         "context_parallel_size": layout.cp,
-        "cp_comm_type": config.parallel.cp_comm_type[0] if layout.cp > 1 else None,
-        "hierarchical_context_parallel_sizes": _levels(config),
+        "cp_comm_type": exchange if layout.cp > 1 else None,
+        "hierarchical_context_parallel_sizes": levels,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.expert_tensor_parallel_size,
         "sequence_parallel": config.parallel.sequence_parallel,
@@ -203,12 +204,6 @@ def _parallelism(config: Config) -> dict[str, Any]:
         # without an error.
         "deallocate_pipeline_outputs": on_cuda,
     }
-
-
-def _levels(config: Config) -> list[int] | None:
-    """Inner and outer size of context parallelism, where its exchange has two levels."""
-    sizes = config.parallel.hierarchical_context_parallel_sizes
-    return list(sizes) if sizes and config.parallel.cp_comm_type == ("a2a+p2p",) else None
 
 
 def _entries_of_chunks(config: Config) -> list[list[str]] | None:
