@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -32,6 +33,19 @@ def test_loss_and_gradients_equal_those_of_whole_samples(
     worst = max(row["distances"], key=row["distances"].__getitem__)
     # An expert sums few tokens; without sharing them its rounding is about the same.
     assert row["distances"][worst] < (3e-6 if model == "moe" else 1e-6), worst
+
+
+@pytest.mark.parametrize("layout", ["cp4", "cp4 a2a", "cp2 dp2", "tp2 cp2", "tp2 cp2 sp a2a"])
+def test_what_a_rank_receives_is_what_formulas_say(rows: Rows, layout: str) -> None:
+    """Gathered keys and values, or heads for tokens: as much forward as backward."""
+    sizes = dict(re.findall(r"(tp|cp|dp)(\d)", layout))
+    t, c, dp = (int(sizes.get(name, 1)) for name in ("tp", "cp", "dp"))
+    tokens, width, layers, heads, groups, micro_batches = 32, 4, 4, 8 // t, 4 // t, 8 // dp
+    forward = 2 * tokens * groups * width * (c - 1) // c
+    if "a2a" in layout:
+        forward = (2 * heads + 2 * max(groups, c)) * tokens * width * (c - 1) // c**2
+    received = rows[f"llama {layout}"]["received"]
+    assert received == 2 * forward * layers * micro_batches
 
 
 def test_a_mean_over_the_tokens_of_one_rank_is_seen(rows: Rows) -> None:

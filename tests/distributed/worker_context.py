@@ -60,12 +60,42 @@ WRONG = "divided by own tokens"
 """A run with a mistake that the comparison must see."""
 
 
+class Received:
+    """Stands for torch.distributed where samples are shared, and counts what this rank receives."""
+
+    def __init__(self) -> None:
+        self.elements = 0
+
+    def all_gather_into_tensor(self, whole: Any, own: Any, **more: Any) -> None:
+        """Counts, and gathers."""
+        import torch.distributed as dist
+
+        self.elements += whole.numel() - own.numel()
+        dist.all_gather_into_tensor(whole, own, **more)
+
+    def reduce_scatter_tensor(self, own: Any, whole: Any, **more: Any) -> None:
+        """Counts, and adds up."""
+        import torch.distributed as dist
+
+        self.elements += whole.numel() - own.numel()
+        dist.reduce_scatter_tensor(own, whole, **more)
+
+    def all_to_all_single(self, received: Any, sent: Any, *, group: Any) -> None:
+        """Counts, and exchanges."""
+        import torch.distributed as dist
+
+        self.elements += received.numel() - received.numel() // group.size()
+        dist.all_to_all_single(received, sent, group=group)
+
+
 def main(output: Path) -> Any:
-    """Returns the loss of the first batch and how far each gradient is from that
-    of plain data parallelism, over the largest entry of the tensor."""
+    """Returns the loss of the first batch, the elements that a rank receives to share samples, and
+    how far each gradient is from that of plain data parallelism, over the largest entry of the
+    tensor."""
     import torch
 
     from megatron.training.common.step_settings import Request
+    from megatron.training.distributed import context_parallel
     from megatron.training.train import step
     from megatron.training.train.callbacks import Callback, CallbackContext
 
@@ -86,8 +116,11 @@ def main(output: Path) -> Any:
         flags = f"{LAYOUTS[layout]} --train-iters 1 --clip-grad 0 --log-interval 1 --weight-decay 0"
         looking = Look()
         folder = output / name.replace(" ", "_")
-        steps = run(flags.split(), folder, [looking], base=MODELS[model])
+        received = Received()
+        with patch.object(context_parallel, "dist", received):
+            steps = run(flags.split(), folder, [looking], base=MODELS[model])
         row = {"loss": steps[0]["losses"]["lm loss"]} if steps else {}
+        row["received"] = received.elements
         return row, looking.moments
 
     rows: dict[str, dict[str, Any]] = {}
