@@ -1,4 +1,5 @@
-"""Takes one step of models whose samples several ranks share, in the same processes."""
+"""Takes one step of models whose samples several ranks share, or whose logits come in parts, in the
+same processes."""
 
 from __future__ import annotations
 
@@ -39,6 +40,8 @@ LAYOUTS = {
     "pp2 cp2": f"{PP2} {CP2} {SHARDED}",
     "pp2 vpp2 cp2": f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {CP2} {OVERLAP}",
     "pp2 vpp2 cp2 a2a": f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {CP2} {A2A} {RECOMPUTE}",
+    "tp2 sp in parts": f"{TP2} --sequence-parallel --logits-chunks 3 {SHARDED}",
+    "pp2 cp2 in parts": f"{PP2} {CP2} --logits-chunks 4",
     "cp2 ep2": f"{CP2} --expert-model-parallel-size 2 {SHARDED}",
     "cp2 ep4": f"{CP2} --expert-model-parallel-size 4",
     "tp2 cp2 ep2 etp1": f"{TP2} {CP2} --expert-model-parallel-size 2 "
@@ -49,7 +52,7 @@ DENSE = tuple(name for name in LAYOUTS if "ep" not in name)
 OF_MODEL = {
     "llama": DENSE,
     "per token": ("dp4", "cp4", "tp2 cp2 sp a2a", "pp2 cp2"),
-    "gpt2": ("dp4", "cp4", "tp2 cp2", "pp2 vpp2 cp2 a2a"),
+    "gpt2": ("dp4", "cp4", "tp2 cp2", "pp2 vpp2 cp2 a2a", "tp2 sp in parts", "pp2 cp2 in parts"),
     "latent": ("dp4", "cp4", "tp2 cp2 sp", "cp2 dp2 a2a"),
     "moe": ("dp4", "ep2", "cp4", "cp2 ep2", "cp2 ep4", "tp2 cp2 ep2 etp1", "pp2 cp2"),
 }

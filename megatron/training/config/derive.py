@@ -86,6 +86,7 @@ _AT_LEAST_ONE = [
     "num_distributed_optimizer_instances",
     "distributed_timeout_minutes",
     "recompute_num_layers",
+    "logits_chunks",
     "save_interval",
     "save_retain_interval",
     "log_interval",

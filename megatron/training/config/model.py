@@ -166,6 +166,9 @@ class KernelConfig:
     """Do not use the persistent LayerNorm kernel of apex."""
     cross_entropy_loss_fusion: bool = option(False)
     """Fuse the cross entropy over the vocabulary."""
+    logits_chunks: int = option(1)
+    """Parts of the tokens whose logits exist at a time. More parts take less memory, and compute
+    the output layer once more."""
     cross_entropy_fusion_impl: str = option("native", choices=("native", "te"))
     """Implementation of --cross-entropy-loss-fusion."""
     bias_activation_fusion: bool = derived(None)

@@ -94,6 +94,11 @@ def _derive_further_tokens(draft: Draft) -> None:
         f"--mtp-num-layers does not go with --position-embedding-type {kind}; use rope or none",
     )
     draft.require(
+        draft["logits_chunks"] == 1,
+        "--mtp-num-layers excludes --logits-chunks, which does not cut the logits of further "
+        "tokens; drop one",
+    )
+    draft.require(
         not draft["no_rope_freq"],
         "--mtp-num-layers excludes --no-rope-freq, which names layers of the decoder; drop one",
     )

@@ -17,7 +17,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.extensions.transformer_engine import TENorm
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -39,6 +38,7 @@ from megatron.training.config import Config
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stragglers import StepClock
 from megatron.training.model.attention import LatentAttention, SdpaAttention
+from megatron.training.model.chunked_logits import ChunkedLogitsGPT
 from megatron.training.model.init import (
     InitialWeights,
     draw_weights,
@@ -355,7 +355,7 @@ def _build_chunk(
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     m = config.model
     use_plain_router()
-    chunk = GPTModel(
+    chunk = ChunkedLogitsGPT(
         core,
         _block_spec(config, core, pp_rank=groups.pp.rank(), vp_stage=vp_stage),
         vocab_size=m.padded_vocab_size,
@@ -373,6 +373,7 @@ def _build_chunk(
         vp_stage=vp_stage,
         pg_collection=groups,
     )
+    chunk.logits_chunks = config.kernels.logits_chunks
     if chunk.mtp_process:
         # megatron-core forgets this of the copy on the last stage.
         words: Any = chunk.embedding.word_embeddings.weight
