@@ -94,15 +94,20 @@ def with_lagged_balance(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def controllers(args: argparse.Namespace) -> list[Any]:
-    """The callbacks that `--copus` adds; imports the controller only then."""
+    """The callbacks that `--copus` and `--layout-schedule` add; imports them only then."""
     from copus_ext.controller.flags import controller_flags
 
     flags = controller_flags(args)
-    if not flags.copus or flags.copus_mode == "off":
-        return []
-    from copus_ext.controller.callback import Controller
+    found: list[Any] = []
+    if flags.copus and flags.copus_mode != "off":
+        from copus_ext.controller.callback import Controller
 
-    return [Controller(flags)]
+        found.append(Controller(flags))
+    if args.layout_schedule is not None:
+        from copus_ext.controller.phase_layouts import PhaseLayouts
+
+        found.append(PhaseLayouts(*[controller.resharder for controller in found]))
+    return found
 
 
 def leave_course(outcome: "RunOutcome", code: int) -> None:

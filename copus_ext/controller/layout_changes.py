@@ -107,6 +107,11 @@ class LayoutChangeManager:
         for layout in blocked_layouts():
             self._costs.block(layout, "the run crashed in it")
 
+    @property
+    def resharder(self) -> InProcessResharder | None:
+        """What changes layouts in the running processes; None where new processes do."""
+        return self._resharder
+
     def _complete_relaunch(self, context: CallbackContext) -> None:
         """Records the change of layout that this launch was started for, if any. All ranks."""
         pending, self._costs.pending_relaunch = self._costs.pending_relaunch, None

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.training.checkpoint.load import Stored
+from megatron.training.checkpoint.resume import merge_resume_config, resume_step_settings
 from megatron.training.common.errors import UsageError
+from megatron.training.common.step_settings import StepSettings
+from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
-from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.config.lengths import TrainingLengths
 from megatron.training.config.phase_flags import parse_lengths, parse_phase_data
 from megatron.training.config.phases import number_at
+from megatron.training.train.phases import settings_in
 from tests.unit.test_batch_schedule import schedules
 
 BASE = (
@@ -181,3 +190,120 @@ def test_a_schedule_may_stand_alone() -> None:
         1: ("long",),
         2: ("0.7", "books", "0.3", "code"),
     }
+
+
+# --- going on from a checkpoint ---
+
+RUN = "--train-iters 20 --global-batch-size 32 --rotary-base-schedule 40%:40000"
+
+
+def stored_at(consumed_samples: int, config: Config) -> Stored:
+    """A checkpoint of a run at a position."""
+    number = number_at(config.phases.phase_starts, consumed_samples)
+    config = config.in_phase(number).replace(padded_vocab_size=128)
+    return Stored(
+        folder=Path("saved"),
+        iteration=1,
+        state=TrainState(iteration=1, consumed_samples=consumed_samples),
+        lengths=TrainingLengths.of(config),
+        arguments=config.flat(),
+        metadata={},
+    )
+
+
+def resumed(
+    consumed_samples: int, flags: str = RUN, *, schedule: str = THREE, world_size: int = 1
+) -> Config:
+    stored = stored_at(consumed_samples, config_of(RUN, world_size=world_size))
+    return merge_resume_config(config_of(flags, schedule, world_size), stored, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("consumed", "number", "base"),
+    [(0, 0, 10000), (255, 0, 10000), (256, 1, 40000), (479, 1, 40000), (480, 2, 40000)],
+)
+def test_a_resumed_run_is_in_the_phase_of_its_samples(
+    consumed: int, number: int, base: int
+) -> None:
+    config = resumed(consumed)
+    assert config.phase.number == number and config.model.rotary_base == base
+    assert config.phases.phase_starts == (0, 256, 480)
+
+
+def test_boundaries_are_frozen_at_the_first_launch() -> None:
+    other = "--train-samples 640 --global-batch-size 48 --rotary-base-schedule 40%:40000"
+    assert config_of(other).phases.phase_starts == (0, 288, 480)
+    assert resumed(0, other).phases.phase_starts == (0, 256, 480)
+
+
+def test_a_resumed_run_takes_the_layout_of_its_phase() -> None:
+    layouts = "--layout-schedule 75%:tp2.pp1.dp1"
+    assert str(resumed(256, f"{RUN} {layouts}", world_size=2).layout) == "tp1.pp1.dp2"
+    assert str(resumed(480, f"{RUN} {layouts}", world_size=2).layout) == "tp2.pp1.dp1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule", "words"),
+    [
+        (RUN, "0:64 40%:256 80%:1024", "--seq-length-schedule is '0:64 40%:256 80%:1024' but"),
+        (RUN, "0:64 40%:512 75%:1024", "give the same value"),
+        (RUN.replace("40000", "50000"), THREE, "--rotary-base-schedule is '40%:50000' but"),
+        (
+            f"{RUN} --override-opt_param-scheduler".replace("-iters 20", "-iters 30"),
+            THREE,
+            "cannot become 960",
+        ),
+    ],
+)
+def test_another_schedule_is_refused(flags: str, schedule: str, words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        resumed(100, flags, schedule=schedule)
+    assert words in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+def test_a_schedule_in_other_words_is_the_same() -> None:
+    assert resumed(300, schedule="0:64  40.0%:256 75%:1024").phase.number == 1
+
+
+def test_phases_begin_with_a_run_and_not_in_one() -> None:
+    words = "--train-iters 20 --global-batch-size 32 --seq-length 64"
+    plain = resolve(parse_args([*BASE.split(), *words.split()]), 1)
+    before = {name: value for name, value in plain.flat().items() if "phase" not in name}
+    del before["seq_length_schedule"], before["rotary_base_schedule"]
+    for arguments in (plain.flat(), before):
+        stored = stored_at(100, plain)
+        stored.arguments.clear()
+        stored.arguments.update(arguments, padded_vocab_size=128)
+        with pytest.raises(UsageError, match=r"was trained with None; .*--finetune"):
+            merge_resume_config(config_of(RUN), stored, vocab_size=100)
+        fresh = merge_resume_config(config_of(f"{RUN} --finetune"), stored, vocab_size=100)
+        assert fresh.phase.number == 0
+
+
+def test_flags_of_a_checkpoint_give_the_first_base() -> None:
+    stored = config_of(RUN).in_phase(1).flat()
+    words = [*BASE.split(), *RUN.split(), "--seq-length-schedule", THREE, "--use-checkpoint-args"]
+    args: Namespace = with_checkpoint_args(parse_args(words), stored)
+    assert args.rotary_base == 10000
+    # A program that makes text has no schedule, and wants the present one.
+    words = [*BASE.split(), "--seq-length", "64", "--train-iters", "2"]
+    assert with_checkpoint_args(parse_args(words), stored).rotary_base == 40000
+
+
+def test_settings_keep_their_tokens() -> None:
+    config = config_of(RUN)
+    first, second, third = config.all_phases
+    settings = StepSettings(global_batch_size=96, micro_batch_size=4, lr_factor=0.5)
+    later = settings_in(second, first, settings, config)
+    assert later == StepSettings(global_batch_size=24, micro_batch_size=1, lr_factor=0.5)
+    assert settings_in(third, second, later, config).global_batch_size == 6
+    assert settings_in(second, first, StepSettings(), config) == StepSettings()
+    # Where no batch has as many tokens, the nearest that the layout can cut.
+    odd = settings_in(third, first, StepSettings(global_batch_size=44), config)
+    assert odd.global_batch_size == 3
+
+
+def test_a_resumed_controller_without_batch_takes_that_of_the_phase() -> None:
+    config = resumed(300)
+    settings, notes = resume_step_settings(StepSettings(lr_factor=0.5), config, keep=True)
+    assert settings.lr_factor == 0.5 and not notes

@@ -17,9 +17,13 @@ from megatron.training.config import GROUPS, Config
 from megatron.training.config.derive import fill_in
 from megatron.training.config.draft import Draft
 from megatron.training.config.fields import option_specs
+from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
+from megatron.training.config.phase_flags import parse_lengths, parse_positions
+from megatron.training.config.phases import number_at
+from megatron.training.config.relayout import with_layout
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 # Fields in which a resumed run must agree with its checkpoint: always, unless it is finetuned, and
@@ -29,9 +33,10 @@ _SHAPE = """num_layers hidden_size ffn_hidden_size num_attention_heads num_query
     untie_embeddings_and_output_weights max_position_embeddings"""
 _RUN = """seq_length seed data_path split use_distributed_optimizer rotary_base rotary_percent
     use_rope_scaling rope_scaling_factor layernorm_epsilon squared_relu"""
+_PHASES = ("seq_length_schedule", "rotary_base_schedule", "phase_data_path")
 _SCHEDULE = "lr min_lr lr_decay_style start_weight_decay end_weight_decay"
 _MUST_MATCH = (*_SHAPE.split(), *NEW_IN_WEIGHTS)
-_MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *NEW_IN_USE)
+_MUST_MATCH_TO_CONTINUE = (*_RUN.split(), *_PHASES, *NEW_IN_USE)
 _MUST_MATCH_WITHOUT_OVERRIDE = (*_SCHEDULE.split(), *NEW_RATES)
 # Fields that change nothing while the flag behind them is off in both.
 _OF_LATENT_ATTENTION = """q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -62,8 +67,8 @@ def merge_resume_config(
         tensor_parallel_sizes: those that the run may take besides that of the flags.
 
     Returns:
-        `config` with what the checkpoint decides: the lengths in samples and the padded
-        vocabulary.
+        `config` with what the checkpoint decides: the lengths in samples, the padded vocabulary,
+        and the phase of the run with the layout that it asks for.
 
     Raises:
         UsageError: the flags contradict the checkpoint or the vocabulary.
@@ -71,7 +76,8 @@ def merge_resume_config(
     if stored is not None and config.optim.use_checkpoint_opt_param_scheduler:
         told = {name: stored.arguments.get(name) for name in _MUST_MATCH_WITHOUT_OVERRIDE}
         config = config.replace(**{n: value for n, value in told.items() if value is not None})
-    rows = _padded_vocabulary(config, stored, vocab_size, tensor_parallel_sizes)
+    sizes = {Layout.from_text(text).tp for text in config.phases.phase_layouts}
+    rows = _padded_vocabulary(config, stored, vocab_size, {*sizes, *tensor_parallel_sizes})
     config = config.replace(padded_vocab_size=rows)
     if stored is None:
         return config
@@ -79,7 +85,31 @@ def merge_resume_config(
     if stored.lengths is None or config.checkpoint.finetune:
         return config
     override = config.optim.override_opt_param_scheduler
-    return apply_checkpoint_lengths(config, stored.lengths, override=override)
+    config = apply_checkpoint_lengths(config, stored.lengths, override=override)
+    return _resume_phase(config, stored)
+
+
+def _resume_phase(config: Config, stored: Stored) -> Config:
+    """The configuration in the phase where the checkpoint stands. Phases begin where the first
+    launch has put them, whatever batch the flags give now.
+
+    Raises:
+        UsageError: training is longer than then, or the layout of the phase is none of the model.
+    """
+    starts = stored.arguments.get("phase_starts")
+    if not starts or not config.phases.phase_starts:
+        return config
+    total, then = config.batch.train_samples, stored.arguments["train_samples"]
+    if total != then:
+        raise UsageError(
+            f"training of {then} samples cannot become {total} with --seq-length-schedule, whose "
+            "last phase has a frozen order of samples; drop --override-opt-param-scheduler, or "
+            "give --finetune to start another run"
+        )
+    config = config.replace(phase_starts=tuple(starts))
+    config = config.in_phase(number_at(config.phases.phase_starts, stored.state.consumed_samples))
+    layout = config.phase.layout
+    return config if layout is None else with_layout(config, Layout.from_text(layout))
 
 
 def _padded_vocabulary(
@@ -172,7 +202,7 @@ def resume_step_settings(
         return plain, [note]
     batch, micro = stored.global_batch_size, stored.micro_batch_size
     micro = micro or config.batch.micro_batch_size
-    batch = batch or config.batch.initial_global_batch_size
+    batch = batch or max(config.batch.initial_global_batch_size // config.phase.ratio, 1)
     uneven = config.batch.allow_uneven_micro_batches
     if not batch_problems(config.layout, micro, batch, uneven=uneven):
         return stored, []
@@ -194,6 +224,10 @@ def check_same_run(config: Config, stored: Stored) -> None:
         UsageError: naming the flag, both values and the fix.
     """
     now, then = config.flat(), _filled_in(stored.arguments, config)
+    # A run that knows no phases has none; and the base that is stored is that of its phase.
+    then = {**dict.fromkeys(_PHASES), **then}
+    if bases := stored.arguments.get("phase_rotary_bases"):
+        then["rotary_base"] = bases[0]
     finetune = config.checkpoint.finetune
 
     def check(names: Iterable[str], fix: str) -> None:
@@ -260,8 +294,13 @@ def _meaning(name: str, value: Any, num_layers: int) -> Any:
     if name == "moe_layer_freq":
         with contextlib.suppress(ValueError):
             return layers_with_experts(str(value), num_layers)
-    if name == "data_path":
+    if name in ("data_path", "phase_data_path"):
         return list(value or [])
+    if name == "seq_length_schedule" and value is not None:
+        lengths = parse_lengths(value)
+        return lengths if len(lengths) > 1 else None
+    if name == "rotary_base_schedule" and value is not None:
+        return parse_positions(value, "--rotary-base-schedule")
     if name == "split" and value is not None:
         with contextlib.suppress(ValueError, ZeroDivisionError, AssertionError):
             return parse_and_normalize_split(value)

@@ -65,6 +65,11 @@ class StepInfo:
     """Whether the weights changed."""
     elapsed_s: float
     """Wall time of the step on the slowest rank, seconds."""
+    seq_length: int | None = None
+    """Tokens per sample; None where the trainer does not say."""
+    length_ratio: int = 1
+    """Samples of `--seq-length` tokens that one sample of this step counts as in
+    `consumed_samples`."""
     further_losses: tuple[float, ...] = ()
     """Mean loss of each further token of `--mtp-num-layers`, in nats."""
     load_balancing_loss: float | None = None
@@ -72,6 +77,11 @@ class StepInfo:
     coefficient 1; 1 is an even load. None in a dense model."""
     max_expert_load: float | None = None
     """Tokens of the busiest expert over the mean, in the layer where that is largest."""
+
+    @property
+    def counted_samples(self) -> int:
+        """Samples that the step added to `consumed_samples`."""
+        return self.global_batch_size * self.length_ratio
 
     @property
     def losses(self) -> dict[str, float]:

@@ -292,6 +292,10 @@ def with_checkpoint_args(args: argparse.Namespace, stored: Mapping[str, Any]) ->
     tokenizer = {n for n in vars(args) if n.startswith(("tokenizer_", "tiktoken_"))}
     tokenizer |= {"vocab_file", "merge_file"}
     values = dict(vars(args))
+    bases = stored.get("phase_rotary_bases")
+    if bases and values.get("seq_length_schedule") is not None:
+        # The base that is stored is that of the phase of the checkpoint; flags give the first.
+        stored = {**stored, "rotary_base": bases[0]}
     for name in (shape | tokenizer) - args.explicit_flags:
         if stored.get(name) is not None and name in values:
             value = stored[name]

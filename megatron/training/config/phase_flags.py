@@ -301,7 +301,7 @@ def _layouts(draft: Draft, words: Mapping[int, str], count: int) -> list[Layout]
             ffn_hidden_size=draft["ffn_hidden_size"],
             seq_length=parse_lengths(draft["seq_length_schedule"])[number][1],
             padded_vocab_size=None,
-            sequence_parallel=draft["sequence_parallel"] and layout.tp > 1,
+            sequence_parallel="sequence_parallel" in draft.explicit and layout.tp > 1,
             **further_sizes(draft.values),
         )
         draft.problems += [f"{flag}: {layout}: {problem}" for problem in problems]

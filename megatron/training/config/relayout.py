@@ -33,7 +33,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
     follows = "tensor_model_parallel_size" not in config.explicit
     sequence_parallel = layout.tp > 1 and (
         "sequence_parallel" in config.explicit
-        or (follows and config.batch.seq_length % (layout.tp * layout.cp) == 0)
+        or (follows and config.phase.seq_length % (layout.tp * layout.cp) == 0)
         or model.multi_latent_attention
         or config.moe.num_experts is not None
     )
@@ -44,7 +44,7 @@ def with_layout(config: Config, layout: Layout) -> Config:
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         ffn_hidden_size=model.ffn_hidden_size,
-        seq_length=config.batch.seq_length,
+        seq_length=config.phase.seq_length,
         padded_vocab_size=model.padded_vocab_size,
         sequence_parallel=sequence_parallel,
         **further_sizes(config.flat()),

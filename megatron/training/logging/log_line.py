@@ -28,6 +28,8 @@ class StepReport:
     """Samples of this step, all ranks together."""
     losses: Mapping[str, float]
     """Name (`lm loss`) to mean value per token."""
+    seq_length: int | None = None
+    """Tokens per sample, in a run whose samples become longer."""
     loss_scale: float = 1.0
     """Factor put on the loss before backward; 1 unless fp16."""
     grad_norm: float | None = None
@@ -65,6 +67,8 @@ def training_line(report: StepReport, now: datetime) -> str:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {r.throughput_tflops_per_gpu:.1f}")
     fields.append(f"learning rate: {r.learning_rate:.6E}")
     fields.append(f"global batch size: {r.global_batch_size:5d}")
+    if r.seq_length is not None:
+        fields.append(f"sequence length: {r.seq_length:6d}")
     fields += [f"{name}: {value:.6E}" for name, value in r.losses.items()]
     fields.append(f"loss scale: {r.loss_scale:.1f}")
     if r.grad_norm is not None:

@@ -5,7 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
+
+
+def flops_of_config(config: Config, seq_length: int) -> float:
+    """Model FLOPs of one sample of a run, forward and backward.
+
+    Args:
+        config: resolved configuration.
+        seq_length: tokens of the sample.
+    """
+    return training_flops_per_sample(
+        num_layers=config.model.num_layers,
+        hidden_size=config.model.hidden_size,
+        ffn_hidden_size=config.model.ffn_hidden_size,
+        num_attention_heads=config.model.num_attention_heads,
+        num_query_groups=config.model.num_query_groups,
+        kv_channels=config.model.kv_channels,
+        seq_length=seq_length,
+        padded_vocab_size=config.model.padded_vocab_size,
+        gated_mlp=config.model.gated_linear_unit,
+        latent=LatentWidths.of(config.flat()),
+        mtp_num_layers=config.model.mtp_num_layers or 0,
+        experts=ExpertWidths.of(config.flat()),
+    )
 
 
 def training_flops_per_sample(

@@ -18,12 +18,10 @@ from megatron.training.common.signals import StopAsked
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule
-from megatron.training.data.dataloader import BatchReader
-from megatron.training.data.datasets import build_datasets, prefixes_of
 from megatron.training.data.fingerprint import changes, identity_of
+from megatron.training.data.run_data import RunData, all_prefixes, build_run_data
 from megatron.training.distributed.process_groups import build_groups, destroy_groups
 from megatron.training.distributed.stragglers import RankTimes
-from megatron.training.model.flops import ExpertWidths, LatentWidths, training_flops_per_sample
 from megatron.training.model.gpt import Model, build_model
 from megatron.training.model.moe import Balance
 from megatron.training.optim.optimizer import build_optimizer, build_scheduler
@@ -70,7 +68,8 @@ def build_job(
     )
     callbacks.fire("on_setup_start", context)
     callbacks.fire("on_data_init_start", context)
-    train_data, valid_data, test_data = _open_data(config, tokenizer, device)
+    data = _build_data(config, tokenizer, device)
+    readers = data.open(config.phase)
     job = Job(
         config=config,
         device=device,
@@ -79,15 +78,15 @@ def build_job(
         optimizer=optimizer,
         scheduler=scheduler,
         batch_schedule=BatchSchedule.of(config),
-        train_data=train_data,
-        valid_data=valid_data,
-        test_data=test_data,
+        data=data,
+        train_data=readers.train,
+        valid_data=readers.valid,
+        test_data=readers.test,
         checkpointer=None,
         state=state,
         outside=outside,
         callbacks=callbacks,
         context=context,
-        flops_per_sample=_flops_per_sample(config),
         data_identity=_settle_data(config, stored),
         balance=Balance.of(config),
     )
@@ -107,6 +106,7 @@ def groups_of(config: Config) -> ProcessGroupCollection:
         timeout_minutes=config.parallel.distributed_timeout_minutes,
         create_gloo_process_groups=config.parallel.enable_gloo_process_groups,
         use_tp_pp_dp_mapping=config.parallel.use_tp_pp_dp_mapping,
+        context_levels=config.parallel.cp_exchange[1],
     )
 
 
@@ -158,40 +158,11 @@ def install_layout(
     job.fire("on_relayout_end")
 
 
-def _flops_per_sample(config: Config) -> float:
-    return training_flops_per_sample(
-        num_layers=config.model.num_layers,
-        hidden_size=config.model.hidden_size,
-        ffn_hidden_size=config.model.ffn_hidden_size,
-        num_attention_heads=config.model.num_attention_heads,
-        num_query_groups=config.model.num_query_groups,
-        kv_channels=config.model.kv_channels,
-        seq_length=config.batch.seq_length,
-        padded_vocab_size=config.model.padded_vocab_size,
-        gated_mlp=config.model.gated_linear_unit,
-        latent=LatentWidths.of(config.flat()),
-        mtp_num_layers=config.model.mtp_num_layers or 0,
-        experts=ExpertWidths.of(config.flat()),
-    )
-
-
-def _open_data(config: Config, tokenizer: Any, device: Device) -> list[Any]:
-    """Readers of the training, validation and test samples; None for a split without samples."""
-    evaluation = config.batch.eval_iters * config.batch.initial_global_batch_size
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.batch.seq_length,
-        seed=config.runtime.seed,
-        tokenizer=tokenizer,
-        num_samples=(config.batch.train_samples, evaluation, evaluation),
-        run_dir=config.checkpoint.save,
-    )
-    for note in datasets.notes:
+def _build_data(config: Config, tokenizer: Any, device: Device) -> RunData:
+    data = build_run_data(config, tokenizer, pin_memory=device.is_cuda)
+    for note in data.notes:
         log_rank_zero(f"note: {note}")
-    return [
-        data and BatchReader(data, num_workers=config.data.num_workers, pin_memory=device.is_cuda)
-        for data in (datasets.train, datasets.valid, datasets.test)
-    ]
+    return data
 
 
 def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
@@ -203,7 +174,7 @@ def _settle_data(config: Config, stored: Stored | None) -> list[dict[str, Any]]:
     now, problem = [], None
     if dist.get_rank() == 0:
         try:
-            now = identity_of(prefixes_of(config.data))
+            now = identity_of(all_prefixes(config))
         except OSError as error:
             problem = f"a data set cannot be read: {error}; check --data-path"
     now, problem = broadcast_from_rank0((now, problem))
@@ -262,9 +233,7 @@ def tear_down(job: Job) -> None:
     remains."""
     if job.checkpointer is not None:
         job.checkpointer.finish()
-    for reader in (job.train_data, job.valid_data, job.test_data):
-        if reader is not None:
-            reader.close()
+    job.close_readers()
     job.model.detach_hooks()
     job.context.__dict__.clear()
     job.__dict__.clear()

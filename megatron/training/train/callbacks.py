@@ -119,6 +119,11 @@ class Callback:
     def on_relayout_end(self, context: CallbackContext) -> None:
         """Those of the new layout are there, or after a failure those of the old one again."""
 
+    def on_phase_start(self, context: CallbackContext) -> Request | None:
+        """The next step is the first with samples of another length; `context.config.phase` tells
+        which. Not fired where a launch begins. A move that is asked for is made before that step.
+        """
+
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is committed."""
 
@@ -175,21 +180,26 @@ class Callbacks:
             What is asked for: a `stop` before a `save` before a `change` before nothing, with the
             last settings and the last move that any callback gave.
         """
-        found = [getattr(callback, event)(context) for callback in self._callbacks]
-        requests = [r for r in found if r is not None]
-        if not requests:
-            return None
-        strongest = max(requests, key=lambda r: _STRENGTH[r.kind])
-        settings = [r.settings for r in requests if r.settings is not None]
-        moves = [r for r in requests if r.move is not None]
-        return replace(
-            strongest,
-            settings=settings[-1] if settings else None,
-            move=moves[-1].move if moves else None,
-            leaves=bool(moves) and moves[-1].leaves,
-        )
+        return join_requests(*[getattr(callback, event)(context) for callback in self._callbacks])
 
     @property
     def keep_settings(self) -> bool:
         """Whether any goes on with the step settings of a checkpoint."""
         return any(callback.keeps_settings for callback in self._callbacks)
+
+
+def join_requests(*found: Request | None) -> Request | None:
+    """What several requests ask for together: a `stop` before a `save` before a `change` before
+    nothing, with the last settings and the last move that any gave."""
+    requests = [r for r in found if r is not None]
+    if not requests:
+        return None
+    strongest = max(requests, key=lambda r: _STRENGTH[r.kind])
+    settings = [r.settings for r in requests if r.settings is not None]
+    moves = [r for r in requests if r.move is not None]
+    return replace(
+        strongest,
+        settings=settings[-1] if settings else None,
+        move=moves[-1].move if moves else None,
+        leaves=bool(moves) and moves[-1].leaves,
+    )

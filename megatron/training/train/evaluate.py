@@ -10,14 +10,15 @@ import torch
 
 from megatron.training.common.signals import StopReason
 from megatron.training.data.dataloader import BatchReader
+from megatron.training.data.run_data import evaluation_batch
 from megatron.training.data.sampler import evaluation_indices
 from megatron.training.train.job import Job
 from megatron.training.train.step import run_schedule, share_numbers
 
 
 def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason:
-    """Mean loss per token over `eval_iters` batches of the run's first global batch size. All ranks
-    take part.
+    """Mean loss per token over `eval_iters` batches of as many tokens as the first of the run, in
+    samples of the present length. All ranks take part.
 
     Args:
         job: the model and its layout.
@@ -33,7 +34,7 @@ def evaluate(job: Job, reader: BatchReader, *, split: str) -> float | StopReason
     loss = held_out_loss(
         job,
         reader,
-        num_samples=batch.eval_iters * batch.initial_global_batch_size,
+        num_samples=batch.eval_iters * evaluation_batch(job.config, job.config.phase),
         tell=lambda when: job.fire(f"{event}_step_{when}"),
     )
     if not isinstance(loss, StopReason):
@@ -64,7 +65,7 @@ def held_out_loss(
         The loss in nats per token, or why the ranks agreed to break it off and leave.
     """
     config, layout = job.config, job.config.layout
-    size, mbs = config.batch.initial_global_batch_size, config.batch.micro_batch_size
+    size, mbs = evaluation_batch(config, config.phase), config.batch.micro_batch_size
     if config.runtime.manual_gc and config.runtime.manual_gc_eval:
         gc.collect()
     for chunk in job.model.chunks:

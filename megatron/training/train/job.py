@@ -23,9 +23,11 @@ from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, steps_for
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.data.dataloader import BatchReader
+from megatron.training.data.run_data import RunData
 from megatron.training.data.sampler import micro_batch_sizes
 from megatron.training.distributed.stragglers import RankTimes
 from megatron.training.logging.tracker import NullTracker
+from megatron.training.model.flops import flops_of_config
 from megatron.training.model.gpt import Model
 from megatron.training.model.moe import Balance
 from megatron.training.resilience.watchdog import Watchdog
@@ -72,8 +74,10 @@ class Job:
     """Learning-rate and weight-decay schedule."""
     batch_schedule: BatchSchedule
     """Global batch size at each point of the run."""
+    data: RunData
+    """All samples of the run."""
     train_data: BatchReader
-    """Training samples, addressed by position."""
+    """Training samples of the present phase, addressed by position."""
     valid_data: BatchReader | None
     """Validation samples, or None."""
     test_data: BatchReader | None
@@ -88,8 +92,6 @@ class Job:
     """Who watches."""
     context: CallbackContext
     """What they are given."""
-    flops_per_sample: float
-    """Model FLOPs of one sample, forward and backward."""
     failed_saves: FailedSaves = field(default_factory=FailedSaves)
     """Checkpoints that could not be written, whatever the layout."""
     data_identity: list[dict[str, Any]] = field(default_factory=list)
@@ -98,6 +100,8 @@ class Job:
     """What each rank of the layout needs for its own part of a step."""
     balance: Balance | None = None
     """Of the load of experts; None for a dense model."""
+    _flops: dict[int, float] = field(default_factory=dict)
+    """FLOPs of a sample by its tokens."""
 
     def fire(self, event: str, **values: Any) -> Any:
         """Sets values of the callbacks' context, fires an event and returns what is asked for."""
@@ -189,6 +193,32 @@ class Job:
         return None if why is None else StopReason(kind="relayout", text=why)
 
     @property
+    def seq_length(self) -> int:
+        """Tokens per sample of the next step."""
+        return self.config.phase.seq_length
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of one sample of the present phase, forward and backward."""
+        length = self.seq_length
+        if length not in self._flops:
+            self._flops[length] = flops_of_config(self.config, length)
+        return self._flops[length]
+
+    def open_readers(self) -> None:
+        """Reads the samples of the present phase from now on."""
+        self.close_readers()
+        readers = self.data.open(self.config.phase)
+        self.train_data, self.valid_data = readers.train, readers.valid
+        self.test_data = readers.test
+
+    def close_readers(self) -> None:
+        """Ends the worker processes of the readers."""
+        for reader in (self.train_data, self.valid_data, self.test_data):
+            if reader is not None:
+                reader.close()
+
+    @property
     def needs_data(self) -> bool:
         """Whether this rank holds the first or the last stage."""
         return any(chunk.pre_process or chunk.post_process for chunk in self.model.unwrapped)
@@ -207,40 +237,75 @@ class Job:
     def micro_batch_sizes(self) -> list[int]:
         """Samples of every micro-batch of a replica in the next step; the last may be smaller."""
         batch, micro = self._sizes
-        return micro_batch_sizes(batch // self.config.layout.dp, micro)
+        layout = self.config.layout
+        if self.is_filled_up:
+            return [1] * self.num_filled_up
+        return micro_batch_sizes(batch // layout.dp, micro)
+
+    @property
+    def is_filled_up(self) -> bool:
+        """Whether masked samples fill up the next step, whose samples do not divide over the
+        layout. Only the last step of a phase can be one, where a controller or other flags have
+        moved steps away from the boundary."""
+        left, phase = self.samples_left_in_phase, self.config.phase
+        is_last = phase.number + 1 == len(self.config.all_phases)
+        return not is_last and self.global_batch_size == left < self.config.layout.batch_unit
+
+    @property
+    def num_filled_up(self) -> int:
+        """Micro-batches, of one sample, of every replica in a step that is filled up."""
+        return self.config.layout.batch_unit // self.config.layout.dp
+
+    @property
+    def counted_samples(self) -> int:
+        """What the next step adds to `consumed_samples`."""
+        return self.global_batch_size * self.config.phase.ratio
+
+    @property
+    def samples_left_in_phase(self) -> int:
+        """Samples of the present length that no step of the phase has read yet."""
+        phase = self.config.phase
+        return (phase.end - self.state.consumed_samples) // phase.ratio
 
     @property
     def _sizes(self) -> tuple[int, int]:
-        """Samples of the next step and of its micro-batches. Where a controller sets them, the last
-        step takes the most that is left, in smaller micro-batches if that takes more."""
+        """Samples of the next step and of its micro-batches. No step crosses the end of a phase.
+        Where a controller sets them, the last step takes the most that is left, in smaller
+        micro-batches if that takes more. The last step of a phase takes the rest in any case."""
         micro = self.state.settings.micro_batch_size or self.config.batch.micro_batch_size
-        wanted = self.state.settings.global_batch_size
+        wanted, phase = self.state.settings.global_batch_size, self.config.phase
+        left, layout = self.samples_left_in_phase, self.config.layout
+        is_last = phase.number + 1 == len(self.config.all_phases)
         if wanted is None:
-            return self.batch_schedule.at(self.state.consumed_samples), micro
-        left, layout = self.samples_left, self.config.layout
+            wanted = self.batch_schedule.at(self.state.consumed_samples) // phase.ratio
+            if is_last:
+                return wanted, micro
         if wanted <= left:
             return wanted, micro
         unit = layout.batch_unit
         sizes = [(left // (b * unit) * b * unit, b) for b in range(1, micro + 1)]
         most, b = max(sizes)
-        return (most, b) if most else (wanted, micro)
+        if most:
+            return most, b
+        return (wanted, micro) if is_last else (left, 1)
 
     @property
     def samples_left(self) -> int:
-        """Training samples that no step has read yet."""
+        """Training samples that no step has read yet, in samples of `--seq-length`."""
         return self.config.batch.train_samples - self.state.consumed_samples
 
     @property
     def next_batch_fits(self) -> bool:
         """Whether training is not skipped and the samples left are enough for the next step."""
-        return not self.config.batch.skip_train and self.global_batch_size <= self.samples_left
+        return not self.config.batch.skip_train and self.counted_samples <= self.samples_left
 
     @property
     def iterations_left(self) -> int:
         """Steps that are left if the batch stays as it is planned now."""
         wanted = self.state.settings.global_batch_size
         if wanted is not None:
-            return steps_for(self.samples_left, wanted, least=self.config.layout.batch_unit)
+            left = self.samples_left // self.config.phase.ratio
+            return steps_for(left, wanted, least=self.config.layout.batch_unit)
         total = self.config.batch.train_samples
         return self.batch_schedule.iterations_left(self.state.consumed_samples, total)
 
@@ -253,7 +318,7 @@ class Job:
         if self.state.settings.global_batch_size is None:
             return info.iteration % interval == 0
         samples = interval * self.config.batch.initial_global_batch_size
-        before = info.consumed_samples - info.global_batch_size
+        before = info.consumed_samples - info.counted_samples
         return info.consumed_samples // samples > before // samples
 
     def adopt(self, settings: StepSettings, info: StepInfo) -> StepInfo:
@@ -267,7 +332,7 @@ class Job:
         """
         micro = settings.micro_batch_size or self.config.batch.micro_batch_size
         wanted = settings.global_batch_size
-        sizes = self.batch_schedule.sizes if wanted is None else (wanted,)
+        sizes = self._scheduled_sizes if wanted is None else (wanted,)
         layout, rules = self.config.layout, self.config.batch_rules
         problems = [p for n in sizes for p in batch_problems(layout, micro, n, **rules)]
         if problems:
@@ -276,6 +341,15 @@ class Job:
         if settings.changes_rates or before.changes_rates:
             self.set_rates()
         return replace(info, learning_rate=learning_rate(self.optimizer))
+
+    @property
+    def _scheduled_sizes(self) -> tuple[int, ...]:
+        """Samples of the steps of the present phase as the flags say."""
+        if not self.config.phases.phase_starts:
+            return self.batch_schedule.sizes
+        phase = self.config.phase
+        sizes = self.batch_schedule.sizes_between(phase.start, phase.end)
+        return tuple(size // phase.ratio for size in sizes)
 
     def set_rates(self) -> None:
         """Sets learning rate, weight decay and beta2 for the next step."""

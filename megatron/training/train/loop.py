@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from megatron.training.common.signals import StopReason
+from megatron.training.train.callbacks import join_requests
 from megatron.training.train.evaluate import evaluate
 from megatron.training.train.job import Job
 from megatron.training.train.nan_guard import BadSteps
+from megatron.training.train.phases import enter_next_phase
 from megatron.training.train.reporting import Reporter
 from megatron.training.train.step import train_step
 
@@ -23,7 +25,9 @@ def train(job: Job) -> StopReason | None:
     while why is None and job.next_batch_fits:
         batch = job.global_batch_size
         if state.iteration + 1 in config.batch.iterations_to_skip:
-            state.skip_samples(batch)
+            state.skip_samples(job.counted_samples)
+            request = enter_next_phase(job)
+            why = job.move(request.move) if request is not None and request.move else None
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
         job.trace.step(state.iteration)
@@ -44,6 +48,8 @@ def train(job: Job) -> StopReason | None:
         if not (why is not None and why.is_urgent) and job.evaluation_due(info):
             cut = _evaluate(job, reporter, "valid")
             why, evaluated = why or cut, state.iteration
+        # Before the save: its position and its settings are those of the next phase.
+        request = join_requests(request, enter_next_phase(job))
         job.poll()
         move = None if request is None or why is not None else request.move
         asked = request is not None and request.kind != "change"

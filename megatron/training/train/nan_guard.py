@@ -95,7 +95,7 @@ def _can_lower_scale(job: Job) -> bool:
 def explain(bad: list[StepInfo], config: Config) -> str:
     """What to tell the user: which steps, what is left, how to go on."""
     first, last = bad[0], bad[-1]
-    begin = first.consumed_samples - first.global_batch_size
+    begin = first.consumed_samples - first.counted_samples
     is_row = last.iteration - first.iteration == len(bad) - 1
     told = (
         f"the loss or the gradient of {len(bad)} steps {'in a row' if is_row else f'of {WINDOW}'} "

@@ -50,8 +50,8 @@ class _Interval:
     """Losses by name of the steps that updated the weights."""
     steps: int = 0
     """Steps done."""
-    samples: int = 0
-    """Samples consumed."""
+    flops: float = 0.0
+    """Model FLOPs spent."""
     skipped: int = 0
     """Steps without an update."""
     nan: int = 0
@@ -59,10 +59,10 @@ class _Interval:
     elapsed_s: float = 0.0
     """Wall time of the steps."""
 
-    def add(self, info: StepInfo) -> None:
-        """Counts one step."""
+    def add(self, info: StepInfo, flops: float) -> None:
+        """Counts one step and its model FLOPs."""
         self.steps += 1
-        self.samples += info.global_batch_size
+        self.flops += flops
         self.skipped += not info.updated
         self.elapsed_s += info.elapsed_s
         self.nan += not math.isfinite(info.loss)
@@ -82,9 +82,9 @@ class Reporter:
     def record(self, info: StepInfo) -> None:
         """Records a step; prints the log line at the interval's end and after the first step of the
         launch."""
-        single = _Interval()
-        single.add(info)
-        self.interval.add(info)
+        single, flops = _Interval(), self.job.flops_per_sample * info.global_batch_size
+        single.add(info, flops)
+        self.interval.add(info, flops)
         logging, context = self.job.config.logging, self.job.context
         is_due = not self.printed or info.iteration % logging.log_interval == 0
         norm = parameter_norm(self.job) if is_due and logging.log_params_norm else None
@@ -163,7 +163,7 @@ class Reporter:
         params_norm: float | None,
     ) -> StepReport:
         job, config = self.job, self.job.config
-        flops = job.flops_per_sample * over.samples / over.elapsed_s / config.layout.world_size
+        flops = over.flops / over.elapsed_s / config.layout.world_size
         return StepReport(
             iteration=info.iteration,
             train_iterations=info.iteration + job.iterations_left,
@@ -171,6 +171,7 @@ class Reporter:
             elapsed_per_iteration_ms=1000.0 * over.elapsed_s / over.steps,
             learning_rate=info.learning_rate,
             global_batch_size=info.global_batch_size,
+            seq_length=info.seq_length if config.phases.phase_starts else None,
             losses=losses,
             loss_scale=float(job.optimizer.get_loss_scale().item()),
             grad_norm=info.grad_norm,
@@ -197,13 +198,17 @@ class Reporter:
 
     def evaluation(self, loss: float, *, split: str, where: str = "") -> None:
         """Records and prints the result of an evaluation."""
-        state = self.job.state
+        state, length = self.job.state, self.job.seq_length
+        fields = {"seq_length": length} if self.job.config.phases.phase_starts else {}
         self.job.tracker.evaluation(
             iteration=state.iteration,
             consumed_samples=state.consumed_samples,
             losses={"lm loss": loss},
             split=split,
+            **fields,
         )
+        if fields:
+            where = f"{where} with samples of {length} tokens".strip()
         if is_last_rank():
             for line in validation_lines(state.iteration, {"lm loss": loss}, where=where):
                 print(line, flush=True)

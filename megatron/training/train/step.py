@@ -159,7 +159,7 @@ def run_schedule(
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=job.model.chunks,
             num_microbatches=num_microbatches,
-            seq_length=job.config.batch.seq_length,
+            seq_length=job.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
         )
@@ -231,7 +231,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     job.model.clock.start(job.trace)
     config, state = job.config, job.state
     mbs = job.micro_batch_size
-    global_batch_size = job.global_batch_size
+    global_batch_size, counted_samples = job.global_batch_size, job.counted_samples
     sizes = job.micro_batch_sizes
     num_microbatches = len(sizes)
     seed_step(config.runtime.seed, state.consumed_samples, job.groups)
@@ -242,14 +242,14 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     for chunk in job.model.chunks:
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
-    is_even = config.batch.calculate_per_token_loss or sizes[0] == sizes[-1]
+    mean_samples = mean_samples_of(job, sizes)
     losses = run_schedule(
         job,
         batches,
         num_microbatches,
         micro_batch_size=mbs,
         forward_only=False,
-        mean_samples=None if is_even else sum(sizes) / len(sizes),
+        mean_samples=mean_samples,
     )
     job.fire("on_grads_ready", microbatch_tokens=None if losses is None else losses[:, 1])
     _empty_cache(job, level=1)
@@ -258,7 +258,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     _empty_cache(job, level=2)
     load = None if balance is None else _count_experts(job, balance, updated=result.updated)
     if result.updated:
-        job.scheduler.step(increment=global_batch_size)
+        job.scheduler.step(increment=counted_samples)
         if state.settings.changes_rates:
             job.set_rates()
     _wait_for_kernels(job)
@@ -272,7 +272,7 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
     )
     loss = shared.loss / shared.num_tokens if shared.num_tokens else math.nan
     state.advance(
-        samples=global_batch_size,
+        samples=counted_samples,
         updated=result.updated,
         finite_loss=math.isfinite(loss),
         flops=job.flops_per_sample * global_batch_size,
@@ -289,6 +289,8 @@ def train_step(job: Job) -> tuple[StepInfo, Shared]:
         learning_rate=learning_rate(job.optimizer),
         updated=result.updated,
         elapsed_s=shared.elapsed_s,
+        seq_length=job.seq_length,
+        length_ratio=config.phase.ratio,
         further_losses=shared.further_losses,
         load_balancing_loss=load and statistics.fmean(load.balance_losses),
         max_expert_load=load and max(load.most_over_mean),
@@ -308,7 +310,7 @@ def prepare_routers(job: Job, balance: Balance, sizes: Sequence[int]) -> None:
         balance: of the job.
         sizes: samples of every micro-batch of a replica.
     """
-    chunks, state, seq_length = job.model.chunks, job.state, job.config.batch.seq_length
+    chunks, state, seq_length = job.model.chunks, job.state, job.seq_length
     mean_tokens, fractions = sum(sizes) / len(sizes) * seq_length, None
     if balance.mode == "exact":
         # A first pass only counts; it draws the random numbers of the second.
@@ -335,22 +337,46 @@ def _count_experts(job: Job, balance: Balance, *, updated: bool) -> ExpertLoad:
     with job.trace.span("expert load"):
         sums = balance.counted(job.model.chunks, job.device.torch_device)
     if updated:
-        balance.advance(job.state, sums, global_batch_size=job.global_batch_size)
+        balance.advance(job.state, sums, global_batch_size=job.counted_samples)
         balance.give_biases(job.model.chunks, job.state)
     return balance.load(sums)
+
+
+def mean_samples_of(job: Job, sizes: Sequence[int]) -> float | None:
+    """Mean samples of a micro-batch of the next step, where megatron-core's mean over micro-batches
+    would give their samples other weights; else None.
+
+    Args:
+        job: before the step.
+        sizes: samples of every micro-batch of a replica.
+    """
+    if job.config.batch.calculate_per_token_loss:
+        return None
+    if job.is_filled_up:  # masked samples count for nothing, and the others for all
+        return job.global_batch_size / (job.config.layout.dp * len(sizes))
+    return None if sizes[0] == sizes[-1] else sum(sizes) / len(sizes)
 
 
 def _own_batches(job: Job) -> Iterator[Batch] | None:
     """This replica's micro-batches of the next step; None on a middle stage."""
     if not job.needs_data:
         return None
+    where = {"dp_rank": job.groups.dp.rank(), "dp_size": job.config.layout.dp}
+    first = job.config.phase.sample_at(job.state.consumed_samples)
+    if job.is_filled_up:
+        return job.train_data.read_evaluation(
+            num_samples=job.global_batch_size,
+            start=first,
+            micro_batch_size=job.micro_batch_size,
+            min_multiple=job.num_filled_up,
+            **where,
+        )
     return job.train_data.read(
-        consumed_samples=job.state.consumed_samples,
+        consumed_samples=first,
         global_batch_size=job.global_batch_size,
         micro_batch_size=job.micro_batch_size,
-        dp_rank=job.groups.dp.rank(),
-        dp_size=job.config.layout.dp,
         uneven=job.config.batch.allow_uneven_micro_batches,
+        **where,
     )
 
 
