@@ -37,6 +37,7 @@ from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stragglers import StepClock
+from megatron.training.distributed.tied_embedding import exchanging_own_shard
 from megatron.training.model.attention import LatentAttention, SdpaAttention
 from megatron.training.model.chunked_logits import ChunkedLogitsGPT
 from megatron.training.model.init import (
@@ -321,7 +322,10 @@ def build_model(
         for i, chunk in enumerate(bare)
     ]
     clock = StepClock(is_cuda=device.is_cuda)
-    core.finalize_model_grads_func = clock.stopped_by(finalize_model_grads)
+    finalize = finalize_model_grads
+    if config.parallel.use_distributed_optimizer:
+        finalize = exchanging_own_shard(finalize, chunks, groups)
+    core.finalize_model_grads_func = clock.stopped_by(finalize)
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
