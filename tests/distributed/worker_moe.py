@@ -11,8 +11,9 @@ from tests.helpers.jobs import EIGHT, LATENT, MOE, TINY_GPT2, run
 MODELS = {
     "plain": f"{MOE} --moe-balance lagged --moe-aux-loss-coeff 1e-2",
     "shared": f"{MOE} --moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate "
-    "--moe-layer-freq [0]*1+[1]*3 --moe-z-loss-coeff 1e-2 --recompute-granularity full "
-    "--recompute-method uniform --recompute-num-layers 1",
+    "--moe-balance lagged --moe-aux-loss-coeff 1e-2 --moe-layer-freq [0]*1+[1]*3 "
+    "--moe-z-loss-coeff 1e-2 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     "bias": f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-bias-update-rate 0.1 --moe-router-topk-scaling-factor 2.5 "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 "
@@ -57,80 +58,97 @@ FEW = ("dp4", "ep2", "tp2.ep4.etp1", "pp2.tp2.ep2", "pp2.vpp2.ep2")
 OF_MODEL = {
     **dict.fromkeys(MODELS, FEW),
     "plain": tuple(LAYOUTS),
+    "shared": FEW[:1] + FEW[2:],
     "gpt2": ("dp4", "ep2", "tp2.ep4.etp1"),
     "latent": ("dp4", "tp2.ep4.etp1", "pp2.ep2"),
 }
 LAYOUT_CASES = [(model, layout) for model in MODELS for layout in OF_MODEL[model]]
+STEPS = 2
 
-# The balance loss alone decides these: its weight is large.
-HEAVY = f"{MOE} --moe-aux-loss-coeff 10 --clip-grad 0"
-BALANCE_LAYOUTS = ("dp4", "ep4", "tp2.ep2.etp1", "pp2.ep2")
-PER_TOKEN, UNEVEN = "--calculate-per-token-loss", "--allow-uneven-micro-batches"
+# The balance loss alone decides these: its weight is large. The weights stay as they are, so that
+# rounding does not grow from step to step, and there are fractions of an earlier batch.
+STILL = f"{MOE} --num-layers 2 --lr 0 --min-lr 0 --clip-grad 0"
+HEAVY = f"{STILL} --moe-aux-loss-coeff 10"
+EP4, WHOLE = LAYOUTS["ep4"].removesuffix(SHARDED), "--micro-batch-size 8"
+TP2, TP4 = LAYOUTS["tp2.ep2.etp1"], LAYOUTS["tp4.ep4.etp1"]
+PER_TOKEN = "--calculate-per-token-loss"
+UNEVEN = "--micro-batch-size 3 --allow-uneven-micro-batches"
 BALANCE_CASES = [
-    (mode, layout, more)
-    for mode in ("lagged", "exact")
-    for layout, more in [
-        *((layout, "") for layout in BALANCE_LAYOUTS),
-        ("dp4", "--micro-batch-size 2"),
-        ("dp4", "--micro-batch-size 4"),
-        ("tp2.ep2.etp1", "--micro-batch-size 8"),
-        ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN}"),
-        ("ep4", PER_TOKEN),
-        ("tp2.ep2.etp1", PER_TOKEN),
-        ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN} {PER_TOKEN}"),
-    ]
+    *(
+        (mode, flags)
+        for mode in ("lagged", "exact")
+        for flags in (
+            "",
+            EP4,
+            "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+            "--micro-batch-size 2",
+            f"{TP2} --micro-batch-size 4",
+            f"{TP4} {WHOLE}",
+            f"{TP2} {UNEVEN} {PER_TOKEN}",
+        )
+    ),
+    ("lagged", TP2),
+    ("lagged", f"{TP2} {UNEVEN}"),
+    ("lagged", f"{EP4} {PER_TOKEN}"),
 ]
-BY_SAMPLE = f"""{MOE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 10
---moe-z-loss-coeff 1 --clip-grad 0 --global-batch-size 16"""
+"""`--moe-balance`, and flags of layout and micro-batches."""
+BY_SAMPLE = (
+    f"{STILL} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 10 "
+    "--moe-z-loss-coeff 1"
+)
 BY_SAMPLE_CASES = [
-    ("dp4", ""),
-    ("dp4", "--micro-batch-size 4"),
-    ("ep4", f"--micro-batch-size 2 {PER_TOKEN}"),
-    ("tp2.ep2.etp1", "--micro-batch-size 8"),
-    ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN}"),
-    ("tp2.ep2.etp1", f"--micro-batch-size 3 {UNEVEN} {PER_TOKEN}"),
+    "",
+    f"{EP4} --micro-batch-size 2 {PER_TOKEN}",
+    f"{TP4} {WHOLE}",
+    f"{TP2} {UNEVEN}",
+    f"{TP2} {UNEVEN} {PER_TOKEN}",
 ]
 """Losses of every sample for itself, and of every token."""
-CORE_CASES = [
-    (kind, layout, more)
-    for kind in ("aux_loss", "global_aux_loss")
-    for layout, more in (("dp4", ""), ("dp4", "--micro-batch-size 4"), ("tp2.ep2.etp1", ""))
-]
+CORE_CASES = {"aux_loss": ("", "--micro-batch-size 2"), "global_aux_loss": ("", TP2)}
 """What megatron-core's own losses do: these differ."""
-RESUMED = [("bias", "tp2.ep2.etp1"), ("plain", "pp2.ep2"), ("shared", "ep2")]
-SHORT = "--train-iters 3"
+RESUMED = {"bias": "tp2.ep2.etp1", "shared": "pp2.ep2"}
+"""Models that are saved after the second of three steps, and where they also go on."""
 
 
 def main(output: Path) -> Any:
     """Returns the step records of every run."""
     results: dict[str, list[dict[str, Any]]] = {}
 
-    def record(name: str, flags: str, base: str) -> None:
-        folder = output / "".join(c if c.isalnum() else "_" for c in name)
-        steps = run(flags.split(), folder, base=f"{base} --log-params-norm --log-interval 1")
+    def record(name: str, flags: str, base: str, steps: int = STEPS) -> None:
+        folder = output / str(len(results))
+        routers = RouterGradients() if base.startswith(STILL) else None
+        all_flags = (
+            f"{flags} --train-iters {steps} --lr-decay-iters 3 --log-params-norm --log-interval 1"
+        )
+        callbacks = [routers.callback()] if routers else []
+        found = run(all_flags.split(), folder, callbacks, base=base)
         names = ("losses", "grad_norm", "params_norm", "max_expert_load")
-        results[name] = [{n: step.get(n) for n in names} for step in steps]
+        results[name] = [{n: step.get(n) for n in names} for step in found]
+        for step, gradients in zip(results[name], routers.of_steps if routers else ()):
+            step["routers"] = gradients
 
     for model, layout in LAYOUT_CASES:
-        record(f"{model} {layout}", f"{LAYOUTS[layout]} {SHORT}", MODELS[model])
-    for mode, layout, more in BALANCE_CASES:
-        flags = f"{LAYOUTS[layout]} --moe-balance {mode} --global-batch-size 16 {more}"
-        record(f"{mode} {layout} {more}", f"{flags} {SHORT}", HEAVY)
-    for layout, more in BY_SAMPLE_CASES:
-        record(f"by sample {layout} {more}", f"{LAYOUTS[layout]} {more} {SHORT}", BY_SAMPLE)
-    for kind, layout, more in CORE_CASES:
-        flags = f"{LAYOUTS[layout]} --moe-router-load-balancing-type {kind} {more}"
-        record(f"{kind} {layout} {more}", f"{flags} --global-batch-size 16 {SHORT}", HEAVY)
-    for model, layout in RESUMED:
-        saved = f"--save {output}/saved-{model} --save-interval 2"
-        record(f"{model} saved", f"{SHORT} --use-distributed-optimizer {saved}", MODELS[model])
-        load = f"--load {output}/saved-{model} --ckpt-step 2 --use-distributed-optimizer"
+        save, steps = "", STEPS
+        if layout == "dp4" and model in RESUMED:
+            save, steps = f"{SHARDED} --save {output}/saved-{model} --save-interval 2", 3
+        flags = f"{LAYOUTS[layout]} --micro-batch-size 2 {save}"
+        record(f"{model} {layout}", flags, MODELS[model], steps)
+    for mode, flags in BALANCE_CASES:
+        record(f"{mode} {flags}", f"{flags} --moe-balance {mode}", HEAVY)
+    for flags in BY_SAMPLE_CASES:
+        record(f"by sample {flags}", flags, BY_SAMPLE, 1)
+    for kind, cases in CORE_CASES.items():
+        for flags in cases:
+            own = f"{flags} --moe-router-load-balancing-type {kind}"
+            record(f"{kind} {flags}", own, HEAVY, 1)
+    for model, layout in RESUMED.items():
+        load = f"--micro-batch-size 2 --load {output}/saved-{model} --ckpt-step 2 {SHARDED}"
         for other in ("dp4", layout):
-            record(f"{model} {other} resumed", f"{LAYOUTS[other]} {SHORT} {load}", MODELS[model])
-    evaluating = f"{LAYOUTS['ep2']} {SHORT} --eval-iters 1 --eval-interval 1"
-    record("evaluated", evaluating, MODELS["bias"])
+            record(f"{model} {other} resumed", f"{LAYOUTS[other]} {load}", MODELS[model], 3)
+    evaluating = "--micro-batch-size 2 --eval-iters 1 --eval-interval 1"
+    record("evaluated", f"{LAYOUTS['ep2']} {evaluating}", MODELS["bias"])
     exact = "--moe-balance exact --moe-aux-loss-coeff 0.1"
-    record("further exact", f"{LAYOUTS['ep2']} {SHORT}", f"{MOE} --mtp-num-layers 1 {exact}")
+    record("further exact", LAYOUTS["ep2"], f"{MOE} --mtp-num-layers 1 {exact}", 1)
     spoilt = Spoilt()
     run(
         f"{LAYOUTS['ep2']} --train-iters 4".split(),
@@ -140,6 +158,39 @@ def main(output: Path) -> Any:
         "--moe-aux-loss-coeff 0.1",
     )
     return {**results, "spoilt": spoilt.states}
+
+
+class RouterGradients:
+    """Notes the gradients of all routers when they are reduced: [layers, E, h] of every step."""
+
+    def __init__(self) -> None:
+        self.of_steps: list[Any] = []
+
+    def callback(self) -> Any:
+        """For a run whose ranks hold whole gradients."""
+        import torch
+        import torch.distributed as dist
+
+        from megatron.training.model.moe import routers_of
+        from megatron.training.train.callbacks import Callback, CallbackContext
+
+        of_steps = self.of_steps
+
+        class Note(Callback):
+            """See above."""
+
+            def on_grads_ready(self, context: CallbackContext) -> None:
+                held: Any = {n: router.weight for n, router in routers_of(context.model)}
+                shape = (5, *next(iter(held.values())).shape)
+                sums, ranks = torch.zeros(shape, dtype=torch.float64), torch.zeros(5, 1, 1)
+                for layer, weight in held.items():
+                    sums[layer], ranks[layer] = weight.main_grad.double(), 1
+                dist.all_reduce(sums)
+                dist.all_reduce(ranks)
+                # Every rank with the layer has the same, or this is nobody's.
+                of_steps.append((sums / ranks)[ranks.flatten() > 0].tolist())
+
+        return Note()
 
 
 class Spoilt:

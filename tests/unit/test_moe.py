@@ -101,6 +101,17 @@ def test_even_fractions_have_no_gradient() -> None:
     assert balance_gradient(router, tokens(3)).abs().max() < 1e-7
 
 
+def test_there_is_no_balance_loss_before_fractions_are_known() -> None:
+    router = router_of()
+    router.set_layer_number(1)
+    balance = balance_of(layers=(0,), num_experts=EXPERTS)
+    balance.prepare([router], TrainState(), mean_tokens=float(TOKENS))
+    assert not balance_gradient(router, tokens(3)).any(), "not even rounding"
+    state = TrainState(expert_fractions=[[1.0, *[0.0] * (EXPERTS - 1)]])
+    balance.prepare([router], state, mean_tokens=float(TOKENS))
+    assert balance_gradient(router, tokens(3)).any()
+
+
 def test_per_token_losses_count_whole_micro_batches() -> None:
     plain, per_token = router_of(), router_of(calculate_per_token_loss=True)
     for router in (plain, per_token):

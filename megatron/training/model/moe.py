@@ -208,8 +208,8 @@ class ExpertLoad:
 class Balance:
     """Carries fractions and biases of the routers from step to step, in the counters of the run.
 
-    Both are the same on every rank, so that they hold under every layout. Fractions that are not
-    known are 1/E: their gradient is zero, because scores sum to one.
+    Both are the same on every rank, so that they hold under every layout. Before fractions are
+    known there is no balance loss.
     """
 
     layers: tuple[int, ...]
@@ -265,9 +265,10 @@ class Balance:
             router.sums.zero_()
             router.mean_tokens = mean_tokens
             if self.mode != "megatron":
-                even = [1.0 / self.num_experts] * self.num_experts
+                # 1/E would be no loss either, because scores sum to one, but for rounding.
+                none = [0.0] * self.num_experts
                 known = fractions or state.expert_fractions
-                own = known[self.layers.index(layer)] if known else even
+                own = known[self.layers.index(layer)] if known else none
                 router.fractions = router.sums.new_tensor(own)
 
     def give_biases(self, chunks: Sequence[Any], state: TrainState) -> None:
