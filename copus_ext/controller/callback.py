@@ -10,13 +10,13 @@ import dataclasses
 import json
 import logging
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from copus_ext.controller import rules
 from copus_ext.controller.conditions_check import have_conditions_changed
+from copus_ext.controller.current_configuration import CurrentConfiguration
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.gns_callback import GradientNoiseCallback
@@ -24,51 +24,37 @@ from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
 from copus_ext.controller.pause_prior import PausePrior, machine_of
+from copus_ext.controller.present_samples import (
+    PresentSamples,
+    ends_phase,
+    flags_in_present_samples,
+    ratio_of,
+)
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
 from copus_ext.goodput.conditions import Conditions
 from copus_ext.goodput.decide import decide
-from copus_ext.goodput.inputs import ConfigThroughput, Decision, DecisionInputs, build_inputs
+from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
-from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, length_line, summary
+from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
 from copus_ext.goodput.state import ConfigChange, ControllerState, config_key
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.control import PAUSE_FILE
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings
-from megatron.training.config.batch_schedule import steps_for
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
 
+if TYPE_CHECKING:
+    # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
+    from copus_ext.reshard.inprocess import InProcessResharder
+
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "copus_control"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurrentConfiguration:
-    """How the next step is taken unless something changes."""
-
-    layout: Layout
-    """Of the job."""
-    global_batch_size: int
-    """Samples of a step."""
-    micro_batch_size: int
-    """Samples of a micro-batch."""
-
-    @classmethod
-    def of(cls, context: CallbackContext) -> CurrentConfiguration:
-        """After a step."""
-        settings, step = context.state.settings, context.step
-        assert step is not None
-        return cls(
-            layout=context.config.layout,
-            global_batch_size=settings.global_batch_size or step.global_batch_size,
-            micro_batch_size=settings.micro_batch_size or step.micro_batch_size,
-        )
 
 
 class Controller(Callback):
@@ -91,7 +77,7 @@ class Controller(Callback):
             UsageError: a value that makes no sense, or that is not built.
         """
         rules.check(flags, changes_layout=self.changes_layout)
-        self.flags = flags
+        self.flags = self._given = flags
         self.gns = GradientNoiseCallback(flags)
         self.state = ControllerState()
         self.log = DecisionLog(None)
@@ -101,6 +87,7 @@ class Controller(Callback):
         self.failed = False
         self.keeps_settings = self._acts
         self._flag_layout: Layout | None = None
+        self._present, self._ratio = PresentSamples(), 1
         self._was_paused, self._key = False, ""
         self._log_text = UNDECIDED
 
@@ -110,7 +97,11 @@ class Controller(Callback):
 
     def settings(self) -> dict[str, Any]:
         """The controller's flags."""
-        return dataclasses.asdict(self.flags)
+        return dataclasses.asdict(self._given)
+
+    def resharder(self) -> InProcessResharder | None:
+        """What changes layouts in the running processes, if this controller does."""
+        return None if self.layout_changes is None else self.layout_changes.resharder
 
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
         """Those of the layouts that may be chosen."""
@@ -120,6 +111,8 @@ class Controller(Callback):
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Restores the state of the checkpoint; rank 0 opens throughput table and journal."""
+        rules.check_phases(self.flags, context.config)
+        context = self._begin_samples(context)
         config = context.config
         rules.check_run(self.flags, config)
         self.gns.on_setup_start(context)
@@ -146,6 +139,7 @@ class Controller(Callback):
         if dist.get_rank() == 0:
             try:
                 self.log = DecisionLog(context.run_dir)
+                self.log.length_ratio = self._ratio
                 self._record_start(context)
             except OSError as error:
                 problem = str(error)
@@ -154,6 +148,14 @@ class Controller(Callback):
         if self._acts and self.flags.copus_layouts == "all":
             self.layout_changes = LayoutChangeManager(self.flags, self.state, self.log)
             self.layout_changes.open(context)
+
+    def _begin_samples(self, context: CallbackContext) -> CallbackContext:
+        """Counts in the samples of the phase that the run is in; the context as the rest of the
+        controller sees it."""
+        self._ratio = ratio_of(context)
+        self.flags = flags_in_present_samples(self._given, self._ratio)
+        self.log.length_ratio = self._ratio
+        return self._present.of(context)
 
     def _restore(self, context: CallbackContext) -> None:
         """Takes the state from the checkpoint. From here on the next checkpoint holds it."""
@@ -240,26 +242,54 @@ class Controller(Callback):
 
     def on_relayout_start(self, context: CallbackContext) -> None:
         """Removes the gradient hooks."""
-        self.gns.on_relayout_start(context)
+        self.gns.on_relayout_start(self._present.of(context))
 
     def on_relayout_end(self, context: CallbackContext) -> None:
         """Adds the hooks to the new model, and sets what goes with the new layout."""
+        context = self._present.of(context)
         self.gns.on_relayout_end(context)
         self._on_layout(context)
         self._renew_table(context)
+
+    def on_phase_start(self, context: CallbackContext) -> None:
+        """Goes on in samples of another length. The noise scale starts afresh, nothing that was
+        timed counts any more, and the batch is the one that the trainer goes on with."""
+        self._record_outcome(now=True)
+        before, context = self._ratio, self._begin_samples(context)
+        config, settings = context.config, context.state.settings
+        self.state.enter_phase(
+            before=before,
+            after=self._ratio,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
+        )
+        self.gns.on_phase_start(context)
+        self.warm_up = WarmUpGuard(self.flags, config)
+        self._on_layout(context)
+        self._renew_table(context)
+        self.log.note(
+            "phase",
+            iteration=context.state.iteration,
+            consumed_samples=context.state.consumed_samples,
+            seq_length=config.batch.seq_length,
+            global_batch_size=settings.global_batch_size,
+            micro_batch_size=settings.micro_batch_size,
+        )
 
     # A step.
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Prepares the measurement of a step."""
-        self.gns.on_train_step_start(context)
+        self.gns.on_train_step_start(self._present.of(context))
 
     def on_grads_ready(self, context: CallbackContext) -> None:
         """Reads the reduced gradients."""
         self.gns.on_grads_ready(context)
 
     def on_train_step_end(self, context: CallbackContext) -> Request | None:
-        """Measures the step, decides if a decision is due, applies it, and records."""
+        """Measures the step, decides if a decision is due, applies it, and records. The last step
+        of a phase decides nothing, as the next one is of other samples."""
+        is_last, context = ends_phase(context), self._present.of(context)
         self._measure(context)
         self._look_at_conditions(context)
         self.state.begin_annealing(
@@ -268,7 +298,7 @@ class Controller(Callback):
             consumed_samples=context.state.consumed_samples,
             total_samples=context.config.batch.train_samples,
         )
-        is_due = not self.failed and self._is_due(context)
+        is_due = not (self.failed or is_last) and self._is_due(context)
         decision = self._decide(context) if is_due else None
         request = self._apply(decision, context)
         if self.state.global_batch_size is not None:
@@ -501,29 +531,9 @@ class Controller(Callback):
             critical_batch_size=decision.measured_critical_batch_size,
         )
         if dist.get_rank() == 0:
-            lines = [f"copus: {decision.reason}", self._length_line(context, before, to)]
+            ends = before.text_of_length(context, to, takes_the_rest=self.changes_micro_batch)
+            lines = [f"copus: {decision.reason}", ends]
             print(*filter(None, lines), sep="\n", flush=True)
-
-    def _length_line(
-        self, context: CallbackContext, before: CurrentConfiguration, to: ConfigThroughput
-    ) -> str:
-        """How a change moves the last step of the run; empty if it does not."""
-        step, total = context.step, context.config.batch.train_samples
-        assert step is not None
-        old, new = (
-            step.iteration
-            + steps_for(
-                total - step.consumed_samples,
-                batch,
-                # A loop that keeps its micro-batch drops a rest that is less than a batch.
-                least=layout.batch_unit if self.changes_micro_batch else batch,
-            )
-            for batch, layout in (
-                (before.global_batch_size, before.layout),
-                (to.global_batch_size, to.layout),
-            )
-        )
-        return "" if old == new else length_line(total, before=old, after=new)
 
     def _ramp_to(self, batch: int, context: CallbackContext) -> Ramp | None:
         """The learning rate's way to a batch; the one that it is on if the batch stays. It starts
@@ -565,11 +575,13 @@ class Controller(Callback):
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """Notes how old the last checkpoint is."""
+        context = self._present.of(context)
         if self.layout_changes is not None:
             self.layout_changes.on_checkpoint_saved(context)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Removes the hooks and prints the summary, unless new processes go on with the run."""
+        context = self._present.of(context)
         self.gns.on_train_end(context)
         if self.layout_changes is not None:
             self.layout_changes.close(context)

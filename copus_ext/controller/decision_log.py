@@ -35,13 +35,15 @@ class DecisionLog:
     def __init__(self, run_dir: Path | None) -> None:
         self.path = None if run_dir is None else run_dir / NAME
         self._scalars: dict[str, float] = {}
+        self.length_ratio = 1
+        """Samples in which the run counts that a present one is; the journal counts as the run."""
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a record and waits until it is on disk.
 
         Args:
             kind: `start`, `decision`, `outcome`, `warmup`, `conditions`, `spike`, `paused`,
-                `resumed`, `failure` or `end`; for a change of layout `switch` and
+                `resumed`, `phase`, `failure` or `end`; for a change of layout `switch` and
                 `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a fork
                 test `fork.begin` and `fork`.
             fields: plain JSON types.
@@ -52,6 +54,8 @@ class DecisionLog:
         """
         if self.path is None:
             return
+        if self.length_ratio > 1 and "consumed_samples" in fields:
+            fields["consumed_samples"] *= self.length_ratio
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "version": VERSION, "time": now, **fields}
         text = json.dumps(record, allow_nan=False) + "\n"

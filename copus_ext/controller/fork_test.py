@@ -165,7 +165,7 @@ class _Fork:
         return self.plan.problem(
             job.config,
             iteration=job.state.iteration,
-            samples_left=job.samples_left,
+            samples_left=job.samples_left_in_phase,
             held_out_samples=0 if reader is None else reader.num_samples,
         )
 

@@ -110,6 +110,13 @@ class GradientNoiseCallback(Callback):
                     "the noise scale starts afresh, the checkpoint's is unreadable: %r", error
                 )
 
+    def on_phase_start(self, context: CallbackContext) -> None:
+        """Starts afresh: the noise scale counts samples, and these have another length now."""
+        is_broken = self.observer.is_broken
+        self.observer = NoiseObserver(**self._smoothing)
+        self.observer.is_broken = is_broken
+        context.state.callbacks[STATE_KEY] = self.observer.to_json()
+
     def _check_estimator(self, config: Any, wanted: str) -> None:
         if wanted == "auto":
             return
@@ -130,6 +137,9 @@ class GradientNoiseCallback(Callback):
             context.global_batch_size
         ) == 0
         assert context.micro_batch_size is not None
+        if context.is_filled_up:
+            self.hooks.begin(None, 1)
+            return
         own = context.global_batch_size // context.config.layout.dp
         sizes = micro_batch_sizes(own, context.micro_batch_size)
         num_microbatches = len(sizes)
@@ -140,6 +150,7 @@ class GradientNoiseCallback(Callback):
         is_open = due and not self.observer.is_broken
         is_even = sizes[0] == sizes[-1]
         shares = None if is_even else [size / own for size in sizes]
+        context.needs_exact_step = is_open and estimator is not None
         self.hooks.begin(estimator if is_open else None, num_microbatches, shares)
 
     def on_grads_ready(self, context: CallbackContext) -> None:

@@ -33,7 +33,6 @@ from megatron.training.train.callbacks import CallbackContext
 if TYPE_CHECKING:
     # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
     from copus_ext.reshard.inprocess import InProcessResharder
-    from megatron.training.common.train_state import TrainState
     from megatron.training.train.job import Job
 
 
@@ -122,7 +121,7 @@ class LayoutChangeManager:
         self._state.elapsed_s += pause_s
         outcome = ReshardResult(kind="moved", pause_s=pause_s)
         about = {"number": pending.number, "start": pending.start, "to": pending.to}
-        self._note_switch(about, context.state, outcome)
+        self._note_switch(about, context.state.iteration, context.state.consumed_samples, outcome)
 
     def close(self, context: CallbackContext) -> None:
         """Ends a change that is still requested when training ends. All ranks."""
@@ -201,7 +200,9 @@ class LayoutChangeManager:
             )
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
-        self._note_switch(about, job.state, outcome)
+        # The journal is told in samples of the present phase, as the controller counts.
+        position = job.state.consumed_samples // job.config.phase.ratio
+        self._note_switch(about, job.state.iteration, position, outcome)
         change.done(outcome)
 
     def _change_by_relaunch(self, job: Job) -> str:
@@ -224,13 +225,13 @@ class LayoutChangeManager:
         return {"number": change.number, "start": str(job.config.layout), "to": str(change.to)}
 
     def _note_switch(
-        self, about: dict[str, Any], state: TrainState, outcome: ReshardResult
+        self, about: dict[str, Any], iteration: int, consumed_samples: int, outcome: ReshardResult
     ) -> None:
         self._log.note(
             "switch",
             number=about["number"],
-            iteration=state.iteration,
-            consumed_samples=state.consumed_samples,
+            iteration=iteration,
+            consumed_samples=consumed_samples,
             start=about["start"],
             to=about["to"],
             outcome=outcome.to_json(),

@@ -155,6 +155,25 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         )
 
 
+def check_phases(flags: CopusConfig, config: Any) -> None:
+    """Checks the flags against phases of longer samples.
+
+    Args:
+        flags: of the controller.
+        config: of the run, its lengths in the samples of its flags; of another trainer, anything.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
+    phases = getattr(config, "phases", None)
+    if moves and flags.copus_relayout == "relaunch" and phases and phases.phase_starts:
+        raise UsageError(
+            "--copus-relayout relaunch does not go with --seq-length-schedule, whose flags count "
+            "batches in samples of the first phase; use --copus-relayout inprocess"
+        )
+
+
 def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
     """The tensor parallel sizes that the run may be taken to on its ranks."""
     if flags.copus_layouts != "all":

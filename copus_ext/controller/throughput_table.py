@@ -14,6 +14,7 @@ from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.link_timing import Link, ranks_of_a_node
 from copus_ext.cost_model.cluster_spec import ClusterSpec, kind_of, preset
 from copus_ext.cost_model.constants import USUAL, PartFactors
+from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.goodput.inputs import ConfigThroughput
@@ -315,6 +316,7 @@ def _configuration(
     mode, layers = _recompute(config)
     return Configuration(
         layout=layout,
+        cp_comm_type=_exchange(config) if layout.cp > 1 else None,
         micro_batch_size=micro_batch_size,
         global_batch_size=batch,
         recompute=mode,  # pyright: ignore[reportArgumentType]
@@ -324,6 +326,13 @@ def _configuration(
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
     )
+
+
+def _exchange(config: Config) -> str:
+    """How ranks that share samples exchange keys and values; of two levels the outer one, a ring.
+    An older Megatron-LM has one word for each layer."""
+    word = (getattr(config.parallel, "cp_comm_type", None) or ("p2p",))[0]
+    return word if word in CP_COMM_TYPES else "p2p"
 
 
 def _uses_tp_pp_dp_mapping(config: Config) -> bool:
@@ -338,7 +347,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         fixed["micro_batch"] = config.batch.micro_batch_size
     if flags.copus_layouts == "current":
         fixed |= {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp}
-        fixed |= {"ep": layout.ep, "etp": layout.expert_tensor_parallel_size}
+        fixed |= {"ep": layout.ep, "etp": layout.expert_tensor_parallel_size, "cp": layout.cp}
     return Limits(
         fixed=fixed,
         recompute=(mode,),
@@ -351,6 +360,7 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         # Of parts of samples no gradient noise of experts is measured.
         whole_samples=flags.copus_layouts == "all",
         max_micro_batch=flags.copus_max_micro_batch_size,
+        cp_comm_types=(_exchange(config),),
     )
 
 
@@ -388,6 +398,9 @@ def _profile(flags: CopusConfig, model: ModelSpec, cluster: ClusterSpec) -> list
         theirs = ModelSpec.from_json(machine.get("model", {}))
     except (OSError, ForeignProfile, ValueError, TypeError) as error:
         raise UsageError(f"--copus-profile {path}: {error}") from error
+    if theirs.seq_length != model.seq_length:
+        # Of another length of samples: nothing to learn from, and no mistake where they grow.
+        return []
     measured = machine.get("world_size"), machine.get("gpu")
     own = cluster.world_size, cluster.gpu.name
     if measured != own or theirs.num_parameters != model.num_parameters:

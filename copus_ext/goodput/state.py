@@ -249,6 +249,39 @@ class ControllerState:
             del times[:-TIMED_STEPS]
             self._shift = self.watch.add(key, seconds)
 
+    def enter_phase(
+        self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
+    ) -> None:
+        """Goes on with samples of another length. Times, losses and noise scales of the old length
+        tell nothing of the new one.
+
+        Args:
+            before: tokens per sample until now, in any unit.
+            after: tokens per sample from now on, in the same unit.
+            global_batch_size: of the next step, if the controller sets it, in the new samples.
+            micro_batch_size: of the next step, in the new samples.
+        """
+
+        def rescaled(samples: Any) -> Any:
+            return None if samples is None else samples * before // after
+
+        for name in (
+            "last_decision_samples",
+            "last_change_samples",
+            "hold_growth_until_samples",
+            "answered_batch",
+        ):
+            setattr(self, name, rescaled(getattr(self, name)))
+        if self.annealing_from is not None:
+            self.annealing_from = max(rescaled(self.annealing_from), 1)
+        self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
+        if self.global_batch_size is not None and global_batch_size is not None:
+            self.global_batch_size = global_batch_size
+            self.micro_batch_size = micro_batch_size
+        self.steps, self.step_times, self.open_change = [], {}, None
+        self.steps_after_change = 0
+        self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None
+
     def take_shift(self) -> StepTimeShift | None:
         """A lasting change of the step time that became certain with the last step."""
         shift, self._shift = self._shift, None

@@ -66,6 +66,8 @@ class Step(NamedTuple):
     """Tokens of the busiest expert over the mean; None in a dense model."""
     balance_loss: float | None = None
     """Loss of the load of experts with coefficient 1; 1 is an even load."""
+    seq_length: int | None = None
+    """Tokens per sample where samples become longer; None: as the flags say."""
 
     @property
     def finite_loss(self) -> float | None:
@@ -158,7 +160,8 @@ class RunHistory:
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Length of a sequence."""
+        """Tokens of a sample in which the run counts: of the first phase, where they become
+        longer."""
         length = whole(self.config.get("seq_length"))
         return length if length and length > 0 else None
 
@@ -351,6 +354,7 @@ def _step(record: dict[str, Any], launch: str) -> Step | None:
         train_iterations=whole(record.get("train_iterations")),
         expert_load=number(record.get("max_expert_load")),
         balance_loss=number(table(record.get("losses")).get("load_balancing_loss")),
+        seq_length=whole(record.get("seq_length")),
     )
 
 

@@ -269,10 +269,15 @@ def _pace(
     samples_per_s = batch / step_s
     wall_s = (steps[-1].t or 0.0) - (steps[0].t or 0.0)
     found |= {"step_s": step_s, "samples_per_s": samples_per_s}
-    found["wall_samples_per_s"] = (len(steps) - 1) * batch / wall_s if wall_s > 0 else samples_per_s
-    if (length := whole(run.config.get("seq_length"))) is not None:
+    wall_samples_per_s = (len(steps) - 1) * batch / wall_s if wall_s > 0 else samples_per_s
+    counted = run.tokens_per_sample
+    length = steps[-1].seq_length or counted
+    if length is not None:
         found["tokens_per_s"] = length * samples_per_s
-    flops = _flops_of_a_rank(run.config, layout, samples_per_s)
+    # What is left is counted in samples of the first length.
+    ratio = length / counted if length and counted else 1.0
+    found["wall_samples_per_s"] = wall_samples_per_s * ratio
+    flops = _flops_of_a_rank({**run.config, "seq_length": length}, layout, samples_per_s)
     if flops is not None:
         found["tflops_per_gpu"] = flops / 1e12
         peak = _peak_flops(run)
@@ -284,7 +289,12 @@ def _of_one_configuration(steps: Sequence[Step], entered_t: float) -> list[Step]
     """The last steps of one batch and layout; until the layout has one, those before."""
     found: list[Step] = []
     for step in reversed(steps):
-        is_other = (step.batch, step.micro) != (steps[-1].batch, steps[-1].micro)
+        last = steps[-1]
+        is_other = (step.batch, step.micro, step.seq_length) != (
+            last.batch,
+            last.micro,
+            last.seq_length,
+        )
         if is_other or (step.t or 0.0) < entered_t <= (steps[-1].t or 0.0):
             break
         found.append(step)

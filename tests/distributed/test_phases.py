@@ -77,3 +77,45 @@ def test_a_step_that_masked_samples_fill_up_weighs_the_others_alike(runs: Runs, 
         assert ours == pytest.approx(theirs, rel=1e-5), name
     assert runs[f"reads of four replicas{way}"] == [[382, 2], [384, 80]]
     assert filled[0]["consumed_samples"] == 384
+
+
+def test_a_controller_crosses_every_boundary_exactly(runs: Runs) -> None:
+    steps, position = runs["controlled"], 0
+    for step in steps:
+        position += step["global_batch_size"] * step["seq_length"] // 64
+        assert step["consumed_samples"] == position
+        assert step["seq_length"] == LENGTHS[(position > 384) + (position > 768)]
+    assert {384, 768} <= {step["consumed_samples"] for step in steps}
+    assert position == SAMPLES
+    tokens = [step["global_batch_size"] * step["seq_length"] for step in steps]
+    assert max(tokens) > tokens[0], "the batch has grown"
+    assert tokens[0] == 64 * 64
+
+
+def test_the_batch_of_a_controller_keeps_its_tokens(runs: Runs) -> None:
+    records = [record for record in runs["journal"] if record["kind"] == "phase"]
+    assert [record["consumed_samples"] for record in records] == [384, 768]
+    assert [record["seq_length"] for record in records] == [256, 1024]
+    changes = [r for r in runs["journal"] if r["kind"] == "decision" and r["applied"]]
+    assert changes
+    tokens = [record["global_batch_size"] * record["seq_length"] for record in records]
+    before = [r["decision"]["to"] for r in changes if r["consumed_samples"] < 384]
+    assert tokens[0] == before[-1]["global_batch_size"] * 64
+
+
+def test_the_noise_scale_starts_afresh_in_a_phase(runs: Runs) -> None:
+    first = dict.fromkeys(LENGTHS)
+    for step, noise in zip(runs["controlled"], runs["noise"], strict=True):
+        if first[step["seq_length"]] is None:
+            first[step["seq_length"]] = noise
+    for length, noise in first.items():
+        assert noise is not None
+        assert noise["tokens_per_sample"] in (0.0, length)
+        assert noise["effective_steps"] <= 1.0
+    assert max(noise["effective_steps"] for noise in runs["noise"]) > 1.0
+
+
+def test_a_controller_goes_on_inside_a_phase(runs: Runs) -> None:
+    resumed, whole = runs["controlled resumed"], runs["controlled"]
+    assert resumed == whole[-len(resumed) :]
+    assert resumed[0]["seq_length"] == 256

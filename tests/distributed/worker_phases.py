@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from copus_ext.controller.phase_layouts import PhaseLayouts
+from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.train.callbacks import Callback, CallbackContext
@@ -102,6 +106,7 @@ def main(output: Path) -> Any:
     steps = run(["--seq-length", "64"], output / "plain", base=" ".join(plain))
     results["plain"] = record(steps)
     fill_up(output, go, results)
+    control(output, go, results)
     return results
 
 
@@ -116,3 +121,27 @@ def fill_up(output: Path, go: Any, results: dict[str, Any]) -> None:
             sizes = Sizes(None)
             go(f"{name}{way}", [*load, *layout, *more], [sizes])
             results[f"reads of {name}{way}"] = sizes.reads
+
+
+def control(output: Path, go: Any, results: dict[str, Any]) -> None:
+    """A controller doubles the batch while phases follow one another."""
+    from tests.distributed.worker_controller import controllers
+
+    def acting() -> list[Any]:
+        policy = {"copus_policy": "doubling", "copus_doubling_first_tokens": 128 * 64.0}
+        return [controllers()[0](**policy, copus_mode="act", copus_gns_interval=1)]
+
+    flags = ["--lr-decay-style", "constant", "--lr-warmup-iters", "0"]
+    saved = ["--save", str(output / "controlled-saved"), "--save-interval", "1"]
+    go("controlled", [*flags, *saved], acting())
+    inside = 0
+    if dist.get_rank() == 0:
+        metrics = read_metrics(output / "controlled")
+        results["noise"] = [s["noise"] for s in metrics if s["kind"] == "step"]
+        journal = (output / "controlled" / "journal.jsonl").read_text().splitlines()
+        results["journal"] = [json.loads(line) for line in journal]
+        lengths = [step["seq_length"] for step in results["controlled"]]
+        inside = lengths.index(256) + 1
+    inside = broadcast_from_rank0(inside)
+    load = ["--load", str(output / "controlled-saved"), "--ckpt-step", str(inside)]
+    go("controlled resumed", [*flags, *load], acting())

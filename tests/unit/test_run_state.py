@@ -151,11 +151,11 @@ def test_a_stop_wins_over_a_save(kinds: tuple[str, ...]) -> None:
     assert wanted is not None and wanted.kind == "stop"
 
 
-def test_the_events_are_those_of_megatron_lm_and_our_four() -> None:
+def test_the_events_are_those_of_megatron_lm_and_our_five() -> None:
     named = "setup_start data_init_start train_start train_step_start train_step_end log train_end"
     evaluation = ("start", "step_start", "step_end", "end")
     events = {f"on_{name}" for name in named.split()} | {"on_grads_ready", "on_checkpoint_saved"}
-    events |= {"on_relayout_start", "on_relayout_end"}
+    events |= {"on_relayout_start", "on_relayout_end", "on_phase_start"}
     events |= {f"on_{split}_{name}" for split in ("eval", "test") for name in evaluation}
     assert {name for name in vars(Callback) if name.startswith("on_")} == events
     callback = Callback()
@@ -228,7 +228,7 @@ def test_the_mean_loss_is_that_of_the_steps_taken() -> None:
     interval = _Interval()
     steps: list[dict[str, Any]] = [{}, {"loss": 4.0}, {"loss": 1e9, "updated": False}]
     for changes in steps:
-        interval.add(step_info(**changes))
-    interval.add(step_info(loss=math.nan, updated=False))
+        interval.add(step_info(**changes), 1.0)
+    interval.add(step_info(loss=math.nan, updated=False), 1.0)
     assert interval.losses == [{"lm loss": 2.0}, {"lm loss": 4.0}]
     assert (interval.steps, interval.skipped, interval.nan) == (4, 2, 1)

@@ -50,6 +50,11 @@ class CallbackContext:
     """Samples of the step about to start."""
     micro_batch_size: int | None = None
     """Samples of its micro-batches."""
+    is_filled_up: bool = False
+    """Whether masked samples fill up the step; its gradient tells nothing of noise."""
+    needs_exact_step: bool = False
+    """Whether the step about to start must have its exact gradient, whatever shortens messages;
+    set by `on_train_step_start`, alike on all ranks."""
     microbatch_tokens: Any = None
     """[num_microbatches] loss tokens of this replica, on ranks of the last stage."""
     scalars: dict[str, float] = field(default_factory=dict)

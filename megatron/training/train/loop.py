@@ -31,7 +31,8 @@ def train(job: Job) -> StopReason | None:
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
         job.trace.step(state.iteration)
-        job.fire("on_train_step_start", **sizes)
+        job.context.needs_exact_step = False
+        job.fire("on_train_step_start", **sizes, is_filled_up=job.is_filled_up)
         info, shared = train_step(job)
         request = job.fire(
             "on_train_step_end",

@@ -1,0 +1,125 @@
+"""A run as a controller sees it in a phase: as if all of it had samples of the present length.
+
+A trainer counts in samples of `--seq-length`. Batches, noise scale and throughput are of samples of
+the present length, and a controller compares them with lengths of the run. So it is given all in
+the present samples, and takes a new view where a phase begins.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from megatron.training.config.batch_schedule import parse_steps
+from megatron.training.train.callbacks import CallbackContext
+
+if TYPE_CHECKING:
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.config import Config
+
+_OF_STATE = ("consumed_samples", "lr_samples", "skipped_samples")
+_OF_FLAGS = (
+    "copus_min_global_batch_size",
+    "copus_max_global_batch_size",
+    "copus_reference_batch_size",
+)
+
+
+class _StateView:
+    """Counters of a run in present samples; all else is that of the run, for writing too."""
+
+    def __init__(self, state: Any, ratio: int) -> None:
+        object.__setattr__(self, "_state", state)
+        object.__setattr__(self, "_ratio", ratio)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._state, name)
+        return value // self._ratio if name in _OF_STATE else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name not in _OF_STATE, f"{name} is the trainer's to count"
+        setattr(self._state, name, value)
+
+
+class PresentSamples:
+    """Views of the contexts of one run."""
+
+    def __init__(self) -> None:
+        self._config: Any = None
+        self._view: Any = None
+
+    def of(self, context: CallbackContext) -> CallbackContext:
+        """A context in present samples; the same one where they are those of the run."""
+        ratio = ratio_of(context)
+        if ratio == 1:
+            return context
+        if context.config is not self._config:
+            self._config, self._view = context.config, config_in_present_samples(context.config)
+        view = copy.copy(context)
+        view.config, view.state = self._view, _StateView(context.state, ratio)
+        if context.step is not None:
+            step = context.step
+            view.step = dataclasses.replace(
+                step, consumed_samples=step.consumed_samples // ratio, length_ratio=1
+            )
+        return view
+
+
+def ratio_of(context: CallbackContext) -> int:
+    """Samples in which the run counts that a present sample is; 1 for other trainers."""
+    return context.config.phase.ratio if hasattr(context.config, "phase") else 1
+
+
+def ends_phase(context: CallbackContext) -> bool:
+    """Whether the step just done is the last of a phase that another one follows."""
+    if not hasattr(context.config, "phase"):
+        return False
+    phase, config = context.config.phase, context.config
+    is_last = phase.number + 1 == len(config.all_phases)
+    return not is_last and context.state.consumed_samples >= phase.end
+
+
+def config_in_present_samples(config: Config) -> Config:
+    """The configuration of a run without phases whose samples have the present length."""
+    phase, batch, optim = config.phase, config.batch, config.optim
+    steps, ramp = batch.step_batch_size_schedule, batch.rampup_batch_size
+    if steps is not None:
+        steps = " ".join(
+            f"{start * batch.seq_length}:{max(size // phase.ratio, 1)}"
+            for start, size in parse_steps(steps, batch.seq_length)
+        )
+    if ramp is not None:
+        ramp = tuple(max(number // phase.ratio, 1) for number in ramp)
+    wsd = optim.lr_wsd_decay_samples
+    return config.replace(
+        **{field.name: field.default for field in dataclasses.fields(config.phases)},
+        seq_length=phase.seq_length,
+        step_batch_size_schedule=steps,
+        rampup_batch_size=ramp,
+        global_batch_size=max(batch.global_batch_size // phase.ratio, 1),
+        initial_global_batch_size=max(batch.initial_global_batch_size // phase.ratio, 1),
+        train_samples=batch.train_samples // phase.ratio,
+        lr_decay_samples=optim.lr_decay_samples // phase.ratio,
+        lr_warmup_samples=optim.lr_warmup_samples // phase.ratio,
+        lr_wsd_decay_samples=None if wsd is None else wsd // phase.ratio,
+    )
+
+
+def flags_in_present_samples(flags: CopusConfig, ratio: int) -> CopusConfig:
+    """The controller's flags, whose batches are given in samples of the first phase.
+
+    Args:
+        flags: as given.
+        ratio: samples of the first phase that a present one is.
+    """
+    values: dict[str, Any] = {}
+    for name in _OF_FLAGS:
+        value = getattr(flags, name)
+        if value is not None:
+            values[name] = max(value // ratio, 1)
+    if flags.copus_batch_grid is not None and ratio > 1:
+        sizes = [int(word) for word in flags.copus_batch_grid.split(",")]
+        kept = sorted({size // ratio for size in sizes if size % ratio == 0})
+        values["copus_batch_grid"] = ",".join(map(str, kept)) or None
+    return dataclasses.replace(flags, **values)

@@ -1,0 +1,138 @@
+"""A run as its controller sees it in a phase: all in samples of the present length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from copus_ext.controller import rules
+from copus_ext.controller.decision_log import NAME, DecisionLog
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.present_samples import (
+    PresentSamples,
+    config_in_present_samples,
+    ends_phase,
+    flags_in_present_samples,
+)
+from copus_ext.goodput.state import ControllerState, config_key
+from megatron.training.common.errors import UsageError
+from megatron.training.common.step_settings import StepSettings
+from megatron.training.common.train_state import TrainState
+from megatron.training.config import Config
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.train.callbacks import CallbackContext
+from tests.helpers.steps import step_info
+from tests.unit.test_phases import BASE, config_of
+
+RUN = "--train-iters 20 --global-batch-size 32 --lr-warmup-iters 2 --lr-decay-iters 18"
+
+
+def context_of(config: Config, consumed_samples: int, **step: Any) -> CallbackContext:
+    nothing: dict[str, Any] = dict.fromkeys(("model", "optimizer", "scheduler", "groups"))
+    return CallbackContext(
+        **nothing,
+        config=config,
+        state=TrainState(consumed_samples=consumed_samples, lr_samples=consumed_samples),
+        step=step_info(consumed_samples=consumed_samples, **step),
+    )
+
+
+def test_a_run_in_a_phase_looks_like_a_run_of_its_length() -> None:
+    seen = config_in_present_samples(config_of(RUN).in_phase(1))
+    alone = RUN.replace("--global-batch-size 32", "--global-batch-size 8 --seq-length 256")
+    own = resolve(parse_args([*BASE.split(), *alone.split()]), 1)
+    assert seen.phases == own.phases and seen.phase.ratio == 1
+    assert replace(seen.batch, micro_batch_size=2) == replace(
+        own.batch, eval_samples=seen.batch.eval_samples
+    )
+    for name in ("lr_decay_samples", "lr_warmup_samples"):
+        assert getattr(seen.optim, name) == getattr(own.optim, name)
+
+
+def test_batches_of_a_schedule_are_in_present_samples() -> None:
+    flags = "--train-iters 20 --step-batch-size-schedule"
+    words = [*BASE.split(), *flags.split(), "0:32 8192:64", "--seq-length-schedule", "0:64 50%:256"]
+    config = resolve(parse_args(words), 1).in_phase(1)
+    assert config_in_present_samples(config).batch.step_batch_size_schedule == "0:8 8192:16"
+
+
+def test_the_first_phase_is_seen_as_it_is() -> None:
+    context = context_of(config_of(RUN), 32)
+    assert PresentSamples().of(context) is context
+
+
+def test_counters_are_seen_in_present_samples_and_settings_are_written_through() -> None:
+    context = context_of(config_of(RUN).in_phase(1), 400, global_batch_size=8, length_ratio=4)
+    seen = PresentSamples().of(context)
+    assert seen.state.consumed_samples == seen.state.lr_samples == 100
+    assert seen.step is not None and seen.step.consumed_samples == 100
+    assert seen.config.batch.train_samples == 160 and seen.config.batch.seq_length == 256
+    seen.state.settings = StepSettings(global_batch_size=8)
+    assert context.state.settings.global_batch_size == 8
+    assert context.state.consumed_samples == 400
+
+
+@pytest.mark.parametrize(("consumed", "is_last"), [(224, False), (256, True)])
+def test_the_last_step_of_a_phase(consumed: int, is_last: bool) -> None:
+    assert ends_phase(context_of(config_of(RUN), consumed)) == is_last
+    assert not ends_phase(context_of(config_of(RUN).in_phase(2), 640))
+
+
+def test_flags_give_batches_in_samples_of_the_first_phase() -> None:
+    flags = CopusConfig(copus_min_global_batch_size=16, copus_batch_grid="24,32,64")
+    seen = flags_in_present_samples(flags, 4)
+    assert seen.copus_min_global_batch_size == 4 and seen.copus_batch_grid == "6,8,16"
+    assert flags_in_present_samples(flags, 16).copus_batch_grid == "2,4"
+    assert flags_in_present_samples(flags, 1) == flags
+
+
+def test_rates_are_relative_to_as_many_tokens() -> None:
+    config = config_of(RUN)
+    flags = CopusConfig(copus=True, copus_mode="act")
+    first = rules.rate_rules_of(flags, config)
+    later = rules.rate_rules_of(flags, config_in_present_samples(config.in_phase(1)))
+    assert first.lr_factor(64) == later.lr_factor(16)
+
+
+def test_the_state_of_the_controller_enters_a_phase() -> None:
+    state = ControllerState(
+        last_decision_samples=200,
+        last_change_samples=100,
+        global_batch_size=64,
+        micro_batch_size=4,
+        critical_batch_size_when_grown=30.0,
+        annealing_from=32,
+    )
+    key = config_key("tp1.pp1.dp1", 4, 64)
+    for i in range(9):
+        step = {"consumed_samples": 64 * i, "batch": 64, "loss": 1.0, "seconds": 0.5}
+        state.record_step(key=key, **step)
+    assert state.step_times[key]
+    state.enter_phase(before=1, after=4, global_batch_size=16, micro_batch_size=1)
+    assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
+    assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
+    assert not state.step_times and not state.steps and state.watch.key == ""
+    assert state.critical_batch_size_when_grown is None
+    assert ControllerState.from_json(json.loads(json.dumps(state.to_json()))) == state
+
+
+def test_the_journal_counts_as_the_run(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path)
+    log.length_ratio = 4
+    log.append("phase", consumed_samples=100)
+    assert json.loads((tmp_path / NAME).read_text())["consumed_samples"] == 400
+
+
+def test_new_processes_cannot_take_a_run_through_phases() -> None:
+    flags = CopusConfig(
+        copus=True, copus_mode="act", copus_layouts="all", copus_relayout="relaunch"
+    )
+    with pytest.raises(UsageError, match="use --copus-relayout inprocess"):
+        rules.check_phases(flags, config_of(RUN))
+    rules.check_phases(
+        flags, resolve(parse_args([*BASE.split(), *RUN.split(), "--seq-length", "64"]), 1)
+    )
