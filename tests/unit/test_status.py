@@ -292,6 +292,21 @@ def test_of_large_files_only_the_end_is_read_and_layout_speed_and_mode_are_known
     assert "at least 0 restarts" in shown(read_status(tmp_path))
 
 
+def test_speed_and_time_left_of_a_phase_count_its_longer_samples(tmp_path: Path) -> None:
+    record_run(tmp_path, 3, ended=False)
+    plain = read_status(tmp_path)
+    with Tracker(tmp_path, launch="job.0.0") as tracker:
+        for i in range(4, 7):
+            step(tracker, i, elapsed_per_iteration_ms=100.0, seq_length=4 * CONFIG["seq_length"])
+    now = read_status(tmp_path)
+    assert now.samples_per_s == 160.0 and plain.samples_per_s is not None
+    assert now.tokens_per_s == 160.0 * 4 * CONFIG["seq_length"]
+    assert now.tflops_per_gpu and plain.tflops_per_gpu
+    assert now.samples_per_s is not None
+    more = now.tflops_per_gpu / plain.tflops_per_gpu * plain.samples_per_s / now.samples_per_s
+    assert more > 4.0, "attention grows faster than the length"
+
+
 def test_steps_before_a_change_of_layout_say_nothing_of_those_after_it(tmp_path: Path) -> None:
     record_run(tmp_path, 40, ended=False)
     with Tracker(tmp_path, launch="job.0.0") as tracker:

@@ -149,6 +149,11 @@ def derive_phases(draft: Draft, environment: Environment) -> None:
         f"--seq-length-schedule reaches {longest} tokens and --max-position-embeddings is "
         f"{positions}; raise the latter",
     )
+    if draft["position_embedding_type"] == "learned_absolute":
+        draft.notes.append(
+            f"learned positions from {lengths[0]} on have weight decay and no gradient until a "
+            "phase reaches them; --position-embedding-type rope has no such rows"
+        )
     schedule = schedule_of(draft)
     starts = _starts(draft, [position for position, _ in entries], schedule)
     draft.stop_if_problems()
