@@ -16,6 +16,7 @@ import numpy as np
 from bench.support import ROOT
 from copus_ext.cost_model.rows import Rows
 from copus_ext.planner.validation import MeasuredRun, read_table, rows_of
+from megatron.training.model.flops import training_flops_per_sample
 
 DATA = Path(__file__).parent / "data"
 GPT = {"dropout": 1, "fused_attention": 0, "use_distributed_optimizer": 0, "overlap": 0}
@@ -77,6 +78,60 @@ def _megatron(r: dict[str, str], cluster: str, seconds: str) -> Row:
     }
 
 
+LLAMA_3 = {
+    "llama-3-8b": {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "ffn_hidden_size": 14336,
+    },
+    # 126 layers: the first and the last stage have one less, in place of embedding and head.
+    "llama-3-405b": {
+        "num_layers": 128,
+        "hidden_size": 16384,
+        "num_attention_heads": 128,
+        "ffn_hidden_size": 53248,
+    },
+}
+"""Sizes of models whose samples were shared by ranks."""
+
+
+def _shared(r: dict[str, str]) -> Row:
+    """A run whose samples ranks may share. Throughput is of the model's own arithmetic."""
+    shape, length, gpus = LLAMA_3[r["model"]], int(r["seq_len"]), int(r["gpus"])
+    samples = int(r["global_batch"])
+    if rate := r["tokens_per_s_per_gpu"]:
+        step_s = samples * length / gpus / float(rate)
+    else:
+        flops = training_flops_per_sample(
+            **{**shape, "num_layers": 126},
+            num_query_groups=8,
+            kv_channels=128,
+            seq_length=length,
+            padded_vocab_size=128256,
+            gated_mlp=True,
+        )
+        step_s = samples * flops / gpus / (1e12 * float(r["tflops_per_gpu"]))
+    return {
+        **shape,
+        "group": r["model"],
+        "cluster": f"h100-80g:{gpus}",
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "vocab_size": 128256,
+        "gated": 1,
+        "bias": 0,
+        "normalization": "RMSNorm",
+        "tied": 0,
+        "seq_length": length,
+        **{name: r[name] for name in ("tp", "cp", "pp", "vpp", "recompute")},
+        "cp_comm_type": r["exchange"],
+        "micro_batch_size": r["micro_batch"],
+        "global_batch_size": samples,
+        "step_s": step_s,
+    }
+
+
 def tables() -> dict[str, list[Row]]:
     """All public tables, by name."""
     korthikanti = [
@@ -107,6 +162,7 @@ def tables() -> dict[str, list[Row]]:
         for r in _records("megatron_h100_weak_scaling.csv")
     ]
     return {
+        "context_parallel": [_shared(r) for r in _records("context_parallel_h100.csv")],
         "vtrain_multi": list(_vtrain("multi")),
         "vtrain_single": list(_vtrain("single")),
         "korthikanti": korthikanti,

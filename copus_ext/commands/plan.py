@@ -26,6 +26,7 @@ from copus_ext.planner.request import (
     batches,
     cluster_of,
     configuration_of,
+    cp_comm_types_of_flags,
     model_of,
     notes_on,
     sizes,
@@ -141,6 +142,8 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--recompute", default="none,selective,full,block", help="kinds of recomputation to try"
     )
+    words = "exchanges of keys and values to try with cp (default: p2p,a2a; CPU: all_gather,a2a)"
+    search.add_argument("--cp-comm-type", metavar="TYPES", help=words)
     search.add_argument(
         "--decrease-batch-size-if-needed",
         action="store_true",
@@ -231,6 +234,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         round_down=args.decrease_batch_size_if_needed,
         overlap=not args.no_overlap,
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
+        cp_comm_types=cp_comm_types_of_flags(args),
     )
     for name, (_, command) in _FORMER.items():
         if getattr(args, name):
@@ -348,13 +352,15 @@ def timing_line(worth_timing: Sequence[Any], *, is_mixture: bool = False) -> str
     found = next((some for some in worth_timing if some), None)
     if not found:
         return ""
-    tool = other_command("profile_layouts.py")
+    tool, shares = other_command("profile_layouts.py"), any(c.layout.cp > 1 for c in found)
     lines = [f"to be surer of the others time {' and '.join(map(str, found))}:"]
     for c in found:
         layout = c.layout
         fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
         fixed += f",ep={layout.ep},etp={layout.expert_tensor_parallel_size}" if is_mixture else ""
-        more = [] if c.overlap else ["--no-overlap"]
+        fixed += f",cp={layout.cp}" if shares else ""
+        more = ["--cp-comm-type", c.cp_comm_type] if c.cp_comm_type else []
+        more += [] if c.overlap else ["--no-overlap"]
         more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
         batch = ["--global-batch-size", str(c.global_batch_size)]
         flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
@@ -445,7 +451,8 @@ def answer(args: argparse.Namespace) -> int:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
         is_mixture = planner.model.num_experts is not None
-        report.table(found, console, top=args.top, is_mixture=is_mixture)
+        asked = "cp" in {**planner.limits.fixed, **planner.limits.largest}
+        report.table(found, console, top=args.top, is_mixture=is_mixture, shows_cp=asked)
         if borrowed := borrowed_constants(args, planner):
             console.print(borrowed, highlight=False, markup=False)
         if headroom is not None:

@@ -14,6 +14,7 @@ import dataclasses
 import io
 import logging
 import os
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -38,11 +39,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     p.add_argument("--global-batch-size", type=int, default=64, help="largest batch of interest")
     p.add_argument("--batches", default="", help="time these batches instead, such as 8,16")
     p.add_argument("--fix", default="", help="sizes to keep, such as tp=2,pp=1")
+    words = "exchanges of keys and values to time with cp, such as all_gather,a2a"
+    p.add_argument("--cp-comm-type", metavar="TYPES", help=words)
     p.add_argument("--no-overlap", action="store_true", help="without overlap of communication")
     words = "with the optimizer's state on every replica"
     p.add_argument("--no-distributed-optimizer", action="store_true", help=words)
     p.add_argument("--largest", default="", help="largest sizes, such as vpp=1")
     args, flags = p.parse_args(argv[:at]), argv[at + 1 :]
+    args.megatron_args = shlex.join(flags)
     args.use_tp_pp_dp_mapping = "--use-tp-pp-dp-mapping" in flags
     return args, flags
 
@@ -50,12 +54,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     """One configuration per layout and micro-batch, largest throughput expected first."""
     from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.request import sizes
+    from copus_ext.planner.request import cp_comm_types_of_flags, sizes
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
 
+    fixed, largest = sizes("--fix", args.fix), sizes("--largest", args.largest)
+    if "cp" not in {**fixed, **largest}:
+        # Samples are shared only where that is asked for: it would double what is timed.
+        fixed["cp"] = 1
     limits = Limits(
-        fixed=sizes("--fix", args.fix),
-        largest=sizes("--largest", args.largest),
+        fixed=fixed,
+        largest=largest,
         recompute=tuple(args.recompute.split(",")),
         max_micro_batch=args.max_micro_batch,
         cross_node_tp=True,
@@ -64,6 +72,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         overlap=not args.no_overlap,
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),
+        cp_comm_types=cp_comm_types_of_flags(args),
     )
     points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
     found: dict[Any, Configuration] = {}

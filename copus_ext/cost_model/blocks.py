@@ -113,7 +113,7 @@ def costs_by_block(rows: Rows, c: Constants, *, context_bytes: float = CONTEXT_B
     of = functools.partial(_blocks, int(rows.num_layers[0]))
     parameters = of(first, layer_parameters(rows), last)
     state = 8.0 if rows.element_bytes[0] == 4 else 12.0
-    owned = state / rows.dp[0] if rows.use_distributed_optimizer[0] else state
+    owned = state / rows.copies[0] if rows.use_distributed_optimizer[0] else state
     own_message = FRAGMENTATION * message_bytes(rows)[0]
 
     ring = functools.partial(layer_time.ring_s, rows, c)

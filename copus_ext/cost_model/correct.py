@@ -3,7 +3,8 @@
 A step is a sum of parts (`copus_ext.cost_model.step.PARTS`), and ln(measured / predicted) is
 
 - what independent factors of the parts make of it: computation, bubble, tensor-parallel
-  collectives and what goes to experts and back, pipeline messages, gradients, optimizer; and a
+  collectives with what goes to experts and between ranks that share samples, pipeline messages,
+  gradients, optimizer; and a
   constant time of every step;
 - a factor that all configurations share, one for the tensor size and one for the pipeline size;
 - one for the pair of the two, which changes slowly with the micro-batch;
@@ -162,9 +163,11 @@ class Steps:
         parts = {"compute": np.ones(len(whole))} if parts is None else parts
         nothing = np.zeros(len(whole))
         known = {name: parts.get(name, nothing) for name in _FACTORS_OF}
-        # Rows that go to experts share the factor of the other collectives within layers.
-        if "ep" in parts:
-            known["tp"] = known["tp"] + parts["ep"]
+        # What goes to experts, or between ranks that share samples, has the factor of the other
+        # collectives within layers.
+        for name in ("ep", "cp"):
+            if name in parts:
+                known["tp"] = known["tp"] + parts[name]
         work = np.maximum(known["compute"] + known["recompute"], 1e-12)
         share = np.minimum(launch_s / work, 1.0)
         columns = [np.broadcast_to(column, len(whole)) for column in known.values()]

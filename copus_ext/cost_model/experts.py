@@ -2,7 +2,7 @@
 
 A layer with experts is priced as a layer whose MLP is the shared expert, with the router and the
 routed experts on top. A rank holds `E / ep` experts, each cut over `etp` ranks. Every expert has
-`edp = tp dp / (ep etp)` copies in a stage.
+`edp = tp cp dp / (ep etp)` copies in a stage.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def alltoall_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
 def members_of_node(rows: Rows) -> Any:
     """[n] the fewest ranks of an all-to-all that share a node, over all its groups and nodes."""
     x = experts_of(rows)
-    sizes = (x.ep, x.etp, rows.gpus_per_node, rows.tp * rows.dp * rows.pp)
+    sizes = (x.ep, x.etp, rows.gpus_per_node, rows.tp * rows.copies * rows.pp)
     table = np.stack([np.broadcast_to(size, len(rows)) for size in sizes]).astype(np.int64)
     ep, etp, node, world = table
     cut = np.flatnonzero((node % (ep * etp) != 0) & (world > node))

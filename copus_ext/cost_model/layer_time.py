@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import experts
+from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.kernels import (
     collective_s,
@@ -51,10 +51,18 @@ class Pass:
 def attention_s(rows: Rows, c: Constants) -> Any:
     """Seconds of the core of the attention, forward: scores, softmax, values."""
     width = rows.num_attention_heads * rows.kv_channels / rows.tp
-    flops = np.where(rows.fused_attention, 2.0, 4.0) * rows.tokens * rows.seq_length * width
-    scores = rows.micro_batch_size * rows.num_attention_heads / rows.tp * rows.seq_length**2
+    keys = context.keys_of_a_token(rows)
+    flops = 4.0 * rows.tokens * keys * width
+    scores = rows.tokens * rows.num_attention_heads / rows.tp * keys
     num_bytes = np.where(rows.fused_attention, 8.0 * rows.tokens * width, 14.0 * scores)
+    if context.is_shared(rows):
+        num_bytes = num_bytes + context.joined_bytes(rows)
     return flops / (rows.peak_flops * c.attention_efficiency) + moved_s(rows, c, num_bytes)
+
+
+def core_backward(rows: Rows, core: Any) -> Any:
+    """Seconds of the same backward; a fused kernel computes the scores again."""
+    return np.where(rows.fused_attention, 2.5, 2.0) * core
 
 
 def _products(rows: Rows, width: Any) -> list[tuple[Any, Any]]:
@@ -69,16 +77,23 @@ def _products(rows: Rows, width: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def layer(rows: Rows, c: Constants) -> Pass:
+def layer(rows: Rows, c: Constants, waits: tuple[Any, Any] = (0.0, 0.0)) -> Pass:
     """One transformer layer, the mean over those that are recomputed and those that are not, and
-    over those with experts and those without."""
-    dense = _layer(rows, c, _products(rows, rows.ffn_hidden_size), rows.ffn_hidden_size)
+    over those with experts and those without.
+
+    Args:
+        rows: configurations.
+        c: the constants.
+        waits: further seconds of the GPU, forward and backward, behind which kernels are started.
+    """
+    ffn = rows.ffn_hidden_size
+    dense = _layer(rows, c, _products(rows, ffn), ffn, waits)
     if rows.experts is None:
         return dense
     width = rows.experts.moe_shared_expert_intermediate_size
     # Efficiencies are of one column at least; without a shared expert there are no such products.
     products = _products(rows, np.maximum(width, 1))
-    other = _layer(rows, c, products, width, is_moe=True)
+    other = _layer(rows, c, products, width, waits, is_moe=True)
     share = rows.experts.share
     return Pass(
         forward=share * other.forward + (1 - share) * dense.forward,
@@ -89,7 +104,13 @@ def layer(rows: Rows, c: Constants) -> Pass:
 
 
 def _layer(
-    rows: Rows, c: Constants, shapes: list[tuple[Any, Any]], width: Any, *, is_moe: bool = False
+    rows: Rows,
+    c: Constants,
+    shapes: list[tuple[Any, Any]],
+    width: Any,
+    waits: tuple[Any, Any],
+    *,
+    is_moe: bool = False,
 ) -> Pass:
     """A layer with an MLP of some width, and with routed experts besides."""
     tokens = rows.tokens
@@ -115,10 +136,17 @@ def _layer(
         + 2.0 * tokens * width * rows.mlp_matrices / rows.tp,
     )
     core = attention_s(rows, c)
+    if context.is_shared(rows):
+        more = context.launches(rows)
+        first_launches, second_launches = first_launches + more, second_launches + 2 * more
     saved = np.where(rows.fused_attention, _FUSED_ATTENTION_SAVES, 0)
-    forward, first = _with_launches(products + core + elementwise, first_launches - saved, c)
+    forward, first = _with_launches(
+        products + core + elementwise + waits[0], first_launches - saved, c
+    )
     backward, second = _with_launches(
-        gradients + 2.0 * core + 1.5 * elementwise, second_launches - 2 * saved, c
+        gradients + core_backward(rows, core) + 1.5 * elementwise + waits[1],
+        second_launches - 2 * saved,
+        c,
     )
     selective = np.where(rows.recompute == RECOMPUTE_SELECTIVE, core, 0.0)
     again = rows.recomputed_share * forward + selective
@@ -189,6 +217,31 @@ def ep_layer(rows: Rows, c: Constants) -> Pass | None:
     return Pass(forward=forward, backward=backward, recompute=rows.recomputed_share * forward)
 
 
+def cp_layer(rows: Rows, c: Constants, plain: Pass) -> Pass | None:
+    """Seconds in which ranks that share samples wait for keys and values, of one layer and
+    micro-batch; None where none do.
+
+    Args:
+        rows: configurations.
+        c: the constants.
+        plain: the layer without.
+    """
+    if not context.is_shared(rows):
+        return None
+    core, slow = attention_s(rows, c), c.factors.compute
+    forward, backward = context.exchange_s(rows, c, core, core_backward(rows, core))
+    # Attention alone is computed again without the rest of the layer.
+    again = np.where(rows.recompute == RECOMPUTE_SELECTIVE, forward, 0.0)
+    if np.any(is_ring := context.is_ring(rows)):
+        # What comes round a ring comes while kernels are started, too.
+        waits = np.where(is_ring, forward, 0.0) / slow, np.where(is_ring, backward, 0.0) / slow
+        waiting = layer(rows, c, waits)
+        forward = np.where(is_ring, slow * (waiting.forward - plain.forward), forward)
+        backward = np.where(is_ring, slow * (waiting.backward - plain.backward), backward)
+    again = again + rows.recomputed_share * forward
+    return Pass(forward=forward, backward=backward, recompute=again)
+
+
 def tp_ends_s(rows: Rows, c: Constants) -> tuple[Any, Any]:
     """Seconds of collectives of embedding and head, per micro-batch: forward on the first stage;
     forward and backward together on the last."""
@@ -213,6 +266,8 @@ class MicroBatch:
     """Tensor-parallel collectives of one layer."""
     ep_layer: Pass | None
     """Rows that go to experts and back, of one layer; None for a dense model."""
+    cp_layer: Pass | None
+    """Exchange between ranks that share samples, of one layer; None where none do."""
     tp_first: Any
     """Collectives of the embedding, forward."""
     tp_last: Any
@@ -222,13 +277,14 @@ class MicroBatch:
     def of(cls, rows: Rows, c: Constants) -> MicroBatch:
         """Of every row."""
         (first, last), slow = tp_ends_s(rows, c), c.factors
-        rows_s = ep_layer(rows, c)
+        rows_s, inner = ep_layer(rows, c), layer(rows, c)
         return cls(
-            layer=layer(rows, c).times(slow.compute),
+            layer=inner.times(slow.compute),
             embedding=embedding(rows, c).times(slow.compute),
             head=head(rows, c).times(slow.compute),
             tp_layer=tp_layer(rows, c).times(slow.tp),
             ep_layer=rows_s and rows_s.times(slow.tp),
+            cp_layer=cp_layer(rows, c, inner),
             tp_first=slow.tp * first,
             tp_last=slow.tp * last,
         )
@@ -237,8 +293,8 @@ class MicroBatch:
     def forward(self) -> tuple[Any, Any, Any]:
         """Forward pass of the embedding, of one layer, and of the head, collectives included."""
         inner = self.layer.forward + self.tp_layer.forward
-        if self.ep_layer is not None:
-            inner = inner + self.ep_layer.forward
+        for one in filter(None, (self.ep_layer, self.cp_layer)):
+            inner = inner + one.forward
         return (
             self.embedding.forward + self.tp_first,
             inner,
@@ -250,8 +306,8 @@ class MicroBatch:
         """The same of the backward pass, recomputation included."""
         inner = self.layer.backward + self.layer.recompute
         inner = inner + self.tp_layer.backward + self.tp_layer.recompute
-        if self.ep_layer is not None:
-            inner = inner + self.ep_layer.backward + self.ep_layer.recompute
+        for one in filter(None, (self.ep_layer, self.cp_layer)):
+            inner = inner + one.backward + one.recompute
         return (
             self.embedding.backward,
             inner,
@@ -275,12 +331,13 @@ def hop_s(rows: Rows, c: Constants) -> Any:
         [max pp, n]: from stage r to r + 1; the last row from the last stage to the first.
     """
     stage = np.arange(int(np.max(rows.pp)))[:, None]
-    stride = np.where(rows.use_tp_pp_dp_mapping, rows.tp, rows.tp * rows.dp)
+    own = rows.tp * rows.cp
+    stride = np.where(rows.use_tp_pp_dp_mapping, own, own * rows.dp)
     following = np.where(stage + 1 < rows.pp, stage + 1, 0)
     crosses = (stage * stride) // rows.gpus_per_node != (following * stride) // rows.gpus_per_node
     crosses |= stride >= rows.gpus_per_node
     # Pipelines that do not fill nodes evenly begin somewhere in a node: some replica crosses.
-    whole = np.where(rows.use_tp_pp_dp_mapping, rows.tp * rows.pp, rows.gpus_per_node)
+    whole = np.where(rows.use_tp_pp_dp_mapping, own * rows.pp, rows.gpus_per_node)
     uneven = (whole % rows.gpus_per_node != 0) & (rows.gpus_per_node % whole != 0)
     crosses |= uneven & (rows.dp > 1)
     num_bytes = hop_bytes(rows)
@@ -294,19 +351,27 @@ def hop_s(rows: Rows, c: Constants) -> Any:
 
 
 def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
-    """Seconds to reduce-scatter or all-gather a buffer over the replicas (half an all-reduce)."""
-    apart = np.where(rows.use_tp_pp_dp_mapping, rows.tp * rows.pp, rows.tp)
-    return _ring_s(rows, c, num_bytes, rows.dp, apart)
+    """Seconds to reduce-scatter or all-gather a buffer over the copies of the weights (half an
+    all-reduce)."""
+    node = rows.gpus_per_node
+    # Ranks that share samples follow each other; so do replicas, unless pipelines come before.
+    near = np.minimum(rows.cp, np.maximum(node // rows.tp, 1))
+    whole = np.maximum(node // (rows.tp * rows.cp * rows.pp), 1)
+    mapped = near * np.minimum(rows.dp, whole)
+    inside = np.minimum(rows.copies, np.maximum(node // rows.tp, 1))
+    inside = np.where(rows.use_tp_pp_dp_mapping, mapped, inside)
+    return _ring_s(rows, c, num_bytes, rows.copies, inside)
 
 
 def expert_ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     """The same over the copies of an expert."""
     span = experts.experts_of(rows).ep * experts.experts_of(rows).etp
     apart = np.where(rows.use_tp_pp_dp_mapping, span * rows.pp, span)
-    return _ring_s(rows, c, num_bytes, rows.expert_copies, apart)
+    inside = np.minimum(rows.expert_copies, np.maximum(rows.gpus_per_node // apart, 1))
+    return _ring_s(rows, c, num_bytes, rows.expert_copies, inside)
 
 
-def _ring_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any, apart: Any) -> Any:
+def _ring_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any, inside: Any) -> Any:
     """The smaller of one ring through all ranks and a ring inside the nodes followed by rings
     across them.
 
@@ -315,9 +380,8 @@ def _ring_s(rows: Rows, c: Constants, num_bytes: Any, ranks: Any, apart: Any) ->
         c: the constants.
         num_bytes: of the buffer.
         ranks: of the ring.
-        apart: difference of the numbers of two that follow each other.
+        inside: of them in one node.
     """
-    inside = np.minimum(ranks, np.maximum(rows.gpus_per_node // apart, 1))
     nodes = np.ceil(ranks / inside)
     fast = node_bytes_per_s(rows, c)
     lane = network_bytes_per_s(rows, c) / rows.gpus_per_node

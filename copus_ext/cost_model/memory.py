@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from copus_ext.cost_model import experts
+from copus_ext.cost_model import context, experts
 from copus_ext.cost_model.rows import RECOMPUTE_NONE, RECOMPUTE_SELECTIVE, Rows
 
 KINDS = (
@@ -111,20 +111,20 @@ def stage_routed_parameters(rows: Rows, stage: Any = None) -> Any:
 
 
 def owned_parameters(rows: Rows, held: Any, routed: Any) -> Any:
-    """Parameters whose optimizer state a rank has: its share among the replicas, and among the
-    copies of its experts.
+    """Parameters whose optimizer state a rank has: its share among the copies of the weights, and
+    among those of its experts.
 
     Args:
         rows: configurations.
         held: all parameters of the rank.
         routed: of them those of routed experts; None for a dense model.
     """
-    shared = held / rows.dp if routed is None else _shared(rows, held, routed)
+    shared = held / rows.copies if routed is None else _shared(rows, held, routed)
     return np.where(rows.use_distributed_optimizer, shared, held)
 
 
 def _shared(rows: Rows, held: Any, routed: Any) -> Any:
-    return (held - routed) / rows.dp + routed / rows.expert_copies
+    return (held - routed) / rows.copies + routed / rows.expert_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +234,16 @@ def _local_layer_bytes(rows: Rows) -> Any:
     scores = e * (held + copies * rows.num_attention_heads * rows.seq_length)
     whole = rows.fused_attention & np.logical_not(rows.dropout)
     core = np.where(selective | whole, flash, scores)
+    masks = 0.0
+    if context.is_shared(rows):
+        moved = np.where(rope | gathered, query, rows.attention_width)
+        shared, cut = context.core_columns(rows, moved), context.score_columns(rows)
+        shared = e * shared + np.where(whole, 4.0 * rows.num_attention_heads, e * copies * cut)
+        core = np.where(np.greater(rows.cp, 1) & np.logical_not(selective), shared, core)
+        masks = np.where(whole & np.logical_not(selective), context.mask_bytes(rows), 0.0)
     mlp = e * np.where(rows.mlp_matrices == 3, 5.0, 2.0) * rows.ffn_hidden_size
-    angles = np.where(rope, 4.0 * e * rows.seq_length * rows.kv_channels, 0.0)
-    return streams + tokens * (core + mlp) / rows.tp + angles
+    angles = np.where(rope, 4.0 * e * rows.seq_length / rows.cp * rows.kv_channels, 0.0)
+    return streams + tokens * (core + mlp) / rows.tp + angles + masks
 
 
 def _fused_layer_bytes(rows: Rows) -> Any:
@@ -391,12 +398,14 @@ def head_bytes(rows: Rows) -> Any:
 
 
 def buffer_bytes(rows: Rows) -> Any:
-    """Gathered inputs, score workspace and messages under way."""
+    """Gathered inputs, score workspace, messages under way, and what ranks that share samples
+    exchange."""
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
     gathered = np.where(rows.sequence_parallel, whole, 0.0)
-    scores = rows.element_bytes * rows.micro_batch_size * rows.num_attention_heads / rows.tp
-    workspace = np.where(rows.fused_attention, 0.0, scores * rows.seq_length**2)
-    return gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
+    scores = rows.element_bytes * rows.tokens * rows.num_attention_heads / rows.tp
+    workspace = np.where(rows.fused_attention, 0.0, scores * rows.seq_length)
+    found = gathered + workspace + np.where(rows.pp > 1, 4.0 * message_bytes(rows), 0.0)
+    return found + context.working_bytes(rows) if context.is_shared(rows) else found
 
 
 def static_bytes(rows: Rows) -> Any:

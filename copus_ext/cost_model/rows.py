@@ -129,7 +129,7 @@ class Rows:
     sequence_parallel: Any
     """Whether activations are split over the sequence."""
     use_distributed_optimizer: Any
-    """Whether optimizer state is split over the replicas."""
+    """Whether optimizer state is split over the copies of the weights."""
     overlap_grad_reduce: Any
     """Whether gradients are reduced while the backward pass runs."""
     overlap_param_gather: Any
@@ -149,6 +149,10 @@ class Rows:
     parallelism, too; legacy code always does."""
     recompute_num_layers: Any = 0
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
+    cp: Any = 1
+    """Context parallel size."""
+    cp_comm_type: Any = 0
+    """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     experts: ExpertRows | None = None
     """Sizes of a mixture of experts; None: a dense model."""
 
@@ -157,8 +161,8 @@ class Rows:
 
     @property
     def tokens(self) -> Any:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_size * self.seq_length
+        """Tokens of a micro-batch on one of the ranks that share its samples."""
+        return self.micro_batch_size * self.seq_length / self.cp
 
     @property
     def layers_of_chunk(self) -> Any:
@@ -196,7 +200,12 @@ class Rows:
     def expert_copies(self) -> Any:
         """Copies of each expert in a stage."""
         assert self.experts is not None
-        return self.tp * self.dp / (self.experts.ep * self.experts.etp)
+        return self.tp * self.copies / (self.experts.ep * self.experts.etp)
+
+    @property
+    def copies(self) -> Any:
+        """Copies of every weight that is no expert's, over which optimizer state is split."""
+        return self.cp * self.dp
 
     def full(self) -> Rows:
         """The same with every field an array of the common length."""

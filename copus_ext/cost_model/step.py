@@ -20,7 +20,7 @@ from copus_ext.cost_model.memory import (
 from copus_ext.cost_model.rows import Rows
 from copus_ext.cost_model.schedule import pipeline_time
 
-PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep")
+PARTS = ("compute", "recompute", "bubble", "tp", "pp", "dp", "optimizer", "host", "ep", "cp")
 _ADAM_BYTES = 30.0
 """Read gradient, master and two moments, write master, moments and weight, per owned parameter."""
 _SWEEP_BYTES = 16.0
@@ -85,6 +85,8 @@ class _Stages:
     tp_backward: Any
     ep: Any
     """Rows that go to experts and back; None for a dense model."""
+    cp: Any
+    """Exchange between ranks that share samples; None where none do."""
     forward: Any
     backward: Any
 
@@ -209,11 +211,15 @@ def _of_one_shape(rows: Rows, c: Constants, pp: int, vpp: int) -> StepTime:
         "optimizer": of(optimizer),
         "host": np.full(len(count), c.factors.compute * c.step_s),
         "ep": np.zeros(len(count)),
+        "cp": np.zeros(len(count)),
     }
     busy = parts["compute"] + parts["recompute"] + parts["tp"] + parts["pp"]
     if stages.ep is not None:
         parts["ep"] = of(count * stages.ep)
         busy = busy + parts["ep"]
+    if stages.cp is not None:
+        parts["cp"] = of(count * stages.cp)
+        busy = busy + parts["cp"]
     bubble = of(clocks) - busy
     # Messages of the interleaved schedule may hide: what does not fit was not waited for.
     parts["pp"] = np.maximum(parts["pp"] + np.minimum(bubble, 0.0), 0.0)
@@ -247,17 +253,18 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     send_forward = whole(tp.forward, parts.tp_first, parts.tp_last / 2)
     send_backward = whole(tp.backward + tp.recompute, 0.0, parts.tp_last / 2)
     forward, backward = work_forward + send_forward, work_backward + again + send_backward
-    routed = None
-    if (ep := parts.ep_layer) is not None:
-        there, back = whole(ep.forward), whole(ep.backward + ep.recompute)
-        forward, backward, routed = forward + there, backward + back, there + back
+    further: dict[str, Any] = {"ep": None, "cp": None}
+    for name, one in (("ep", parts.ep_layer), ("cp", parts.cp_layer)):
+        if one is not None:
+            there, back = whole(one.forward), whole(one.backward + one.recompute)
+            forward, backward, further[name] = forward + there, backward + back, there + back
     return _Stages(
         compute=work_forward + work_backward,
         recompute=again,
         launch=whole(layer.launch),
         tp_forward=send_forward,
         tp_backward=send_backward,
-        ep=routed,
+        **further,
         forward=forward,
         backward=backward,
     )
@@ -352,5 +359,5 @@ def end_of_step(
         )
 
     if routed is None:
-        return of(held, rows.dp)
-    return of(held - routed, rows.dp, of(routed, rows.expert_copies))
+        return of(held, rows.copies)
+    return of(held - routed, rows.copies, of(routed, rows.expert_copies))

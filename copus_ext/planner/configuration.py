@@ -23,6 +23,9 @@ class Configuration:
     """Samples of a micro-batch."""
     global_batch_size: int
     """Samples of a step."""
+    cp_comm_type: str | None = None
+    """How ranks that share samples exchange keys and values, as `--cp-comm-type` has it; None
+    where none do."""
     recompute: Recompute = "none"
     """Activations computed again: none, the core of the attention, every layer, or the first layers
     of every chunk."""
@@ -31,7 +34,7 @@ class Configuration:
     sequence_parallel: bool = False
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
-    """Optimizer state split over the replicas."""
+    """Optimizer state split over the copies of the weights."""
     overlap: bool = True
     """Gradients are reduced while the backward pass runs and, if they are split, weights are
     gathered while the forward pass does."""
@@ -52,13 +55,18 @@ class Configuration:
     def is_blind(self) -> bool:
         """Whether the noise scale cannot be measured: one micro-batch on one replica, or all of
         it through one copy of each expert. (Experts of a dense model are as many as its
-        replicas.)"""
-        return self.layout.expert_data_parallel_size == 1 and self.num_microbatches == 1
+        copies, and ranks that share samples are one replica.)"""
+        layout = self.layout
+        is_single = layout.expert_data_parallel_size == 1 or (layout.cp > 1 and layout.dp == 1)
+        return is_single and self.num_microbatches == 1
 
     def to_flags(self) -> list[str]:
         """Megatron's flags."""
         layout = self.layout
         flags = ["--tensor-model-parallel-size", str(layout.tp)]
+        if layout.cp > 1:
+            flags += ["--context-parallel-size", str(layout.cp)]
+            flags += ["--cp-comm-type", self.cp_comm_type] if self.cp_comm_type else []
         flags += ["--pipeline-model-parallel-size", str(layout.pp)]
         flags += ["--expert-model-parallel-size", str(layout.ep)] if layout.ep > 1 else []
         flags += ["--expert-tensor-parallel-size", str(layout.etp)] if layout.etp else []
@@ -75,7 +83,7 @@ class Configuration:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
             flags += ["--use-distributed-optimizer"]
-        if layout.dp > 1 and self.overlap:
+        if layout.copies > 1 and self.overlap:
             flags += ["--overlap-grad-reduce"]
             flags += ["--overlap-param-gather"] if self.use_distributed_optimizer else []
         if self.use_tp_pp_dp_mapping:
@@ -97,6 +105,8 @@ class Configuration:
             *self.layout.sizes,
             self.layout.ep,
             self.layout.etp,
+            self.layout.cp,
+            self.cp_comm_type,
             self.micro_batch_size,
             self.recompute,
             self.recompute_num_layers,
@@ -118,6 +128,7 @@ class Configuration:
     def __str__(self) -> str:
         """One text that `--explain` reads back, such as `tp2.pp4.dp2,micro_batch=1,sp=1,zero=1`."""
         parts = [str(self.layout), f"micro_batch={self.micro_batch_size}"]
+        parts += [f"cp_comm_type={self.cp_comm_type}"] if self.cp_comm_type else []
         parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
         parts.append(f"zero={int(self.use_distributed_optimizer)}")
         parts += [] if self.overlap else ["overlap=0"]
@@ -132,7 +143,8 @@ class Configuration:
         return {
             "cut": None,
             **self.layout.to_json(),
-            "cp": 1,
+            "cp": self.layout.cp,
+            **({"cp_comm_type": self.cp_comm_type} if self.cp_comm_type else {}),
             "micro_batch_size": self.micro_batch_size,
             "global_batch_size": self.global_batch_size,
             "num_microbatches": self.num_microbatches,

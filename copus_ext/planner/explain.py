@@ -48,8 +48,17 @@ def reason(
             f"legal: {_list(legal_tp)}",
         ),
         "sequence": (
-            f"{model.seq_length} tokens are not divisible by {at.tp}",
-            f"use a multiple of {at.tp} tokens or another tp",
+            f"{model.seq_length // at.cp} tokens are not divisible by {at.tp}",
+            f"use a multiple of {at.tp * at.cp} tokens or another tp",
+        ),
+        "context": (
+            f"{model.seq_length} tokens are not divisible into two chunks for each of {at.cp}",
+            f"use a multiple of {2 * at.cp} tokens or another cp",
+        ),
+        "context_heads": (
+            f"a2a cannot deal {heads // at.tp} heads and {max(model.groups // at.tp, 1)} query "
+            f"groups to {at.cp}",
+            "use --cp-comm-type p2p or all_gather, or another cp",
         ),
         "cross_node_tp": (
             f"tp={at.tp} spans nodes",

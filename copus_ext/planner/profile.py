@@ -19,6 +19,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.correct import Correction, Steps, correct, most_telling
 from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.cost_model.spec_file import is_positive
@@ -81,6 +82,8 @@ class Timing:
             **dict(zip(_SIZES, c.layout.sizes)),
             **({"ep": c.layout.ep} if c.layout.ep > 1 else {}),
             **({"etp": c.layout.etp} if c.layout.etp else {}),
+            **({"cp": c.layout.cp} if c.layout.cp > 1 else {}),
+            **({"cp_comm_type": c.cp_comm_type} if c.cp_comm_type else {}),
             **{name: getattr(c, name) for name in _OPTIONS},
             "num_microbatches": c.num_microbatches,
             "step_s": self.step_s,
@@ -117,11 +120,15 @@ class Timing:
                 raise ValueError(f"{name} {values[name]!r} must be positive")
         if (peak := values.setdefault("peak_bytes", None)) is not None and not is_positive(peak):
             raise ValueError(f"peak_bytes {peak!r} must be positive")
-        experts = {"ep": values.get("ep", 1), "etp": values.get("etp")}
-        layout = Layout(**{name: values[name] for name in _SIZES}, **experts)
+        further = {"ep": values.get("ep", 1), "etp": values.get("etp"), "cp": values.get("cp", 1)}
+        layout = Layout(**{name: values[name] for name in _SIZES}, **further)
+        form = values.get("cp_comm_type")
+        if form is not None and form not in CP_COMM_TYPES:
+            raise ValueError(f"cp_comm_type {form!r} is none of {', '.join(CP_COMM_TYPES)}")
         return cls(
             configuration=Configuration(
                 layout=layout,
+                cp_comm_type=(form or CP_COMM_TYPES[0]) if layout.cp > 1 else None,
                 **{name: values[name] for name in _OPTIONS},
                 global_batch_size=(
                     values["num_microbatches"] * layout.dp * values["micro_batch_size"]
@@ -344,9 +351,9 @@ def steps_of(points: Points, times: StepTime) -> Steps:
 
 
 def keys_of(points: Points) -> Any:
-    """[n, 12] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
+    """[n, 14] what a correction goes by: tensor, pipeline, micro-batch, and all that tells
     configurations apart but the number of micro-batches."""
-    names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "dp")
+    names = ("tp", "pp", "micro_batch_size", "vpp", "ep", "etp", "cp", "cp_comm_type", "dp")
     names += ("recompute", "recompute_num_layers")
     names += ("use_distributed_optimizer", "overlap", "use_tp_pp_dp_mapping")
     return np.stack([getattr(points, n).astype(np.int64) for n in names], axis=1)

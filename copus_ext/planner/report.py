@@ -35,6 +35,8 @@ _COLUMNS = ["rank", "B", "tp", "sp", "pp", "vpp", "dp", "b", "M", "recompute", "
 _COLUMNS += ["tokens/s/GPU", "MFU,%", "bubble,%", "peak,GiB", "fit,%", "+-,%"]
 _OF_EXPERTS = ["ep", "etp"]
 """Columns of a mixture of experts, after `vpp`."""
+_OF_SHARING = ["cp", "exchange"]
+"""Columns of context parallelism, after `tp`."""
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
 _UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
@@ -140,14 +142,23 @@ def folded(ranked: Sequence[Ranked]) -> list[tuple[int, Ranked, str]]:
     return sorted(found, key=lambda row: row[0])
 
 
-def cells(rank: int, answer: Ranked, vpp: str = "", *, is_mixture: bool = False) -> list[str]:
+def shares_samples(found: Answer) -> bool:
+    """Whether ranks share samples in any row."""
+    return any(r.configuration.layout.cp > 1 for plan in found.plans for r in plan.ranked)
+
+
+def cells(
+    rank: int, answer: Ranked, vpp: str = "", *, is_mixture: bool = False, shows_cp: bool = False
+) -> list[str]:
     """One line of the table; `vpp` in place of the chunks of a stage."""
     c, p = answer.configuration, answer.prediction
+    sharing = [str(c.layout.cp), c.cp_comm_type or "-"] if shows_cp else []
     experts = [c.layout.ep, c.layout.expert_tensor_parallel_size] if is_mixture else []
     return [
         str(rank),
         str(c.global_batch_size),
         str(c.layout.tp),
+        *sharing,
         "yes" if c.sequence_parallel else "no",
         str(c.layout.pp),
         vpp or str(c.layout.vpp),
@@ -165,11 +176,20 @@ def cells(rank: int, answer: Ranked, vpp: str = "", *, is_mixture: bool = False)
     ]
 
 
-def table(found: Answer, console: Console, *, top: int = 10, is_mixture: bool = False) -> None:
+def table(
+    found: Answer,
+    console: Console,
+    *,
+    top: int = 10,
+    is_mixture: bool = False,
+    shows_cp: bool = False,
+) -> None:
     """Prints all plans with what was found for each; every row is one line. Sizes of experts are
-    columns for a mixture only."""
-    after = _COLUMNS.index("vpp") + 1
-    names = [*_COLUMNS[:after], *(_OF_EXPERTS if is_mixture else ()), *_COLUMNS[after:]]
+    columns for a mixture only, those of context parallelism where a row has some."""
+    shows_cp = shows_cp or shares_samples(found)
+    at, after = _COLUMNS.index("tp") + 1, _COLUMNS.index("vpp") + 1
+    names = [*_COLUMNS[:at], *(_OF_SHARING if shows_cp else ()), *_COLUMNS[at:after]]
+    names += [*(_OF_EXPERTS if is_mixture else ()), *_COLUMNS[after:]]
     for number, plan in enumerate(found.plans):
         if number:
             console.print()
@@ -178,7 +198,7 @@ def table(found: Answer, console: Console, *, top: int = 10, is_mixture: bool = 
             for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
             for rank, answer, vpp in folded(plan.ranked):
-                row = cells(rank, answer, vpp, is_mixture=is_mixture)
+                row = cells(rank, answer, vpp, is_mixture=is_mixture, shows_cp=shows_cp)
                 shown.add_row(*row, style="green" if rank == 1 else None)
             console.print(shown)
             for line in _order_lines(plan.ranked[0]):
@@ -209,7 +229,9 @@ def _uneven(found: Sequence[FittedLayout], console: Console, *, top: int) -> Non
         return
     console.print("over these links and nodes:", highlight=False)
     shown = Table(box=None, header_style="bold", pad_edge=False)
-    for name in _UNEVEN:
+    shows_cp = any(x.configuration.layout.cp > 1 for x in found[:top])
+    after = _UNEVEN.index("dp") + 1
+    for name in [*_UNEVEN[:after], *(["cp"] if shows_cp else []), *_UNEVEN[after:]]:
         shown.add_column(name, justify="right", no_wrap=True)
     for i, x in enumerate(found[:top]):
         c = x.configuration
@@ -217,6 +239,7 @@ def _uneven(found: Sequence[FittedLayout], console: Console, *, top: int) -> Non
             i + 1,
             c.global_batch_size,
             *c.layout.sizes,
+            *((c.layout.cp,) if shows_cp else ()),
             c.micro_batch_size,
             c.recomputation,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, here, of_gpu, preset
+from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.spec_file import SpecError, quantity
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
@@ -36,7 +37,7 @@ _UNPRICED = (
 not know."""
 _SEARCHED = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers"),
     *("decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split"),
@@ -57,7 +58,7 @@ _SPELLED = {
 }
 """Flags that are not spelled like their field."""
 _MAPPING = "use_tp_pp_dp_mapping"
-SIZES = ("tp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
+SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 
 
 class UsageProblem(Exception):
@@ -116,8 +117,8 @@ def _sizes_of_layout(flag: str, part: str, extra: tuple[str, ...]) -> dict[str, 
         layout = None
     if layout is None or layout.layer_partition or layout.world_size > LARGEST:
         raise UsageProblem(f"{flag} {part}: write NAME=NUMBER with {', '.join((*SIZES, *extra))}")
-    # A text without sizes of experts has the usual ones.
-    return {"ep": 1, "etp": layout.tp, **layout.to_json()}
+    # A text without sizes of experts, or of context parallelism, has the usual ones.
+    return {"cp": 1, "ep": 1, "etp": layout.tp, **layout.to_json()}
 
 
 def configuration_of(
@@ -136,11 +137,16 @@ def configuration_of(
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap", _MAPPING))
-    tp, pp = given.get("tp", 1), given.get("pp", 1)
-    dp = world_size // (tp * pp)
-    if world_size % (tp * pp) or given.get("dp", dp) != dp:
-        raise UsageProblem(f"{text}: tp x pp x dp is not {world_size} GPUs")
+    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap", "cp_comm_type", _MAPPING))
+    tp, cp, pp = given.get("tp", 1), given.get("cp", 1), given.get("pp", 1)
+    dp = world_size // (tp * cp * pp)
+    if world_size % (tp * cp * pp) or given.get("dp", dp) != dp:
+        factors = "tp x cp x pp x dp" if cp > 1 else "tp x pp x dp"
+        raise UsageProblem(f"{text}: {factors} is not {world_size} GPUs")
+    form = given.get("cp_comm_type")
+    if form is not None and (form not in CP_COMM_TYPES or cp == 1):
+        forms = ", ".join(CP_COMM_TYPES)
+        raise UsageProblem(f"{text}: cp_comm_type goes with cp and is one of {forms}")
     recompute, _, layers = given.get("recompute", "none").partition(":")
     if recompute not in RECOMPUTE or (recompute == "block") != is_number(layers):
         ways = ", ".join(f"{r}:LAYERS" if r == "block" else r for r in RECOMPUTE)
@@ -149,11 +155,12 @@ def configuration_of(
         raise UsageProblem(f"{text}: sp goes with tp, which is {tp}; leave it out")
     try:
         experts = {"ep": given.get("ep", 1), "etp": given.get("etp")}
-        layout = Layout(tp=tp, pp=pp, vpp=given.get("vpp", 1), dp=dp, **experts)
+        layout = Layout(tp=tp, cp=cp, pp=pp, vpp=given.get("vpp", 1), dp=dp, **experts)
     except ValueError as error:
         raise UsageProblem(f"{text}: {error}") from error
     return Configuration(
         layout=layout,
+        cp_comm_type=form,
         micro_batch_size=given.get("micro_batch", 1),
         global_batch_size=global_batch_size,
         recompute=recompute,
@@ -229,6 +236,30 @@ def uses_tp_pp_dp_mapping(args: argparse.Namespace) -> bool:
     """Whether ranks are numbered tensor, pipeline, data, by a flag of ours or of Megatron."""
     given = args.megatron_args
     return args.use_tp_pp_dp_mapping or (given is not None and _parsed(given).use_tp_pp_dp_mapping)
+
+
+def cp_comm_types_of_flags(args: argparse.Namespace) -> tuple[str, ...]:
+    """The exchanges of keys and values to try, by a flag of ours or of Megatron; () without one.
+
+    Raises:
+        UsageProblem: one that is not known.
+    """
+    if args.cp_comm_type is not None:
+        named = tuple(args.cp_comm_type.split(","))
+    elif (
+        args.megatron_args is not None
+        and "cp_comm_type" in _parsed(args.megatron_args).explicit_flags
+    ):
+        named = tuple(dict.fromkeys(_parsed(args.megatron_args).cp_comm_type))
+        # Of two levels, the outer one is a ring.
+        named = tuple("p2p" if name == "a2a+p2p" else name for name in named)
+    else:
+        return ()
+    if not set(named) <= set(CP_COMM_TYPES):
+        raise UsageProblem(
+            f"--cp-comm-type {','.join(named)}: use some of {', '.join(CP_COMM_TYPES)}"
+        )
+    return named
 
 
 def cluster_of(args: argparse.Namespace) -> Any:

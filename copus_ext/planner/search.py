@@ -227,7 +227,8 @@ class Planner:
 
     def _fitted(self, batch_sizes: Sequence[int], limits: Limits) -> _Space:
         """All points of some batches, judged."""
-        parts = [enumerate_points(self.model, self.cluster, b, limits) for b in batch_sizes]
+        known = self._measured.points
+        parts = [enumerate_points(self.model, self.cluster, b, limits, known) for b in batch_sizes]
         points = joined(parts)
         legal = np.flatnonzero(points.code == LEGAL)
         peaks, sd = np.full(len(points), np.nan), np.full(len(points), PEAK_SD)
@@ -334,10 +335,11 @@ class Planner:
         against_sd = None if against is None else self._measured.against(points, times, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
         flops = self._flops_per_sample()
-        parts = [p for p in PARTS if p != "ep" or self.model.num_experts is not None]
+        lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
         for i in range(len(points)):
             c = points.configuration(i)
+            parts = [p for p in PARTS if p not in lacks and (p != "cp" or c.layout.cp > 1)]
             step_s = float(seconds[i])
             factor = step_s / float(times.step_s[i])
             per_gpu = flops * c.global_batch_size / step_s / c.layout.world_size
@@ -444,7 +446,7 @@ class Planner:
             if isinstance(found, Rejected) and found.code != "memory":
                 return found
             check_block(self.model, c)
-        fixed = {name: getattr(c.layout, name) for name in ("tp", "pp", "vpp", "ep")}
+        fixed = {name: getattr(c.layout, name) for name in ("tp", "cp", "pp", "vpp", "ep")}
         fixed["etp"] = c.layout.expert_tensor_parallel_size
         fixed["micro_batch"] = c.micro_batch_size
         fixed["recompute_num_layers"] = c.recompute_num_layers
@@ -453,13 +455,16 @@ class Planner:
             fixed=fixed,
             largest={},
             recompute=(c.recompute,),
+            cp_comm_types=(c.cp_comm_type,) if c.cp_comm_type else (),
             overlap=c.overlap,
             use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping,
         )
         planner = self.on(self.cluster, limits)
         space = planner._judged([c.global_batch_size])
         points = space.points
-        at = np.flatnonzero(points.use_distributed_optimizer == c.use_distributed_optimizer)
+        # Without a form the first is meant, which is the trainer's.
+        wanted = points.use_distributed_optimizer == c.use_distributed_optimizer
+        at = np.flatnonzero(wanted)
         if not len(at):
             raise SpecError(f"{c} is no configuration of {self.cluster.world_size} GPUs")
         if space.fits[at[0]]:

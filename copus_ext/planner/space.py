@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec
+from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.rows import (
     RECOMPUTE_BLOCK,
@@ -22,6 +23,7 @@ from copus_ext.cost_model.rows import (
 )
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
+from copus_ext.planner.sharing import Sharing, can_exchange
 from megatron.training.config.layout import Layout
 
 REJECTION_CODES = (
@@ -29,6 +31,8 @@ REJECTION_CODES = (
     "query_groups",
     "ffn",
     "sequence",
+    "context",
+    "context_heads",
     "layers",
     "virtual",
     "batch",
@@ -46,8 +50,8 @@ REJECTION_CODES = (
 """Why a configuration is no candidate; every enumerated one is ranked or carries one code."""
 LEGAL = -1
 """Code of a point that no rule speaks against."""
-LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "dp")
-SIZES = (*LAYOUT, "micro_batch_size")
+LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+SIZES = (*LAYOUT[:-1], "cp_comm_type", "dp", "micro_batch_size")
 NARROW = 256
 """Columns of an expert on a rank below which it is not worth cutting."""
 
@@ -57,8 +61,8 @@ class Limits:
     """What a search leaves out."""
 
     fixed: dict[str, int] = field(default_factory=dict)
-    """Sizes (`tp`, `pp`, `vpp`, `ep`, `etp`, `dp`, `micro_batch`, `recompute_num_layers`) that must
-    have a value."""
+    """Sizes (`tp`, `pp`, `vpp`, `ep`, `etp`, `cp`, `dp`, `micro_batch`, `recompute_num_layers`)
+    that must have a value."""
     largest: dict[str, int] = field(default_factory=dict)
     """Sizes that must not exceed a value."""
     recompute: tuple[str, ...] = RECOMPUTE
@@ -77,7 +81,10 @@ class Limits:
     narrow_experts: bool = False
     """Whether experts may be cut below 256 columns even if `etp` is not among the sizes above."""
     whole_samples: bool = False
-    """Whether experts must see whole samples: `ep` times `etp` a multiple of `tp`."""
+    """Whether experts must see whole samples: `ep` times `etp` a multiple of `tp` times `cp`."""
+    cp_comm_types: tuple[str, ...] = ()
+    """How ranks that share samples may exchange keys and values, of `CP_COMM_TYPES`; none: as suits
+    the layers of the model (`sharing.cp_comm_types_of`)."""
     max_micro_batch: int = 64
     """Largest micro-batch to consider."""
     round_down: bool = False
@@ -105,6 +112,10 @@ class Points:
     """[n] expert parallel size; 1 in a dense model."""
     etp: Any
     """[n] tensor parallel size of experts; `tp` in a dense model."""
+    cp: Any
+    """[n] context parallel size."""
+    cp_comm_type: Any
+    """[n] index into `CP_COMM_TYPES`; 0 where `cp` is 1."""
     dp: Any
     """[n] replicas."""
     micro_batch_size: Any
@@ -143,6 +154,7 @@ class Points:
         sizes: dict[str, Any] = {name: int(getattr(self, name)[i]) for name in LAYOUT}
         return Configuration(
             layout=Layout(**sizes),
+            cp_comm_type=CP_COMM_TYPES[self.cp_comm_type[i]] if self.cp[i] > 1 else None,
             micro_batch_size=int(self.micro_batch_size[i]),
             global_batch_size=int(self.global_batch_size[i]),
             recompute=RECOMPUTE[int(self.recompute[i])],
@@ -166,6 +178,9 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
     sizes = {name: column([getattr(c.layout, of) for c in some]) for name, of in names.items()}
     return Points(
         **sizes,
+        cp_comm_type=column(
+            [CP_COMM_TYPES.index(c.cp_comm_type or CP_COMM_TYPES[0]) for c in some]
+        ),
         micro_batch_size=column([c.micro_batch_size for c in some]),
         global_batch_size=batches,
         asked_batch_size=batches,
@@ -185,23 +200,48 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def enumerate_points(
-    model: ModelSpec, cluster: ClusterSpec, global_batch_size: int, limits: Limits
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    global_batch_size: int,
+    limits: Limits,
+    measured: Points | None = None,
 ) -> Points:
     """All points of one global batch; sequence parallelism is on wherever tensor parallelism is.
+
+    Args:
+        model: what is trained.
+        cluster: on what.
+        global_batch_size: samples of a step.
+        limits: what to leave out.
+        measured: where times are known; nothing of their kin is left out as never faster.
 
     Raises:
         SpecError: the limits leave no size to enumerate.
     """
     shapes = _shapes(model, cluster, limits)
+    sharing = Sharing.of(model, cluster, limits, measured)
     columns: list[tuple[int, ...]] = []
     for tp, pp, vpp in shapes:
-        dp = cluster.world_size // (tp * pp)
-        if not limits.allows(dp=dp):
-            continue
-        experts = _expert_sizes(model, cluster, limits, tp, dp)
-        sizes = _micro_batches(global_batch_size, dp, limits)
-        sizes = [b for b in sizes if limits.allows(micro_batch=b)]
-        columns += [(tp, pp, vpp, ep, etp, dp, b) for ep, etp in experts for b in sizes]
+        copies = cluster.world_size // (tp * pp)
+        experts: dict[int, list[tuple[int, int]]] = {}
+        for cp, form in sharing.ways(tp, copies):
+            dp = copies // cp
+            if not limits.allows(dp=dp):
+                continue
+            sizes = _micro_batches(global_batch_size, dp, limits)
+            sizes = [
+                b
+                for b in sizes
+                if limits.allows(micro_batch=b)
+                and not sharing.is_never_faster((tp, pp, vpp), cp, form, dp, b)
+            ]
+            if sizes and cp not in experts:
+                experts[cp] = _expert_sizes(model, cluster, limits, tp, copies, tp * cp)
+            columns += [
+                (tp, pp, vpp, ep, etp, cp, form, dp, b)
+                for ep, etp in (experts[cp] if sizes else [])
+                for b in sizes
+            ]
     if not columns:
         raise SpecError(_nothing_left(model, cluster, limits))
     table = np.array(columns, dtype=np.int64)
@@ -265,14 +305,16 @@ def _nothing_left(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> str
     if model.num_experts is None and (ep > 1 or "etp" in limits.fixed):
         return f"{nothing}: the model has no experts; drop ep and etp"
     tp, world = limits.fixed.get("tp", 1), cluster.world_size
+    cp = limits.fixed.get("cp", 1)
     if model.num_attention_heads % tp:
         legal = [t for t in divisors(model.num_attention_heads) if world % t == 0]
         return (
             f"--fix {asked}: {model.num_attention_heads} attention heads are not divisible by "
             f"{tp}; legal: {', '.join(map(str, legal))}"
         )
-    if world % (tp * limits.fixed.get("pp", 1)):
-        return f"--fix {asked}: tp x pp does not divide {world} GPUs; use divisors of {world}"
+    if world % (tp * cp * limits.fixed.get("pp", 1)):
+        sizes = "tp x cp x pp" if cp > 1 else "tp x pp"
+        return f"--fix {asked}: {sizes} does not divide {world} GPUs; use divisors of {world}"
     of_stage = world // limits.fixed.get("pp", 1)
     if of_stage % (ep * etp):
         return (
@@ -304,9 +346,10 @@ def _shapes(model: ModelSpec, cluster: ClusterSpec, limits: Limits) -> list[tupl
 
 
 def _expert_sizes(
-    model: ModelSpec, cluster: ClusterSpec, limits: Limits, tp: int, dp: int
+    model: ModelSpec, cluster: ClusterSpec, limits: Limits, tp: int, copies: int, of_sample: int
 ) -> list[tuple[int, int]]:
-    """Expert parallel sizes and tensor parallel sizes of experts worth a look."""
+    """Expert parallel sizes and tensor parallel sizes of experts worth a look, where so many ranks
+    share a sample."""
     if model.num_experts is None:
         return [(1, tp)] if limits.allows(ep=1, etp=tp) else []
     # A size asked for is judged; others are not worth listing where they are surely slow.
@@ -315,15 +358,15 @@ def _expert_sizes(
     for etp in sorted({1, tp, limits.fixed.get("etp", 1)}):
         is_narrow = etp > 1 and model.expert_ffn < NARROW * etp
         may_be_narrow = limits.narrow_experts or "etp" in asked
-        if tp * dp % etp or not limits.allows(etp=etp) or (is_narrow and not may_be_narrow):
+        if tp * copies % etp or not limits.allows(etp=etp) or (is_narrow and not may_be_narrow):
             continue
-        for ep in divisors(tp * dp // etp):
+        for ep in divisors(tp * copies // etp):
             is_wide = ep > 1 and ep * etp > cluster.gpus_per_node
             if (
                 limits.allows(ep=ep)
                 and (model.num_experts % ep == 0 or limits.fixed.get("ep") == ep)
                 and (not is_wide or limits.cross_node_ep or "ep" in asked)
-                and (not limits.whole_samples or ep * etp % tp == 0)
+                and (not limits.whole_samples or ep * etp % of_sample == 0)
             ):
                 found.append((ep, etp))
     return found
@@ -340,7 +383,9 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("heads", model.num_attention_heads % p.tp != 0)
     reject("query_groups", (groups % p.tp != 0) & (p.tp % groups != 0))
     reject("ffn", model.ffn % p.tp != 0)
-    reject("sequence", (p.tp > 1) & (model.seq_length % p.tp != 0))
+    reject("sequence", (p.tp > 1) & (model.seq_length // p.cp % p.tp != 0))
+    reject("context", (p.cp > 1) & (model.seq_length % (2 * p.cp) != 0))
+    reject("context_heads", ~can_exchange(model, p.tp, p.cp, p.cp_comm_type))
     if not limits.cross_node_tp:
         reject("cross_node_tp", p.tp > cluster.gpus_per_node)
     reject("layers", model.num_layers % p.pp != 0)
@@ -358,7 +403,7 @@ def _broken_by_experts(model: ModelSpec, cluster: ClusterSpec, p: Points) -> dic
     sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=True)
     if sizes is None:
         return {}
-    copies = p.tp * p.dp // (p.ep * p.etp)
+    copies = p.tp * p.cp * p.dp // (p.ep * p.etp)
     return {
         "experts": sizes.num_experts % p.ep != 0,
         "expert_ffn": sizes.moe_ffn_hidden_size % p.etp != 0,
@@ -378,6 +423,8 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         tp=points.tp,
         pp=points.pp,
         vpp=points.vpp,
+        cp=points.cp,
+        cp_comm_type=points.cp_comm_type,
         dp=points.dp,
         micro_batch_size=points.micro_batch_size,
         num_microbatches=points.num_microbatches,
@@ -411,7 +458,9 @@ def prune_dominated(points: Points, surely_fits: Any, measured: Points) -> Any:
         [n] bool.
     """
     has_experts = any((x.ep != 1).any() or (x.etp != x.tp).any() for x in (points, measured))
-    names = tuple(n for n in SIZES if has_experts or n not in ("ep", "etp"))
+    shares = any((x.cp != 1).any() for x in (points, measured))
+    idle = (() if has_experts else ("ep", "etp")) + (() if shares else ("cp", "cp_comm_type"))
+    names = tuple(n for n in SIZES if n not in idle)
     lines = _numbered(points, measured, names)
     own, known = lines[: len(points)], lines[len(points) :]
     key = np.stack([own, points.asked_batch_size], axis=1)

@@ -15,6 +15,7 @@ import numpy as np
 
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
+from copus_ext.cost_model.context import CP_COMM_TYPES
 from copus_ext.cost_model.correct import correct, most_telling
 from copus_ext.cost_model.memory import (
     AS_PREDICTED,
@@ -31,14 +32,16 @@ from copus_ext.cost_model.step import StepTime, step_time
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
 from copus_ext.planner.profile import steps_of
 from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
+from copus_ext.planner.sharing import cp_comm_types_of
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import expert_problems
+from megatron.training.config.layout_rules import context_problems, expert_problems
 
-_SIZES = ("tp", "pp", "vpp", "ep", "micro_batch_size", "global_batch_size")
+_SIZES = ("tp", "pp", "vpp", "ep", "cp", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")
 _OWN = (
-    *("group", "cluster", "model", *_SIZES, "etp", "recompute", "sequence_parallel"),
+    *("group", "cluster", "model", *_SIZES, "etp", "cp_comm_type", "recompute"),
+    "sequence_parallel",
     *("scatter_gather", "use_distributed_optimizer", "overlap"),
     *("step_s", "out_of_memory", "peak_bytes", "local"),
     *_LINKS,
@@ -113,10 +116,11 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     links = tuple((name, given[name]) for name in _LINKS if name in given)
     cluster = _cluster(given["cluster"], links, folder)
     size = {name: _whole(name, given.get(name, "1")) for name in _SIZES}
-    tp, pp = size["tp"], size["pp"]
-    if cluster.world_size % (tp * pp):
-        raise SpecError(f"tp x pp is {tp * pp} and does not divide {cluster.world_size} GPUs")
-    dp = cluster.world_size // (tp * pp)
+    tp, pp, cp = size["tp"], size["pp"], size["cp"]
+    if cluster.world_size % (tp * cp * pp):
+        sizes = f"tp x cp x pp is {tp * cp * pp}" if cp > 1 else f"tp x pp is {tp * pp}"
+        raise SpecError(f"{sizes} and does not divide {cluster.world_size} GPUs")
+    dp = cluster.world_size // (tp * cp * pp)
     if size["global_batch_size"] % (dp * size["micro_batch_size"]):
         raise SpecError(f"global_batch_size is no multiple of {dp} x micro_batch_size")
     way, _, layers = given.get("recompute", "none").partition(":")
@@ -131,10 +135,21 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
     if model.num_layers % (pp * size["vpp"]):
         raise SpecError(f"{model.num_layers} layers are no multiple of pp x vpp")
     etp = _whole("etp", given["etp"]) if "etp" in given else None
-    layout = Layout(tp=tp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
+    layout = Layout(tp=tp, cp=cp, pp=pp, vpp=size["vpp"], ep=size["ep"], etp=etp, dp=dp)
     sizes = model.expert_sizes(is_gloo=cluster.is_gloo, use_tp_pp_dp_mapping=False)
     parallel = _flag("sequence_parallel", given, tp > 1)
     if problems := expert_problems(layout, sizes, sequence_parallel=parallel):
+        raise SpecError(problems[0])
+    form = _form(given.get("cp_comm_type"), model, cluster) if cp > 1 else None
+    if problems := context_problems(
+        layout,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.groups,
+        seq_length=model.seq_length,
+        sequence_parallel=parallel,
+        cp_comm_type=form,
+        excluding=(),
+    ):
         raise SpecError(problems[0])
     return MeasuredRun(
         group=given.get("group", f"{model.name} on {given['cluster']}, batch {given[_SIZES[-1]]}"),
@@ -142,6 +157,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         cluster=cluster,
         configuration=Configuration(
             layout=layout,
+            cp_comm_type=form,
             micro_batch_size=size["micro_batch_size"],
             global_batch_size=size["global_batch_size"],
             recompute=way,  # pyright: ignore[reportArgumentType]
@@ -155,6 +171,15 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         peak_bytes=_peak(given["peak_bytes"]) if "peak_bytes" in given else None,
         scatter_gather=_flag("scatter_gather", given, False),
     )
+
+
+def _form(text: str | None, model: ModelSpec, cluster: ClusterSpec) -> str:
+    """How ranks exchange keys and values; by default as the trainer does."""
+    if text is None:
+        return cp_comm_types_of(model, cluster)[0]
+    if text not in CP_COMM_TYPES:
+        raise SpecError(f"cp_comm_type {text}: use one of {', '.join(CP_COMM_TYPES)}")
+    return text
 
 
 def _peak(text: str) -> float:

@@ -26,7 +26,7 @@ _ASKED = 400
 
 def _order(layout: Layout) -> tuple[int, ...]:
     """What layouts are sorted by."""
-    return *layout.sizes, layout.ep, layout.expert_tensor_parallel_size
+    return *layout.sizes, layout.ep, layout.expert_tensor_parallel_size, layout.cp
 
 
 class NoSpeed(ValueError):

@@ -119,9 +119,12 @@ def draw_layouts(path: Path) -> None:
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.cost_model.model_spec import PRESETS
     from copus_ext.planner.search import Planner
+    from copus_ext.planner.space import Limits
 
     sizes = [16, 32, 64, 128, 256, 512]
-    plans = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16")).rank(sizes, top=10_000)
+    whole = Limits(fixed={"cp": 1})
+    planner = Planner(PRESETS["llama-2-13b"], preset("h100-80g:16"), limits=whole)
+    plans = planner.rank(sizes, top=10_000)
     figure, axes = _pyplot().subplots(figsize=(6.5, 3), layout="constrained")
     for name, wanted in _16_GPUS.items():
         speeds = [

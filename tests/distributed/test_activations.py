@@ -12,9 +12,12 @@ from tests.helpers.on_ranks import on_ranks
 @pytest.mark.timeout(260)
 def test_saved_bytes_of_a_layer(tmp_path: Path) -> None:
     rows = on_ranks("worker_activations", tmp_path, 4, timeout_s=240)
-    assert len(rows) == 18
+    assert len(rows) == 26
     for row in rows:
         counted = row["counted"]
         if "--expert-model-parallel-size" in row["case"]:
             counted = [sum(counted) / 4] * 4
+        if "--context-parallel-size" in row["case"]:
+            # The first and the last chunk of a sample need a mask less than two others.
+            counted = [max(counted)] * 4
         assert counted == [row["predicted"]] * 4, row["case"]

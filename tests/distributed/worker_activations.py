@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ CASES = [
     ("moe", 2, 2, "--sequence-parallel --moe-token-dispatcher-type allgather"),
     ("moe", 2, 1, "--sequence-parallel --expert-tensor-parallel-size 1"),
     ("moe", 1, 1, "--expert-model-parallel-size 2"),
+    ("llama", 1, 1, "--context-parallel-size 2"),
+    ("llama", 1, 1, "--context-parallel-size 4 --micro-batch-size 2"),
+    ("llama", 2, 1, "--context-parallel-size 2 --sequence-parallel"),
+    ("llama", 1, 1, "--context-parallel-size 2 --recompute-activations"),
+    ("llama", 1, 2, "--context-parallel-size 2 --cp-comm-type a2a"),
+    ("llama", 1, 1, "--context-parallel-size 4 --cp-comm-type a2a --micro-batch-size 2"),
+    ("gpt2", 1, 1, "--context-parallel-size 2"),
+    ("gpt2", 1, 1, "--context-parallel-size 2 --cp-comm-type a2a"),
 ]
 
 
@@ -110,9 +119,13 @@ def main(output: Path) -> Any:
         spec = ModelSpec.from_megatron_flags([*base.split(), *more.split()])
         way = "selective" if "--recompute-activations" in more else "none"
         micro = 2 if "--micro-batch-size 2" in more else 1
+        words = dict(itertools.pairwise(more.split()))
+        form = words.get("--cp-comm-type", "all_gather")
         limits = Limits(
+            cp_comm_types=(form,),
             fixed={
                 **{"tp": tp, "pp": pp, "vpp": 1, "micro_batch": micro},
+                "cp": int(words.get("--context-parallel-size", 1)),
                 "ep": 2 if "--expert-model-parallel-size 2" in more else 1,
                 "etp": 1 if "--expert-tensor-parallel-size 1" in more else tp,
             },

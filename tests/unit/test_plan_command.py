@@ -64,7 +64,7 @@ def uneven(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        (f"{SEVEN} --global-batch-size 10 --fix tp=1,pp=1", 3, "batch 10; nearest legal: 8, 16"),
+        (f"{SEVEN} --global-batch-size 10 --fix tp=1,cp=1,pp=1", 3, "batch 10; nearest legal: 8, 16"),
         (
             "--model gpt3-175b --cluster a100-80g:8 --global-batch-size 64",
             4,
@@ -293,7 +293,7 @@ def test_explain_prices_one_configuration(capsys: pytest.CaptureFixture[str]) ->
 def test_a_batch_that_cannot_be_had_does_not_keep_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fixed = "--fix tp=1,pp=1,micro_batch=4"
+    fixed = "--fix tp=1,cp=1,pp=1,micro_batch=4"
     code, out, err = run(capsys, f"{SEVEN} {fixed} --global-batch-size 16,64 --recompute full")
     assert code == 3 and "global batch 16" in err
     # What a better machine would save is told of the batch that can be had.
@@ -357,7 +357,7 @@ MIXTRAL = "--model mixtral-8x7b --cluster h100-80g:32 --global-batch-size 128"
 def test_a_mixture_is_planned_with_the_sizes_of_its_experts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = run(capsys, f"{MIXTRAL} --fix tp=2,ep=4,etp=1,micro_batch=1 --max pp=4")
+    code, out, _ = run(capsys, f"{MIXTRAL} --fix tp=2,cp=1,ep=4,etp=1,micro_batch=1 --max pp=4")
     header, first, *_ = out.splitlines()
     names = header.split()
     at = [names.index(name) for name in ("vpp", "ep", "etp", "dp")]
@@ -407,7 +407,7 @@ def test_a_stand_in_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> No
 def test_both_orders_of_ranks_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
     """Two nodes of 8 with tp2, pp2, dp4: each pipeline in a node, or all replicas of a stage."""
     shape = "--model llama-2-7b --cluster a100-80g:16 --global-batch-size 64 --nic 5GB/s"
-    asked = f"{shape} --fix tp=2,pp=2,vpp=1,micro_batch=1 --recompute none --top 1"
+    asked = f"{shape} --fix tp=2,cp=1,pp=2,vpp=1,micro_batch=1 --recompute none --top 1"
     usual, other = (
         json_of(capsys, f"{asked} {more}")["ranked"][0]["prediction"]["time_s"]
         for more in ("", "--use-tp-pp-dp-mapping")
@@ -574,7 +574,7 @@ def test_partition_tells_the_fastest_split_of_the_layers(
 
 
 def test_micro_batches_tells_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"micro-batches {SEVEN} --fix pp=1,tp=4 --top 3"
+    command = f"micro-batches {SEVEN} --fix cp=1,pp=1,tp=4 --top 3"
     code, text, _ = run(capsys, f"{command} --global-batch-size 74")
     assert code == 0 and "rank 1 micro-batches 19+18: " in text and "--micro-batch-size 19" in text
     code, text, _ = run(capsys, f"{command} --global-batch-size 26")
@@ -614,7 +614,7 @@ def test_order_tells_which_node_goes_where(
 def test_nodes_ranks_uneven_nodes(
     capsys: pytest.CaptureFixture[str], uneven: Path, tmp_path: Path
 ) -> None:
-    few = f"{THIRTEEN} --recompute full --max micro_batch=2".replace("2-13b", "3.2-3b")
+    few = f"{THIRTEEN} --recompute full --max micro_batch=2,cp=1".replace("2-13b", "3.2-3b")
     hosts, own = tmp_path / "hosts", f"{few} --cluster {uneven}"
     code, text, _ = run(capsys, f"nodes {own} --hostfile {hosts}")
     even = run(capsys, f"{few} --cluster h100-80g:32")[1]

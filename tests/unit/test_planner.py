@@ -45,7 +45,8 @@ def test_the_best_are_those_of_brute_force(gpus: int, batch: int) -> None:
 def test_what_is_dominated_has_a_kin_that_fits_and_is_no_slower() -> None:
     planner = Planner(MODEL, preset("a100-80g:16"))
     space = planner._judged([64])
-    names = ("tp", "pp", "vpp", "micro_batch_size", "use_distributed_optimizer")
+    names = ("tp", "cp", "cp_comm_type", "pp", "vpp", "micro_batch_size")
+    names += ("use_distributed_optimizer",)
 
     def by_kin(points: Any) -> dict[Any, list[tuple[float, int]]]:
         rows = to_rows(MODEL, planner.cluster, points).full()
@@ -151,8 +152,9 @@ def test_measured_times_beat_predictions_and_correct_their_kin() -> None:
 
 def test_measured_peaks_move_what_fits() -> None:
     """On 16 GPUs of 40 GB large micro-batches fail, if all needs two fifths more."""
-    cluster = preset("a100-40g:16")
-    plain = Planner(MODEL, cluster)
+    # Of samples that no ranks share: where times are known more of the others are looked at.
+    cluster, limits = preset("a100-40g:16"), Limits(fixed={"cp": 1})
+    plain = Planner(MODEL, cluster, limits=limits)
     ranked = plain.rank([64], top=200)[0].ranked
     some = sorted(ranked, key=lambda r: r.prediction.peak_bytes)
     timings = [
@@ -163,7 +165,7 @@ def test_measured_peaks_move_what_fits() -> None:
         )
         for r in (some[0], some[-1])
     ]
-    planner = Planner(MODEL, cluster, timings=timings)
+    planner = Planner(MODEL, cluster, limits=limits, timings=timings)
     assert planner.peaks.moving > 1.1
     fewer = planner.rank([64], top=200)[0]
     assert fewer.num_ranked < plain.rank([64], top=1)[0].num_ranked
@@ -177,7 +179,8 @@ def test_measured_peaks_move_what_fits() -> None:
 def test_what_fits_by_measured_peaks_alone_is_still_compared() -> None:
     """Peaks are three quarters of what was thought, on GPUs too small for what was thought."""
     spec = preset("h200-141g:16")
-    limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1, "micro_batch": 4}, recompute=("none",))
+    sizes = {"tp": 1, "cp": 1, "pp": 2, "vpp": 1, "micro_batch": 4}
+    limits = Limits(fixed=sizes, recompute=("none",))
     found = Planner(MODEL, spec, limits=limits).rank([64], top=9)[0].ranked
     small = min(r.prediction.peak_bytes for r in found)
     gpu = dataclasses.replace(spec.gpu, memory_bytes=0.95 * small)

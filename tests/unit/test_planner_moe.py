@@ -84,11 +84,12 @@ def rows_of(model: ModelSpec, *layouts: Layout, cluster: Any = CLUSTER) -> Any:
     return to_rows(model, cluster, points_of([configuration(x) for x in layouts])).full()
 
 
-# Recorded before there were mixtures: these must not change by a bit.
+# Recorded before there were mixtures or ranks that share samples, but for the backward pass of
+# fused attention, which became 2.5 forward ones: these must not change by a bit.
 DENSE = {
-    ("gpt3-175b", "a100-80g:256", "tp8.pp8.dp4", 512): (26.039372218316714, 36991465267.2),
-    ("llama-2-13b", "h100-80g:16", "tp2.pp2.dp4", 64): (1.3023879001494592, 37808270991.36),
-    ("copus-quickstart", "cpu:4", "tp2.pp1.dp2", 32): (2.5898814506789125, 1270897377.28),
+    ("gpt3-175b", "a100-80g:256", "tp8.pp8.dp4", 512): (26.127146734474348, 36991465267.2),
+    ("llama-2-13b", "h100-80g:16", "tp2.pp2.dp4", 64): (1.3069823633773587, 37808270991.36),
+    ("copus-quickstart", "cpu:4", "tp2.pp1.dp2", 32): (2.5876596817341686, 1270897377.28),
 }
 
 
@@ -322,7 +323,7 @@ def test_the_best_are_those_of_brute_force(model: ModelSpec, limits: Limits) -> 
     got = [r.prediction.step_s for r in found.ranked]
     assert got == pytest.approx(list(seconds[:12]), rel=1e-12)
     ep = {int(x) for x in every.ep}
-    assert {1, 2, 4, 8} <= ep and ((every.tp * every.dp) % (every.ep * every.etp) == 0).all()
+    assert {1, 2, 4, 8} <= ep and ((every.tp * every.cp * every.dp) % (every.ep * every.etp) == 0).all()
 
 
 @pytest.mark.parametrize("cluster", ["cpu:4", "h100-80g:16"])

@@ -174,7 +174,7 @@ def unequal_micro_batches(planner: Planner, plan: Plan) -> list[UnequalMicroBatc
     found, seen = [], set()
     for i, ranked in enumerate(plan.ranked):
         c = ranked.configuration
-        key = (c.layout.tp, c.layout.dp, c.recomputation, c.use_distributed_optimizer)
+        key = (c.layout, c.cp_comm_type, c.recomputation, c.use_distributed_optimizer)
         if c.layout.pp > 1 or key in seen or c.global_batch_size % c.layout.dp:
             continue
         seen.add(key)

@@ -44,7 +44,7 @@ class FittedLayout:
     slowness: tuple[float, ...]
     """[pp] seconds of a layer on the slowest node of a stage over those on a usual one."""
     places: tuple[tuple[int, ...], ...]
-    """[pp, dp] place of every stage of every replica."""
+    """[pp, copies] place of every stage of every replica."""
     limits: tuple[Limit, ...]
     """Links that the slowest stage waits for."""
 

@@ -107,9 +107,10 @@ class Placement:
         self.num_nodes = network.links.num_nodes
         _check(job, network)
         at = job.layout
-        first_rank = at.tp * np.arange(at.pp * at.dp).reshape(at.pp, at.dp)
+        first_rank = at.tp * np.arange(at.pp * at.copies).reshape(at.pp, at.copies)
         self.places = first_rank // network.gpus_per_node
-        """[pp, dp] where every stage of every replica is."""
+        """[pp, copies] where every stage of every replica is, with those ranks that share its
+        samples."""
         self.paths, self._replica = np.unique(self.places.T, axis=0, return_index=True)
         """[paths, pp] the replicas that differ in their places."""
         self._slowness = np.array(network.slowness) if network.slowness else None
@@ -152,11 +153,11 @@ class Placement:
 
     def _ring_edges(self) -> dict[str, Any] | None:
         job = self.job
-        if job.layout.dp == 1:
+        if job.layout.copies == 1:
             return None
         source, target = self.places, np.roll(self.places, -1, axis=1)
         lanes = _lanes(source.ravel(), target.ravel(), job.layout.tp)
-        stage = np.repeat(np.arange(job.layout.pp), job.layout.dp)
+        stage = np.repeat(np.arange(job.layout.pp), job.layout.copies)
         rows = np.stack([stage, source.ravel(), target.ravel()], axis=1)
         rows, at = np.unique(rows, axis=0, return_index=True)
         return _edges(rows, lanes[at], job.layout.pp)
@@ -187,7 +188,7 @@ class Placement:
     def turning(self) -> int:
         """q, where the places k q to k q + q - 1 are those of one stage: to turn all these rings
         together, or to run them backwards, changes nothing. 1 where there is nothing to turn."""
-        ranks, per_node = self.job.layout.tp * self.job.layout.dp, self.network.gpus_per_node
+        ranks, per_node = self.job.layout.tp * self.job.layout.copies, self.network.gpus_per_node
         return ranks // per_node if ranks % per_node == 0 else 1
 
     @property
@@ -316,10 +317,10 @@ class Placement:
         def seconds(num_bytes: Any) -> Array:
             assert self.ring is not None
             links = self._links_s(self.ring, flat, num_bytes)
-            found = np.maximum.reduceat(links, self.ring.starts, axis=0) * (job.layout.dp - 1)
+            found = np.maximum.reduceat(links, self.ring.starts, axis=0) * (job.layout.copies - 1)
             if self.across is not None and across is not None:
                 links = self._links_s(self.across, across, num_bytes)
-                number = job.layout.dp // self._inside
+                number = job.layout.copies // self._inside
                 staged = np.maximum.reduceat(links, self.across.starts, axis=0) * (number - 1)
                 share = (self._inside - 1) / self._inside / self.network.inside_bytes_per_s
                 found = np.minimum(found, staged + share * num_bytes)
@@ -351,7 +352,7 @@ class Placement:
 
     def _links_s(self, edges: Edges, wires: tuple[Array, Array], num_bytes: Any) -> Array:
         # All ranks of a stage in a node take their part: of the bytes, and of the links.
-        size = np.asarray(num_bytes) / self.job.layout.dp
+        size = np.asarray(num_bytes) / self.job.layout.copies
         columns = size.shape[1] if size.ndim == 2 else 1
         size = np.broadcast_to(size, (self.job.layout.pp, columns))
         return wires[0] + size[edges.stage] * wires[1]
