@@ -87,6 +87,8 @@ class LayoutFit:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
         wanted = layout or Layout.of_arguments(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
+        # In a run with phases the flags give that of the first.
+        micro = next(iter(stored.get("phase_micro_batch_sizes") or ()), micro)
 
         save = value_of(self.flags, "--save")
         request = partial(_request, batch=batch, checkpoint=save, why=why)

@@ -69,6 +69,25 @@ def test_an_evaluation_has_the_length_of_its_phase(runs: Runs) -> None:
     assert found == [[5, "valid", 64], [10, "valid", 256], [15, "valid", 1024], [15, "test", 1024]]
 
 
+def test_a_checkpoint_tells_the_base_of_its_phase(runs: Runs) -> None:
+    assert runs["stored bases"] == [10000, 40000, 160000]
+
+
+def test_a_phase_begins_after_a_step_that_is_left_out(runs: Runs) -> None:
+    steps = runs["skipped"]
+    assert [step["consumed_samples"] for step in steps] == [
+        *range(64, 321, 64),
+        *range(448, 961, 64),
+    ]
+    assert steps[5]["seq_length"] == 256
+    assert losses(steps)[:5] == losses(runs["live"])[:5]
+
+
+def test_after_a_failed_change_the_phase_goes_on_in_the_old_layout(runs: Runs) -> None:
+    assert losses(runs["a change that fails"]) == pytest.approx(losses(runs["live"]), rel=1e-5)
+    assert losses(runs["a change that fails"]) != losses(runs["live"]), "sums in another order"
+
+
 @pytest.mark.parametrize("way", ["", " per token"])
 def test_a_step_that_masked_samples_fill_up_weighs_the_others_alike(runs: Runs, way: str) -> None:
     filled, whole = runs[f"four replicas{way}"], runs[f"one replica{way}"]

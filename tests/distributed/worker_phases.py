@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from copus_ext.controller.phase_layouts import PhaseLayouts
+from copus_ext.reshard.inprocess import InProcessResharder
+from megatron.training.checkpoint.load import read_arguments
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.logging.metrics import read_metrics
@@ -56,6 +58,12 @@ class Sizes(Callback):
         return Request(kind="change", reason="a test", settings=settings)
 
 
+def break_on_rank_1(topic: str) -> None:
+    """Breaks a change of layout after the old one has been taken down."""
+    if topic == "copy" and dist.get_rank() == 1:
+        raise MemoryError("a test")
+
+
 def record(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What is compared of steps."""
     names = ("consumed_samples", "seq_length", "global_batch_size", "learning_rate", "grad_norm")
@@ -68,9 +76,9 @@ def main(output: Path) -> Any:
 
     results: dict[str, Any] = {}
 
-    def go(name: str, flags: list[str], callbacks: Any = ()) -> None:
-        folder = output / name.replace(" ", "_")
-        steps = run([*LENGTHS, *flags], folder, [PhaseLayouts(), *callbacks], base=BASE)
+    def go(name: str, flags: list[str], callbacks: Any = (), layouts: Any = None) -> None:
+        folder, layouts = output / name.replace(" ", "_"), layouts or PhaseLayouts()
+        steps = run([*LENGTHS, *flags], folder, [layouts, *callbacks], base=BASE)
         results[name] = record(steps)
 
     saved = ["--save", str(output / "saved"), "--save-interval", "3"]
@@ -105,6 +113,14 @@ def main(output: Path) -> Any:
     plain = [word for word in BASE.split() if word != SHARDED]
     steps = run(["--seq-length", "64"], output / "plain", base=" ".join(plain))
     results["plain"] = record(steps)
+    results["stored bases"] = [
+        read_arguments(output / "saved", step=step)["rotary_base"] for step in (3, 9, 15)
+    ]
+    # The last step of the first phase is left out.
+    go("skipped", [*ROTARY, *LAYOUTS, "--iterations-to-skip", "6"])
+    fail = InProcessResharder(fault=break_on_rank_1)
+    go("a change that fails", [*ROTARY, *LAYOUTS], layouts=PhaseLayouts(lambda: fail))
+    fail.close()
     fill_up(output, go, results)
     control(output, go, results)
     return results

@@ -60,6 +60,11 @@ def enter_next_phase(job: Job) -> Request | None:
     job.watchdog.reset_step_times()
     request = job.fire("on_phase_start")
     if request is None or request.move is None:
+        stays = new.layout is not None and new.layout != str(job.config.layout)
+        if stays and dist.get_rank() == 0:
+            print(
+                f"ALERT: nothing here takes the run to {new.layout}; the layout stays", flush=True
+            )
         check_batch(job)
     return request
 
