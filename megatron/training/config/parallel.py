@@ -65,6 +65,9 @@ class ParallelConfig:
     """Average gradients inside the collective instead of scaling them before it."""
     overlap_p2p_comm: bool = option(True, "--no-overlap-p2p-communication")
     """Overlap messages between pipeline stages with computation, in an interleaved pipeline."""
+    pipeline_message_bits: int | None = option(None, choices=(8,))
+    """Bits of a number in messages between pipeline stages. 8 rounds them, which changes the
+    training. Default: as they are. Without effect in an interleaved pipeline."""
     distributed_backend: str = option(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA, gloo on CPU."""
     distributed_timeout_minutes: int = option(10)

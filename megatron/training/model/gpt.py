@@ -36,6 +36,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
 from megatron.training.distributed.process_groups import seed_build
+from megatron.training.distributed.stage_link import StageLink
 from megatron.training.distributed.stragglers import StepClock
 from megatron.training.distributed.tied_embedding import exchanging_own_shard
 from megatron.training.model.attention import LatentAttention, SdpaAttention
@@ -69,6 +70,8 @@ class Model:
     """megatron-core's configuration, shared by all chunks; carries the schedule's hooks."""
     clock: StepClock
     """Times this rank's part of a step."""
+    link: StageLink | None = None
+    """Carries messages between pipeline stages; None without a pipeline."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -329,7 +332,10 @@ def build_model(
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-    return Model(chunks=chunks, core_config=core, clock=clock)
+    link = None
+    if config.layout.pp > 1:
+        link = StageLink(groups.pp, core, message_bits=config.parallel.pipeline_message_bits)
+    return Model(chunks=chunks, core_config=core, clock=clock, link=link)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

@@ -153,6 +153,10 @@ def run_schedule(
         asked = job.config.parallel.microbatch_group_size_per_vp_stage
         group = group_of_microbatches(layout, num_microbatches, asked)
         job.model.core_config.microbatch_group_size_per_vp_stage = group
+    messages: dict[str, Any] = {}
+    if (link := job.model.link) is not None:
+        link.is_exact = forward_only or job.context.needs_exact_step
+        messages = {"p2p_communicator": link, "pg_collection": job.groups}
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
@@ -162,6 +166,7 @@ def run_schedule(
             seq_length=job.seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
+            **messages,
         )
     return torch.stack([report["lm loss"] for report in reports]) if reports else None
 

@@ -1,0 +1,39 @@
+"""Messages between pipeline stages: whole ones change nothing, short ones little."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.worker_stage_link import LAYOUTS, STEPS
+from tests.helpers.on_ranks import on_ranks
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks("worker_stage_link", tmp_path_factory.mktemp("link"), 4, timeout_s=300)
+
+
+@pytest.mark.timeout(340)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_messages_change_no_bit(rows: dict[str, Any], layout: str) -> None:
+    own, without = rows[f"{layout} whole"], rows[f"{layout} without"]
+    assert len(own["numbers"]) == STEPS and own["numbers"] == without["numbers"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_short_messages_are_shorter_and_nearly_the_same(rows: dict[str, Any], layout: str) -> None:
+    short, whole = rows[f"{layout} short"], rows[f"{layout} whole"]
+    if "vpp" in layout:
+        assert short == whole, "an interleaved pipeline sends whole ones"
+        return
+    # 32 numbers of four bytes against 32 bytes and a scale.
+    assert short["bytes"] / whole["bytes"] == pytest.approx(36 / 128, rel=1e-3)
+    losses, exact = ([loss for loss, _ in row["numbers"]] for row in (short, whole))
+    assert losses != exact and losses == pytest.approx(exact, rel=5e-3)
+
+
+def test_a_measured_step_has_its_exact_gradient(rows: dict[str, Any]) -> None:
+    short, whole = rows["pp2 measured short"], rows["pp2 measured whole"]
+    assert short == whole and len(short["noise"]) == STEPS
