@@ -178,8 +178,9 @@ class GradientNormHooks:
         self._shares: list[float] | None = None
         self._numbers = torch.zeros(_WEIGHTS.stop, dtype=torch.float64, device=device)
         self._norms = torch.zeros((0, len(self._measured)), device=device)
-        # Per parameter: the slots for norms not yet used in this step, and accumulations seen.
-        self._slots: list[list[torch.Tensor]] = []
+        # Per parameter: its slots for norms, those not yet used in this step, accumulations seen.
+        self._slots: list[tuple[torch.Tensor, ...]] = []
+        self._free: list[Iterator[torch.Tensor]] = []
         self._seen = [0] * len(self._measured)
         owned = [m for m in self._measured if m.reduced is not None]
         self._reduced = [m.reduced for m in owned]
@@ -261,8 +262,9 @@ class GradientNormHooks:
         if len(self._norms) != per_parameter:
             shape = (per_parameter, len(self._measured))
             self._norms = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self._slots = [column.unbind() for column in self._norms.unbind(1)]
         self._norms.zero_()
-        self._slots = [list(column.unbind()) for column in self._norms.unbind(1)]
+        self._free = [iter(slots) for slots in self._slots]
         self._seen = [0] * len(self._measured)
 
     def _on_gradient(self, number: int, grad: torch.Tensor) -> None:
@@ -276,10 +278,11 @@ class GradientNormHooks:
                 self._note(number, self._measured[number].param.main_grad)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _note(self, number: int, grad: torch.Tensor) -> None:
-        slot = self._slots[number].pop()
+        # Most of a measurement's time is here. It goes into reading the gradient once: neither
+        # `dot` nor one call for several gradients reads faster.
         if self._cp is not None and GROUPS[self._measured[number].group] != "experts":
-            grad = self._share_of_sum([grad.detach()], self._cp)
-        torch.linalg.vector_norm(grad.detach(), dtype=torch.float32, out=slot)
+            grad = self._share_of_sum([grad], self._cp)
+        torch.linalg.vector_norm(grad, dtype=torch.float32, out=next(self._free[number]))
 
     def _add_small(self, part: list[Measured], index: torch.Tensor) -> None:
         """Adds the squares of a replica's gradient on its way into the reduction."""
@@ -425,7 +428,8 @@ class GradientNormHooks:
     def close(self) -> None:
         """Takes out every hook. The hooks are not used after that."""
         self._unhook()
-        self._measured, self._chunks, self._reduced, self._slots = [], [], [], []
+        self._measured, self._chunks, self._reduced = [], [], []
+        self._slots, self._free = [], []
 
 
 def _indices(part: list[Measured], device: torch.device) -> torch.Tensor:
