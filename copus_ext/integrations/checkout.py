@@ -139,6 +139,7 @@ def context_of(context: Any, args: Any, first_batch: int) -> Any:
         step=None,
         grad_norm=None,
         microbatch_tokens=None,
+        is_filled_up=False,
         global_batch_size=None,
         micro_batch_size=None,
         scalars={},
