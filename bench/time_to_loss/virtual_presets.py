@@ -72,7 +72,7 @@ def batches_of(paper: Model) -> list[int]:
 def speeds_of(paper: Model) -> Any:
     """Throughputs on the paper's cluster."""
     limits = Limits(
-        fixed={"vpp": 1},
+        fixed={"vpp": 1, "cp": 1},
         recompute=("none",),
         use_distributed_optimizer=(False,),
         cross_node_tp=True,

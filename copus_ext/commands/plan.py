@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from copus_ext.commands import plan_phases
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -42,6 +43,7 @@ COMMANDS = {
     "micro-batches": "search, and split the samples of layouts without a pipeline unequally",
     "order": "search, and say which node goes where for the best of every batch",
     "nodes": "search, and rank again over unequal links and nodes as they are",
+    "phases": "the layouts of a run whose samples or batches grow, made ahead (also --phases)",
 }
 _FORMER = {
     "cuts": ("--cuts", "partition"),
@@ -89,7 +91,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         needed = None if command == "explain" else "?"
         words = "such as tp2.pp4.dp8,micro_batch=1 or tp=2,pp=4"
         p.add_argument("explain", metavar="CONFIG", nargs=needed, help=words)
-    _add_inputs(p)
+    _add_inputs(p, needs_batch=command != "phases")
     out = p.add_argument_group("answer")
     formats = ["table", "json", *(["flags"] if command == "search" else [])]
     out.add_argument("--format", choices=formats, default="table", help="form of the answer")
@@ -112,12 +114,14 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         out.add_argument("--explain", help=argparse.SUPPRESS)
         for flag, _ in _FORMER.values():
             out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    elif command == "phases":
+        plan_phases.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
     return p
 
 
-def _add_inputs(p: argparse.ArgumentParser) -> None:
+def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
     """Flags that every command has: model, cluster, and what to search."""
     model = p.add_argument_group("model")
     model.add_argument("--model", help="a name such as gpt3-175b, or a Hugging Face config.json")
@@ -134,9 +138,8 @@ def _add_inputs(p: argparse.ArgumentParser) -> None:
     where.add_argument("--nic-is-measured", action="store_true", help=words)
     where.add_argument("--intra", help="link of a GPU inside its node, such as 450GB/s")
     search = p.add_argument_group("search")
-    search.add_argument(
-        "--global-batch-size", required=True, help="512, or 64,128, or 64:4096:x2, or 64:256:+64"
-    )
+    words = "512, or 64,128, or 64:4096:x2, or 64:256:+64"
+    search.add_argument("--global-batch-size", required=needs_batch, help=words)
     search.add_argument("--fix", default="", help="sizes to keep, such as tp=4,pp=2")
     search.add_argument("--max", default="", help="largest sizes, such as tp=8,micro_batch=16")
     search.add_argument(
@@ -177,8 +180,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
     """
+    if "--phases" in argv:
+        argv = ["phases", *(word for word in argv if word not in ("--phases", "phases"))]
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
+    args.phases = command == "phases"
     if command == "search":
         given = [(flag, to) for name, (flag, to) in _FORMER.items() if getattr(args, name)]
         given += [("--explain", "explain")] if args.explain is not None else []
@@ -291,7 +297,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
     write_hosts(args, [a for a, code in answers if code == 0])
     if args.format == "json":
         records = [a.to_json(1) if code == 0 else a.to_json() for a, code in answers]
-        _put(report.dump({"schema": report.EXPLAINED, "explained": records}), args.output)
+        put(report.dump({"schema": report.EXPLAINED, "explained": records}), args.output)
     else:
         texts = [
             report.breakdown(a)
@@ -299,7 +305,7 @@ def explain(args: argparse.Namespace, planner: Any, wanted: list[int]) -> int:
             else f"{a.example}, global batch {b}: {a.code}: {a.detail}; {a.fix}"
             for (a, code), b in zip(answers, wanted)
         ]
-        _put("\n\n".join(texts), args.output)
+        put("\n\n".join(texts), args.output)
     return max(code for _, code in answers)
 
 
@@ -424,6 +430,8 @@ def answer(args: argparse.Namespace) -> int:
 
     started = time.monotonic()
     planner = planner_of(args)
+    if args.phases:
+        return plan_phases.answer(args, planner)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)
@@ -443,10 +451,10 @@ def answer(args: argparse.Namespace) -> int:
             top=args.top,
             headroom=headroom and headroom[1],
         )
-        _put(report.dump(record), args.output)
+        put(report.dump(record), args.output)
     elif args.format == "flags":
         lines = [" ".join(first.configuration.to_flags()) for first in firsts]
-        _put("\n".join(lines), args.output)
+        put("\n".join(lines), args.output)
     else:
         text = io.StringIO()
         console = report.console_for(sys.stdout if args.output is None else text)
@@ -466,7 +474,7 @@ def answer(args: argparse.Namespace) -> int:
         if timing := timing_line(found.worth_timing, is_mixture=is_mixture):
             console.print(timing, highlight=False, markup=False)
         if args.output is not None:
-            _put(text.getvalue().rstrip("\n"), args.output)
+            put(text.getvalue().rstrip("\n"), args.output)
     fits = [bool(best) for best in found.nodes or [[]] * len(found.plans)]
     failed = [p for p, also in zip(found.plans, fits) if p.status != "ok" and not also]
     for plan in failed:
@@ -552,7 +560,8 @@ def borrowed_constants(args: argparse.Namespace, planner: Any) -> str:
     return f"constants of {gpu}: {whose}; --profile corrects them by measured times"
 
 
-def _put(text: str, output: Path | None) -> None:
+def put(text: str, output: Path | None) -> None:
+    """Prints an answer, or writes it where that is asked for."""
     if output is None:
         print(text)
         return

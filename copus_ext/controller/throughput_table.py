@@ -343,6 +343,10 @@ def _uses_tp_pp_dp_mapping(config: Config) -> bool:
 def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limits:
     layout, (mode, layers) = config.layout, _recompute(config)
     fixed = {"recompute_num_layers": layers}
+    flat = config.flat()
+    if flat.get("attention_dropout") or flat.get("hidden_dropout"):
+        # What is dropped would be other entries under another size.
+        fixed["cp"] = layout.cp
     if fixed_micro_batch:
         fixed["micro_batch"] = config.batch.micro_batch_size
     if flags.copus_layouts == "current":

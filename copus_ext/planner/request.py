@@ -209,6 +209,14 @@ def _parsed(megatron_args: str) -> Any:
     return parse_args(shlex.split(megatron_args))
 
 
+def megatron_flag(args: argparse.Namespace, name: str) -> Any:
+    """A field of `--megatron-args` that was given there, else None."""
+    if args.megatron_args is None:
+        return None
+    found = _parsed(args.megatron_args)
+    return getattr(found, name) if name in found.explicit_flags else None
+
+
 def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
     """What of a Megatron-LM command line the answer does not depend on, a line each."""
     args = _parsed(megatron_args)
@@ -246,15 +254,10 @@ def cp_comm_types_of_flags(args: argparse.Namespace) -> tuple[str, ...]:
     """
     if args.cp_comm_type is not None:
         named = tuple(args.cp_comm_type.split(","))
-    elif (
-        args.megatron_args is not None
-        and "cp_comm_type" in _parsed(args.megatron_args).explicit_flags
-    ):
-        named = tuple(dict.fromkeys(_parsed(args.megatron_args).cp_comm_type))
-        # Of two levels, the outer one is a ring.
-        named = tuple("p2p" if name == "a2a+p2p" else name for name in named)
     else:
-        return ()
+        # Of an exchange of two levels the outer one is a ring.
+        words = megatron_flag(args, "cp_comm_type") or ()
+        named = tuple(dict.fromkeys("p2p" if x == "a2a+p2p" else x for x in words))
     if not set(named) <= set(CP_COMM_TYPES):
         raise UsageProblem(
             f"--cp-comm-type {','.join(named)}: use some of {', '.join(CP_COMM_TYPES)}"

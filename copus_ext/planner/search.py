@@ -182,6 +182,14 @@ class Planner:
             for batch, order in zip(batch_sizes, orders)
         ]
 
+    def every(self, batch: int) -> tuple[Points, Any]:
+        """All candidates of a global batch, n of them, and the predicted seconds of a step of each:
+        [n]."""
+        space = self._judged([batch])
+        seconds, _ = self._exact_where_needed(space, max(len(space.points), 1))
+        some = space.candidates
+        return some, seconds[space.fits] * some.global_batch_size
+
     def part_factors(self) -> dict[str, float]:
         """What measured times make of the predicted seconds of every part of a step, by the name of
         `correct.PartSpread`; empty without any."""
@@ -334,7 +342,7 @@ class Planner:
         seconds, sd, source = self._measured.corrected(points, times)
         against_sd = None if against is None else self._measured.against(points, times, against)
         likely = fit_probability(bytes_.peak_bytes, self.limit_bytes, self.peaks_of(rows)[1])
-        flops = self._flops_per_sample()
+        flops = flops_per_sample(self.model)
         lacks = {"ep"} if self.model.num_experts is None else set()
         answers = []
         for i in range(len(points)):
@@ -369,21 +377,6 @@ class Planner:
                 )
             )
         return answers
-
-    def _flops_per_sample(self) -> float:
-        m = self.model
-        return training_flops_per_sample(
-            num_layers=m.num_layers,
-            hidden_size=m.hidden_size,
-            ffn_hidden_size=m.ffn,
-            num_attention_heads=m.num_attention_heads,
-            num_query_groups=m.groups,
-            kv_channels=m.channels,
-            seq_length=m.seq_length,
-            padded_vocab_size=int(m.padded_vocab_size(1)),
-            gated_mlp=m.gated,
-            experts=m.expert_widths,
-        )
 
     def _rejected(self, space: _Space, mine: Any, every: bool = False) -> list[Rejected]:
         points, peaks = space.points, space.peaks
@@ -474,6 +467,22 @@ class Planner:
         only = np.zeros(len(points), dtype=bool)
         only[at[0]] = True
         return planner._rejected(space, only)[0]
+
+
+def flops_per_sample(m: ModelSpec) -> float:
+    """Operations of a model for one sample, forward and backward, nothing computed again."""
+    return training_flops_per_sample(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.groups,
+        kv_channels=m.channels,
+        seq_length=m.seq_length,
+        padded_vocab_size=int(m.padded_vocab_size(1)),
+        gated_mlp=m.gated,
+        experts=m.expert_widths,
+    )
 
 
 def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:

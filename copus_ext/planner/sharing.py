@@ -58,8 +58,11 @@ class Sharing:
         cls, model: ModelSpec, cluster: ClusterSpec, limits: Limits, measured: Points | None
     ) -> Sharing:
         """Of a search; see `space.enumerate_points`."""
-        named = limits.cp_comm_types or cp_comm_types_of(model, cluster)
         is_plain = model.implementation != "te" or cluster.is_gloo
+        named = limits.cp_comm_types or cp_comm_types_of(model, cluster)
+        if is_plain:
+            # As the trainer does: without Transformer Engine nothing goes round a ring.
+            named = tuple(dict.fromkeys("all_gather" if x == "p2p" else x for x in named))
         known: set[tuple[int, ...]] = set()
         if measured is not None and len(measured):
             m = measured

@@ -312,7 +312,8 @@ def from_json(name: str, data: dict[str, Any]) -> Scenario:
         ),
         switch_cost_s=data.get("switch_cost_s"),
         limits=Limits(
-            fixed=limits.get("fixed", {}),
+            # A scenario says so where ranks may share samples.
+            fixed={"cp": 1, **limits.get("fixed", {})},
             recompute=tuple(limits.get("recompute", ("none",))),
             use_distributed_optimizer=tuple(limits.get("use_distributed_optimizer", (False,))),
             cross_node_tp=limits.get("cross_node_tp", True),

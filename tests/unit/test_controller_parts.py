@@ -318,6 +318,7 @@ def test_the_table_keeps_the_cut_of_the_flags() -> None:
             run.layout,
             Layout(pp=2, vpp=2),
             Layout(tp=2),
+            Layout(cp=2),
             Layout(dp=2),
         }
     odd = config(f"{pipeline} Ettt|ttL --num-layers 5")

@@ -1,0 +1,329 @@
+"""`copus plan phases`: the layouts of a run whose samples or batches grow, made ahead.
+
+    copus plan phases --model llama-3-70b --cluster h100-80g:512 --global-batch-size 2048 \
+        --seq-length-schedule "0:8192 95%:32768 99%:131072" --train-tokens 2e12
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import io
+import itertools
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from copus_ext.planner.request import UsageProblem, megatron_flag
+from megatron.training.common.errors import UsageError
+from megatron.training.config.phase_flags import parse_lengths
+
+SCHEMA = "copus.phases/1"
+_HOUR_S = 3600.0
+_COLUMNS = ("from", "s", "B", "layout", "b", "M", "recompute", "steps", "step,s", "hours")
+_COLUMNS += ("tokens/s/GPU", "MFU,%", "move,s")
+
+
+def add_flags(p: argparse.ArgumentParser) -> None:
+    """Those that `phases` has beside the flags of a search."""
+    run = p.add_argument_group("run")
+    words = "tokens of a sample over the run, such as '0:4096 90%%:16384 97%%:65536'"
+    run.add_argument("--seq-length-schedule", metavar="TEXT", help=words)
+    words = "global batch over the run, such as '0:16 2.4B:320'; positions in tokens"
+    run.add_argument("--step-batch-size-schedule", metavar="TEXT", help=words)
+    names = ("START", "INCREMENT", "SAMPLES")
+    words = "global batch that grows from START, in samples of the first length"
+    run.add_argument("--rampup-batch-size", type=int, nargs=3, metavar=names, help=words)
+    words = "length of the run (default: that of --megatron-args, or 20 a parameter)"
+    run.add_argument("--train-tokens", type=float, metavar="TOKENS", help=words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is planned."""
+
+    lengths: str
+    """Its schedule of lengths, as a flag has it."""
+    batch: list[str]
+    """Flags of its global batch."""
+    stages: list[Any]
+    """Parts with one length and batch."""
+
+
+def run_asked(args: argparse.Namespace, model: Any) -> Run:
+    """The run of some flags.
+
+    Raises:
+        UsageProblem: no batch, or several.
+    """
+    from copus_ext.commands.plan import TOKENS_A_PARAMETER
+    from copus_ext.planner.phases import stages_of
+    from copus_ext.planner.request import batches
+
+    given = functools.partial(megatron_flag, args)
+    text = args.seq_length_schedule or given("seq_length_schedule") or str(model.seq_length)
+    steps = args.step_batch_size_schedule or given("step_batch_size_schedule")
+    ramp = args.rampup_batch_size or given("rampup_batch_size")
+    if args.global_batch_size is not None:
+        sizes = batches(args.global_batch_size)
+    else:
+        last = steps and steps.split()[-1].rpartition(":")[2]
+        size = given("global_batch_size") or (int(last) if last and last.isdecimal() else None)
+        sizes = [size] if size else []
+    if len(sizes) != 1:
+        raise UsageProblem("`phases` needs one --global-batch-size, of the first length")
+    first = parse_lengths(text if ":" in text else f"0:{text}")[0][1]
+    tokens = args.train_tokens
+    if tokens is None and (samples := given("train_samples")):
+        tokens = samples * first
+    if tokens is None and (iterations := given("train_iters")):
+        tokens = iterations * sizes[0] * first
+    stages = stages_of(
+        seq_length_schedule=text,
+        train_tokens=tokens or TOKENS_A_PARAMETER * float(model.num_active_parameters),
+        global_batch_size=sizes[0],
+        step_batch_size_schedule=steps,
+        rampup_batch_size=tuple(ramp) if ramp else None,
+    )
+    batch = ["--global-batch-size", str(sizes[0])]
+    batch += ["--step-batch-size-schedule", steps] if steps else []
+    batch += ["--rampup-batch-size", *map(str, ramp)] if ramp else []
+    return Run(lengths=text, batch=batch, stages=stages)
+
+
+def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
+    """Seconds of a change between two layouts on the planner's cluster."""
+    from copus_ext.cost_model.memory import (
+        owned_parameters,
+        stage_parameters,
+        stage_routed_parameters,
+    )
+    from copus_ext.cost_model.model_spec import divisors
+    from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
+    from copus_ext.planner.configuration import Configuration
+    from copus_ext.planner.space import points_of, to_rows
+    from copus_ext.reshard.pause import MOST_COUNTED, predictor_of, shape_for
+    from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+
+    cluster, model = planner.cluster, planner.model
+    machine, world = Machine.of(cluster), cluster.world_size
+    sizes = [tp for tp in divisors(world) if tp <= cluster.gpus_per_node]
+    counted = predictor_of(shape_for(model, tp_sizes=sizes, sharded=True), machine)
+
+    def held(layout: Any) -> int:
+        """Bytes of the state that the rank holds which has most."""
+        c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=layout.dp)
+        rows = to_rows(model, cluster, points_of([c])).full()
+        own = owned_parameters(rows, stage_parameters(rows), stage_routed_parameters(rows))
+        return int(BYTES_PER_ELEMENT * own.max())
+
+    @functools.cache
+    def pause(before: Any, after: Any) -> float:
+        if before == after:
+            return 0.0
+        if world <= MOST_COUNTED:
+            return counted.seconds(before, after)
+        # Counting what many ranks have in common takes long: all of it moves, unless samples are
+        # shared by other ranks and nothing else changes.
+        most = max(held(before), held(after))
+        is_same = all(getattr(before, n) == getattr(after, n) for n in ("tp", "pp", "vpp", "etp"))
+        far = 0 if is_same and before.ep == after.ep else machine.ranks_per_node * most
+        return pause_s(MovedBytes(held=most, within=0, across=far), machine)
+
+    return pause
+
+
+def planned(args: argparse.Namespace, planner: Any, run: Run) -> tuple[Any, Any, list[Any]]:
+    """The plan, that of one layout, and the stages that nothing can run.
+
+    Raises:
+        UsageProblem: nothing to look at.
+    """
+    from copus_ext.planner.phases import choices_of, plan_stages
+    from copus_ext.planner.search import Planner
+
+    stages = run.stages
+    ways = [r for r in planner.limits.recompute if r != "block"]
+    if not ways:
+        raise UsageProblem("`phases` takes --recompute none, selective and full; give some")
+    timed = {planner.model.seq_length: planner.timings}
+    found: dict[tuple[int, int], Any] = {}
+    for stage in stages:
+        key = stage.seq_length, stage.global_batch_size
+        if key in found:
+            continue
+        found[key] = {}
+        for way in ways:
+            own = Planner(
+                planner.model.with_seq_length(stage.seq_length),
+                planner.cluster,
+                constants=planner.constants,
+                limits=dataclasses.replace(planner.limits, recompute=(way,)),
+                memory_margin=planner.memory_margin,
+                # Times of another length say nothing of this one.
+                timings=timed.get(stage.seq_length, ()),
+            )
+            own.set_peaks(planner.peaks)
+            found[key] |= choices_of(*own.every(stage.global_batch_size))
+    choices = [found[s.seq_length, s.global_batch_size] for s in stages]
+    lacking = [s for s, some in zip(stages, choices) if not some]
+    if lacking:
+        return None, None, lacking
+    best, single = plan_stages(stages, choices, pauses_on(planner))
+    return best, single, []
+
+
+def answer(args: argparse.Namespace, planner: Any) -> int:
+    """Plans, prints and writes; returns the exit code."""
+    from copus_ext.commands.plan import put
+    from copus_ext.planner import report
+    from megatron.training.common.program import tell
+
+    started = time.monotonic()
+    try:
+        run = run_asked(args, planner.model)
+        best, single, lacking = planned(args, planner, run)
+    except UsageError as error:
+        raise UsageProblem(str(error)) from error
+    if best is None:
+        for stage in lacking:
+            tell(
+                "plan.py",
+                f"error: no configuration runs {stage.global_batch_size} samples of "
+                f"{stage.seq_length} tokens; use more GPUs or memory, or another batch",
+            )
+        if not lacking:
+            tell("plan.py", "error: no way of recomputation fits every phase; allow others")
+        return 4
+    if args.format == "json":
+        record = to_json(planner, run, best, single)
+        if not args.output:
+            record["elapsed_s"] = round(time.monotonic() - started, 3)
+        put(report.dump(record), args.output)
+    elif args.output is None:
+        table(planner, run, best, single, report.console_for(sys.stdout))
+    else:
+        buffer = io.StringIO()
+        table(planner, run, best, single, report.console_for(buffer))
+        put(buffer.getvalue().rstrip("\n"), args.output)
+    return 0
+
+
+def cost_of_one(best: Any, single: Any) -> float | None:
+    """What one layout for all phases costs over the plan, as a share; None where there is none."""
+    return None if single is None else single.seconds / best.seconds - 1
+
+
+def one_line(best: Any, single: Any) -> str:
+    """The same in words."""
+    share = cost_of_one(best, single)
+    if share is None:
+        return "no layout runs all phases"
+    layout = single.stages[0].choice.configuration.layout
+    return f"one layout for all phases costs {100 * share:.1f} % more ({layout})"
+
+
+def _of_stage(planner: Any, part: Any) -> dict[str, float]:
+    from copus_ext.planner.search import flops_per_sample
+
+    model = planner.model.with_seq_length(part.stage.seq_length)
+    world = planner.cluster.world_size
+    rate = part.stage.tokens / part.seconds / world
+    per_token = flops_per_sample(model) / model.seq_length
+    peak = planner.cluster.gpu.peak(model.precision)
+    return {"tokens_per_s_per_gpu": rate, "mfu": rate * per_token / peak}
+
+
+def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
+    """The answer as plain JSON types."""
+    from copus_ext import __version__
+    from copus_ext.planner.phases import with_own_flags
+
+    def of(plan: Any) -> list[dict[str, Any]]:
+        return [
+            {
+                "phase": part.stage.phase,
+                "start_tokens": part.stage.start_tokens,
+                "tokens": part.stage.tokens,
+                "seq_length": part.stage.seq_length,
+                "num_steps": part.stage.num_steps,
+                "configuration": part.choice.configuration.to_json(),
+                "step_s": part.choice.step_s,
+                "seconds": part.seconds,
+                "pause_s": part.pause_s,
+                **_of_stage(planner, part),
+            }
+            for part in plan.stages
+        ]
+
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "inputs": {"model": planner.model.to_json(), "cluster": planner.cluster.to_json()},
+        "stages": of(best),
+        "seconds": best.seconds,
+        "pause_s": sum(part.pause_s for part in best.stages),
+        "flags": with_own_flags(best, run.lengths, run.batch),
+        "one_layout": None
+        if single is None
+        else {
+            "layout": str(single.stages[0].choice.configuration.layout),
+            "costs_more": cost_of_one(best, single),
+            "seconds": single.seconds,
+            "stages": of(single),
+        },
+    }
+
+
+def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
+    """Prints a line for each stage, and what one layout would cost."""
+    from rich.table import Table
+
+    from copus_ext.monitor.summary import amount
+    from copus_ext.planner.phases import with_own_flags
+
+    shown = Table(box=None, header_style="bold", pad_edge=False)
+    for name in _COLUMNS:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for part in best.stages:
+        c, rates = part.choice.configuration, _of_stage(planner, part)
+        form = f" {c.cp_comm_type}" if c.cp_comm_type else ""
+        shown.add_row(
+            amount(part.stage.start_tokens),
+            str(part.stage.seq_length),
+            str(c.global_batch_size),
+            f"{c.layout}{form}",
+            str(c.micro_batch_size),
+            str(c.num_microbatches),
+            c.recomputation,
+            str(part.stage.num_steps),
+            f"{part.choice.step_s:.4g}",
+            f"{part.seconds / _HOUR_S:.4g}",
+            f"{rates['tokens_per_s_per_gpu']:.0f}",
+            f"{100 * rates['mfu']:.1f}",
+            f"{part.pause_s:.3g}",
+        )
+    console.print(shown)
+    moves = [part.pause_s for part in best.stages if part.pause_s]
+    lines = [
+        f"{best.seconds / _HOUR_S:.4g} hours, {len(moves)} moves of {sum(moves):.3g} s in all",
+        one_line(best, single),
+        "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
+    ]
+    inside = [
+        after.stage.phase
+        for before, after in itertools.pairwise(best.stages)
+        if before.stage.phase == after.stage.phase
+        and before.choice.configuration.layout != after.choice.configuration.layout
+    ]
+    if inside:
+        lines.append(
+            "the layout changes with the batch inside a phase, which flags cannot say: --copus "
+            "moves there while it trains"
+        )
+    for line in lines:
+        console.print(line, highlight=False, markup=False)

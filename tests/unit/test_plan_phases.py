@@ -1,0 +1,277 @@
+"""Layouts of a run that grows: stages as the trainer cuts them, the best way, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from copus_ext.commands import plan, plan_phases
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.phases import (
+    Choice,
+    RunWide,
+    Stage,
+    choices_of,
+    plan_stages,
+    stages_of,
+)
+from copus_ext.planner.profile import Timing
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import Limits
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+
+SHAPE = """--num-layers 4 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 1024
+--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 127
+--mock-data --lr 1e-3 --eval-iters 0"""
+LENGTHS = "0:64 50%:256 65536:1024"
+LAYOUTS = [Layout(dp=4), Layout(cp=2, dp=2), Layout(tp=2, dp=2), Layout(pp=2, dp=2)]
+WIDE = [RunWide(0, True, 0), RunWide(2, True, 0)]
+
+
+def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
+    code = plan.main(shlex.split(text))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize(
+    ("batch", "flags"),
+    [
+        (16, ""),
+        (48, "--rampup-batch-size 16 16 160"),
+        (64, "--step-batch-size-schedule '0:16 4096:32 1.2K:48 12000:64'"),
+    ],
+)
+def test_stages_begin_where_the_trainer_changes(batch: int, flags: str) -> None:
+    if "1.2K" in flags:
+        flags = flags.replace("4096:32 1.2K:48", "1.2K:32 4096:48")
+    words = shlex.split(f"{SHAPE} {flags} --global-batch-size {batch} --micro-batch-size 1")
+    words += ["--train-samples", "1280", "--seq-length-schedule", LENGTHS]
+    config = resolve(parse_args(words), 1)
+    step, ramp = (getattr(config.batch, f"{x}_schedule" if x[0] == "s" else x) for x in (
+        "step_batch_size", "rampup_batch_size"
+    ))  # fmt: skip
+    stages = stages_of(
+        seq_length_schedule=LENGTHS,
+        train_tokens=1280 * 64,
+        global_batch_size=batch,
+        step_batch_size_schedule=step,
+        rampup_batch_size=ramp,
+    )
+    heads = {s.phase: s.start_tokens // 64 for s in reversed(stages)}
+    assert [heads[n] for n in range(3)] == list(config.phases.phase_starts)
+    assert [s.seq_length for s in stages] == sorted(s.seq_length for s in stages)
+    for before, after in itertools.pairwise(stages):
+        assert before.start_tokens + before.tokens == after.start_tokens
+    last = stages[-1]
+    assert 0 <= 1280 * 64 - last.start_tokens - last.tokens < last.tokens // last.num_steps
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_length_schedule": "0:64 10%:96"}, "no multiple of the first"),
+        ({"seq_length_schedule": "0:64 50%:1024"}, "no whole number of samples"),
+        ({"seq_length_schedule": "0:64 50%:128 50%:256"}, "move the positions apart"),
+        ({"seq_length_schedule": "10%:64"}, "must begin at position 0"),
+        ({"seq_length_schedule": "64", "train_tokens": 64 * 4}, "less than one step"),
+        ({"step_batch_size_schedule": "0:4 1K:16"}, "ends at 16"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any], words: str) -> None:
+    usual = {"seq_length_schedule": "0:64 50%:128", "train_tokens": 8192, "global_batch_size": 8}
+    with pytest.raises(UsageError, match=words):
+        stages_of(**{**usual, **change})
+
+
+def stage(number: int, steps: int) -> Stage:
+    return Stage(phase=number, seq_length=64, global_batch_size=8, start_tokens=0, num_steps=steps)
+
+
+def choice(layout: Layout, wide: RunWide, step_s: float) -> Choice:
+    c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=8)
+    way = ("none", "selective", "full")[wide.recompute]
+    return Choice(configuration=dataclasses.replace(c, recompute=way), step_s=step_s)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_the_plan_is_the_best_of_all(data: st.DataObject) -> None:
+    """Every sequence of layouts under every way that stays, and every layout alone."""
+    number = data.draw(st.integers(1, 4))
+    steps = [data.draw(st.integers(1, 50)) for _ in range(number)]
+    times = st.one_of(st.none(), st.floats(0.1, 10))
+    table = {
+        (k, wide, layout): data.draw(times)
+        for k in range(number)
+        for wide in WIDE
+        for layout in LAYOUTS
+    }
+    costs = {pair: data.draw(st.floats(0, 60)) for pair in itertools.permutations(LAYOUTS, 2)}
+    pause = lambda a, b: 0.0 if a == b else costs[a, b]  # noqa: E731
+    choices = []
+    for k in range(number):
+        some: dict[RunWide, Any] = {}
+        for wide, layout in itertools.product(WIDE, LAYOUTS):
+            if (step_s := table[k, wide, layout]) is not None:
+                some.setdefault(wide, {})[layout] = choice(layout, wide, step_s)
+        choices.append(some)
+    stages = [stage(k, n) for k, n in enumerate(steps)]
+    best, single = plan_stages(stages, choices, pause)
+    totals, alone = [], []
+    for wide in WIDE:
+        for way in itertools.product(LAYOUTS, repeat=number):
+            seconds = [table[k, wide, x] for k, x in enumerate(way)]
+            if None in seconds:
+                continue
+            total = sum(n * s for n, s in zip(steps, seconds))  # pyright: ignore[reportOperatorIssue]
+            total += sum(pause(a, b) for a, b in itertools.pairwise(way))
+            totals.append(total)
+            alone += [total] if len(set(way)) == 1 else []
+    assert (best is None) == (not totals) and (single is None) == (not alone)
+    if best is not None:
+        assert best.seconds == pytest.approx(min(totals))
+        assert len({s.choice.configuration.recompute for s in best.stages}) == 1
+    if single is not None:
+        assert single.seconds == pytest.approx(min(alone))
+        assert plan_phases.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
+
+
+def test_choices_are_the_fastest_of_each_layout_and_way() -> None:
+    limits = Limits(recompute=("none",))
+    planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:16"), limits=limits)
+    points, seconds = planner.every(64)
+    assert len(points) == len(seconds) == planner.rank([64], top=1)[0].num_ranked
+    found = choices_of(points, seconds)
+    for wide, some in found.items():
+        for layout, one in some.items():
+            kin = [
+                seconds[i]
+                for i in range(len(points))
+                if (c := points.configuration(i)).layout == layout
+                and c.use_distributed_optimizer == wide.use_distributed_optimizer
+                and (c.cp_comm_type is None or c.cp_comm_type == one.configuration.cp_comm_type)
+            ]
+            assert one.step_s == min(kin)
+    best = min(one.step_s for some in found.values() for one in some.values())
+    assert best == pytest.approx(planner.rank([64], top=1)[0].ranked[0].prediction.step_s)
+
+
+ASKED = f"""--megatron-args "{SHAPE}  --seq-length-schedule '0:64 50%:256 90%:1024' --train-samples
+51200 --global-batch-size 64" --cluster cpu:4"""
+
+
+def test_the_command_plans_every_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, f"phases {ASKED}")
+    assert code == 0 and run(capsys, f"--phases {ASKED}")[1] == out
+    lines = out.splitlines()
+    lengths = [line.split("  ") for line in lines[1:4]]
+    assert all(str(n) in " ".join(row) for n, row in zip((64, 256, 1024), lengths))
+    assert any(line.startswith("one layout for all phases costs ") for line in lines)
+    record = json.loads(run(capsys, f"phases {ASKED} --json")[1])
+    stages = record["stages"]
+    assert [s["seq_length"] for s in stages] == [64, 256, 1024]
+    assert [s["configuration"]["global_batch_size"] for s in stages] == [64, 16, 4]
+    total = sum(s["seconds"] + s["pause_s"] for s in stages)
+    assert record["seconds"] == pytest.approx(total)
+    assert stages[0]["pause_s"] == 0
+    for s in stages:
+        assert s["seconds"] == pytest.approx(s["num_steps"] * s["step_s"])
+    one = record["one_layout"]
+    assert one["costs_more"] == pytest.approx(one["seconds"] / record["seconds"] - 1)
+    assert one["costs_more"] >= 0
+
+
+def test_flags_of_a_plan_start_that_run(capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads(run(capsys, f"phases {ASKED} --json --fix dp=1")[1])
+    words = [*shlex.split(SHAPE), "--train-samples", "51200", *record["flags"]]
+    config = resolve(parse_args(words), 4)
+    asked = [
+        Layout.from_json({n: s["configuration"][n] for n in ("tp", "cp", "pp", "vpp", "dp")})
+        for s in record["stages"]
+    ]
+    assert config.layout == asked[0]
+    layouts = config.phases.phase_layouts or [str(asked[0])] * 3
+    assert list(layouts) == [str(x) for x in asked]
+    micro = [s["configuration"]["micro_batch_size"] for s in record["stages"]]
+    assert list(config.phases.phase_micro_batch_sizes) == micro
+
+
+def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    base = "--model llama-2-13b --cluster a100-80g:64 --train-tokens 2e10"
+    code, out, _ = run(capsys, f"phases {base} --step-batch-size-schedule '0:16 2.4B:320'")
+    assert code == 0 and "--step-batch-size-schedule '0:16 2.4B:320'" in out
+    record = json.loads(
+        run(capsys, f"phases {base} --step-batch-size-schedule '0:16 2.4B:320' --json")[1]
+    )
+    first, second = record["stages"]
+    assert (first["num_steps"], second["start_tokens"]) == (73243, 73243 * 16 * 2048)
+    # Alone each has the layout that a search finds for its batch.
+    for s in (first, second):
+        batch = s["configuration"]["global_batch_size"]
+        ways = "--recompute none,selective,full"
+        found = json.loads(
+            run(capsys, f"{base} {ways} --global-batch-size {batch} --json --top 1")[1]
+        )
+        best = found["plans"][0]["ranked"][0]["prediction"]["step_s"]
+        assert s["step_s"] == pytest.approx(best, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("--model llama-2-7b --cluster h100-80g:8", 2, "one --global-batch-size"),
+        ("--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8,16", 2, "one --global"),
+        (
+            "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8 --recompute block",
+            2,
+            "none, selective and full",
+        ),
+        (
+            "--model llama-3-70b --cluster h100-80g:8 --global-batch-size 8 "
+            "--seq-length-schedule '0:8192 50%:16384'",
+            4,
+            "of 8192 tokens",
+        ),
+        (
+            "--model llama-2-7b --cluster h100-80g:8 --global-batch-size 8 "
+            "--seq-length-schedule '0:2048 50%:3000'",
+            2,
+            "no multiple of the first",
+        ),
+    ],
+)
+def test_problems_are_told(
+    capsys: pytest.CaptureFixture[str], text: str, code: int, words: str
+) -> None:
+    got, _, err = run(capsys, f"phases {text}")
+    assert got == code and words in err
+
+
+def test_times_count_for_their_own_length_alone() -> None:
+    model = ModelSpec.from_megatron_flags([*shlex.split(SHAPE), "--seq-length", "64"])
+    args = plan.parse(["phases", *shlex.split(ASKED)])
+    usual = plan.planner_of(args)
+    c = Configuration(layout=Layout(dp=4), micro_batch_size=1, global_batch_size=64)
+    slow = [Timing(configuration=c, step_s=100.0)]
+    timed = Planner(model, usual.cluster, timings=slow, limits=usual.limits)
+    run_ = plan_phases.run_asked(args, usual.model)
+    before, _, _ = plan_phases.planned(args, usual, run_)
+    after, _, _ = plan_phases.planned(args, timed, run_)
+    pairs = list(zip(before.stages, after.stages))
+    assert pairs[0][1].choice.step_s > 2 * pairs[0][0].choice.step_s
+    for one, other in pairs[1:]:
+        # Under whatever layout: as predicted, not as the first length was timed.
+        assert other.choice.step_s < 3 * one.choice.step_s
