@@ -329,29 +329,43 @@ class GradientNormHooks:
         """
         if self._mode is None:
             return None
+        if microbatch_tokens is not None and self._cp is not None:
+            microbatch_tokens = microbatch_tokens.clone()
+            dist.all_reduce(microbatch_tokens, group=self._cp)
+        is_first = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
+        own = microbatch_tokens if is_first else None
+        # The ranks send each other tokens while they read gradients.
+        gathered = None if own is None else self._gather_tokens(own)
         self._add(self._reduced, self._reduced_index, _NUM)
         if len(self._norms):
             squares = self._norms.double().square().sum(dim=0)
             self._numbers[:_NUM].index_add_(0, self._index, squares)
         self._numbers[:_NUM] *= self._factor**2
-        if microbatch_tokens is not None and self._cp is not None:
-            microbatch_tokens = microbatch_tokens.clone()
-            dist.all_reduce(microbatch_tokens, group=self._cp)
-        is_first = self._groups.tp.rank() == 0 and self._groups.cp.rank() == 0
-        if microbatch_tokens is not None and is_first:
-            weights = self._own_weights(self._tokens_of_expert_group(microbatch_tokens))
+        if own is not None:
+            weights = self._own_weights(self._tokens_of_expert_group(own, gathered))
             self._numbers[_WEIGHTS] = torch.tensor(weights, dtype=torch.float64)
         return dist.all_reduce(self._numbers, async_op=True)
 
-    def _tokens_of_expert_group(self, own: torch.Tensor) -> list[list[float]]:
-        """Loss tokens by micro-batch of the replicas whose samples meet in an expert, this one
-        first. Collective over the replicas of the last stage where there are several."""
-        if (count := replicas_of_an_expert(self._groups)) == 1:
-            return [own.tolist()]
+    def _gather_tokens(self, own: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """Starts to gather the loss tokens of the replicas of the last stage, where samples of
+        several meet in an expert; None where they do not. The handle comes with them."""
+        if replicas_of_an_expert(self._groups) == 1:
+            return None
         dp = self._groups.dp
-        gathered = own.new_empty(dp.size() * len(own))
-        dist.all_gather_into_tensor(gathered, own.contiguous(), group=dp)
-        rows = gathered.view(dp.size(), -1).tolist()
+        rows = own.new_empty(dp.size() * len(own))
+        handle = dist.all_gather_into_tensor(rows, own.contiguous(), group=dp, async_op=True)
+        return rows, handle
+
+    def _tokens_of_expert_group(
+        self, own: torch.Tensor, gathered: tuple[torch.Tensor, Any] | None
+    ) -> list[list[float]]:
+        """Loss tokens by micro-batch of the replicas whose samples meet in an expert, this one
+        first."""
+        if gathered is None:
+            return [own.tolist()]
+        gathered[1].wait()
+        dp, count = self._groups.dp, replicas_of_an_expert(self._groups)
+        rows = gathered[0].view(dp.size(), -1).tolist()
         first = dp.rank() // count * count
         others = [rows[r] for r in range(first, first + count) if r != dp.rank()]
         return [rows[dp.rank()], *others]
