@@ -23,6 +23,8 @@ CP_COMM_TYPES = ("all_gather", "p2p", "a2a")
 GATHER, RING, HEADS = range(3)
 _LAUNCHES = (8.0, 6.0, 12.0)
 """Further kernels of a layer, forward, by form; a ring has so many for every rank."""
+_CPU_BLOCK = 512.0
+"""Keys that torch's fused attention takes at a time on a CPU rank."""
 _EXCHANGES = 4
 """All-to-alls of a layer in one direction: queries, keys, values, and the answer."""
 
@@ -50,8 +52,11 @@ def gathers_itself(rows: Rows) -> Any:
 def keys_of_a_token(rows: Rows) -> Any:
     """[n] scores that attention computes for each query, the mean over them: half of a sample if
     its kernel skips what is masked. Of gathered keys a chunk sees all up to its own end, which is
-    1/(2c) of a half more than needed."""
-    usual = np.where(rows.fused_attention, 0.5, 1.0) * rows.seq_length
+    1/(2c) of a half more than needed. torch's kernel for CPU ranks skips whole blocks alone."""
+    half = 0.5 * rows.seq_length
+    blocks = np.minimum(half + _CPU_BLOCK / 2, rows.seq_length)
+    fused = np.where(rows.on_cpu, blocks, half)
+    usual = np.where(rows.fused_attention, fused, rows.seq_length)
     rectangles = 0.5 * rows.seq_length * (1.0 + 0.5 / rows.cp)
     return np.where(gathers_itself(rows), rectangles, usual)
 
@@ -114,8 +119,10 @@ def exchange_s(rows: Rows, c: Constants, core: Any, core_backward: Any) -> tuple
     )
     # gloo reduces everything and keeps a part: a reduce-scatter counts twice.
     backward = backward * np.where(_is(rows, GATHER) & rows.on_cpu, 2.0, 1.0)
-    message = np.where(rows.on_cpu, c.exchange_s * (rows.cp - 1.0), c.tp_latency_s / 2)
-    start = np.where(_is(rows, HEADS), _EXCHANGES * message, c.tp_latency_s / 2)
+    # All wait for all; gloo sends one message of an all-to-all after the other.
+    further = np.where(rows.on_cpu, c.exchange_s * np.maximum(rows.cp - 2.0, 0.0), 0.0)
+    meeting = c.tp_latency_s / 2 + np.where(_is(rows, HEADS), further, 0.0)
+    start = np.where(_is(rows, HEADS), _EXCHANGES, 1.0) * meeting
     behind = np.where(_is(rows, RING), (rows.cp - 1.0) / rows.cp, 0.0)
 
     def exposed(wire: Any, work: Any) -> Any:
