@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -247,6 +249,8 @@ def test_cursors_never_overlap_and_leave_no_gap(
         for i, windows in enumerate(order.windows):
             assert windows.start == position[windows.prefix]
             position[windows.prefix] += windows.count * phase.ratio
+            if order.dataset_index is None or order.dataset_sample_index is None:
+                continue
             own = order.dataset_sample_index[order.dataset_index == i]
             assert sorted(own.tolist()) == list(range(windows.count))
     assert sum(position.values()) == phases[-1].end
@@ -260,3 +264,22 @@ def test_a_view_leaves_its_stream_alone(corpus: str) -> None:
     view = windows_of(stream, windows, later, order=numpy.arange(32))
     assert view[0]["tokens"].shape == (128,) and view[0]["position_ids"].shape == (128,)
     assert torch.equal(stream[5]["tokens"], before) and stream[5]["loss_mask"].shape == (64,)
+
+
+def test_ranks_map_one_file_of_each_order(corpus: str, others: list[str], tmp_path: Path) -> None:
+    words = ("0.5", corpus, "0.3", others[0], "0.2", others[1])
+    fields = {"data_path": words, "data_cache_path": str(tmp_path / "cache")}
+    by_itself = tokens_of(build(**fields))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert tokens_of(build(**fields)) == by_itself
+        files = sorted((tmp_path / "cache").rglob("*-phase.npy"))
+        # In each of three phases: a shuffle for each of three data sets, and two arrays.
+        assert len(files) == 3 * (3 + 2)
+        assert tokens_of(build(**fields)) == by_itself
+        assert sorted((tmp_path / "cache").rglob("*-phase.npy")) == files
+        files[0].write_bytes(b"damaged")
+        with pytest.raises(UsageError, match="remove that folder"):
+            build(**fields)
+    finally:
+        dist.destroy_process_group()

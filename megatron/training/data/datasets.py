@@ -105,7 +105,7 @@ def build_datasets(
     sizes, notes = _usable_sizes(options, plan, num_samples)
     _leave_out(options, sizes)
     kind = MockGPTDataset if data.mock_data else GPTDataset
-    with _cache_errors(options.path_to_cache):
+    with cache_errors(options.path_to_cache):
         built = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, options).build()
     for name, dataset, size in zip(SPLIT_NAMES, built, sizes, strict=True):
         _check_length(name, dataset, size)
@@ -277,7 +277,12 @@ def _cache_folder(
 
 
 @contextlib.contextmanager
-def _cache_errors(folder: str | None) -> Iterator[None]:
+def cache_errors(folder: str | None) -> Iterator[None]:
+    """Turns what goes wrong with index files into one line for the user.
+
+    Raises:
+        UsageError: they cannot be written or read.
+    """
     try:
         yield
     # megatron-core turns an OSError into a bare Exception; numpy reports damaged files as

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
+import torch.distributed as dist
 from megatron.core.datasets import helpers
 from megatron.core.datasets.utils import normalize
 
+from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import UsageError
 from megatron.training.config import DataConfig, Phase
 from megatron.training.data.dataloader import SampleSource
-from megatron.training.data.datasets import Blend, build_datasets, parse_blend
+from megatron.training.data.datasets import Blend, build_datasets, cache_errors, parse_blend
 from megatron.training.data.tokenizer import Tokenizer
 
 _MOCK = ""
@@ -47,10 +52,10 @@ class PhaseOrder:
 
     windows: tuple[Windows, ...]
     """Of each data set of the blend."""
-    dataset_index: numpy.ndarray
-    """[samples] which of them each sample is from."""
-    dataset_sample_index: numpy.ndarray
-    """[samples] which of its windows, counted before they are shuffled."""
+    dataset_index: numpy.ndarray | None
+    """[samples] which of them each sample is from; None if there is one."""
+    dataset_sample_index: numpy.ndarray | None
+    """[samples] which of its windows, counted before they are shuffled; None if there is one."""
 
 
 def build_phase_datasets(
@@ -75,7 +80,8 @@ def build_phase_datasets(
     Raises:
         UsageError: as `build_datasets`, or a blend of several data sets has no weights.
     """
-    orders = plan_phases(blends_of(data, phase_blends, len(phases)), phases)
+    blends = blends_of(data, phase_blends, len(phases))
+    orders = plan_phases(blends, phases)
     needed: dict[str, int] = {}
     for phase, order in zip(phases, orders, strict=True):
         for windows in order.windows:
@@ -93,14 +99,60 @@ def build_phase_datasets(
                 run_dir=run_dir,
             ).train
     found: list[SampleSource] = []
-    for phase, order in zip(phases, orders, strict=True):
-        sets = [
-            windows_of(streams[w.prefix], w, phase, order=shuffled(w.count, seed, phase.number, i))
-            for i, w in enumerate(order.windows)
-            if w.count
-        ]
-        found.append(sets[0] if len(order.windows) == 1 else _PhaseBlend(sets, order))
+    for phase, order, blend in zip(phases, orders, blends, strict=True):
+        sets, folder = [], None
+        for i, w in enumerate(order.windows):
+            if not w.count:
+                continue
+            stream, at = streams[w.prefix], (seed, phase.number, i)
+            folder = stream.config.path_to_cache
+            name = [stream.unique_description_hash, w.count, *at]
+            shuffle = shared_array(folder, name, lambda w=w, at=at: shuffled(w.count, *at))
+            sets.append(windows_of(stream, w, phase, order=shuffle))
+        if order.dataset_index is None or order.dataset_sample_index is None:
+            found.append(sets[0])
+            continue
+        own: list[Any] = [*blend, phase.num_samples]
+        first, second = order.dataset_index, order.dataset_sample_index
+        order = dataclasses.replace(
+            order,
+            dataset_index=shared_array(folder, ["set", *own], lambda a=first: a),
+            dataset_sample_index=shared_array(folder, ["window", *own], lambda a=second: a),
+        )
+        found.append(_PhaseBlend(sets, order))
     return found
+
+
+def shared_array(
+    folder: str | None, name: Sequence[Any], build: Callable[[], numpy.ndarray]
+) -> numpy.ndarray:
+    """An array that all ranks of a machine have in memory once: rank 0 writes it beside the other
+    index files, and all map the file. Without a process group or a folder, it is built. All ranks.
+
+    Args:
+        folder: of the index files, or None.
+        name: all that the array depends on, plain JSON types.
+        build: makes it.
+
+    Raises:
+        UsageError: on every rank, if the file cannot be written or read.
+    """
+    if folder is None or not dist.is_initialized():
+        return build()
+    key = hashlib.md5(json.dumps(list(name)).encode(), usedforsecurity=False).hexdigest()
+    path, problem = Path(folder) / f"{key}-phase.npy", None
+    if dist.get_rank() == 0 and not path.exists():
+        try:
+            with cache_errors(folder):
+                written = path.with_suffix(".unfinished.npy")
+                numpy.save(written, build())
+                written.replace(path)
+        except UsageError as error:
+            problem = str(error)
+    if problem := broadcast_from_rank0(problem):
+        raise UsageError(problem)
+    with cache_errors(folder):
+        return numpy.load(path, mmap_mode="r")
 
 
 def blends_of(
@@ -138,10 +190,12 @@ def plan_phases(blends: Sequence[Blend], phases: Sequence[Phase]) -> list[PhaseO
     cursors: dict[str, int] = {}
     orders = []
     for (prefixes, weights), phase in zip(blends, phases, strict=True):
-        dataset_index = numpy.zeros(phase.num_samples, dtype=numpy.int16)
-        dataset_sample_index = numpy.arange(phase.num_samples, dtype=numpy.int64)
+        dataset_index = dataset_sample_index = None
+        counts = [phase.num_samples]
         if len(prefixes) > 1:
             assert weights is not None
+            dataset_index = numpy.zeros(phase.num_samples, dtype=numpy.int16)
+            dataset_sample_index = numpy.zeros(phase.num_samples, dtype=numpy.int64)
             helpers.build_blending_indices(  # pyright: ignore[reportAttributeAccessIssue]
                 dataset_index,
                 dataset_sample_index,
@@ -150,7 +204,7 @@ def plan_phases(blends: Sequence[Blend], phases: Sequence[Phase]) -> list[PhaseO
                 phase.num_samples,
                 False,
             )
-        counts = numpy.bincount(dataset_index, minlength=len(prefixes)).tolist()
+            counts = numpy.bincount(dataset_index, minlength=len(prefixes)).tolist()
         windows = []
         for prefix, count in zip(prefixes, counts, strict=True):
             start = cursors.get(prefix, 0)
@@ -168,7 +222,9 @@ def plan_phases(blends: Sequence[Blend], phases: Sequence[Phase]) -> list[PhaseO
 
 def shuffled(count: int, seed: int, phase: int, dataset: int) -> numpy.ndarray:
     """The order in which a phase reads its windows of one data set of its blend."""
-    return numpy.random.RandomState([seed % 2**32, phase, dataset]).permutation(count)
+    order = numpy.arange(count, dtype=numpy.uint32 if count < 2**32 else numpy.int64)
+    numpy.random.RandomState([seed % 2**32, phase, dataset]).shuffle(order)
+    return order
 
 
 def windows_of(stream: Any, windows: Windows, phase: Phase, *, order: numpy.ndarray) -> Any:
@@ -197,16 +253,18 @@ class _PhaseBlend:
     """The samples of a phase that come from several data sets."""
 
     def __init__(self, sets: list[Any], order: PhaseOrder) -> None:
+        assert order.dataset_index is not None and order.dataset_sample_index is not None
         numbers = [i for i, windows in enumerate(order.windows) if windows.count]
         self._sets = dict(zip(numbers, sets, strict=True))
-        self._order = order
+        self._dataset_index = order.dataset_index
+        self._dataset_sample_index = order.dataset_sample_index
 
     def __len__(self) -> int:
-        return len(self._order.dataset_index)
+        return len(self._dataset_index)
 
     def __getitem__(self, index: int, /) -> dict[str, Any]:
-        dataset = self._sets[int(self._order.dataset_index[index])]
-        return dataset[int(self._order.dataset_sample_index[index])]
+        dataset = self._sets[int(self._dataset_index[index])]
+        return dataset[int(self._dataset_sample_index[index])]
 
 
 def _only(data: DataConfig, prefix: str) -> DataConfig:
