@@ -57,9 +57,8 @@ def test_text() -> None:
 
 
 def test_the_planner_offers_what_a_prime_batch_needs() -> None:
-    planner = Planner(
-        PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=Limits(fixed={"pp": 1, "tp": 4, "cp": 1})
-    )
+    limits = Limits(fixed={"pp": 1, "tp": 4, "cp": 1})
+    planner = Planner(PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=limits)
     plan = planner.rank([2 * 37], top=50)[0]
     assert {r.configuration.num_microbatches for r in plan.ranked} <= {1, 37}
     found = unequal_micro_batches(planner, plan)

@@ -322,8 +322,8 @@ def test_the_best_are_those_of_brute_force(model: ModelSpec, limits: Limits) -> 
     assert found.num_ranked == len(every)
     got = [r.prediction.step_s for r in found.ranked]
     assert got == pytest.approx(list(seconds[:12]), rel=1e-12)
-    ep = {int(x) for x in every.ep}
-    assert {1, 2, 4, 8} <= ep and ((every.tp * every.cp * every.dp) % (every.ep * every.etp) == 0).all()
+    ep, of_stage = {int(x) for x in every.ep}, every.tp * every.cp * every.dp
+    assert {1, 2, 4, 8} <= ep and (of_stage % (every.ep * every.etp) == 0).all()
 
 
 @pytest.mark.parametrize("cluster", ["cpu:4", "h100-80g:16"])
