@@ -160,7 +160,10 @@ def measure(c: Any, flags: list[str], args: argparse.Namespace, device: Any, sto
     from megatron.training.train.pretrain import tokenizer_flags
 
     def config_of(count: int) -> Any:
-        own = [*without_cut(flags), *c.with_num_microbatches(count).to_flags()]
+        # A configuration does not name sizes of 1, and the flags of the run may have others.
+        sizes = ["--context-parallel-size", str(c.layout.cp)]
+        sizes += ["--expert-model-parallel-size", str(c.layout.ep)]
+        own = [*without_cut(flags), *sizes, *c.with_num_microbatches(count).to_flags()]
         return resolve(parse_args(own), dist.get_world_size(), **_environment())
 
     wanted = counts(c, args)
