@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.commands import plan_phases
+from copus_ext.monitor import phase_plan
+from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
     InputProblem,
@@ -57,8 +58,6 @@ _PLOTTED = 200
 """Configurations of a batch that a figure looks at."""
 _WEIGHED = 64
 """Configurations of a batch that the headroom looks at."""
-TOKENS_A_PARAMETER = 20
-"""Tokens of a run whose length is not given, for every parameter that a token meets."""
 _AT_ONCE = 16
 """Batches searched together: enough to share work, few enough for the memory."""
 
@@ -115,7 +114,7 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         for flag, _ in _FORMER.values():
             out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     elif command == "phases":
-        plan_phases.add_flags(p)
+        phase_plan.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
     return p
@@ -431,7 +430,7 @@ def answer(args: argparse.Namespace) -> int:
     started = time.monotonic()
     planner = planner_of(args)
     if args.phases:
-        return plan_phases.answer(args, planner)
+        return phase_plan.answer(args, planner, put)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from copus_ext.commands import plan, plan_phases
+from copus_ext.commands import plan
 from copus_ext.cost_model.cluster_spec import preset
 from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
+from copus_ext.monitor import phase_plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.phases import (
     Choice,
@@ -146,7 +147,7 @@ def test_the_plan_is_the_best_of_all(data: st.DataObject) -> None:
         assert len({s.choice.configuration.recompute for s in best.stages}) == 1
     if single is not None:
         assert single.seconds == pytest.approx(min(alone))
-        assert plan_phases.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
+        assert phase_plan.cost_of_one(best, single) >= -1e-12  # pyright: ignore[reportOptionalOperand]
 
 
 def test_choices_are_the_fastest_of_each_layout_and_way() -> None:
@@ -267,9 +268,9 @@ def test_times_count_for_their_own_length_alone() -> None:
     c = Configuration(layout=Layout(dp=4), micro_batch_size=1, global_batch_size=64)
     slow = [Timing(configuration=c, step_s=100.0)]
     timed = Planner(model, usual.cluster, timings=slow, limits=usual.limits)
-    run_ = plan_phases.run_asked(args, usual.model)
-    before, _, _ = plan_phases.planned(args, usual, run_)
-    after, _, _ = plan_phases.planned(args, timed, run_)
+    run_ = phase_plan.run_asked(args, usual.model)
+    before, _, _ = phase_plan.planned(args, usual, run_)
+    after, _, _ = phase_plan.planned(args, timed, run_)
     pairs = list(zip(before.stages, after.stages))
     assert pairs[0][1].choice.step_s > 2 * pairs[0][0].choice.step_s
     for one, other in pairs[1:]:

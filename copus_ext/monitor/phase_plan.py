@@ -16,12 +16,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from copus_ext.planner.request import UsageProblem, megatron_flag
 from megatron.training.common.errors import UsageError
 from megatron.training.config.phase_flags import parse_lengths
 
+TOKENS_A_PARAMETER = 20
+"""Tokens of a run whose length is not given, for every parameter that a token meets."""
 SCHEMA = "copus.phases/1"
 _HOUR_S = 3600.0
 _COLUMNS = ("from", "s", "B", "layout", "b", "M", "recompute", "steps", "step,s", "hours")
@@ -60,7 +63,6 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
     Raises:
         UsageProblem: no batch, or several.
     """
-    from copus_ext.commands.plan import TOKENS_A_PARAMETER
     from copus_ext.planner.phases import stages_of
     from copus_ext.planner.request import batches
 
@@ -177,9 +179,14 @@ def planned(args: argparse.Namespace, planner: Any, run: Run) -> tuple[Any, Any,
     return best, single, []
 
 
-def answer(args: argparse.Namespace, planner: Any) -> int:
-    """Plans, prints and writes; returns the exit code."""
-    from copus_ext.commands.plan import put
+def answer(args: argparse.Namespace, planner: Any, put: Callable[[str, Path | None], None]) -> int:
+    """Plans, prints and writes; returns the exit code.
+
+    Args:
+        args: flags of `copus plan phases`.
+        planner: of the model on the cluster.
+        put: prints a text, or writes it to a file.
+    """
     from copus_ext.planner import report
     from megatron.training.common.program import tell
 
