@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from copus_ext.cost_model.constants import Constants
-from copus_ext.cost_model.kernels import network_bytes_per_s, node_bytes_per_s
+from copus_ext.cost_model.kernels import network_bytes_per_s
 from copus_ext.cost_model.rows import Rows
 
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a")
@@ -94,7 +94,9 @@ def members_of_node(rows: Rows) -> Any:
 def _wire_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:
     """Seconds to receive so many bytes. All GPUs of a node share its network; round a ring one rank
     of each node receives from another node, and the rest from within."""
-    fast, together = node_bytes_per_s(rows, c), members_of_node(rows)
+    # As other collectives within a layer, of which each is waited for.
+    fast = np.minimum(c.tp_bytes_per_s, rows.intra_bytes_per_s) / c.factors.within
+    together = members_of_node(rows)
     lane = np.minimum(network_bytes_per_s(rows, c) / rows.gpus_per_node, fast)
     slowest = np.where(together < rows.cp, np.minimum(fast, lane * together), fast)
     outside = (rows.cp - together) / np.maximum(rows.cp - 1, 1) * num_bytes
@@ -117,20 +119,23 @@ def exchange_s(rows: Rows, c: Constants, core: Any, core_backward: Any) -> tuple
     forward, backward = (
         _wire_s(rows, c, rows.element_bytes * elements) for elements in received_elements(rows)
     )
-    # gloo reduces everything and keeps a part: a reduce-scatter counts twice.
-    backward = backward * np.where(_is(rows, GATHER) & rows.on_cpu, 2.0, 1.0)
-    # All wait for all; gloo sends one message of an all-to-all after the other.
-    further = np.where(rows.on_cpu, c.exchange_s * np.maximum(rows.cp - 2.0, 0.0), 0.0)
-    meeting = c.tp_latency_s / 2 + np.where(_is(rows, HEADS), further, 0.0)
-    start = np.where(_is(rows, HEADS), _EXCHANGES, 1.0) * meeting
+    is_exchange, half = _is(rows, HEADS), c.tp_latency_s / 2
+    # gloo reduces everything and keeps a part: a reduce-scatter counts twice. It starts an
+    # all-to-all as slowly, and sends one message after the other.
+    twice = np.where(_is(rows, GATHER) & rows.on_cpu, 2.0, 1.0)
+    further = np.where(rows.on_cpu, half + c.exchange_s * np.maximum(rows.cp - 2.0, 0.0), 0.0)
+    start = np.where(is_exchange, _EXCHANGES * (half + further), half)
     behind = np.where(_is(rows, RING), (rows.cp - 1.0) / rows.cp, 0.0)
 
-    def exposed(wire: Any, work: Any) -> Any:
+    def exposed(wire: Any, begin: Any, work: Any) -> Any:
         slow, hidden = c.factors.tp * wire, c.factors.compute * behind * work
-        seconds = np.maximum(slow - hidden, 0.0) + c.factors.tp * start
+        seconds = np.maximum(slow - hidden, 0.0) + c.factors.tp * begin
         return np.where(np.greater(rows.cp, 1), seconds, 0.0)
 
-    return exposed(forward, core), exposed(backward, core_backward)
+    return (
+        exposed(forward, start, core),
+        exposed(twice * backward, twice * start, core_backward),
+    )
 
 
 def launches(rows: Rows) -> Any:
