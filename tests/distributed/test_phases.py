@@ -88,6 +88,12 @@ def test_after_a_failed_change_the_phase_goes_on_in_the_old_layout(runs: Runs) -
     assert losses(runs["a change that fails"]) != losses(runs["live"]), "sums in another order"
 
 
+def test_orders_of_blends_are_shared_and_found_again(runs: Runs) -> None:
+    assert runs["blend"] == runs["blend again"]
+    # Windows of two, two and one data sets, and two arrays for each of the two blends.
+    assert runs["index files"] == 5 + 4
+
+
 @pytest.mark.parametrize("way", ["", " per token"])
 def test_a_step_that_masked_samples_fill_up_weighs_the_others_alike(runs: Runs, way: str) -> None:
     filled, whole = runs[f"four replicas{way}"], runs[f"one replica{way}"]

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
 import torch.distributed as dist
 
 from copus_ext.controller.phase_layouts import PhaseLayouts
@@ -123,6 +125,7 @@ def main(output: Path) -> Any:
     fail.close()
     fill_up(output, go, results)
     control(output, go, results)
+    blend(output, results)
     return results
 
 
@@ -137,6 +140,31 @@ def fill_up(output: Path, go: Any, results: dict[str, Any]) -> None:
             sizes = Sizes(None)
             go(f"{name}{way}", [*load, *layout, *more], [sizes])
             results[f"reads of {name}{way}"] = sizes.reads
+
+
+def blend(output: Path, results: dict[str, Any]) -> None:
+    """Real data, another blend from the second phase on; the second run finds the index files."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    names = [str(output / "data" / name) for name in "abc"]
+    if dist.get_rank() == 0:
+        (output / "data").mkdir()
+        for number, name in enumerate(names):
+            builder = IndexedDatasetBuilder(f"{name}.bin", dtype=numpy.uint16)
+            for i in range(1600):
+                length = (20, 90, 100, 60)[i % 4]
+                builder.add_document((torch.arange(length) * (number + 2) + i) % 100, [length])
+            builder.finalize(f"{name}.idx")
+    dist.barrier()
+    a, b, c = names
+    data = ["--data-path", "0.7", a, "0.3", b, "--split", "8,1,1"]
+    data += ["--phase-data-path", "1:", "0.5", b, "0.5", c, "2:", c]
+    base = BASE.replace("--mock-data", "")
+    for name in ("blend", "blend again"):
+        flags = [*LENGTHS, *data, *SAME]
+        steps = run(flags, output / name.replace(" ", "_"), base=base)
+        results[name] = record(steps)
+    results["index files"] = len(list((output / "data").rglob("*-phase.npy")))
 
 
 def control(output: Path, go: Any, results: dict[str, Any]) -> None:
