@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.worker_context import CASES, RESUMED, WRONG
+from tests.distributed.worker_context import CASES, CASES_OF_EIGHT, RESUMED, WRONG
 from tests.helpers.on_ranks import on_ranks
 
 Rows = dict[str, dict[str, Any]]
@@ -46,6 +47,15 @@ def test_what_a_rank_receives_is_what_formulas_say(rows: Rows, layout: str) -> N
         forward = (2 * heads + 2 * max(groups, c)) * tokens * width * (c - 1) // c**2
     received = rows[f"llama {layout}"]["received"]
     assert received == 2 * forward * layers * micro_batches
+
+
+def test_eight_ranks_in_three_dimensions(tmp_path: Path) -> None:
+    rows = on_ranks("worker_context", tmp_path, 8, "eight", timeout_s=200)["rows"]
+    whole = rows["llama dp8"]
+    for model, layout in CASES_OF_EIGHT:
+        row = rows[f"{model} {layout}"]
+        assert row["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert max(row["distances"].values()) < 1e-6, layout
 
 
 def test_a_mean_over_the_tokens_of_one_rank_is_seen(rows: Rows) -> None:

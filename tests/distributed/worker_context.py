@@ -48,6 +48,14 @@ LAYOUTS = {
     f"--expert-tensor-parallel-size 1 {SHARDED}",
 }
 """Name -> flags of the layout, of four ranks."""
+EIGHT = {
+    "dp8": "",
+    "tp2 cp2 pp2 sp": f"{TP2} {CP2} {PP2} --sequence-parallel {SHARDED}",
+    "cp4 pp2 vpp2": f"{CP4} {PP2} --num-virtual-stages-per-pipeline-rank 2 {OVERLAP}",
+    "tp2 cp4 a2a": f"{TP2} {CP4} {A2A}",
+    "cp8 a2a": f"--context-parallel-size 8 {A2A}",
+}
+"""The same for eight ranks."""
 DENSE = tuple(name for name in LAYOUTS if "ep" not in name)
 OF_MODEL = {
     "llama": DENSE,
@@ -57,6 +65,7 @@ OF_MODEL = {
     "moe": ("dp4", "ep2", "cp4", "cp2 ep2", "cp2 ep4", "tp2 cp2 ep2 etp1", "pp2 cp2"),
 }
 CASES = [(model, layout) for model in MODELS for layout in OF_MODEL[model]]
+CASES_OF_EIGHT = [("llama", layout) for layout in EIGHT]
 RESUMED = ("cp2 dp2", "tp2 cp2 sp", "pp2 vpp2 cp2", "dp4")
 """Layouts that go on from a checkpoint of the first."""
 WRONG = "divided by own tokens"
@@ -91,7 +100,7 @@ class Received:
         dist.all_to_all_single(received, sent, group=group)
 
 
-def main(output: Path) -> Any:
+def main(output: Path, *words: str) -> Any:
     """Returns the loss of the first batch, the elements that a rank receives to share samples, and
     how far each gradient is from that of plain data parallelism, over the largest entry of the
     tensor."""
@@ -116,7 +125,8 @@ def main(output: Path) -> Any:
             self.moments = {k: v for k, v in full.items() if k.startswith("exp_avg.")}
 
     def one(model: str, layout: str, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        flags = f"{LAYOUTS[layout]} --train-iters 1 --clip-grad 0 --log-interval 1 --weight-decay 0"
+        flags = f"{(LAYOUTS | EIGHT)[layout]} --train-iters 1 --clip-grad 0 --weight-decay 0"
+        flags += " --log-interval 1"
         looking = Look()
         folder = output / name.replace(" ", "_")
         received = Received()
@@ -128,10 +138,12 @@ def main(output: Path) -> Any:
 
     rows: dict[str, dict[str, Any]] = {}
     whole: dict[str, dict[str, torch.Tensor]] = {}
-    for model, layout in CASES:
+    for model, layout in CASES_OF_EIGHT if words else CASES:
         row, own = one(model, layout, f"{model} {layout}")
         row["distances"] = distances(own, whole.setdefault(model, own))
         rows[f"{model} {layout}"] = row
+    if words:
+        return {"rows": rows}
     loss = step.language_model_loss
 
     def wrong(mask: Any, output: Any, *, mean_over: Any, **more: Any) -> Any:
