@@ -18,8 +18,8 @@ def spec_of(args: Any) -> ModelSpec:
     Raises:
         SpecError: a flag of the shape is missing.
     """
-    seq_length: Any = args.seq_length
-    if seq_length is None and getattr(args, "seq_length_schedule", None) is not None:
+    seq_length: int = args.seq_length or 0
+    if not seq_length and getattr(args, "seq_length_schedule", None) is not None:
         seq_length = parse_lengths(args.seq_length_schedule)[0][1]
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
         if getattr(args, name) is None and not (name == "seq_length" and seq_length):
