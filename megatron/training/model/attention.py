@@ -17,7 +17,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron.training.common.optional import have_transformer_engine
 from megatron.training.distributed.context_parallel import (
@@ -168,7 +167,9 @@ class SdpaAttention(MegatronModule):
 def _lower_right(queries: int, keys: int, device: torch.device) -> Any:
     """The causal mask of queries that stand at the end of the keys."""
     if device.type == "cuda":
-        # A form that flash kernels take; not run on a GPU yet.
+        # A form that flash kernels take; not run on a GPU yet. Its import loads a compiler.
+        from torch.nn.attention.bias import causal_lower_right
+
         return causal_lower_right(queries, keys)
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
