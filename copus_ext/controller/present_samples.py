@@ -7,9 +7,9 @@ the present samples, and takes a new view where a phase begins.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.train.callbacks import CallbackContext
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.training.config import Config
 
 _OF_STATE = ("consumed_samples", "lr_samples", "skipped_samples")
+_OF_CONTEXT = ("config", "state", "step", "checkpoint_samples")
 _OF_FLAGS = (
     "copus_min_global_batch_size",
     "copus_max_global_batch_size",
@@ -27,7 +28,7 @@ _OF_FLAGS = (
 
 
 class _StateView:
-    """Counters of a run in present samples; all else is that of the run, for writing too."""
+    """Counters of a run in present samples. All else is read from the run, and written to it."""
 
     def __init__(self, state: Any, ratio: int) -> None:
         object.__setattr__(self, "_state", state)
@@ -42,28 +43,50 @@ class _StateView:
         setattr(self._state, name, value)
 
 
+class _ContextView:
+    """A context in present samples. It holds no value of its own: all but configuration, counters,
+    step and age of the checkpoint is read from the context of the run, and written to it."""
+
+    def __init__(self, context: CallbackContext, present: Callable[[Config], Config]) -> None:
+        object.__setattr__(self, "_context", context)
+        object.__setattr__(self, "_present", present)
+
+    def __getattr__(self, name: str) -> Any:
+        value, ratio = getattr(self._context, name), ratio_of(self._context)
+        if name == "config":
+            return self._present(value)
+        if name == "state":
+            return _StateView(value, ratio)
+        if name == "checkpoint_samples" and value is not None:
+            return value // ratio
+        if name == "step" and value is not None:
+            samples = value.consumed_samples // ratio
+            return dataclasses.replace(value, consumed_samples=samples, length_ratio=1)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name not in _OF_CONTEXT, f"{name} is the trainer's to set"
+        setattr(self._context, name, value)
+
+
 class PresentSamples:
     """Views of the contexts of one run."""
 
     def __init__(self) -> None:
         self._config: Any = None
-        self._view: Any = None
+        self._seen: Any = None
 
     def of(self, context: CallbackContext) -> CallbackContext:
-        """A context in present samples; the same one where they are those of the run."""
-        ratio = ratio_of(context)
-        if ratio == 1:
+        """A context in present samples; the same one where they are those of the run. Whoever keeps
+        a view keeps no model: it shows what the context of the run holds when it is read."""
+        if ratio_of(context) == 1:
             return context
-        if context.config is not self._config:
-            self._config, self._view = context.config, config_in_present_samples(context.config)
-        view = copy.copy(context)
-        view.config, view.state = self._view, _StateView(context.state, ratio)
-        if context.step is not None:
-            step = context.step
-            view.step = dataclasses.replace(
-                step, consumed_samples=step.consumed_samples // ratio, length_ratio=1
-            )
-        return view
+        return cast(CallbackContext, _ContextView(context, self._config_of))
+
+    def _config_of(self, config: Config) -> Config:
+        if config is not self._config:
+            self._config, self._seen = config, config_in_present_samples(config)
+        return self._seen
 
 
 def ratio_of(context: CallbackContext) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def test_counters_are_seen_in_present_samples_and_settings_are_written_through()
     seen.state.settings = StepSettings(global_batch_size=8)
     assert context.state.settings.global_batch_size == 8
     assert context.state.consumed_samples == 400
+
+
+def test_a_view_of_a_context_writes_through_and_keeps_no_model() -> None:
+    class Chunk:
+        pass
+
+    context = context_of(config_of(RUN).in_phase(1), 400)
+    context.model, context.checkpoint_samples = [Chunk()], 300
+    old = weakref.ref(context.model[0])
+    seen = PresentSamples().of(context)
+    assert seen.checkpoint_samples == 75
+    seen.needs_exact_step, seen.scalars = True, {"a": 1.0}
+    assert context.needs_exact_step and context.scalars == {"a": 1.0}
+    context.model = [Chunk()]
+    assert seen.model is context.model
+    assert old() is None, "a view that is kept through a move would keep the old model"
+    with pytest.raises(AssertionError, match="trainer's to set"):
+        seen.step = None
 
 
 @pytest.mark.parametrize(("consumed", "is_last"), [(224, False), (256, True)])
