@@ -104,7 +104,10 @@ def _shared(r: dict[str, str]) -> Row:
         step_s = samples * length / gpus / float(rate)
     else:
         flops = training_flops_per_sample(
-            **{**shape, "num_layers": 126},
+            num_layers=126,
+            hidden_size=shape["hidden_size"],
+            ffn_hidden_size=shape["ffn_hidden_size"],
+            num_attention_heads=shape["num_attention_heads"],
             num_query_groups=8,
             kv_channels=128,
             seq_length=length,
