@@ -52,6 +52,7 @@ _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 configurations of the present batch nothing else needs to be."""
 
 
+_BLIND_TO_EXPERTS = "--copus cannot measure the noise of experts that see parts of samples"
 _ANNEALING_DECISIONS = 8
 """A decision comes after this part of the samples that are left, while the run anneals by batch."""
 
@@ -131,12 +132,13 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"--copus changes micro-batches and layouts, and {reasons[0]}; or use --copus-mode "
             "observe"
         )
-    if flags.copus_mode == "act" and not (layout := config.layout).experts_see_whole_samples:
+    layout, is_moe = config.layout, config.moe.num_experts is not None
+    if flags.copus_mode == "act" and is_moe and not layout.experts_see_whole_samples:
         raise UsageError(
-            f"--copus cannot measure the noise of experts that see parts of samples: make "
-            f"--expert-model-parallel-size {layout.ep} x --expert-tensor-parallel-size "
-            f"{layout.expert_tensor_parallel_size} a multiple of --tensor-model-parallel-size "
-            f"{layout.tp}, or use --copus-mode observe"
+            f"{_BLIND_TO_EXPERTS}: make --expert-model-parallel-size {layout.ep} x "
+            f"--expert-tensor-parallel-size {layout.expert_tensor_parallel_size} a multiple of "
+            f"--tensor-model-parallel-size {layout.tp} x --context-parallel-size {layout.cp}, or "
+            "use --copus-mode observe"
         )
     first = first_batch_of(flags, config)
     group = config.parallel.microbatch_group_size_per_vp_stage
@@ -165,13 +167,21 @@ def check_phases(flags: CopusConfig, config: Any) -> None:
     Raises:
         UsageError: they contradict each other.
     """
-    moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
     phases = getattr(config, "phases", None)
-    if moves and flags.copus_relayout == "relaunch" and phases and phases.phase_starts:
+    if flags.copus_mode != "act" or phases is None or not phases.phase_starts:
+        return
+    if flags.copus_layouts == "all" and flags.copus_relayout == "relaunch":
         raise UsageError(
             "--copus-relayout relaunch does not go with --seq-length-schedule, whose flags count "
             "batches in samples of the first phase; use --copus-relayout inprocess"
         )
+    for layout in map(Layout.from_text, dict.fromkeys(phases.phase_layouts)):
+        if config.moe.num_experts is not None and not layout.experts_see_whole_samples:
+            raise UsageError(
+                f"{_BLIND_TO_EXPERTS}: --layout-schedule has {layout}; make the ranks that share "
+                f"an expert, {layout.ep} x {layout.expert_tensor_parallel_size}, a multiple of "
+                f"tensor x context, {layout.tp} x {layout.cp}, or use --copus-mode observe"
+            )
 
 
 def tensor_parallel_sizes(flags: CopusConfig, config: Config) -> list[int]:
