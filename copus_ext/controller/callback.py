@@ -138,8 +138,7 @@ class Controller(Callback):
             self._set_first_step(context)
         if dist.get_rank() == 0:
             try:
-                self.log = DecisionLog(context.run_dir)
-                self.log.length_ratio = self._ratio
+                self.log.open(context.run_dir)
                 self._record_start(context)
             except OSError as error:
                 problem = str(error)
@@ -154,7 +153,8 @@ class Controller(Callback):
         controller sees it."""
         self._ratio = ratio_of(context)
         self.flags = flags_in_present_samples(self._given, self._ratio)
-        self.log.length_ratio = self._ratio
+        rest = context.state.consumed_samples % self._ratio
+        self.log.count_from(ratio=self._ratio, rest=rest)
         return self._present.of(context)
 
     def _restore(self, context: CallbackContext) -> None:

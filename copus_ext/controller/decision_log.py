@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 NAME = "journal.jsonl"
 VERSION = 3
 """3: decisions by the rules of docs/decisions/032; today older ones may come out as others."""
+_POSITIONS = ("consumed_samples", "hold_growth_until_samples")
+"""Fields of a record that are positions of the run. What is inside of a decision stays in samples
+of its phase, so that it can be made again."""
 
 
 class DecisionLog:
@@ -33,10 +36,25 @@ class DecisionLog:
     """
 
     def __init__(self, run_dir: Path | None) -> None:
-        self.path = None if run_dir is None else run_dir / NAME
+        self.path: Path | None = None
+        self.open(run_dir)
         self._scalars: dict[str, float] = {}
-        self.length_ratio = 1
-        """Samples in which the run counts that a present one is; the journal counts as the run."""
+        self._ratio, self._rest = 1, 0
+
+    def open(self, run_dir: Path | None) -> None:
+        """Writes to the journal of a run from here on."""
+        self.path = None if run_dir is None else run_dir / NAME
+
+    def count_from(self, *, ratio: int, rest: int) -> None:
+        """Says which samples positions are given in from here on. The journal itself counts as the
+        run does, in samples of the first phase.
+
+        Args:
+            ratio: samples of the run that one sample of the phase is.
+            rest: what the position of the run leaves over when it is divided by `ratio`; the same
+                at every step of a phase.
+        """
+        self._ratio, self._rest = ratio, rest
 
     def append(self, kind: str, **fields: Any) -> None:
         """Writes a record and waits until it is on disk.
@@ -46,7 +64,7 @@ class DecisionLog:
                 `resumed`, `phase`, `failure` or `end`; for a change of layout `switch` and
                 `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a fork
                 test `fork.begin` and `fork`.
-            fields: plain JSON types.
+            fields: plain JSON types; positions in samples of the present phase.
 
         Raises:
             OSError: it cannot be written.
@@ -54,8 +72,9 @@ class DecisionLog:
         """
         if self.path is None:
             return
-        if self.length_ratio > 1 and "consumed_samples" in fields:
-            fields["consumed_samples"] *= self.length_ratio
+        for name in _POSITIONS:
+            if fields.get(name) is not None:
+                fields[name] = fields[name] * self._ratio + self._rest
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         record = {"kind": kind, "version": VERSION, "time": now, **fields}
         text = json.dumps(record, allow_nan=False) + "\n"

@@ -85,6 +85,8 @@ def _unseen(job: Job) -> Iterator[None]:
     names = ("callbacks", "context", "rank_times", "outside")
     before = {name: getattr(job, name) for name in names}
     job.callbacks, job.context = Callbacks(), copy.copy(job.context)
+    # What the step before was asked for counts for none of these.
+    job.context.needs_exact_step = False
     job.rank_times = RankTimes()
     job.outside = replace(job.outside, watchdog=_FedWatchdog(job.watchdog))
     try:
@@ -440,14 +442,16 @@ class ForkTests:
         return Request(kind="change", reason="fork test", move=move)
 
     def _make(self, job: Job, plan: ForkPlan) -> ForkResult:
-        where = _place_of(job)
-        self._log.note("fork.begin", **where)
+        where, ratio = _place_of(job), job.config.phase.ratio
+        # The journal is told positions in samples of the present phase.
+        told = {**where, "consumed_samples": where["consumed_samples"] // ratio}
+        self._log.note("fork.begin", **told)
         if self.ended is None:
             result = run_fork(job, plan, fault=self.fault, patience_s=self.patience_s)
         else:
             about: dict[str, Any] = {"samples": plan.samples, "eval_samples": plan.eval_samples}
             result = ForkResult(kind="refused", reason=self.ended, **where, **about)
-        self._log.note("fork", **where, outcome=result.to_json())
+        self._log.note("fork", **told, outcome=result.to_json())
         if result.kind in ("refused", "failed") and self.ended is None and dist.get_rank() == 0:
             end = "; there are no more in this launch" if result.kind == "failed" else ""
             print(f"note: fork test {result.kind}: {result.reason}{end}", flush=True)

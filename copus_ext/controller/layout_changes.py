@@ -40,6 +40,11 @@ _MOST_PAUSE_S = 3600.0
 """Longest pause of a relaunch. Two processes time it by the wall clock, which somebody may set."""
 
 
+def _tokens(samples: int, context: CallbackContext) -> int:
+    """Tokens of some samples of the length that a context counts in."""
+    return samples * context.config.batch.seq_length
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
     """A change that was decided."""
@@ -73,7 +78,7 @@ class LayoutChangeManager:
         self._resharder: InProcessResharder | None = None
         self._run_dir: Path | None = None
         self._requested: LayoutChange | None = None
-        self._saved_samples = 0
+        self._saved_tokens = 0
         self.fault: Callable[[str], None] = lambda topic: None
         """A test's way to break a change; see `InProcessResharder`."""
         self.exits_for_relaunch = False
@@ -86,7 +91,7 @@ class LayoutChangeManager:
             UsageError: the layout cannot be changed in this launch.
         """
         self._run_dir = broadcast_from_rank0(context.run_dir)
-        self._saved_samples = context.state.consumed_samples
+        self._saved_tokens = _tokens(context.state.consumed_samples, context)
         if self.flags.copus_relayout == "inprocess":
             from copus_ext.reshard.inprocess import InProcessResharder
 
@@ -136,8 +141,8 @@ class LayoutChangeManager:
             self._log.note("switch.cancelled", **fields, reason="training ended first")
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
-        """Notes how old the last checkpoint is."""
-        self._saved_samples = context.checkpoint_samples or 0
+        """Notes where the last checkpoint stands. In tokens, which mean the same in every phase."""
+        self._saved_tokens = _tokens(context.checkpoint_samples or 0, context)
 
     def prepare(self, layouts: list[Layout], context: CallbackContext) -> None:
         """Builds the process groups of layouts that may come next. All ranks."""
@@ -165,18 +170,17 @@ class LayoutChangeManager:
             way=self.flags.copus_relayout,
             predicted_s=self._costs.seconds_of(change.prior_s),
         )
-        kind = "save" if self._resharder is not None and self._saves_first(context) else "change"
+        kind = "save" if self._resharder is not None and self.saves_first(context) else "change"
         leaves = self._resharder is None
         make = self._change_by_relaunch if leaves else self._change_in_process
         return Request(kind=kind, reason=change.reason, settings=now, move=make, leaves=leaves)
 
-    def _saves_first(self, context: CallbackContext) -> bool:
+    def saves_first(self, context: CallbackContext) -> bool:
         """Whether the last checkpoint is too old to fall back to."""
         most = self.flags.copus_switch_checkpoint_tokens
         if most is None or context.config.checkpoint.save is None:
             return False
-        since = context.state.consumed_samples - self._saved_samples
-        return since * context.config.batch.seq_length > most
+        return _tokens(context.state.consumed_samples, context) - self._saved_tokens > most
 
     def _change_in_process(self, job: Job) -> None:
         """Makes the change in the running processes; the loop calls it at a step boundary."""

@@ -66,7 +66,7 @@ def summary(changes: list[ConfigChange], *, mode: str) -> str:
             sizes += f" (micro-batch {c.from_micro_batch} -> {c.to_micro_batch})"
         if c.from_layout != c.to_layout:
             sizes += f", layout {c.from_layout} -> {c.to_layout}"
-        parts = [f"  sample {c.consumed_samples}: batch {sizes}"]
+        parts = [f"  step {c.iteration}: batch {sizes}"]
         if c.gain is not None:
             parts.append(f"predicted goodput {100 * c.gain:+.1f} %")
         if c.samples_per_s is not None and c.samples_per_s_before is not None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from copus_ext.controller import fork_test
 from copus_ext.goodput.fork_result import Branch, BranchResult, ForkPlan, ForkResult
 from copus_ext.monitor.journal import _fork_line
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.config.layout import Layout
+from megatron.training.train.job import RunServices
 
 
 def test_factors_of_a_branch_multiply_those_of_the_run() -> None:
@@ -117,3 +119,16 @@ def test_a_plan_says_why_a_run_cannot_make_it(
         config, iteration=10, samples_left=run["left"], held_out_samples=run["held_out"]
     )
     assert found == problem if problem is None else problem in (found or "")
+
+
+def test_steps_of_a_branch_need_no_exact_gradient() -> None:
+    """Nobody measures them, so that messages may be as short as in any step."""
+    names = ("callbacks", "rank_times", "watchdog")
+    job: Any = SimpleNamespace(
+        **dict.fromkeys(names),
+        context=SimpleNamespace(needs_exact_step=True),
+        outside=RunServices(),
+    )
+    with fork_test._unseen(job):
+        assert not job.context.needs_exact_step
+    assert job.context.needs_exact_step

@@ -13,19 +13,22 @@ import pytest
 from copus_ext.controller import rules
 from copus_ext.controller.decision_log import NAME, DecisionLog
 from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.layout_changes import LayoutChangeManager
 from copus_ext.controller.present_samples import (
     PresentSamples,
     config_in_present_samples,
     ends_phase,
     flags_in_present_samples,
 )
-from copus_ext.goodput.state import ControllerState, config_key
+from copus_ext.goodput.messages import summary
+from copus_ext.goodput.state import ConfigChange, ControllerState, config_key
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import StepSettings
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.train.callbacks import CallbackContext
+from tests.helpers.jobs import EIGHT
 from tests.helpers.steps import step_info
 from tests.unit.test_phases import BASE, config_of
 
@@ -141,9 +144,68 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
 
 def test_the_journal_counts_as_the_run(tmp_path: Path) -> None:
     log = DecisionLog(tmp_path)
-    log.length_ratio = 4
-    log.append("phase", consumed_samples=100)
-    assert json.loads((tmp_path / NAME).read_text())["consumed_samples"] == 400
+    log.append("start", consumed_samples=18)
+    # A later phase may begin where no whole number of its samples has been read.
+    log.count_from(ratio=4, rest=18 % 4)
+    log.append("phase", consumed_samples=18 // 4)
+    log.append("spike", hold_growth_until_samples=10)
+    log.append("end", iteration=3)
+    records = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    assert [record.get("consumed_samples") for record in records] == [18, 18, None, None]
+    assert records[2]["hold_growth_until_samples"] == 42
+
+
+def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
+    """In tokens: a checkpoint of one phase may be committed, or grow too old, in the next."""
+    flags = CopusConfig(copus_switch_checkpoint_tokens=64 * 64.0)
+    manager = LayoutChangeManager(flags, ControllerState(), DecisionLog(None))
+    present, config = PresentSamples(), config_of(f"{RUN} --save somewhere")
+    context = context_of(config, 256)
+    context.checkpoint_samples = 224
+    manager.on_checkpoint_saved(present.of(context))
+    assert not manager.saves_first(present.of(context))
+    later = context_of(config.in_phase(1), 288)
+    assert not manager.saves_first(present.of(later)), "64 samples of the first length"
+    later.state.consumed_samples = 292
+    assert manager.saves_first(present.of(later))
+    later.checkpoint_samples = 256
+    manager.on_checkpoint_saved(present.of(later))
+    assert not manager.saves_first(present.of(later))
+
+
+def test_the_summary_needs_no_unit_of_samples() -> None:
+    change: dict[str, Any] = {
+        "from_batch": 8,
+        "to_batch": 4,
+        "from_micro_batch": 1,
+        "to_micro_batch": 1,
+    }
+    changes = [ConfigChange(decision=1, iteration=12, consumed_samples=400, **change)]
+    assert "step 12: batch 8 -> 4" in summary(changes, mode="act")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "is_fine"),
+    [("40%:tp2.pp1.dp2", True), ("40%:tp1.cp2.pp1.ep2.dp2", True), ("40%:tp1.cp2.pp1.dp2", False)],
+)
+def test_experts_of_every_layout_of_the_schedule_are_measured(layouts: str, is_fine: bool) -> None:
+    schedule = f"--layout-schedule {layouts}"
+    experts = f"{EIGHT} --disable-bias-linear --sequence-parallel --moe-balance lagged"
+    act = CopusConfig(copus=True, copus_mode="act")
+    config = config_of(f"{RUN} {schedule} {experts}", world_size=4)
+    if is_fine:
+        rules.check_phases(act, config)
+    else:
+        with pytest.raises(UsageError, match=r"1 x 1, a multiple of tensor x context, 1 x 2"):
+            rules.check_phases(act, config)
+    rules.check_phases(CopusConfig(copus=True, copus_mode="observe"), config)
+
+
+def test_a_dense_run_may_share_samples() -> None:
+    act = CopusConfig(copus=True, copus_mode="act")
+    rules.check_run(act, config_of(f"{RUN} --context-parallel-size 2", world_size=2))
+    later = config_of(f"{RUN} --layout-schedule 40%:tp1.cp2.pp1.dp1", world_size=2)
+    rules.check_phases(act, later)
 
 
 def test_new_processes_cannot_take_a_run_through_phases() -> None:
