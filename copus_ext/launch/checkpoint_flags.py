@@ -60,7 +60,8 @@ def recorded_flags(run_dir: Path, save: Path, iteration: int) -> dict[str, Any] 
         if now is not None and layout is not None:
             now = {**now, **layout.to_arguments()}
         elif kind == "checkpoint.commit" and record.get("iteration") == iteration:
-            found = now
+            consumed = record.get("consumed_samples")
+            found = None if now is None else {**now, "consumed_train_samples": consumed}
     return found
 
 

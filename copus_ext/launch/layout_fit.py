@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.reshard.relaunch import Request, merged, value_of
+from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
 from megatron.training.checkpoint import files
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
+from megatron.training.config.phases import number_at
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -61,22 +62,31 @@ class LayoutFit:
         request, others = self._search(ranks, prefer, _request)
         if request is not None:
             line = f"start {ranks} ranks under {request.layout}: {problem}"
+            if lost := lost_layouts(self.flags, request):
+                line += f"; {lost}"
             return merged(self.flags, request), line
         if others == {problem}:
             return self.flags, ""
         raise NoFit(f"no layout of {ranks} ranks is legal for this model and batch: {problem}")
 
     def resume_request(
-        self, ranks: int, stored: Mapping[str, Any], *, layout: Layout | None, why: str
+        self,
+        ranks: int,
+        stored: Mapping[str, Any],
+        *,
+        layout: Layout | None,
+        why: str,
+        blocked: Collection[Layout] = (),
     ) -> Request:
         """How to go on from the latest checkpoint in `--save`.
 
         Args:
             ranks: that can be started.
             stored: flags of that checkpoint.
-            layout: wanted; None for the one of the checkpoint. Another is chosen if it needs more
-                ranks.
+            layout: wanted; None for the one of the checkpoint, or of the phase that begins there.
+                Another is chosen if it needs more ranks.
             why: what happened.
+            blocked: layouts that no phase may take.
 
         Raises:
             NoFit: no layout is legal for these ranks.
@@ -85,21 +95,22 @@ class LayoutFit:
         missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
         if missing:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
-        wanted = layout or Layout.of_arguments(stored)
+        phase, begins = _phase_of(stored)
+        wanted = layout or begins or Layout.of_arguments(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
         # In a run with phases the flags give that of the first.
         micro = next(iter(stored.get("phase_micro_batch_sizes") or ()), micro)
 
         save = value_of(self.flags, "--save")
-        request = partial(_request, batch=batch, checkpoint=save, why=why)
+        request = partial(_request, batch=batch, checkpoint=save, why=why, phase=phase)
         if wanted.world_size <= ranks:
             sizes = self._sizes(wanted, micro, batch)
             for size in sizes:
                 found = request(wanted, size)
-                if self._is_legal(merged(self.flags, found), wanted.world_size):
+                if self._is_legal(merged(self.flags, found, blocked=blocked), wanted.world_size):
                     return found
             return request(wanted, sizes[0] if sizes else micro)
-        found, _ = self._search(ranks, wanted, request, batch=batch, micro=micro)
+        found, _ = self._search(ranks, wanted, request, batch=batch, micro=micro, blocked=blocked)
         if found is None:
             raise NoFit(
                 f"{wanted} needs more than {ranks} ranks, and no layout of {ranks} is legal"
@@ -114,6 +125,7 @@ class LayoutFit:
         *,
         batch: int | None = None,
         micro: int | None = None,
+        blocked: Collection[Layout] = (),
     ) -> tuple[Request | None, set[str]]:
         """The first legal layout in the order of `layouts_for`, with the largest micro-batch that
         fits, and the problems of those before it."""
@@ -123,7 +135,7 @@ class LayoutFit:
         for layout in layouts_for(ranks, prefer):
             for size in self._sizes(layout, micro, batch) or [micro]:
                 found = request(layout, size)
-                problem = self._problem(merged(self.flags, found), ranks)
+                problem = self._problem(merged(self.flags, found, blocked=blocked), ranks)
                 if problem is None:
                     return found, problems
                 problems.add(problem)
@@ -191,6 +203,7 @@ def _request(
     batch: int | None = None,
     checkpoint: str | None = None,
     why: str = "",
+    phase: int = 0,
 ) -> Request:
     return Request(
         launch="fit",
@@ -202,7 +215,18 @@ def _request(
         micro_batch_size=micro,
         global_batch_size=batch,
         checkpoint=checkpoint,
+        phase=phase,
     )
+
+
+def _phase_of(stored: Mapping[str, Any]) -> tuple[int, Layout | None]:
+    """The number of the phase in which a run goes on, and its layout if it begins just there. A
+    checkpoint at a boundary is saved under the layout before."""
+    starts, layouts = stored.get("phase_starts") or (), stored.get("phase_layouts") or ()
+    consumed = stored.get("consumed_train_samples") or 0
+    number = number_at(tuple(starts), consumed)
+    begins = number > 0 and consumed == starts[number] and layouts
+    return number, Layout.from_text(layouts[number]) if begins else None
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.layout_fit import LayoutFit, NoFit, Stored
-from copus_ext.reshard.relaunch import Request, merged, value_of
+from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
 from megatron.training.checkpoint import files
 from megatron.training.config.layout import Layout
 from megatron.training.logging.metrics import METRICS_FILE
@@ -373,11 +374,12 @@ class RestartPolicy:
                 blocked_layouts=tuple(self.layouts.blocked),
             )
         stored = self._stored(self.save)
-        request = self._fit.resume_request(num_ranks, stored, layout=None, why=why)
+        go_on = partial(self._fit.resume_request, num_ranks, stored, why=why)
+        request = go_on(layout=None, blocked=self.layouts.blocked)
         assert request.layout is not None
         instead = self.layouts.instead_of(request.layout)
         if instead != request.layout and instead.world_size <= num_ranks:
-            request = self._fit.resume_request(num_ranks, stored, layout=instead, why=why)
+            request = go_on(layout=instead, blocked=self.layouts.blocked)
         if blocked is not None:
             why = f"{blocked} is not taken again, it crashed twice as soon as it was entered; {why}"
         return self._start(request, latest, why, wait_s=self.budget.wait_s)
@@ -387,9 +389,11 @@ class RestartPolicy:
     ) -> NextLaunch:
         assert request.layout is not None
         where = "from the start" if request.checkpoint is None else f"from iteration {latest}"
+        if lost := lost_layouts(self.flags, request, blocked=self.layouts.blocked):
+            why += f"; {lost}"
         self._planned = request.layout, latest or 0
         return NextLaunch(
-            flags=merged(self.flags, request),
+            flags=merged(self.flags, request, blocked=self.layouts.blocked),
             num_ranks=request.layout.world_size,
             line=f"start again under {request.layout} {where}: {why}",
             wait_s=wait_s,

@@ -10,8 +10,10 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,9 +32,10 @@ from copus_ext.reshard.checked import (
 from megatron.training.checkpoint.files import TRACKER, write_atomically
 from megatron.training.common.control import LAUNCH_NAME, supervised_launch
 from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
-from megatron.training.common.errors import Relaunch
+from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.config import layer_partition
 from megatron.training.config.layout import Layout
+from megatron.training.config.phase_flags import parse_lengths, parse_positions
 from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
@@ -46,6 +49,8 @@ _MAX_REASON, _MAX_TEXT = 2000, 4096
 _MAX_SIZE = 1 << 20
 
 _TENSOR = "--tensor-model-parallel-size"
+_CONTEXT = "--context-parallel-size"
+_LEVELS, _EXCHANGE = "--hierarchical-context-parallel-sizes", "--cp-comm-type"
 _PIPELINE = "--pipeline-model-parallel-size"
 _EXPERT = "--expert-model-parallel-size"
 _EXPERT_TENSOR = "--expert-tensor-parallel-size"
@@ -65,6 +70,8 @@ _GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 _LOAD, _SAVE, _STEP = "--load", "--save", "--ckpt-step"
 _ANOTHER_START = ("--finetune", "--no-load-optim", "--no-load-rng")
 _SEQUENCE = "--sequence-parallel"
+_LENGTHS = "--seq-length-schedule"
+_MICROS, _LAYOUTS = "--micro-batch-size-schedule", "--layout-schedule"
 _NO_OVERLAP = "--no-overlap-p2p-communication"
 
 
@@ -96,6 +103,8 @@ class Request(JsonRecord):
     checkpoint: str | None = None
     """The folder of `--save`, as the user gave it, whose latest checkpoint to start from; needed by
     `relayout` after the first step."""
+    phase: int = 0
+    """Number of the phase in which it goes on."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
@@ -104,6 +113,7 @@ class Request(JsonRecord):
             raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(get_args(Kind))}")
         check_number("iteration", self.iteration, 0, MAX_NUMBER)
         check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
+        check_number("phase", self.phase, 0, _MAX_SIZE)
         for name in ("micro_batch_size", "global_batch_size"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1, _MAX_SIZE)
@@ -232,36 +242,7 @@ def read_request(run_dir: Path, *, launch: str) -> Request | None:
     return read_value(run_dir / REQUEST_FILE, parse)
 
 
-def flags_for(request: Request, *, mtp_num_layers: int = 0) -> list[str]:
-    """Flags that start the run as a `relayout` asks. They win behind other flags, except over
-    `--num-layers-per-virtual-pipeline-stage`, uneven stages, `--ckpt-step` and `--finetune`, which
-    `merged` removes.
-
-    Args:
-        request: of kind `relayout`.
-        mtp_num_layers: of the model.
-    """
-    layout = request.layout
-    assert layout is not None, f"a request of kind {request.kind} starts nothing"
-    flags = [_TENSOR, str(layout.tp), _PIPELINE, str(layout.pp)]
-    flags += [_EXPERT, str(layout.ep)] if layout.ep > 1 else []
-    flags += [_EXPERT_TENSOR, str(layout.etp)] if layout.etp else []
-    if layout.layer_partition:
-        # Its text says how many chunks a stage has.
-        text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
-        flags += [layer_partition.FLAG, text]
-    elif layout.vpp > 1:
-        flags += [_CHUNKS, str(layout.vpp)]
-    if request.micro_batch_size is not None:
-        flags += [_MICRO, str(request.micro_batch_size)]
-    if request.global_batch_size is not None:
-        flags += [_GLOBAL, str(request.global_batch_size)]
-    if request.checkpoint is not None:
-        flags += [_LOAD, request.checkpoint]
-    return flags
-
-
-def merged(argv: Sequence[str], request: Request) -> list[str]:
+def merged(argv: Sequence[str], request: Request, *, blocked: Collection[Layout] = ()) -> list[str]:
     """The user's flags, changed to start as a `relayout` asks with `request.layout.world_size`
     ranks.
 
@@ -269,16 +250,42 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
     Sequence parallelism follows the user's flags, as in `relayout.with_layout`: it is on wherever
     it can be if they name neither it nor a tensor size.
 
+    The layout holds for the phase in which the run goes on. Later phases take theirs from the
+    schedule, unless `lost_layouts` names it. The schedule of micro-batches goes where the first
+    micro-batch changes.
+
     Args:
         argv: the flags of the first launch, so that nothing piles up over many changes.
         request: of kind `relayout`.
+        blocked: layouts that no phase may take.
 
     Raises:
         ValueError: one line, if it names another checkpoint folder than the flags.
     """
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
-    values = {_TENSOR, _PIPELINE, _EXPERT, _EXPERT_TENSOR, _LAYERS_OF_CHUNK, _CHUNKS, *_CUT_FLAGS}
+    values, switches = _replaced(argv, request, layout)
+    flags = _without(argv, values, switches)
+    names_tensor = value_of(argv, _TENSOR) is not None
+    length = _first_length(argv)
+    follows = _SEQUENCE not in argv and not names_tensor
+    if follows and layout.tp > 1 and length and length % (layout.tp * layout.cp) == 0:
+        flags.append(_SEQUENCE)
+    if layout.tp > 1 or names_tensor:
+        # Else the layouts of later phases still choose sequence parallelism by themselves.
+        flags += [_TENSOR, str(layout.tp)]
+    flags += _flags_of(request, layout, mtp_num_layers=_number(argv, "--mtp-num-layers"))
+    return flags + _schedules(argv, request, blocked)
+
+
+def _replaced(argv: Sequence[str], request: Request, layout: Layout) -> tuple[set[str], set[str]]:
+    """Flags with values, and switches, that do not stay.
+
+    Raises:
+        ValueError: the request names another checkpoint folder than the flags.
+    """
+    values = {_TENSOR, _CONTEXT, _PIPELINE, _EXPERT, _EXPERT_TENSOR, _LAYERS_OF_CHUNK, _CHUNKS}
+    values |= {*_CUT_FLAGS, _MICROS, _LAYOUTS}
     switches: set[str] = set(_COUNTED_IN_CUT)
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)
@@ -296,12 +303,85 @@ def merged(argv: Sequence[str], request: Request) -> list[str]:
         switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
     if _number(argv, _GROUP) < layout.pp:
         values.add(_GROUP)  # likewise
-    flags = _without(argv, values, switches)
-    follows = _SEQUENCE not in argv and value_of(argv, _TENSOR) is None
-    length = _number(argv, "--seq-length")
-    if follows and layout.tp > 1 and length and length % layout.tp == 0:
-        flags.append(_SEQUENCE)
-    return flags + flags_for(request, mtp_num_layers=_number(argv, "--mtp-num-layers"))
+    levels = _values_of(argv, _LEVELS)
+    if levels and _product(levels) != layout.cp:
+        # Likewise. Without them an exchange on two levels is refused, and p2p is the default.
+        values.add(_LEVELS)
+        values |= {_EXCHANGE} if value_of(argv, _EXCHANGE) == "a2a+p2p" else set()
+    return values, switches
+
+
+def _flags_of(request: Request, layout: Layout, *, mtp_num_layers: int) -> list[str]:
+    """Flags of what a request asks for, but for the tensor parallel size."""
+    flags = [_CONTEXT, str(layout.cp)] if layout.cp > 1 else []
+    flags += [_PIPELINE, str(layout.pp)]
+    flags += [_EXPERT, str(layout.ep)] if layout.ep > 1 else []
+    flags += [_EXPERT_TENSOR, str(layout.etp)] if layout.etp else []
+    if layout.layer_partition:
+        # Its text says how many chunks a stage has.
+        text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
+        flags += [layer_partition.FLAG, text]
+    elif layout.vpp > 1:
+        flags += [_CHUNKS, str(layout.vpp)]
+    if request.micro_batch_size is not None:
+        flags += [_MICRO, str(request.micro_batch_size)]
+    if request.global_batch_size is not None:
+        flags += [_GLOBAL, str(request.global_batch_size)]
+    if request.checkpoint is not None:
+        flags += [_LOAD, request.checkpoint]
+    return flags
+
+
+def _schedules(argv: Sequence[str], request: Request, blocked: Collection[Layout]) -> list[str]:
+    """The flags of schedules that stay; one that cannot be read stays, for the trainer to say."""
+    flags = []
+    micros, layouts = _entries(argv, _MICROS), _entries(argv, _LAYOUTS)
+    if request.micro_batch_size in (None, _number(argv, _MICRO)):
+        # The first entry says what the flag says.
+        flags += _schedule(_MICROS, [word for number, word in micros if number != 0])
+    lost = _lost(layouts, request, blocked)
+    later = [word for number, word in layouts if number is None or number > request.phase]
+    return flags + _schedule(_LAYOUTS, [word for word in later if word not in lost])
+
+
+def _schedule(flag: str, words: Sequence[str]) -> list[str]:
+    return [flag, " ".join(words)] if words else []
+
+
+def lost_layouts(argv: Sequence[str], request: Request, *, blocked: Collection[Layout] = ()) -> str:
+    """Names the entries of `--layout-schedule` that `merged` leaves out though their phases come
+    later: layouts that are blocked or for another number of ranks. Empty if there are none."""
+    lost = _lost(_entries(argv, _LAYOUTS), request, blocked)
+    if not lost:
+        return ""
+    assert request.layout is not None
+    return f"{_LAYOUTS} loses {' '.join(lost)}, where the layout stays"
+
+
+def _lost(
+    entries: Sequence[tuple[int | None, str]], request: Request, blocked: Collection[Layout]
+) -> list[str]:
+    assert request.layout is not None
+    lost = []
+    for number, word in entries:
+        with contextlib.suppress(ValueError):
+            layout = Layout.from_text(word.partition(":")[2])
+            fits = layout.world_size == request.layout.world_size and layout not in blocked
+            if number is not None and number > request.phase and not fits:
+                lost.append(word)
+    return lost
+
+
+def _entries(argv: Sequence[str], flag: str) -> list[tuple[int | None, str]]:
+    """The words of a schedule with the numbers of their phases; None where that is unknown."""
+    text, lengths = value_of(argv, flag), value_of(argv, _LENGTHS)
+    words = (text or "").split()
+    try:
+        positions = [position for position, _ in parse_lengths(lengths or "")]
+        own = [position for position, _ in parse_positions(text or "", flag)]
+        return [(positions.index(position), word) for position, word in zip(own, words)]
+    except (UsageError, ValueError):
+        return [(None, word) for word in words]
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
@@ -317,6 +397,35 @@ def _number(argv: Sequence[str], flag: str) -> int:
     """The value of a flag; 0 where it is absent or no number."""
     value = value_of(argv, flag) or ""
     return int(value) if value.isdecimal() else 0
+
+
+def _first_length(argv: Sequence[str]) -> int:
+    """Tokens per sample of the first phase, which divides the lengths of the others; 0 where the
+    flags do not say it."""
+    with contextlib.suppress(UsageError):
+        return parse_lengths(value_of(argv, _LENGTHS) or "")[0][1]
+    return _number(argv, "--seq-length")
+
+
+def _product(words: Sequence[str]) -> int:
+    """Of whole numbers; 0 where one is none."""
+    return math.prod(int(word) if word.isdecimal() else 0 for word in words)
+
+
+def _values_of(argv: Sequence[str], flag: str) -> list[str]:
+    """The values of a flag that takes several, as the parser reads them."""
+    found: list[str] = []
+    for i, word in enumerate(argv):
+        if word == flag:
+            found = _words_after(argv, i)
+        elif word.startswith(flag + "="):
+            found = [word[len(flag) + 1 :]]
+    return found
+
+
+def _words_after(argv: Sequence[str], i: int) -> list[str]:
+    """The words between a flag and the next one."""
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), argv[i + 1 :]))
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:
@@ -336,11 +445,15 @@ def without_cut(argv: Sequence[str]) -> list[str]:
 
 
 def _without(argv: Sequence[str], values: Collection[str], switches: Collection[str]) -> list[str]:
-    kept, skip = [], False
-    for word in argv:
-        if skip or word in switches or word.partition("=")[0] in values:
+    kept, skip = [], 0
+    for i, word in enumerate(argv):
+        if skip:
+            skip -= 1
+        elif word in (_LEVELS, _EXCHANGE) and word in values:
+            skip = len(_words_after(argv, i))
+        elif word in values:
+            skip = 1
+        elif word not in switches and word.partition("=")[0] not in values:
             # In the form --flag=value the value goes with it.
-            skip = not skip and word in values
-            continue
-        kept.append(word)
+            kept.append(word)
     return kept

@@ -3,6 +3,7 @@ that follow."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from copus_ext.reshard import relaunch
 from copus_ext.reshard.relaunch import (
     Request,
     exit_code,
-    flags_for,
+    lost_layouts,
     merged,
     read_request,
     report_exit,
@@ -29,8 +30,9 @@ from megatron.training.common.signals import StopReason
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
+from megatron.training.config.relayout import with_layout
 from megatron.training.resilience.exit_status import RunOutcome
-from tests.helpers.jobs import TINY
+from tests.helpers.jobs import EIGHT, TINY
 
 LAYOUTS = [
     Layout(),
@@ -44,6 +46,8 @@ LAYOUTS = [
     Layout(pp=4),
     Layout(pp=2, dp=2, layer_partition=(3, 1)),
     Layout(pp=2, vpp=2, dp=2, layer_partition=(0, 2, 1, 1)),
+    Layout(cp=2, dp=2),
+    Layout(tp=2, cp=2),
 ]
 
 
@@ -181,6 +185,9 @@ USERS = {
     "cut": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout=Et|t*3L",
     "ends": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
     "--account-for-loss-in-pipeline-split",
+    "context": "--context-parallel-size 2 --context-parallel-size=4",
+    "two levels": "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 "
+    "--cp-comm-type a2a+p2p",
 }
 STAYS = ("groups", "further token")
 """Of these at least a part belongs to no layout."""
@@ -191,6 +198,8 @@ BASE = [*TINY.split(), "--train-iters", "9", "--save", "saved", "--save-interval
 def test_the_parser_takes_every_change(user: str) -> None:
     argv = [*BASE, *user.split(), "--seed", "5"]
     for layout in LAYOUTS:
+        if layout.cp > 1 and "--mtp-num-layers" in argv:
+            continue  # refused
         micro = 2 if layout.dp < 4 else 1
         wanted = asked(layout=layout, micro_batch_size=micro)
         flags = merged(argv, wanted)
@@ -212,7 +221,9 @@ def test_the_parser_takes_every_change(user: str) -> None:
 def test_other_flags_stay_in_their_order(parts: list[str], layout: Layout) -> None:
     argv = [word for part in parts for word in [*part.split(), "--data-path", "0.3", "a=b", "--x"]]
     flags = merged([*argv, "--save=s/../saved"], asked(layout=layout))
-    kept = flags[: -len(flags_for(asked(layout=layout)))]
+    own = flags.index("--tensor-model-parallel-size")
+    kept = flags[:own]
+    assert "--load" in flags[own:]
     assert kept.count("--data-path") == kept.count("a=b") == kept.count("--x") == len(parts)
     theirs = {"--sequence-parallel", "--no-overlap-p2p-communication", "--save=s/../saved"}
     assert [w for w in kept if w not in theirs] == ["--data-path", "0.3", "a=b", "--x"] * len(parts)
@@ -226,12 +237,133 @@ def test_sequence_parallelism_follows_the_flags() -> None:
     assert merged([*BASE, "--sequence-parallel"], wanted).count("--sequence-parallel") == 1
 
 
-def test_flags_of_a_request_win_over_those_before() -> None:
+def test_flags_of_a_request_take_the_place_of_the_users() -> None:
     wanted = asked(layout=Layout(pp=2, vpp=2), micro_batch_size=2, global_batch_size=16)
     before = [*BASE, "--tensor-model-parallel-size", "2", "--load", "x"]
-    config = resolve(parse_args([*before, *flags_for(wanted)]), 2)
+    config = resolve(parse_args(merged(before, wanted)), 2)
     assert config.layout == wanted.layout and config.checkpoint.load == "saved"
     assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (2, 16)
+
+
+def every_layout(*, has_experts: bool) -> list[Layout]:
+    """Sizes that the small models can take in any combination."""
+    found = []
+    for tp, cp, (pp, vpp), dp, ep, etp in itertools.product(
+        (1, 2), (1, 2, 4), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2, 4), (None, 1, 2)
+    ):
+        is_dense = ep == 1 and etp is None
+        if (has_experts or is_dense) and tp * cp * dp % (ep * (etp or tp)) == 0:
+            found.append(Layout(tp=tp, cp=cp, pp=pp, vpp=vpp, dp=dp, ep=ep, etp=etp))
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("user", ["plain", "context", "two levels"])
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_a_restart_has_every_layout_that_is_asked_for(model: str, user: str) -> None:
+    more = EIGHT.replace("alltoall", "allgather") if model == "experts" else ""
+    argv = [*BASE, "--global-batch-size", "32", *more.split(), *USERS[user].split()]
+    layouts = every_layout(has_experts=model == "experts")
+    assert len(layouts) > (100 if model == "experts" else 30)
+    for layout in layouts:
+        config = resolve(parse_args(merged(argv, asked(layout=layout))), layout.world_size)
+        assert config.layout == layout
+        if user == "plain":
+            # As after a change in the same processes.
+            lived = with_layout(resolve(parse_args(argv), layout.world_size), layout)
+            assert config.parallel.sequence_parallel == lived.parallel.sequence_parallel, layout
+            assert config.batch == lived.batch
+
+
+def test_an_exchange_on_two_levels_stays_where_its_sizes_fit() -> None:
+    argv = [*BASE, *USERS["two levels"].split(), "--seed", "5"]
+    for cp, exchange in ((4, ("a2a+p2p", [2, 2])), (2, ("p2p", None)), (1, ("p2p", None))):
+        flags = merged(argv, asked(layout=Layout(cp=cp)))
+        parallel = resolve(parse_args(flags), cp, cuda_available=True).parallel
+        assert ("--hierarchical-context-parallel-sizes" in flags) is (cp == 4)
+        assert flags[flags.index("--seed") + 1] == "5"
+        told = parse_args(flags)
+        assert (told.cp_comm_type[0], told.hierarchical_context_parallel_sizes) == (
+            exchange[0],
+            exchange[1] and tuple(exchange[1]),
+        )
+        assert parallel.context_parallel_size == cp
+
+
+# --- schedules of a run with phases ---
+
+PHASED = " ".join(BASE).replace("--seq-length 32 --max-position-embeddings 32", "").split()
+PHASED += ["--max-position-embeddings", "1024", "--global-batch-size", "64"]
+PHASED += ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
+LAYOUT_SCHEDULE = ["--layout-schedule", "0:tp1.pp1.dp4 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1"]
+MICROS = ["--micro-batch-size-schedule", "0:1 75%:1"]
+
+
+def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any:
+    """The configuration of a restart, and what it loses."""
+    wanted = asked(layout=layout, **fields)
+    argv = [*PHASED, *LAYOUT_SCHEDULE, *flags]
+    flags_then = merged(argv, wanted, blocked=blocked)
+    config = resolve(parse_args(flags_then), layout.world_size)
+    assert config.layout == layout and merged(flags_then, wanted) == flags_then
+    return config, lost_layouts(argv, wanted, blocked=blocked)
+
+
+@pytest.mark.parametrize(
+    ("layout", "phase", "layouts"),
+    [
+        (Layout(tp=2, dp=2), 0, ("tp2.pp1.dp2", "tp1.cp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(tp=2, dp=2), 1, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(pp=4), 2, ()),
+    ],
+)
+def test_the_layout_asked_for_holds_until_the_next_phase(
+    layout: Layout, phase: int, layouts: tuple[str, ...]
+) -> None:
+    config, lost = phased(layout, *MICROS, phase=phase, micro_batch_size=1)
+    assert (config.phases.phase_layouts, lost) == (layouts, "")
+    assert config.phases.phase_micro_batch_sizes == (1, 1, 1)
+
+
+def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
+    config, lost = phased(Layout(dp=2))
+    assert config.phases.phase_layouts == ()
+    assert lost == (
+        "--layout-schedule loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1, where the layout stays"
+    )
+    assert phased(Layout(dp=2), phase=1)[1].startswith("--layout-schedule loses 75%")
+    config, lost = phased(Layout(dp=4), blocked=[Layout(cp=2, dp=2)])
+    assert lost == "--layout-schedule loses 40%:tp1.cp2.pp1.dp2, where the layout stays"
+    assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.cp2.pp1.dp1")
+    plain = asked(layout=Layout(dp=2))
+    assert lost_layouts(BASE, plain) == ""
+
+
+def test_micro_batches_of_phases_follow_another_first_one() -> None:
+    micros = ["--micro-batch-size", "4", "--micro-batch-size-schedule", "0:4 40%:2"]
+    sizes = {4: (4, 2, 1), 2: (2, 1, 1)}
+    for size, wanted in sizes.items():
+        config, _ = phased(Layout(dp=2), *micros, micro_batch_size=size)
+        assert config.phases.phase_micro_batch_sizes == wanted
+    assert phased(Layout(dp=2), *micros)[0].phases.phase_micro_batch_sizes == (4, 2, 1)
+
+
+def test_later_phases_choose_sequence_parallelism_as_without_a_restart() -> None:
+    config, _ = phased(Layout(dp=4))
+    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
+    assert later.parallel.sequence_parallel
+    config, _ = phased(Layout(dp=4), "--tensor-model-parallel-size", "1")
+    later = with_layout(config.in_phase(2), Layout(tp=2, cp=2))
+    assert not later.parallel.sequence_parallel, "the flags name a tensor size without it"
+
+
+@pytest.mark.parametrize(
+    "schedule", ["0:tp1.pp1.dp4 41%:tp2.pp1.dp2", "40%:nonsense", "40%", "0:tp1.pp1.dp4 x"]
+)
+def test_a_schedule_that_cannot_be_read_is_left_to_the_trainer(schedule: str) -> None:
+    argv = [*PHASED, "--layout-schedule", schedule]
+    flags = merged(argv, asked(layout=Layout(dp=4)))
+    assert relaunch.value_of(flags, "--layout-schedule") == schedule
+    assert lost_layouts(argv, asked(layout=Layout(dp=2))) == ""
 
 
 def test_a_restart_goes_on_from_what_was_saved(tmp_path: Path) -> None:

@@ -368,12 +368,13 @@ def test_the_record_says_how_a_checkpoint_was_saved(tmp_path: Path) -> None:
             tracker.event("step", 1, 0, text="x" * 200)
         tracker.event("checkpoint.commit", 2, 0)
         tracker.event("layout", 3, 0, layout="tp2.pp1.dp1")
-        tracker.event("checkpoint.commit", 4, 0)
+        tracker.event("checkpoint.commit", 4, 32)
         tracker.event("run.start", 4, 0, config={"save": None}, layout="tp1.pp1.dp2")
         tracker.event("checkpoint.commit", 5, 0)
     found = [recorded_flags(tmp_path, tmp_path / "saved", i) for i in range(6)]
     assert [f and f["tensor_model_parallel_size"] for f in found] == [None, None, 1, None, 2, None]
     assert found[4] and found[4]["data_parallel_size"] == 1 and found[4]["global_batch_size"] == 8
+    assert found[4]["consumed_train_samples"] == 32, "as the checkpoint itself has it"
     assert recorded_flags(tmp_path, tmp_path, 2) is None, "of another folder"
 
 
