@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from megatron.training.common.errors import UsageError
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
+    ExpertSizes,
     batch_problems,
+    expert_problems,
     group_of_microbatches,
     layout_problems,
     recompute_problems,
@@ -195,6 +199,30 @@ def test_the_fix_that_is_offered_works(layout: Layout, micro: int, batch: int) -
     (problem,) = problems
     for size in problem.rsplit("use ", 1)[1].split(" or "):
         assert batch_problems(layout, micro, int(size)) == []
+
+
+@given(layouts(), st.sampled_from([1, 2, 4]), st.sampled_from([None, 1, 2]))
+def test_the_copies_of_experts_that_an_order_of_ranks_needs_are_offered(
+    layout: Layout, ep: int, etp: int | None
+) -> None:
+    assume(layout.pp > 1 and layout.ranks_of_a_stage % (ep * (etp or layout.tp)) == 0)
+    layout = dataclasses.replace(layout, ep=ep, etp=etp)
+    sizes = ExpertSizes(
+        num_experts=9 * 25 * 49 * 64,
+        moe_ffn_hidden_size=9 * 25 * 49 * 64,
+        moe_shared_expert_intermediate_size=None,
+        add_bias_linear=False,
+        only_allgather_over_both=False,
+        use_tp_pp_dp_mapping=True,
+    )
+    problems = expert_problems(layout, sizes, sequence_parallel=True)
+    assert bool(problems) == (layout.expert_data_parallel_size != layout.dp)
+    for problem in problems:
+        found = re.search(r"--expert-tensor-parallel-size = (\d+)", problem)
+        assert found is not None, problem
+        for offered in ({"ep": int(found[1]), "etp": 1}, {"ep": 1, "etp": int(found[1])}):
+            fixed = dataclasses.replace(layout, **offered)
+            assert not expert_problems(fixed, sizes, sequence_parallel=True)
 
 
 @given(layouts(), st.integers(1, 4), st.integers(1, 200))

@@ -50,19 +50,7 @@ def layout_problems(
     """
     tp = layout.tp
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
-    problems = []
-    stages = layout.pp * layout.vpp
-    if layout.layer_partition and sum(layout.layer_partition) != num_layers:
-        problems.append(
-            f"the chunks of {layout} have {sum(layout.layer_partition)} layers and --num-layers is "
-            f"{num_layers}; give --pipeline-model-parallel-layout as many"
-        )
-    if num_layers % stages != 0 and not layout.layer_partition:
-        problems.append(
-            f"--num-layers {num_layers} cannot be split over {layout.pp} pipeline ranks x "
-            f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
-            "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
-        )
+    problems = _stage_problems(layout, num_layers=num_layers, needs_one_stage=needs_one_stage)
     if num_attention_heads % tp != 0:
         problems.append(
             f"--num-attention-heads {num_attention_heads} is not divisible by {tp}; {tp_fix}"
@@ -86,16 +74,33 @@ def layout_problems(
     for flags, width in split_widths.items():
         if width % tp != 0:
             problems.append(f"{flags} {width} is not divisible by {tp}; {tp_fix}")
-    if needs_one_stage and layout.pp > 1:
-        problems.append(
-            "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
-            f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
-        )
     problems += expert_problems(layout, experts, sequence_parallel=sequence_parallel)
     if padded_vocab_size is not None and padded_vocab_size % tp != 0:
         problems.append(
             f"the padded vocabulary of {padded_vocab_size} rows is not divisible by {tp}; start "
             f"the run with --pad-vocab-for-tensor-parallel-size {tp}"
+        )
+    return problems
+
+
+def _stage_problems(layout: Layout, *, num_layers: int, needs_one_stage: bool) -> list[str]:
+    problems = []
+    stages = layout.pp * layout.vpp
+    if layout.layer_partition and sum(layout.layer_partition) != num_layers:
+        problems.append(
+            f"the chunks of {layout} have {sum(layout.layer_partition)} layers and --num-layers is "
+            f"{num_layers}; give --pipeline-model-parallel-layout as many"
+        )
+    if num_layers % stages != 0 and not layout.layer_partition:
+        problems.append(
+            f"--num-layers {num_layers} cannot be split over {layout.pp} pipeline ranks x "
+            f"{layout.vpp} virtual stages evenly; use a multiple of {stages}, change "
+            "--pipeline-model-parallel-size or give --pipeline-model-parallel-layout"
+        )
+    if needs_one_stage and layout.pp > 1:
+        problems.append(
+            "--mtp-num-layers in a pipeline needs --untie-embeddings-and-output-weights; add it or "
+            f"choose --pipeline-model-parallel-size 1 (now {layout.pp})"
         )
     return problems
 
@@ -258,8 +263,9 @@ def expert_problems(
     if experts.use_tp_pp_dp_mapping and layout.pp > 1 and copies != layout.dp:
         problems.append(
             f"--use-tp-pp-dp-mapping in a pipeline needs as many copies of the experts ({copies}) "
-            f"as of the model ({layout.dp}); drop the flag or choose --expert-tensor-parallel-size "
-            f"{layout.tp} and --expert-model-parallel-size 1"
+            f"as of the model ({layout.dp}); drop the flag, or make --expert-model-parallel-size x "
+            f"--expert-tensor-parallel-size = {layout.tp * layout.cp}, the tensor x context "
+            "parallel size"
         )
     return problems
 
