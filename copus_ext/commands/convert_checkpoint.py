@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     )
     target = p.add_argument_group("target; flags that are absent keep what SRC has")
     target.add_argument("--tp", type=int, help="tensor parallel size")
+    target.add_argument("--cp", type=int, help="context parallel size")
     target.add_argument("--pp", type=int, help="pipeline parallel size")
     target.add_argument("--vpp", type=int, help="virtual pipeline size")
     target.add_argument("--dp", type=int, help="data parallel size")

@@ -23,6 +23,7 @@ from megatron.training.checkpoint.convert.checks import coverage_problem
 from megatron.training.checkpoint.convert.convert import convert
 from megatron.training.checkpoint.convert.target import Changes
 from megatron.training.common.errors import UsageError
+from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import flat_to_rects
 from tests.helpers.checkpoints import ITERATION, command, cut_like_ranks, make_checkpoint
 
@@ -161,6 +162,38 @@ def test_uneven_stages_stay_until_the_pipeline_changes(tmp_path: Path) -> None:
         arguments = open_archive(tmp_path / str(number), step=None).arguments
         assert arguments["layers_of_chunks"] == partition
         assert (arguments["pipeline_model_parallel_layout"] is None) is (partition is None)
+
+
+def test_context_parallelism_stays_until_another_size_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels = "hierarchical_context_parallel_sizes"
+    flags: dict[str, Any] = {"context_parallel_size": 4, levels: [2, 2], "cp_comm_type": ["a2a"]}
+    source = make_checkpoint(tmp_path / "a", ours=True, **flags)
+    for i, (asked, layout, world_size) in enumerate(
+        (
+            ((), "tp2.cp4.pp1.dp2", 16),
+            (("--pp", 2), "tp2.cp4.pp2.dp2", 32),
+            (("--cp", 2), "tp2.cp2.pp1.dp2", 8),
+            (("--cp", 1, "--dp", 8), "tp2.pp1.dp8", 16),
+        )
+    ):
+        code, out, err = run(capsys, source, tmp_path / str(i), *asked, "--json")
+        assert code == 0, err
+        assert json.loads(out)["layout"] == layout
+        archive = open_archive(tmp_path / str(i), step=None)
+        arguments = archive.arguments
+        assert str(Layout.of_arguments(arguments)) == layout
+        assert str(Layout.from_json(archive.common[files.OUR_KEY]["layout"])) == layout
+        assert arguments["world_size"] == world_size
+        assert arguments[levels] == (None if "--cp" in asked else [2, 2])
+    for asked, code, words in (
+        (("--cp", 3), 3, "--seq-length 32 is not divisible by 6"),
+        (("--cp", 0), 2, "--cp 0"),
+        (("--format", "hf", "--cp", 2), 2, "--cp goes with checkpoints"),
+    ):
+        got, _, err = run(capsys, source, tmp_path / "made", *asked)
+        assert got == code and words in err and not (tmp_path / "made").exists(), err
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

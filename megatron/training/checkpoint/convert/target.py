@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from megatron.training.config.relayout import UNEVEN_FIELDS, layout_fields
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-LAYOUT_FLAGS = ("tp", "pp", "vpp", "dp", "ep", "etp")
+LAYOUT_FLAGS = ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")
 """Fields of `Changes` that name a layout."""
+_LEVELS = "hierarchical_context_parallel_sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,8 @@ class Changes:
 
     tp: int | None = None
     """Tensor parallel size."""
+    cp: int | None = None
+    """Context parallel size."""
     pp: int | None = None
     """Pipeline parallel size."""
     vpp: int | None = None
@@ -100,11 +104,13 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
     try:
         return Layout(**sizes, layer_partition=stored.layer_partition if is_kept else None)
     except ValueError as error:
-        raise UsageError(f"{error}; change --dp, --ep or --etp") from error
+        raise UsageError(f"{error}; change --cp, --dp, --ep or --etp") from error
 
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
-    """Why a model cannot be laid out this way; the sentences of a launch."""
+    """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose
+    another way to exchange keys and values, so the stored one does not count."""
+    further = {**further_sizes(arguments), "cp_comm_type": None}
     return layout_problems(
         layout,
         num_layers=arguments["num_layers"],
@@ -114,7 +120,7 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
         padded_vocab_size=vocab,
         sequence_parallel=_sequence_parallel(arguments, layout),
-        **further_sizes(arguments),
+        **further,
     )
 
 
@@ -155,8 +161,8 @@ def target_of(arguments: Mapping[str, Any], found: Contents, changes: Changes) -
     problems = problems_of(arguments, layout, vocab) + batch_problems_of(arguments, layout)
     if problems:
         raise Refused(
-            f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --pp, --vpp, "
-            "--dp, --ep, --etp and --vocab change it"
+            f"the target {layout} would not load: {'; '.join(problems)}; here --tp, --cp, --pp, "
+            "--vpp, --dp, --ep, --etp and --vocab change it"
         )
     if changes.optimizer not in (None, "none") and found.optimizer == "none":
         raise Refused(
@@ -248,6 +254,9 @@ def arguments_of(arguments: Mapping[str, Any], target: Target) -> dict[str, Any]
         # Megatron-LM writes None where there is no virtual pipeline, this trainer writes 1.
         values["virtual_pipeline_model_parallel_size"] = None
     values = {n: v for n, v in values.items() if n in arguments or n not in UNEVEN_FIELDS}
+    levels = arguments.get(_LEVELS)
+    if levels and math.prod(levels) != layout.cp:
+        values[_LEVELS] = None
     return {
         **values,
         "overlap_p2p_comm": layout.vpp > 1,
