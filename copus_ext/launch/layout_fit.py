@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from copus_ext.controller.flags import CopusConfig
@@ -16,7 +17,6 @@ from megatron.training.checkpoint import files
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
-from megatron.training.config.phases import number_at
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -95,14 +95,13 @@ class LayoutFit:
         missing = [name for name in _NEEDED if not isinstance(stored.get(name), int)]
         if missing:
             raise ValueError(f"the checkpoint does not say {missing[0]}")
-        phase, begins = _phase_of(stored)
-        wanted = layout or begins or Layout.of_arguments(stored)
+        wanted = layout or _begins_under(stored) or Layout.of_arguments(stored)
         batch, micro = stored["global_batch_size"], stored["micro_batch_size"]
         # In a run with phases the flags give that of the first.
         micro = next(iter(stored.get("phase_micro_batch_sizes") or ()), micro)
 
         save = value_of(self.flags, "--save")
-        request = partial(_request, batch=batch, checkpoint=save, why=why, phase=phase)
+        request = partial(_request, batch=batch, checkpoint=save, why=why, stored=stored)
         if wanted.world_size <= ranks:
             sizes = self._sizes(wanted, micro, batch)
             for size in sizes:
@@ -203,30 +202,29 @@ def _request(
     batch: int | None = None,
     checkpoint: str | None = None,
     why: str = "",
-    phase: int = 0,
+    stored: Mapping[str, Any] = MappingProxyType({}),
 ) -> Request:
     return Request(
         launch="fit",
         kind="relayout",
         iteration=0,
-        consumed_samples=0,
+        consumed_samples=stored.get("consumed_train_samples") or 0,
         reason=why,
         layout=layout,
         micro_batch_size=micro,
         global_batch_size=batch,
         checkpoint=checkpoint,
-        phase=phase,
+        seq_length=stored.get("seq_length"),
+        train_samples=stored.get("train_samples"),
     )
 
 
-def _phase_of(stored: Mapping[str, Any]) -> tuple[int, Layout | None]:
-    """The number of the phase in which a run goes on, and its layout if it begins just there. A
-    checkpoint at a boundary is saved under the layout before."""
-    starts, layouts = stored.get("phase_starts") or (), stored.get("phase_layouts") or ()
-    consumed = stored.get("consumed_train_samples") or 0
-    number = number_at(tuple(starts), consumed)
-    begins = number > 0 and consumed == starts[number] and layouts
-    return number, Layout.from_text(layouts[number]) if begins else None
+def _begins_under(stored: Mapping[str, Any]) -> Layout | None:
+    """The layout of the phase that begins just where a checkpoint stands. Such a checkpoint is
+    saved under the layout before."""
+    layouts, starts = stored.get("phase_layouts") or (), stored.get("phase_starts") or ()
+    begins = dict(zip(starts, layouts)).get(stored.get("consumed_train_samples") or 0)
+    return None if begins is None else Layout.from_text(begins)
 
 
 def layouts_for(ranks: int, prefer: Layout) -> Iterator[Layout]:

@@ -35,7 +35,7 @@ from megatron.training.common.control import LAUNCH_VARIABLE as LAUNCH_VARIABLE
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.config import layer_partition
 from megatron.training.config.layout import Layout
-from megatron.training.config.phase_flags import parse_lengths, parse_positions
+from megatron.training.config.phase_flags import Position, parse_lengths, parse_positions
 from megatron.training.resilience.exit_status import RunOutcome
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,13 @@ BLOCKED_VARIABLE = "COPUS_BLOCKED_LAYOUTS"
 commas."""
 _MAX_REASON, _MAX_TEXT = 2000, 4096
 _MAX_SIZE = 1 << 20
+_OPEN_NUMBERS = {
+    "micro_batch_size": _MAX_SIZE,
+    "global_batch_size": _MAX_SIZE,
+    "seq_length": MAX_NUMBER,
+    "train_samples": MAX_NUMBER,
+}
+"""Fields of a request that are at least 1 if they are given -> the highest value."""
 
 _TENSOR = "--tensor-model-parallel-size"
 _CONTEXT = "--context-parallel-size"
@@ -103,8 +110,10 @@ class Request(JsonRecord):
     checkpoint: str | None = None
     """The folder of `--save`, as the user gave it, whose latest checkpoint to start from; needed by
     `relayout` after the first step."""
-    phase: int = 0
-    """Number of the phase in which it goes on."""
+    seq_length: int | None = None
+    """Tokens of a sample as they are counted; None where no phase can have begun."""
+    train_samples: int | None = None
+    """Length of training; likewise."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
@@ -113,10 +122,9 @@ class Request(JsonRecord):
             raise ValueError(f"kind {shown(self.kind)} must be one of {', '.join(get_args(Kind))}")
         check_number("iteration", self.iteration, 0, MAX_NUMBER)
         check_number("consumed_samples", self.consumed_samples, 0, MAX_NUMBER)
-        check_number("phase", self.phase, 0, _MAX_SIZE)
-        for name in ("micro_batch_size", "global_batch_size"):
+        for name, most in _OPEN_NUMBERS.items():
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 1, _MAX_SIZE)
+                check_number(name, getattr(self, name), 1, most)
         check_text("reason", self.reason, _MAX_TEXT)
         if self.checkpoint is not None:
             check_text("checkpoint", self.checkpoint, _MAX_TEXT)
@@ -335,12 +343,14 @@ def _flags_of(request: Request, layout: Layout, *, mtp_num_layers: int) -> list[
 def _schedules(argv: Sequence[str], request: Request, blocked: Collection[Layout]) -> list[str]:
     """The flags of schedules that stay; one that cannot be read stays, for the trainer to say."""
     flags = []
-    micros, layouts = _entries(argv, _MICROS), _entries(argv, _LAYOUTS)
     if request.micro_batch_size in (None, _number(argv, _MICRO)):
         # The first entry says what the flag says.
-        flags += _schedule(_MICROS, [word for number, word in micros if number != 0])
-    lost = _lost(layouts, request, blocked)
-    later = [word for number, word in layouts if number is None or number > request.phase]
+        micros = _entries(argv, _MICROS)
+        words = [word for position, word in micros if position is None or position.amount > 0]
+        flags += _schedule(_MICROS, words)
+    lost = _lost(argv, request, blocked)
+    layouts = _entries(argv, _LAYOUTS)
+    later = [word for position, word in layouts if not _has_begun(position, request)]
     return flags + _schedule(_LAYOUTS, [word for word in later if word not in lost])
 
 
@@ -351,37 +361,39 @@ def _schedule(flag: str, words: Sequence[str]) -> list[str]:
 def lost_layouts(argv: Sequence[str], request: Request, *, blocked: Collection[Layout] = ()) -> str:
     """Names the entries of `--layout-schedule` that `merged` leaves out though their phases come
     later: layouts that are blocked or for another number of ranks. Empty if there are none."""
-    lost = _lost(_entries(argv, _LAYOUTS), request, blocked)
-    if not lost:
-        return ""
-    assert request.layout is not None
-    return f"{_LAYOUTS} loses {' '.join(lost)}, where the layout stays"
+    lost = _lost(argv, request, blocked)
+    return f"{_LAYOUTS} loses {' '.join(lost)}, where the layout stays" if lost else ""
 
 
-def _lost(
-    entries: Sequence[tuple[int | None, str]], request: Request, blocked: Collection[Layout]
-) -> list[str]:
+def _lost(argv: Sequence[str], request: Request, blocked: Collection[Layout]) -> list[str]:
     assert request.layout is not None
     lost = []
-    for number, word in entries:
+    for position, word in _entries(argv, _LAYOUTS):
         with contextlib.suppress(ValueError):
             layout = Layout.from_text(word.partition(":")[2])
             fits = layout.world_size == request.layout.world_size and layout not in blocked
-            if number is not None and number > request.phase and not fits:
+            if not fits and not _has_begun(position, request):
                 lost.append(word)
     return lost
 
 
-def _entries(argv: Sequence[str], flag: str) -> list[tuple[int | None, str]]:
-    """The words of a schedule with the numbers of their phases; None where that is unknown."""
-    text, lengths = value_of(argv, flag), value_of(argv, _LENGTHS)
-    words = (text or "").split()
+def _has_begun(position: Position | None, request: Request) -> bool:
+    """Whether a run that goes on as a request says has passed a position, if that is known. It
+    stands at the end of a step, where phases begin."""
+    length, total = request.seq_length, request.train_samples
+    if position is None or position.amount == 0 or length is None or total is None:
+        return position is not None and position.amount == 0
+    return position.samples(seq_length=length, train_samples=total) <= request.consumed_samples
+
+
+def _entries(argv: Sequence[str], flag: str) -> list[tuple[Position | None, str]]:
+    """The words of a schedule with their positions; None where they cannot be read."""
+    words = (value_of(argv, flag) or "").split()
     try:
-        positions = [position for position, _ in parse_lengths(lengths or "")]
-        own = [position for position, _ in parse_positions(text or "", flag)]
-        return [(positions.index(position), word) for position, word in zip(own, words)]
-    except (UsageError, ValueError):
+        positions = [position for position, _ in parse_positions(" ".join(words), flag)]
+    except UsageError:
         return [(None, word) for word in words]
+    return list(zip(positions, words, strict=True))
 
 
 def resumed(argv: Sequence[str]) -> list[str]:

@@ -77,6 +77,8 @@ requests = st.builds(
     micro_batch_size=sizes,
     global_batch_size=sizes,
     checkpoint=st.sampled_from(["saved", "/a/b c", "ä/ö"]),
+    seq_length=sizes,
+    train_samples=sizes,
 )
 
 
@@ -125,6 +127,8 @@ DAMAGED = {
             ("layout", {"tp": 1, "pp": 1, "vpp": 1, "dp": 1, "a\nb\x1b": 1}),
             ("micro_batch_size", 0),
             ("global_batch_size", "4"),
+            ("seq_length", 0),
+            ("train_samples", 1.5),
             ("checkpoint", None),
             ("checkpoint", ""),
             ("checkpoint", "--finetune"),
@@ -299,8 +303,8 @@ MICROS = ["--micro-batch-size-schedule", "0:1 75%:1"]
 
 
 def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any:
-    """The configuration of a restart, and what it loses."""
-    wanted = asked(layout=layout, **fields)
+    """The configuration of a restart, and what it loses. Phases begin at samples 256 and 448."""
+    wanted = asked(layout=layout, seq_length=64, train_samples=576, **fields)
     argv = [*PHASED, *LAYOUT_SCHEDULE, *flags]
     flags_then = merged(argv, wanted, blocked=blocked)
     config = resolve(parse_args(flags_then), layout.world_size)
@@ -309,19 +313,37 @@ def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any
 
 
 @pytest.mark.parametrize(
-    ("layout", "phase", "layouts"),
+    ("layout", "consumed", "layouts"),
     [
-        (Layout(tp=2, dp=2), 0, ("tp2.pp1.dp2", "tp1.cp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(tp=2, dp=2), 1, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(pp=4), 2, ()),
+        (Layout(tp=2, dp=2), 192, ("tp2.pp1.dp2", "tp1.cp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(tp=2, dp=2), 256, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(tp=2, dp=2), 384, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(pp=4), 448, ()),
     ],
 )
 def test_the_layout_asked_for_holds_until_the_next_phase(
-    layout: Layout, phase: int, layouts: tuple[str, ...]
+    layout: Layout, consumed: int, layouts: tuple[str, ...]
 ) -> None:
-    config, lost = phased(layout, *MICROS, phase=phase, micro_batch_size=1)
+    config, lost = phased(layout, *MICROS, consumed_samples=consumed, micro_batch_size=1)
+    assert config.phases.phase_starts == (0, 256, 448)
     assert (config.phases.phase_layouts, lost) == (layouts, "")
     assert config.phases.phase_micro_batch_sizes == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("consumed", "left"),
+    [
+        (79, "25%:tp2.pp1.dp2 9216:tp4.pp1.dp1"),
+        (80, "9216:tp4.pp1.dp1"),
+        (143, "9216:tp4.pp1.dp1"),
+        (144, None),
+    ],
+)
+def test_positions_in_tokens_and_shares_are_passed_alike(consumed: int, left: str | None) -> None:
+    argv = [*BASE, "--layout-schedule", "25%:tp2.pp1.dp2 9216:tp4.pp1.dp1"]
+    where: dict[str, Any] = {"seq_length": 64, "train_samples": 320, "consumed_samples": consumed}
+    flags = merged(argv, asked(layout=Layout(dp=4), **where))
+    assert relaunch.value_of(flags, "--layout-schedule") == left
 
 
 def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
@@ -330,7 +352,7 @@ def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
     assert lost == (
         "--layout-schedule loses 40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1, where the layout stays"
     )
-    assert phased(Layout(dp=2), phase=1)[1].startswith("--layout-schedule loses 75%")
+    assert phased(Layout(dp=2), consumed_samples=256)[1].startswith("--layout-schedule loses 75%")
     config, lost = phased(Layout(dp=4), blocked=[Layout(cp=2, dp=2)])
     assert lost == "--layout-schedule loses 40%:tp1.cp2.pp1.dp2, where the layout stays"
     assert config.phases.phase_layouts == ("tp1.pp1.dp4", "tp1.pp1.dp4", "tp2.cp2.pp1.dp1")
@@ -356,14 +378,12 @@ def test_later_phases_choose_sequence_parallelism_as_without_a_restart() -> None
     assert not later.parallel.sequence_parallel, "the flags name a tensor size without it"
 
 
-@pytest.mark.parametrize(
-    "schedule", ["0:tp1.pp1.dp4 41%:tp2.pp1.dp2", "40%:nonsense", "40%", "0:tp1.pp1.dp4 x"]
-)
+@pytest.mark.parametrize("schedule", ["41%:tp2.pp1.dp2", "40%:nonsense", "40%", "0:tp1.pp1.dp4 x"])
 def test_a_schedule_that_cannot_be_read_is_left_to_the_trainer(schedule: str) -> None:
     argv = [*PHASED, "--layout-schedule", schedule]
     flags = merged(argv, asked(layout=Layout(dp=4)))
     assert relaunch.value_of(flags, "--layout-schedule") == schedule
-    assert lost_layouts(argv, asked(layout=Layout(dp=2))) == ""
+    assert lost_layouts([*PHASED, "--layout-schedule", "x 40%:y"], asked(layout=Layout())) == ""
 
 
 def test_a_restart_goes_on_from_what_was_saved(tmp_path: Path) -> None:
