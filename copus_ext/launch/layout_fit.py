@@ -222,8 +222,9 @@ def _request(
 def _begins_under(stored: Mapping[str, Any]) -> Layout | None:
     """The layout of the phase that begins just where a checkpoint stands. Such a checkpoint is
     saved under the layout before."""
-    layouts, starts = stored.get("phase_layouts") or (), stored.get("phase_starts") or ()
-    begins = dict(zip(starts, layouts)).get(stored.get("consumed_train_samples") or 0)
+    starts, layouts = stored.get("phase_starts") or (), stored.get("phase_layouts") or ()
+    by_start: dict[int, str] = dict(zip(starts, layouts))
+    begins = by_start.get(stored.get("consumed_train_samples") or 0)
     return None if begins is None else Layout.from_text(begins)
 
 
