@@ -265,6 +265,19 @@ def test_a_schedule_in_other_words_is_the_same() -> None:
     assert resumed(300, schedule="0:64  40.0%:256 75%:1024").phase.number == 1
 
 
+def test_data_of_phases_in_other_words_are_the_same() -> None:
+    def of(*words: str) -> Config:
+        base = BASE.replace("--mock-data", "--data-path a").split()
+        phases = ["--seq-length-schedule", THREE, "--phase-data-path", *words]
+        return resolve(parse_args([*base, *RUN.split(), *phases]), 1)
+
+    stored = stored_at(300, of("1:", "long", "2:", "0.7", "books", "0.3", "code"))
+    same = of("1: long 2: 0.7 books", "0.3 code")
+    assert merge_resume_config(same, stored, vocab_size=100).phase.number == 1
+    with pytest.raises(UsageError, match="--phase-data-path is"):
+        merge_resume_config(of("1: long 2: 0.6 books 0.4 code"), stored, vocab_size=100)
+
+
 def test_phases_begin_with_a_run_and_not_in_one() -> None:
     words = "--train-iters 20 --global-batch-size 32 --seq-length 64"
     plain = resolve(parse_args([*BASE.split(), *words.split()]), 1)

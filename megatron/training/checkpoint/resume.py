@@ -21,7 +21,7 @@ from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
-from megatron.training.config.phase_flags import parse_lengths, parse_positions
+from megatron.training.config.phase_flags import parse_lengths, parse_phase_data, parse_positions
 from megatron.training.config.phases import number_at
 from megatron.training.config.relayout import with_layout
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
@@ -294,8 +294,10 @@ def _meaning(name: str, value: Any, num_layers: int) -> Any:
     if name == "moe_layer_freq":
         with contextlib.suppress(ValueError):
             return layers_with_experts(str(value), num_layers)
-    if name in ("data_path", "phase_data_path"):
+    if name == "data_path":
         return list(value or [])
+    if name == "phase_data_path":
+        return parse_phase_data(value)
     if name == "seq_length_schedule" and value is not None:
         lengths = parse_lengths(value)
         return lengths if len(lengths) > 1 else None
