@@ -29,8 +29,10 @@ from copus_ext.planner.request import (
     cluster_of,
     configuration_of,
     cp_comm_types_of_flags,
+    logits_chunks_of,
     model_of,
     notes_on,
+    pipeline_message_bits_of,
     sizes,
     timings_of,
     uses_tp_pp_dp_mapping,
@@ -146,6 +148,10 @@ def _add_inputs(p: argparse.ArgumentParser, *, needs_batch: bool) -> None:
     )
     words = "exchanges of keys and values to try with cp (default: p2p,a2a; CPU: all_gather,a2a)"
     search.add_argument("--cp-comm-type", metavar="TYPES", help=words)
+    words = "parts of the tokens for the logits to try, as few as fit (default: 1,2,4,8,16,32)"
+    search.add_argument("--logits-chunks", metavar="NUMBERS", help=words)
+    words = "price messages between stages in 8 bits for a number, which are not exact"
+    search.add_argument("--pipeline-message-bits", type=int, choices=(8,), help=words)
     search.add_argument(
         "--decrease-batch-size-if-needed",
         action="store_true",
@@ -240,6 +246,8 @@ def planner_of(args: argparse.Namespace) -> Any:
         overlap=not args.no_overlap,
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
         cp_comm_types=cp_comm_types_of_flags(args),
+        logits_chunks=logits_chunks_of(args, model),
+        pipeline_message_bits=pipeline_message_bits_of(args),
     )
     for name, (_, command) in _FORMER.items():
         if getattr(args, name):
@@ -342,8 +350,12 @@ def help_line(planner: Any, batch: int) -> str:
     by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
     if planner.limits.use_tp_pp_dp_mapping:
         by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
+    special = {
+        "order": by_order,
+        "messages": "--pipeline-message-bits 8, which rounds and may cost loss,",
+    }
     words = [
-        f"{by_order if name == 'order' else f'twice the {name}'} would save {100 * s:.0f} % ({c})"
+        f"{special.get(name, f'twice the {name}')} would save {100 * s:.0f} % ({c})"
         for name, (s, c) in found.items()
     ]
     return (

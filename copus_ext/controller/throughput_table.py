@@ -321,6 +321,8 @@ def _configuration(
         global_batch_size=batch,
         recompute=mode,  # pyright: ignore[reportArgumentType]
         recompute_num_layers=layers,
+        logits_chunks=_logits_chunks(config),
+        pipeline_message_bits=_message_bits(config) if layout.pp > 1 and layout.vpp == 1 else None,
         sequence_parallel=layout.tp > 1,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap=config.parallel.overlap_grad_reduce,
@@ -333,6 +335,16 @@ def _exchange(config: Config) -> str:
     An older Megatron-LM has one word for each layer."""
     word = (getattr(config.parallel, "cp_comm_type", None) or ("p2p",))[0]
     return word if word in CP_COMM_TYPES else "p2p"
+
+
+def _logits_chunks(config: Config) -> int:
+    """Parts of a rank's tokens for the logits; an older Megatron-LM has no such flag."""
+    return getattr(getattr(config, "kernels", None), "logits_chunks", 1)
+
+
+def _message_bits(config: Config) -> int | None:
+    """Bits of a number in messages between stages; an older Megatron-LM has no such flag."""
+    return getattr(config.parallel, "pipeline_message_bits", None)
 
 
 def _uses_tp_pp_dp_mapping(config: Config) -> bool:
@@ -356,6 +368,8 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         fixed=fixed,
         recompute=(mode,),
         use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
+        logits_chunks=(_logits_chunks(config),),
+        pipeline_message_bits=_message_bits(config),
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
         cross_node_tp=True,

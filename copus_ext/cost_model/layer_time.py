@@ -23,6 +23,10 @@ FORWARD_LAUNCHES, BACKWARD_LAUNCHES = 28, 40
 _FUSED_ATTENTION_SAVES = 6
 _MLP_LAUNCHES = 6
 """Of them, those of an MLP in one direction."""
+_ROW_BYTES = 4
+"""Of the scale of a row of a short message."""
+_ROUNDING_BYTES, _ROUNDING_LAUNCHES = 60.0, 12
+"""What rounding a number and reading one move, of 2-byte elements; and kernels of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +172,15 @@ def _with_launches(work: Any, launches: Any, c: Constants) -> tuple[Any, Any]:
 
 
 def head(rows: Rows, c: Constants) -> Pass:
-    """Final norm, output layer and loss; never recomputed."""
-    tokens, columns = rows.tokens, rows.padded_vocab_size / rows.tp
+    """Final norm, output layer and loss; computed again if they are in chunks of tokens."""
+    chunks, columns = rows.logits_chunks, rows.padded_vocab_size / rows.tp
+    tokens = rows.tokens / chunks
     loss = moved_s(rows, c, 14.0 * tokens * columns)
     forward = gemm_s(rows, c, tokens, columns, rows.hidden_size) + loss
     backward = gemm_s(rows, c, tokens, rows.hidden_size, columns)
     backward = backward + gemm_s(rows, c, rows.hidden_size, columns, tokens) + loss
-    return Pass(forward=forward, backward=backward, recompute=0.0 * forward)
+    again = np.where(np.greater(chunks, 1), forward, 0.0)
+    return Pass(forward=chunks * forward, backward=chunks * backward, recompute=chunks * again)
 
 
 def embedding(rows: Rows, c: Constants) -> Pass:
@@ -311,14 +317,28 @@ class MicroBatch:
         return (
             self.embedding.backward,
             inner,
-            self.head.backward + self.tp_last / 2,
+            self.head.backward + self.head.recompute + self.tp_last / 2,
         )
 
 
 def hop_bytes(rows: Rows) -> Any:
-    """Bytes of a pipeline message of one rank: [n]."""
+    """Bytes of a pipeline message of one rank: [n]. A short one has a number for each row."""
     shared = np.where(np.logical_or(rows.sequence_parallel, rows.scatters_messages), rows.tp, 1)
-    return rows.element_bytes * rows.tokens * rows.hidden_size / shared
+    short = rows.message_bits / 8 * rows.hidden_size + _ROW_BYTES
+    row = np.where(_is_short(rows), short, rows.element_bytes * rows.hidden_size)
+    return row * rows.tokens / shared
+
+
+def _is_short(rows: Rows) -> Any:
+    """Whether messages are sent in fewer bits; interleaved pipelines send whole ones."""
+    return np.logical_and(np.greater(rows.message_bits, 0), np.equal(rows.vpp, 1))
+
+
+def _rounding_s(rows: Rows, c: Constants) -> Any:
+    """Seconds to round a message, and to read one, in plain torch: [n]."""
+    numbers = rows.tokens * rows.hidden_size / np.where(rows.sequence_parallel, rows.tp, 1)
+    seconds = moved_s(rows, c, _ROUNDING_BYTES * numbers) + _ROUNDING_LAUNCHES * c.launch_s
+    return np.where(_is_short(rows), c.factors.compute * seconds, 0.0)
 
 
 def hop_s(rows: Rows, c: Constants) -> Any:
@@ -347,7 +367,8 @@ def hop_s(rows: Rows, c: Constants) -> Any:
     # With sequence parallelism the receivers go on with their parts.
     gathers = np.logical_and(rows.scatters_messages, np.logical_not(rows.sequence_parallel))
     whole = rows.element_bytes * rows.tokens * rows.hidden_size
-    return sent + np.where(gathers, c.factors.tp * tp_collective_s(rows, c, whole), 0.0)
+    sent = sent + np.where(gathers, c.factors.tp * tp_collective_s(rows, c, whole), 0.0)
+    return sent + _rounding_s(rows, c) if np.any(rows.message_bits) else sent
 
 
 def ring_s(rows: Rows, c: Constants, num_bytes: Any) -> Any:

@@ -385,16 +385,17 @@ def _recomputed_core_bytes(rows: Rows, saved: Any) -> Any:
 
 
 def head_bytes(rows: Rows) -> Any:
-    """Logits and what becomes of them, and the final norm; in plain torch also the gradient of the
-    output weights before it is added to the others. Legacy code has the logits of all tensor ranks
-    at once: the half ones, and fp32 ones with their softmax and gradient."""
+    """Logits of a part of the tokens and what becomes of them, and the final norm; in plain torch
+    also the gradient of the output weights before it is added to the others. Legacy code has the
+    logits of all tensor ranks at once: the half ones, and fp32 ones with their softmax and
+    gradient."""
     columns = rows.padded_vocab_size / np.where(rows.is_legacy, 1, rows.tp)
     width = np.where(rows.is_legacy, 14.0, np.where(rows.element_bytes == 4, 4.0, 6.0))
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
     weights = rows.element_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
     alone = np.where(rows.plain_torch, weights, 0.0)
-    return width * rows.tokens * columns + norm + alone
+    return width * rows.tokens * columns / rows.logits_chunks + norm + alone
 
 
 def buffer_bytes(rows: Rows) -> Any:

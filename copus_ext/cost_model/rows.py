@@ -151,6 +151,11 @@ class Rows:
     """Layers of a chunk that are recomputed, with `RECOMPUTE_BLOCK`."""
     cp: Any = 1
     """Context parallel size."""
+    logits_chunks: Any = 1
+    """Parts into which the tokens of a rank are cut for the logits; in more than one each is
+    computed twice."""
+    message_bits: Any = 0
+    """Bits of a number that plain 1F1B sends to another stage; 0: those it has."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     experts: ExpertRows | None = None

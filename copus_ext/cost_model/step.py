@@ -249,7 +249,7 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     layer, table, head, tp = parts.layer, parts.embedding, parts.head, parts.tp_layer
     work_forward = whole(layer.forward, table.forward, head.forward)
     work_backward = whole(layer.backward, table.backward, head.backward)
-    again = whole(layer.recompute)
+    again = whole(layer.recompute, 0.0, head.recompute)
     send_forward = whole(tp.forward, parts.tp_first, parts.tp_last / 2)
     send_backward = whole(tp.backward + tp.recompute, 0.0, parts.tp_last / 2)
     forward, backward = work_forward + send_forward, work_backward + again + send_backward

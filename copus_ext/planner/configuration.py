@@ -31,6 +31,10 @@ class Configuration:
     of every chunk."""
     recompute_num_layers: int = 0
     """How many layers of a chunk, with `block`."""
+    logits_chunks: int = 1
+    """Parts of a rank's tokens whose logits exist one after the other."""
+    pipeline_message_bits: int | None = None
+    """Bits of a number in messages between stages; None: those it has."""
     sequence_parallel: bool = False
     """Activations split over the sequence between tensor-parallel regions."""
     use_distributed_optimizer: bool = True
@@ -79,6 +83,10 @@ class Configuration:
             flags += ["--num-virtual-stages-per-pipeline-rank", str(layout.vpp)]
         flags += ["--micro-batch-size", str(self.micro_batch_size)]
         flags += ["--global-batch-size", str(self.global_batch_size)]
+        if self.logits_chunks > 1:
+            flags += ["--logits-chunks", str(self.logits_chunks)]
+        if self.pipeline_message_bits and layout.pp > 1:
+            flags += ["--pipeline-message-bits", str(self.pipeline_message_bits)]
         if self.sequence_parallel:
             flags += ["--sequence-parallel"]
         if self.use_distributed_optimizer:
@@ -110,6 +118,8 @@ class Configuration:
             self.micro_batch_size,
             self.recompute,
             self.recompute_num_layers,
+            self.logits_chunks,
+            self.pipeline_message_bits,
             self.use_distributed_optimizer,
             self.overlap,
             self.use_tp_pp_dp_mapping,
@@ -131,6 +141,9 @@ class Configuration:
         parts += [f"cp_comm_type={self.cp_comm_type}"] if self.cp_comm_type else []
         parts += [f"recompute={self.recomputation}", f"sp={int(self.sequence_parallel)}"]
         parts.append(f"zero={int(self.use_distributed_optimizer)}")
+        parts += [f"logits_chunks={self.logits_chunks}"] if self.logits_chunks > 1 else []
+        bits = self.pipeline_message_bits
+        parts += [f"pipeline_message_bits={bits}"] if bits else []
         parts += [] if self.overlap else ["overlap=0"]
         parts += ["use_tp_pp_dp_mapping=1"] if self.use_tp_pp_dp_mapping else []
         return ",".join(parts)
@@ -149,6 +162,8 @@ class Configuration:
             "global_batch_size": self.global_batch_size,
             "num_microbatches": self.num_microbatches,
             "recompute": how,
+            **({"logits_chunks": self.logits_chunks} if self.logits_chunks > 1 else {}),
+            **({"pipeline_message_bits": bits} if (bits := self.pipeline_message_bits) else {}),
             "sequence_parallel": self.sequence_parallel,
             "use_distributed_optimizer": self.use_distributed_optimizer,
             "overlap": self.overlap,

@@ -37,6 +37,8 @@ _OF_EXPERTS = ["ep", "etp"]
 """Columns of a mixture of experts, after `vpp`."""
 _OF_SHARING = ["cp", "exchange"]
 """Columns of context parallelism, after `tp`."""
+_OF_LOGITS = ["chunks"]
+"""Column of the parts of the tokens for the logits, after `recompute`."""
 _UNEVEN = ["rank", "B", "tp", "pp", "vpp", "dp", "b", "recompute"]
 _UNEVEN += ["given,s", "order,s", "partition,s", "both,s", "nodes", "layers"]
 _NO_SPLIT = ("unequal micro-batches make nothing shown here faster",)
@@ -148,7 +150,13 @@ def shares_samples(found: Answer) -> bool:
 
 
 def cells(
-    rank: int, answer: Ranked, vpp: str = "", *, is_mixture: bool = False, shows_cp: bool = False
+    rank: int,
+    answer: Ranked,
+    vpp: str = "",
+    *,
+    is_mixture: bool = False,
+    shows_cp: bool = False,
+    shows_chunks: bool = False,
 ) -> list[str]:
     """One line of the table; `vpp` in place of the chunks of a stage."""
     c, p = answer.configuration, answer.prediction
@@ -165,6 +173,7 @@ def cells(
         *map(str, experts),
         *(str(x) for x in (c.layout.dp, c.micro_batch_size, c.num_microbatches)),
         c.recomputation,
+        *([str(c.logits_chunks)] if shows_chunks else []),
         "yes" if c.use_distributed_optimizer else "no",
         f"{p.step_s:.4g}",
         f"{p.tokens_per_s / c.layout.world_size:.0f}",
@@ -185,11 +194,16 @@ def table(
     shows_cp: bool = False,
 ) -> None:
     """Prints all plans with what was found for each; every row is one line. Sizes of experts are
-    columns for a mixture only, those of context parallelism where a row has some."""
+    columns for a mixture only, those of context parallelism and of logits in parts where a row has
+    some."""
+    chunks = (r.configuration.logits_chunks for plan in found.plans for r in plan.ranked)
+    shows_chunks = any(number > 1 for number in chunks)
     shows_cp = shows_cp or shares_samples(found)
     at, after = _COLUMNS.index("tp") + 1, _COLUMNS.index("vpp") + 1
     names = [*_COLUMNS[:at], *(_OF_SHARING if shows_cp else ()), *_COLUMNS[at:after]]
     names += [*(_OF_EXPERTS if is_mixture else ()), *_COLUMNS[after:]]
+    if shows_chunks:
+        names[names.index("zero") : names.index("zero")] = _OF_LOGITS
     for number, plan in enumerate(found.plans):
         if number:
             console.print()
@@ -198,7 +212,14 @@ def table(
             for name in names:
                 shown.add_column(name, justify="right", no_wrap=True)
             for rank, answer, vpp in folded(plan.ranked):
-                row = cells(rank, answer, vpp, is_mixture=is_mixture, shows_cp=shows_cp)
+                row = cells(
+                    rank,
+                    answer,
+                    vpp,
+                    is_mixture=is_mixture,
+                    shows_cp=shows_cp,
+                    shows_chunks=shows_chunks,
+                )
                 shown.add_row(*row, style="green" if rank == 1 else None)
             console.print(shown)
             for line in _order_lines(plan.ranked[0]):

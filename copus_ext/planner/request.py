@@ -21,6 +21,8 @@ from megatron.training.config.layout import Layout
 
 LARGEST = 2**31
 """Beyond this no size is taken."""
+LOGITS_CHUNKS = (1, 2, 4, 8, 16, 32)
+"""Parts of a rank's tokens that a search tries, as few as fit."""
 GPUS_PER_NODE = 8
 """Of a node with `--nodes`, if nothing else is said."""
 _UNPRICED = (
@@ -58,6 +60,7 @@ _SPELLED = {
 }
 """Flags that are not spelled like their field."""
 _MAPPING = "use_tp_pp_dp_mapping"
+_OF_MESSAGES = ("logits_chunks", "pipeline_message_bits")
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "micro_batch")
 
 
@@ -137,7 +140,13 @@ def configuration_of(
     Raises:
         UsageProblem: no configuration of so many GPUs.
     """
-    given = sizes("CONFIG", text, ("recompute", "sp", "zero", "overlap", "cp_comm_type", _MAPPING))
+    words = ("recompute", "sp", "zero", "overlap", "cp_comm_type", _MAPPING, *_OF_MESSAGES)
+    given = sizes("CONFIG", text, words)
+    chunks, bits = (given.get(name) for name in _OF_MESSAGES)
+    if chunks is not None and not (is_number(chunks) and int(chunks)):
+        raise UsageProblem(f"{text}: logits_chunks is a whole number from 1 on")
+    if bits not in (None, "8"):
+        raise UsageProblem(f"{text}: pipeline_message_bits is 8; leave it out for whole messages")
     tp, cp, pp = given.get("tp", 1), given.get("cp", 1), given.get("pp", 1)
     dp = world_size // (tp * cp * pp)
     if world_size % (tp * cp * pp) or given.get("dp", dp) != dp:
@@ -165,6 +174,8 @@ def configuration_of(
         global_batch_size=global_batch_size,
         recompute=recompute,
         recompute_num_layers=int(layers or 0),
+        logits_chunks=int(chunks or 1),
+        pipeline_message_bits=int(bits) if bits and pp > 1 else None,
         sequence_parallel=tp > 1,
         use_distributed_optimizer=given.get("zero", "1") != "0",
         overlap=given.get("overlap", "1" if overlap else "0") != "0",
@@ -263,6 +274,30 @@ def cp_comm_types_of_flags(args: argparse.Namespace) -> tuple[str, ...]:
             f"--cp-comm-type {','.join(named)}: use some of {', '.join(CP_COMM_TYPES)}"
         )
     return named
+
+
+def logits_chunks_of(args: argparse.Namespace, model: ModelSpec) -> tuple[int, ...]:
+    """Into how many parts the tokens of a rank may be cut for the logits, by a flag of ours or of
+    Megatron; else a few powers of two.
+
+    Raises:
+        UsageProblem: no ascending numbers, or a model whose logits cannot be cut.
+    """
+    text = args.logits_chunks or str(megatron_flag(args, "logits_chunks") or "")
+    if not text:
+        return LOGITS_CHUNKS if not model.mtp_num_layers else (1,)
+    parts = text.split(",")
+    if not all(is_number(x) and int(x) for x in parts):
+        raise UsageProblem(f"--logits-chunks {text}: write numbers such as 1,2,4")
+    found = tuple(sorted(set(map(int, parts))))
+    if model.mtp_num_layers and found != (1,):
+        raise UsageProblem(f"--logits-chunks {text} excludes --mtp-num-layers; drop one")
+    return found
+
+
+def pipeline_message_bits_of(args: argparse.Namespace) -> int | None:
+    """Bits of a number in messages between stages, by a flag of ours or of Megatron."""
+    return args.pipeline_message_bits or megatron_flag(args, "pipeline_message_bits")
 
 
 def cluster_of(args: argparse.Namespace) -> Any:

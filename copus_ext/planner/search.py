@@ -19,10 +19,12 @@ from copus_ext.cost_model.cluster_spec import ClusterSpec, GpuSpec
 from copus_ext.cost_model.constants import Constants, PartFactors
 from copus_ext.cost_model.memory import (
     AS_PREDICTED,
+    FRAGMENTATION,
     KINDS,
     PEAK_SD,
     PeakCorrection,
     fit_probability,
+    head_bytes,
     memory,
     peaks,
     static_bytes,
@@ -200,7 +202,7 @@ class Planner:
         `correct.most_telling`), of those that were not timed. None is recomputed by blocks, of
         which there are too many to time."""
         some = [r.configuration for r in plan.ranked if r.prediction.source != "profiled"]
-        some = [c for c in some if c.recompute != "block"]
+        some = [c for c in some if c.recompute != "block" and c.logits_chunks == 1]
         if len(some) < 2:
             return []
         points = points_of(some)
@@ -247,13 +249,38 @@ class Planner:
             if len(alive):
                 rows = to_rows(self.model, self.cluster, points.take(alive))
                 peaks[alive], sd[alive] = self.peaks_of(rows.unevenly_loaded())
-        points.code[np.nan_to_num(peaks, nan=0.0) * np.exp(Z_SURE * sd) > self.limit_bytes] = MEMORY
+        lacks = np.nan_to_num(peaks, nan=0.0) * np.exp(Z_SURE * sd) > self.limit_bytes
+        for chunks in limits.logits_chunks[1:]:
+            at = np.flatnonzero(lacks)
+            at = at[self._may_fit(points.take(at), peaks[at], chunks)]
+            if not len(at):
+                continue
+            rows = to_rows(self.model, self.cluster, points.take(at)).change(logits_chunks=chunks)
+            needs, doubt = self.peaks_of(rows.unevenly_loaded())
+            able = needs * np.exp(Z_SURE * doubt) <= self.limit_bytes
+            now = at[able]
+            points.logits_chunks[now], lacks[now] = chunks, False
+            peaks[now], sd[now] = needs[able], doubt[able]
+        points.code[lacks] = MEMORY
         fits = np.flatnonzero(points.code == LEGAL)
         some = points.take(fits)
         surely = peaks[fits] * np.exp(Z_DOMINATES * sd[fits]) <= self.limit_bytes
+        # Logits in parts are computed twice: such a point is not always faster than its kin.
+        surely &= some.logits_chunks == limits.logits_chunks[0]
         beaten = prune_dominated(some, surely, self._measured.points)
         points.code[fits[beaten]] = DOMINATED
         return _Space(points=points, fits=points.code == LEGAL, peaks=peaks)
+
+    def _may_fit(self, points: Points, peaks: Any, chunks: int) -> Any:
+        """[n] whether points that need so much could fit with logits in some parts: their peak
+        falls by no more than the logits do. Each part has a token at least."""
+        if not len(points):
+            return np.zeros(0, dtype=bool)
+        rows = to_rows(self.model, self.cluster, points)
+        saved = head_bytes(rows) - head_bytes(rows.change(logits_chunks=chunks))
+        saved = saved * FRAGMENTATION * self.peaks.moving
+        tokens = rows.tokens / np.where(rows.sequence_parallel, rows.tp, 1)
+        return (peaks - saved <= self.limit_bytes) & (tokens % chunks == 0)
 
     def _static(self, points: Points) -> Any:
         """[n] bytes that do not depend on the batch; looked up, as few of them differ."""
@@ -449,6 +476,8 @@ class Planner:
             largest={},
             recompute=(c.recompute,),
             cp_comm_types=(c.cp_comm_type,) if c.cp_comm_type else (),
+            logits_chunks=(c.logits_chunks,),
+            pipeline_message_bits=c.pipeline_message_bits,
             overlap=c.overlap,
             use_tp_pp_dp_mapping=c.use_tp_pp_dp_mapping,
         )
@@ -486,9 +515,10 @@ def flops_per_sample(m: ModelSpec) -> float:
 
 
 def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Configuration]]:
-    """What a machine that is twice as good in one respect would save, or the other order of ranks:
-    by respect (network, memory, order), the share of the step and the configuration that is the
-    fastest then. Without those that save less than 1 %.
+    """What a machine that is twice as good in one respect would save, or the other order of ranks,
+    or messages between stages in 8 bits for a number: by respect (network, memory, order,
+    messages), the share of the step and the configuration that is the fastest then. Without those
+    that save less than 1 %.
 
     Predicted alone, as nothing was measured on such machines.
     """
@@ -505,12 +535,17 @@ def what_would_help(planner: Planner, batch: int) -> dict[str, tuple[float, Conf
     order = not planner.limits.use_tp_pp_dp_mapping
     other = planner.on(cluster, replace(planner.limits, use_tp_pp_dp_mapping=order))
     other.retime(())
+    # Rounding is not exact, so it is told and never taken.
+    short = planner.on(cluster, replace(planner.limits, pipeline_message_bits=8))
+    short.retime(())
     found = {}
-    for one in (usual, faster, roomy, other):
+    for one in (usual, faster, roomy, other, short):
         # What was measured of the memory holds for all of them.
         one.set_peaks(planner.peaks)
-    now, *better = (one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other))
-    for name, ranked in zip(("network", "memory", "order"), better):
+    now, *better = (
+        one.rank([batch], top=1)[0].ranked[:1] for one in (usual, faster, roomy, other, short)
+    )
+    for name, ranked in zip(("network", "memory", "order", "messages"), better):
         if not (now and ranked):
             continue
         one = ranked[0]

@@ -85,6 +85,11 @@ class Limits:
     cp_comm_types: tuple[str, ...] = ()
     """How ranks that share samples may exchange keys and values, of `CP_COMM_TYPES`; none: as suits
     the layers of the model (`sharing.cp_comm_types_of`)."""
+    logits_chunks: tuple[int, ...] = (1,)
+    """Into how many parts tokens may be cut for the logits, ascending; the first is used wherever
+    it fits."""
+    pipeline_message_bits: int | None = None
+    """Bits of a number in messages between stages; None: those it has."""
     max_micro_batch: int = 64
     """Largest micro-batch to consider."""
     round_down: bool = False
@@ -128,6 +133,10 @@ class Points:
     """[n] codes of `rows.RECOMPUTE_*`."""
     recompute_num_layers: Any
     """[n] recomputed layers of a chunk, with `RECOMPUTE_BLOCK`; else 0."""
+    logits_chunks: Any
+    """[n] parts of a rank's tokens for the logits."""
+    message_bits: Any
+    """[n] bits of a number in messages between stages; 0: those it has."""
     use_distributed_optimizer: Any
     """[n] bool."""
     overlap: Any
@@ -159,6 +168,8 @@ class Points:
             global_batch_size=int(self.global_batch_size[i]),
             recompute=RECOMPUTE[int(self.recompute[i])],
             recompute_num_layers=int(self.recompute_num_layers[i]),
+            logits_chunks=int(self.logits_chunks[i]),
+            pipeline_message_bits=int(self.message_bits[i]) or None,
             sequence_parallel=bool(self.tp[i] > 1),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[i]),
             overlap=bool(self.overlap[i]),
@@ -186,6 +197,8 @@ def points_of(configurations: Sequence[Configuration]) -> Points:
         asked_batch_size=batches,
         recompute=column([RECOMPUTE.index(c.recompute) for c in some]),
         recompute_num_layers=column([c.recompute_num_layers for c in some]),
+        logits_chunks=column([c.logits_chunks for c in some]),
+        message_bits=column([c.pipeline_message_bits or 0 for c in some]),
         use_distributed_optimizer=column([c.use_distributed_optimizer for c in some], bool),
         overlap=column([c.overlap for c in some], bool),
         use_tp_pp_dp_mapping=column([c.use_tp_pp_dp_mapping for c in some], bool),
@@ -261,6 +274,10 @@ def enumerate_points(
         asked_batch_size=asked,
         recompute=recompute,
         recompute_num_layers=layers,
+        logits_chunks=np.full(num, limits.logits_chunks[0]),
+        message_bits=np.where(
+            (table[column, 1] > 1) & ~chunks, limits.pipeline_message_bits or 0, 0
+        ),
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         overlap=np.full(num, limits.overlap),
         use_tp_pp_dp_mapping=np.full(num, limits.use_tp_pp_dp_mapping),
@@ -430,6 +447,8 @@ def to_rows(model: ModelSpec, cluster: ClusterSpec, points: Points) -> Rows:
         num_microbatches=points.num_microbatches,
         recompute=points.recompute,
         recompute_num_layers=points.recompute_num_layers,
+        logits_chunks=points.logits_chunks,
+        message_bits=points.message_bits,
         sequence_parallel=points.tp > 1,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=points.overlap,

@@ -196,7 +196,7 @@ def test_what_fits_by_measured_peaks_alone_is_still_compared() -> None:
     ]
     planner = Planner(MODEL, cluster, limits=limits, timings=timings)
     assert planner.rank([64])[0].ranked
-    assert set(what_would_help(planner, 64)) <= {"network", "memory", "order"}
+    assert set(what_would_help(planner, 64)) <= {"network", "memory", "order", "messages"}
 
 
 def test_two_counts_give_every_batch() -> None:

@@ -1,0 +1,138 @@
+"""Logits in parts and short messages between stages, as the planner prices and chooses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
+from copus_ext.cost_model.layer_time import hop_bytes, hop_s
+from copus_ext.cost_model.memory import head_bytes, peaks
+from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.step import step_time
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.plan import Ranked
+from copus_ext.planner.request import configuration_of
+from copus_ext.planner.search import MEMORY, Planner, what_would_help
+from copus_ext.planner.space import LEGAL, Limits, Points, points_of, to_rows
+from megatron.training.config.layout import Layout
+
+# Much vocabulary on few layers: the logits decide what fits.
+MODEL = replace(PRESETS["llama-2-7b"], num_layers=8, vocab_size=256_000).with_seq_length(8192)
+CHUNKS = (1, 2, 4, 8)
+BATCH = 64
+
+
+@pytest.fixture(scope="module")
+def cluster() -> ClusterSpec:
+    spec = preset("a100-40g:8")
+    return replace(spec, gpu=replace(spec.gpu, memory_bytes=24e9))
+
+
+def _kin(points: Points) -> list[Any]:
+    """One key for each point, whatever its parts."""
+    some = [replace(points.configuration(i), logits_chunks=1) for i in range(len(points))]
+    return [str(c) for c in some]
+
+
+def test_each_point_has_the_fewest_parts_with_which_it_fits(cluster: ClusterSpec) -> None:
+    found = Planner(MODEL, cluster, limits=Limits(logits_chunks=CHUNKS))._judged([BATCH]).points
+    least: dict[Any, int] = {}
+    for chunks in CHUNKS:
+        space = Planner(MODEL, cluster, limits=Limits(logits_chunks=(chunks,)))._judged([BATCH])
+        for kin, code in zip(_kin(space.points), space.points.code):
+            if code != MEMORY:
+                least.setdefault(kin, chunks)
+    legal = found.code == LEGAL
+    chosen = dict(zip(_kin(found.take(legal)), found.logits_chunks[legal]))
+    assert {1, 2, 8} <= set(chosen.values())
+    assert all(least[kin] == chunks for kin, chunks in chosen.items())
+    refused = found.take(found.code == MEMORY)
+    assert len(refused) and not set(_kin(refused)) & set(least)
+
+
+def test_parts_of_the_logits_help_where_memory_is_short() -> None:
+    cluster = preset("a100-40g:8")
+    whole, best = (
+        Planner(MODEL, cluster, limits=Limits(fixed={"tp": 1, "cp": 1}, logits_chunks=chunks))
+        .rank([BATCH], top=1)[0]
+        .ranked[0]
+        for chunks in ((1,), CHUNKS)
+    )
+    assert best.configuration.logits_chunks > 1
+    assert best.prediction.step_s < 0.99 * whole.prediction.step_s
+    text = str(best.configuration)
+    again = configuration_of(text, global_batch_size=BATCH, world_size=cluster.world_size)
+    assert again == best.configuration
+    explained = Planner(MODEL, cluster).explain(again)
+    assert isinstance(explained, Ranked)
+    assert explained.prediction.step_s == pytest.approx(best.prediction.step_s)
+    assert "--logits-chunks" in again.to_flags()
+
+
+def test_where_all_fits_nothing_changes() -> None:
+    plain, able = (
+        Planner(PRESETS["llama-2-7b"], preset("h100-80g:8"), limits=limits).rank([64], top=3)[0]
+        for limits in (Limits(), Limits(logits_chunks=CHUNKS))
+    )
+    assert plain.ranked[0].configuration == able.ranked[0].configuration
+    assert able.num_ranked >= plain.num_ranked
+
+
+def test_logits_in_parts_cost_one_more_forward_pass_of_the_head() -> None:
+    c = Configuration(layout=Layout(dp=8), micro_batch_size=1, global_batch_size=BATCH)
+    planner = Planner(MODEL, preset("a100-40g:8"))
+    one, two = (
+        to_rows(MODEL, planner.cluster, points_of([replace(c, logits_chunks=n)])) for n in (1, 2)
+    )
+    assert head_bytes(two)[0] < 0.6 * head_bytes(one)[0]
+    assert peaks(two)[0][0] < peaks(one)[0][0]
+    times = [step_time(rows, planner.constants) for rows in (one, two)]
+    assert times[0].parts["recompute"][0] == 0 < times[1].parts["recompute"][0]
+    extra = times[1].step_s[0] - times[0].step_s[0]
+    assert 0 < extra < times[0].parts["compute"][0] / 4
+
+
+def _rows(bits: int | None, vpp: int = 1, tp: int = 1) -> Any:
+    layout = Layout(tp=tp, pp=2, vpp=vpp, dp=4 // tp)
+    c = Configuration(
+        layout=layout,
+        micro_batch_size=1,
+        global_batch_size=BATCH,
+        pipeline_message_bits=bits,
+        sequence_parallel=tp > 1,
+    )
+    return to_rows(MODEL, preset("a100-40g:8"), points_of([c])).full()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_short_messages_have_a_byte_for_each_number_and_four_for_each_row(tp: int) -> None:
+    rows = _rows(8, tp=tp)
+    tokens = MODEL.seq_length / tp
+    assert hop_bytes(rows)[0] == tokens * (MODEL.hidden_size + 4)
+    assert hop_bytes(_rows(None, tp=tp))[0] == 2 * tokens * MODEL.hidden_size
+
+
+def test_interleaved_pipelines_send_whole_messages() -> None:
+    assert hop_bytes(_rows(8, vpp=2))[0] == hop_bytes(_rows(None, vpp=2))[0]
+
+
+def test_short_messages_pay_on_slow_links_only() -> None:
+    fast = preset("a100-40g:8")
+    slow = replace(fast, num_nodes=4, gpus_per_node=2, nic_bytes_per_s=1e8, nic_is_measured=True)
+    for cluster, pays in ((fast, False), (slow, True)):
+        planner = Planner(MODEL, cluster)
+        c = Configuration(layout=Layout(pp=8), micro_batch_size=1, global_batch_size=BATCH)
+        whole, short = (
+            to_rows(MODEL, cluster, points_of([replace(c, pipeline_message_bits=bits)])).full()
+            for bits in (None, 8)
+        )
+        hops = [np.max(hop_s(rows, planner.constants)) for rows in (whole, short)]
+        assert (hops[1] < hops[0]) == pays
+    only = Limits(fixed={"tp": 1, "pp": 4, "vpp": 1, "cp": 1})
+    found = what_would_help(Planner(MODEL, slow, limits=only), BATCH)
+    saved, best = found["messages"]
+    assert saved > 0.1 and best.pipeline_message_bits == 8
