@@ -20,6 +20,7 @@ from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.lengths import TrainingLengths
 from megatron.training.config.phase_flags import parse_lengths, parse_phase_data
 from megatron.training.config.phases import number_at
+from megatron.training.config.relayout import in_layout_of_phase
 from megatron.training.train.phases import settings_in
 from tests.unit.test_batch_schedule import schedules
 
@@ -263,6 +264,44 @@ def test_another_schedule_is_refused(flags: str, schedule: str, words: str) -> N
 
 def test_a_schedule_in_other_words_is_the_same() -> None:
     assert resumed(300, schedule="0:64  40.0%:256 75%:1024").phase.number == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout", "words"),
+    [
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
+            "tp1.pp2.dp1",
+            "--recompute-num-layers 4 is more than the 2 layers",
+        ),
+        ("--no-overlap-p2p-communication", "tp1.pp2.vpp2.dp1", "--no-overlap-p2p-communication"),
+        ("--softmax-type off-by-one", "tp1.cp2.pp1.dp1", "without Transformer Engine"),
+        ("--padded-vocab-size 127", "tp2.pp1.dp1", "vocabulary of 127 rows"),
+        ("--num-attention-heads 1 --kv-channels 32", "tp2.pp1.dp1", "--num-attention-heads 1"),
+    ],
+)
+def test_a_layout_that_a_phase_could_not_enter_is_refused_at_the_start(
+    flags: str, layout: str, words: str
+) -> None:
+    run = f"--train-iters 20 --global-batch-size 32 {flags} --layout-schedule 75%:{layout}"
+    found = refusal(run, world_size=2)
+    assert found.startswith(f"--layout-schedule: phase 2 cannot take {layout}: ")
+    assert words in found and len(found.splitlines()) == 1
+
+
+def test_a_layout_that_a_phase_can_enter_is_taken_at_the_start() -> None:
+    """Experts under tensor parallelism split activations over the sequence by themselves."""
+    experts = "--num-experts 4 --disable-bias-linear --swiglu --layout-schedule 75%:tp2.pp1.dp1"
+    config = config_of(f"--train-iters 20 --global-batch-size 32 {experts}", world_size=2)
+    assert in_layout_of_phase(config.in_phase(2)).parallel.sequence_parallel
+
+
+def test_rows_of_a_checkpoint_must_suit_the_layouts_of_all_phases() -> None:
+    stored = stored_at(100, config_of(RUN, world_size=2))
+    stored.arguments["padded_vocab_size"] = 127
+    config = config_of(f"{RUN} --layout-schedule 75%:tp2.pp1.dp1", world_size=2)
+    with pytest.raises(UsageError, match=r"^--layout-schedule: phase 2 .* of 127 rows"):
+        merge_resume_config(config, stored, vocab_size=100)
 
 
 def test_data_of_phases_in_other_words_are_the_same() -> None:

@@ -23,7 +23,7 @@ from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
 from megatron.training.config.phase_flags import parse_lengths, parse_phase_data, parse_positions
 from megatron.training.config.phases import number_at
-from megatron.training.config.relayout import with_layout
+from megatron.training.config.relayout import check_phase_layouts, in_layout_of_phase
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
 
 # Fields in which a resumed run must agree with its checkpoint: always, unless it is finetuned, and
@@ -79,14 +79,14 @@ def merge_resume_config(
     sizes = {Layout.from_text(text).tp for text in config.phases.phase_layouts}
     rows = _padded_vocabulary(config, stored, vocab_size, {*sizes, *tensor_parallel_sizes})
     config = config.replace(padded_vocab_size=rows)
-    if stored is None:
-        return config
-    check_same_run(config, stored)
-    if stored.lengths is None or config.checkpoint.finetune:
-        return config
-    override = config.optim.override_opt_param_scheduler
-    config = apply_checkpoint_lengths(config, stored.lengths, override=override)
-    return _resume_phase(config, stored)
+    if stored is not None:
+        check_same_run(config, stored)
+        if stored.lengths is not None and not config.checkpoint.finetune:
+            override = config.optim.override_opt_param_scheduler
+            config = apply_checkpoint_lengths(config, stored.lengths, override=override)
+            config = _resume_phase(config, stored)
+    check_phase_layouts(config)  # now that the rows of the vocabulary are known
+    return config
 
 
 def _resume_phase(config: Config, stored: Stored) -> Config:
@@ -107,9 +107,8 @@ def _resume_phase(config: Config, stored: Stored) -> Config:
             "give --finetune to start another run"
         )
     config = config.replace(phase_starts=tuple(starts))
-    config = config.in_phase(number_at(config.phases.phase_starts, stored.state.consumed_samples))
-    layout = config.phase.layout
-    return config if layout is None else with_layout(config, Layout.from_text(layout))
+    number = number_at(config.phases.phase_starts, stored.state.consumed_samples)
+    return in_layout_of_phase(config.in_phase(number))
 
 
 def _padded_vocabulary(

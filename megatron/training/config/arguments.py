@@ -23,6 +23,7 @@ from megatron.training.config.known_flags import (
 )
 from megatron.training.config.logging import profile_problems
 from megatron.training.config.phase_flags import begin_phases
+from megatron.training.config.relayout import check_phase_layouts
 
 TITLES = {
     "model": "model shape",
@@ -268,7 +269,9 @@ def resolve(
     draft.stop_if_problems()
     draft.values["ignored_flags"] = args.ignored_flags
     draft.values["notes"] = (*args.flag_notes, *notes_of(args.ignored_flags), *draft.notes)
-    return Config.from_flat(draft.values, draft.explicit)
+    config = Config.from_flat(draft.values, draft.explicit)
+    check_phase_layouts(config)
+    return config
 
 
 def _required() -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import SUFFIXES, BatchSchedule
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
+from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import schedule_of
 
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMBT]?):(\S+)", re.IGNORECASE)
@@ -273,7 +273,8 @@ def _micro_batches(
 
 
 def _layouts(draft: Draft, words: Mapping[int, str], count: int) -> list[Layout]:
-    """The layout of each phase, checked for the model; without a schedule that of the launch."""
+    """The layout of each phase; without a schedule that of the launch. `check_phase_layouts` checks
+    them for the model."""
     flag, first = "--layout-schedule", Layout.of_arguments(draft.values)
     layouts = [first]
     for number in range(count):
@@ -297,19 +298,6 @@ def _layouts(draft: Draft, words: Mapping[int, str], count: int) -> list[Layout]
                 f"{flag}: {layout} is for {layout.world_size} ranks and the run has "
                 f"{first.world_size}; give a layout of as many"
             )
-            continue
-        problems = layout_problems(
-            layout,
-            num_layers=draft["num_layers"],
-            num_attention_heads=draft["num_attention_heads"],
-            num_query_groups=draft["num_query_groups"],
-            ffn_hidden_size=draft["ffn_hidden_size"],
-            seq_length=parse_lengths(draft["seq_length_schedule"])[number][1],
-            padded_vocab_size=None,
-            sequence_parallel="sequence_parallel" in draft.explicit and layout.tp > 1,
-            **further_sizes(draft.values),
-        )
-        draft.problems += [f"{flag}: {layout}: {problem}" for problem in problems]
     return layouts
 
 

@@ -67,6 +67,34 @@ def with_layout(config: Config, layout: Layout) -> Config:
     )
 
 
+def in_layout_of_phase(config: Config) -> Config:
+    """The same run under the layout that its phase asks for, if that asks for one.
+
+    Raises:
+        UsageError: the model cannot be laid out this way; one line that names --layout-schedule.
+    """
+    phase = config.phase
+    if phase.layout is None:
+        return config
+    try:
+        return with_layout(config, Layout.from_text(phase.layout))
+    except UsageError as error:
+        problems = str(error).replace("\n", "; ")
+        raise UsageError(
+            f"--layout-schedule: phase {phase.number} cannot take {phase.layout}: {problems}"
+        ) from error
+
+
+def check_phase_layouts(config: Config) -> None:
+    """Checks the layouts of all phases that come after the present one, as the run will enter them.
+
+    Raises:
+        UsageError: one line that names --layout-schedule.
+    """
+    for phase in config.all_phases[config.phases.present_phase + 1 :]:
+        in_layout_of_phase(config.in_phase(phase.number))
+
+
 UNEVEN_FIELDS = (
     "pipeline_model_parallel_layout",
     "decoder_first_pipeline_num_layers",
