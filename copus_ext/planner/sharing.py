@@ -18,15 +18,24 @@ if TYPE_CHECKING:
 
 def cp_comm_types_of(model: ModelSpec, cluster: ClusterSpec) -> tuple[str, ...]:
     """How ranks that share samples exchange keys and values by default: as the trainer does without
-    a flag, and by heads. A gather of Transformer Engine has the bytes of a ring and hides none."""
+    a flag, and by heads. A gather of Transformer Engine has the bytes of a ring and hides none. Its
+    latent attention goes round a ring alone."""
     is_plain = model.implementation == "local" or cluster.is_gloo
+    if has_engine(model, cluster) and model.latent is not None:
+        return ("p2p",)
     return ("all_gather" if is_plain else "p2p", "a2a")
 
 
-def can_exchange(model: ModelSpec, tp: Any, cp: Any, form: Any) -> Any:
-    """Whether heads can be dealt to the ranks that share samples, where that is how they do."""
+def has_engine(model: ModelSpec, cluster: ClusterSpec) -> bool:
+    """Whether Transformer Engine attends."""
+    return model.implementation == "te" and not cluster.is_gloo
+
+
+def can_exchange(model: ModelSpec, tp: Any, cp: Any, form: Any, *, has_engine: bool) -> Any:
+    """Whether heads can be dealt to the ranks that share samples, where that is how they do. Only
+    without Transformer Engine are too few key and value heads repeated."""
     heads, groups = model.num_attention_heads // tp, np.maximum(model.groups // tp, 1)
-    whole = (heads % cp == 0) & ((groups % cp == 0) | (cp % groups == 0))
+    whole = (heads % cp == 0) & ((groups % cp == 0) | ((cp % groups == 0) & (not has_engine)))
     return whole | (form != HEADS) | (cp == 1)
 
 
@@ -46,6 +55,8 @@ class Sharing:
     """What is trained."""
     limits: Limits
     """What is left out."""
+    has_engine: bool
+    """Whether Transformer Engine attends."""
     forms: tuple[int, ...]
     """Indices into `CP_COMM_TYPES`."""
     leaves_out: bool
@@ -58,7 +69,7 @@ class Sharing:
         cls, model: ModelSpec, cluster: ClusterSpec, limits: Limits, measured: Points | None
     ) -> Sharing:
         """Of a search; see `space.enumerate_points`."""
-        is_plain = model.implementation != "te" or cluster.is_gloo
+        is_plain = not has_engine(model, cluster)
         named = limits.cp_comm_types or cp_comm_types_of(model, cluster)
         if is_plain:
             # As the trainer does: without Transformer Engine nothing goes round a ring.
@@ -71,6 +82,7 @@ class Sharing:
         return cls(
             model=model,
             limits=limits,
+            has_engine=not is_plain,
             forms=tuple(CP_COMM_TYPES.index(name) for name in named),
             leaves_out=not is_plain and not limits.use_tp_pp_dp_mapping,
             measured=frozenset(known),
@@ -85,7 +97,7 @@ class Sharing:
             is_legal = length % (2 * cp) == 0 and (tp == 1 or length // cp % tp == 0)
             if not self.limits.allows(cp=cp) or not (is_legal or cp == asked):
                 continue
-            forms = [f for f in self.forms if can_exchange(self.model, tp, cp, f)]
+            forms = [f for f in self.forms if self.can_exchange(tp, cp, f)]
             found += [(cp, f) for f in forms or (self.forms[:1] if cp == asked else ())]
         return found
 
@@ -97,6 +109,8 @@ class Sharing:
         if g == 1 or not self.leaves_out or (*shape, cp * dp, dp * micro_batch) in self.measured:
             return False
         other = {"cp": cp // g, "dp": dp * g, "micro_batch": micro_batch // g}
-        return self.limits.allows(**other) and bool(
-            can_exchange(self.model, shape[0], cp // g, form)
-        )
+        return self.limits.allows(**other) and self.can_exchange(shape[0], cp // g, form)
+
+    def can_exchange(self, tp: int, cp: int, form: int) -> bool:
+        """Whether the rules of a launch allow this form."""
+        return bool(can_exchange(self.model, tp, cp, form, has_engine=self.has_engine))

@@ -23,7 +23,7 @@ from copus_ext.cost_model.rows import (
 )
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import RECOMPUTE, Configuration
-from copus_ext.planner.sharing import Sharing, can_exchange
+from copus_ext.planner.sharing import Sharing, can_exchange, has_engine
 from megatron.training.config.layout import Layout
 
 REJECTION_CODES = (
@@ -402,7 +402,10 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("ffn", model.ffn % p.tp != 0)
     reject("sequence", (p.tp > 1) & (model.seq_length // p.cp % p.tp != 0))
     reject("context", (p.cp > 1) & (model.seq_length % (2 * p.cp) != 0))
-    reject("context_heads", ~can_exchange(model, p.tp, p.cp, p.cp_comm_type))
+    is_dealt = can_exchange(
+        model, p.tp, p.cp, p.cp_comm_type, has_engine=has_engine(model, cluster)
+    )
+    reject("context_heads", ~is_dealt)
     if not limits.cross_node_tp:
         reject("cross_node_tp", p.tp > cluster.gpus_per_node)
     reject("layers", model.num_layers % p.pp != 0)

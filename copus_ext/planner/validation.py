@@ -35,7 +35,11 @@ from copus_ext.planner.search import MEMORY_MARGIN, Z_SURE
 from copus_ext.planner.sharing import cp_comm_types_of
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import context_problems, expert_problems
+from megatron.training.config.layout_rules import (
+    ContextExchange,
+    context_problems,
+    expert_problems,
+)
 
 _SIZES = ("tp", "pp", "vpp", "ep", "cp", "micro_batch_size", "global_batch_size")
 _LINKS = ("nic_bytes_per_s", "intra_bytes_per_s", "gpus_per_node", "nic_is_measured")
@@ -147,8 +151,7 @@ def _run(record: dict[str, Any], folder: Path) -> MeasuredRun:
         num_query_groups=model.groups,
         seq_length=model.seq_length,
         sequence_parallel=parallel,
-        cp_comm_type=form,
-        excluding=(),
+        exchange=ContextExchange(cp_comm_type=form),
     ):
         raise SpecError(problems[0])
     return MeasuredRun(

@@ -36,7 +36,7 @@ from copus_ext.planner.space import (
 )
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.layout_rules import context_problems
+from megatron.training.config.layout_rules import ContextExchange, context_problems
 
 CLUSTER = preset("h100-80g:64")
 LONG = 131072
@@ -280,8 +280,9 @@ def test_rules_are_those_of_the_trainer(shape: dict[str, Any], gpus: int, form: 
                 num_query_groups=model.groups,
                 seq_length=model.seq_length,
                 sequence_parallel=c.layout.tp > 1,
-                cp_comm_type=c.cp_comm_type,
-                excluding=(),
+                exchange=ContextExchange(
+                    cp_comm_type=c.cp_comm_type, has_engine=not shape["local"]
+                ),
             )
             if code == LEGAL:
                 assert not problems, (str(c), problems)
@@ -304,8 +305,7 @@ def test_rules_are_those_of_the_trainer(shape: dict[str, Any], gpus: int, form: 
                     num_query_groups=model.groups,
                     seq_length=model.seq_length,
                     sequence_parallel=tp > 1,
-                    cp_comm_type=form,
-                    excluding=(),
+                    exchange=ContextExchange(cp_comm_type=form, has_engine=not shape["local"]),
                 )
                 assert (str(layout) in seen) == (not problems), (str(layout), problems)
 

@@ -12,7 +12,6 @@ from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import (
-    excluding_context,
     further_sizes,
     layout_problems,
     recompute_problems,
@@ -231,6 +230,10 @@ def _derive_device(draft: Draft, environment: Environment) -> None:
         draft.notes.append(
             "CPU run: --fp16 is slow and meant for tests; --bf16 needs no loss scale"
         )
+    if draft["transformer_impl"] == "transformer_engine" and not environment.transformer_engine:
+        draft["transformer_impl"] = "local"
+        why = "CPU run" if draft["device"] == "cpu" else "Transformer Engine is not installed"
+        draft.notes.append(f"{why}: --transformer-impl transformer_engine becomes local")
 
 
 def _derive_model(draft: Draft, environment: Environment) -> None:
@@ -381,11 +384,6 @@ def _derive_context_parallel(draft: Draft, layout: Layout) -> None:
         word in _CP_COMM_TYPES,
         f"--cp-comm-type {word} does not exist; use one of {', '.join(_CP_COMM_TYPES)}",
     )
-    if layout.cp > 1:
-        draft.problems += [
-            f"--context-parallel-size {layout.cp} does not go with {flag}; drop one of the two"
-            for flag in excluding_context(draft.values)
-        ]
     is_hierarchical = word == "a2a+p2p"
     draft.require(
         sizes is None or math.prod(sizes) == layout.cp,
@@ -393,8 +391,8 @@ def _derive_context_parallel(draft: Draft, layout: Layout) -> None:
         f"--context-parallel-size {layout.cp}; change one",
     )
     draft.require(
-        not is_hierarchical or layout.cp == 1 or sizes is not None,
-        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes; give both sizes",
+        not is_hierarchical or layout.cp == 1 or len(sizes or ()) == 2,
+        "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes; give two sizes",
     )
     if draft["transformer_impl"] == "local" and word in ("p2p", "a2a+p2p"):
         if layout.cp > 1:
@@ -466,10 +464,6 @@ def _derive_eight_bits(draft: Draft, environment: Environment) -> None:
 def _derive_kernels(draft: Draft, environment: Environment) -> None:
     cpu = draft["device"] == "cpu"
     engine = environment.transformer_engine
-    if draft["transformer_impl"] == "transformer_engine" and not engine:
-        draft["transformer_impl"] = "local"
-        why = "CPU run" if cpu else "Transformer Engine is not installed"
-        draft.notes.append(f"{why}: --transformer-impl transformer_engine becomes local")
     if cpu:
         off = _CPU_FUSIONS
     else:

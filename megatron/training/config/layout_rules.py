@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,7 @@ def layout_problems(
     seq_length: int,
     padded_vocab_size: int | None,
     sequence_parallel: bool,
-    cp_comm_type: str | None = None,
-    excluding_context: Sequence[str] = (),
+    exchange: ContextExchange | None = None,
     split_widths: Mapping[str, int] = MappingProxyType({}),
     needs_one_stage: bool = False,
     experts: ExpertSizes | None = None,
@@ -38,8 +38,7 @@ def layout_problems(
         padded_vocab_size: rows of the embedding, or None while it is not known.
         sequence_parallel: whether activations are split over the sequence between tensor-parallel
             regions.
-        cp_comm_type: how the ranks that share a sample exchange keys and values.
-        excluding_context: flags of the model that do not go with context parallelism.
+        exchange: what limits context parallelism; None: only the lengths.
         split_widths: further widths that tensor parallelism splits, by the flags that set them.
         needs_one_stage: whether the model predicts further tokens with tied embeddings.
         experts: what limits the layout of a mixture of experts; None for a dense model.
@@ -68,8 +67,7 @@ def layout_problems(
         num_query_groups=num_query_groups,
         seq_length=seq_length,
         sequence_parallel=sequence_parallel,
-        cp_comm_type=cp_comm_type,
-        excluding=excluding_context,
+        exchange=exchange,
     )
     for flags, width in split_widths.items():
         if width % tp != 0:
@@ -112,16 +110,16 @@ def context_problems(
     num_query_groups: int,
     seq_length: int,
     sequence_parallel: bool,
-    cp_comm_type: str | None,
-    excluding: Sequence[str],
+    exchange: ContextExchange | None,
 ) -> list[str]:
     """Lists why the tokens of a sample cannot be shared this way; as `layout_problems`."""
     tp, cp = layout.tp, layout.cp
     tp_fix = f"choose another --tensor-model-parallel-size (now {tp})"
     cp_fix = f"choose another --context-parallel-size (now {cp})"
+    exchange = exchange or ContextExchange()
     problems = [
-        f"--context-parallel-size {cp} does not go with {flag}; drop one of the two"
-        for flag in excluding
+        f"--context-parallel-size {cp} does not go with {flag_and_fix}"
+        for flag_and_fix in exchange.excluding
         if cp > 1
     ]
     if cp > 1 and seq_length % (2 * cp) != 0:
@@ -136,12 +134,16 @@ def context_problems(
             f"{'are' if tokens else 'is'} not divisible by {tp} as --sequence-parallel needs; "
             f"{tp_fix}"
         )
-    if cp > 1 and cp_comm_type == "a2a":
+    if (size := exchange.ranks_that_deal_heads(cp)) > 1:
         heads, groups = num_attention_heads // tp, max(num_query_groups // tp, 1)
-        if heads % cp != 0 or (groups % cp != 0 and cp % groups != 0):
+        # Without Transformer Engine each of the groups is repeated where there are too few.
+        is_repeated = not exchange.has_engine and size % groups == 0
+        if heads % size != 0 or not (groups % size == 0 or is_repeated):
+            plain = "p2p" if exchange.has_engine else "all_gather"
             problems.append(
-                f"--cp-comm-type a2a cannot deal the {heads} attention heads and {groups} query "
-                f"groups of a rank to {cp} ranks; give --cp-comm-type all_gather or {cp_fix}"
+                f"--cp-comm-type {exchange.cp_comm_type} cannot deal the {heads} attention heads "
+                f"and {groups} query groups of a rank to {size} ranks; give --cp-comm-type {plain} "
+                f"or {cp_fix}"
             )
     return problems
 
@@ -163,23 +165,70 @@ def further_sizes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         widths["--mtp-num-layers with --hidden-size"] = arguments["hidden_size"]
     is_tied = not arguments.get("untie_embeddings_and_output_weights")
     return {
-        "cp_comm_type": (arguments.get("cp_comm_type") or (None,))[0],
-        "excluding_context": excluding_context(arguments),
+        "exchange": ContextExchange.of(arguments),
         "split_widths": widths,
         "needs_one_stage": is_further and is_tied,
         "experts": ExpertSizes.of(arguments),
     }
 
 
-def excluding_context(arguments: Mapping[str, Any]) -> list[str]:
-    """Flags that do not go with context parallelism, with their values."""
-    found = []
-    if arguments.get("mtp_num_layers"):
-        # megatron-core 0.16.1 gives the losses of further tokens a wrong weight then.
-        found.append("--mtp-num-layers")
-    is_local = arguments.get("transformer_impl") == "local"
-    if is_local and arguments.get("softmax_type", "vanilla") != "vanilla":
-        found.append(f"--softmax-type {arguments['softmax_type']} without Transformer Engine")
+@dataclass(frozen=True, kw_only=True)
+class ContextExchange:
+    """What limits the ranks that share a sample: how they exchange keys and values."""
+
+    cp_comm_type: str | None = None
+    """`--cp-comm-type`; None: a later launch chooses it."""
+    sizes: tuple[int, ...] = ()
+    """`--hierarchical-context-parallel-sizes`, the ranks that deal heads first."""
+    has_engine: bool = False
+    """Whether Transformer Engine attends."""
+    excluding: tuple[str, ...] = ()
+    """Flags that do not go with context parallelism, each with what to do."""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> ContextExchange:
+        """Reads flags by field name, as derived or as stored."""
+        word = (arguments.get("cp_comm_type") or (None,))[0]
+        implementation = arguments.get("transformer_impl")
+        has_engine = implementation == "transformer_engine"
+        softmax, found = arguments.get("softmax_type") or "vanilla", []
+        if arguments.get("mtp_num_layers"):
+            # megatron-core 0.16.1 gives the losses of further tokens a wrong weight then.
+            found.append("--mtp-num-layers; drop one of the two")
+        if implementation == "local" and softmax != "vanilla":
+            found.append(
+                f"--softmax-type {softmax} without Transformer Engine; drop one of the two"
+            )
+        return cls(
+            cp_comm_type=word,
+            sizes=tuple(arguments.get("hierarchical_context_parallel_sizes") or ()),
+            has_engine=has_engine,
+            excluding=(*found, *(_excluded_by_engine(arguments, word) if has_engine else ())),
+        )
+
+    def ranks_that_deal_heads(self, cp: int) -> int:
+        """How many of the `cp` ranks of a sample exchange tokens for heads; 1: none do."""
+        if self.cp_comm_type == "a2a":
+            return cp
+        # Without Transformer Engine, or under another size than theirs, two levels do not apply.
+        is_two_level = self.cp_comm_type == "a2a+p2p" and self.has_engine
+        return self.sizes[0] if is_two_level and self.sizes and math.prod(self.sizes) == cp else 1
+
+
+def _excluded_by_engine(arguments: Mapping[str, Any], word: str | None) -> list[str]:
+    """What the attention of Transformer Engine cannot do where ranks share a sample, each with what
+    to do. It would end with an error in the first forward pass."""
+    backend = "flash" if arguments.get("use_flash_attn") else arguments.get("attention_backend")
+    softmax, found = arguments.get("softmax_type") or "vanilla", []
+    if backend in ("unfused", "local"):
+        found.append(f"--attention-backend {backend} of Transformer Engine; use auto")
+    if not (arguments.get("bf16") or arguments.get("fp16")):
+        found.append("fp32 weights in Transformer Engine; give --bf16 or --transformer-impl local")
+    if softmax != "vanilla" and word != "a2a":
+        found.append(f"--softmax-type {softmax} and --cp-comm-type {word}; give a2a")
+    if arguments.get("multi_latent_attention") and word in ("all_gather", "a2a"):
+        # From 2.15 on it can; megatron-core 0.16.1 is made for versions below 2.12.
+        found.append(f"--multi-latent-attention and --cp-comm-type {word}; give p2p")
     return found
 
 

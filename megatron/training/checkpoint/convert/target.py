@@ -108,9 +108,9 @@ def requested_layout(arguments: Mapping[str, Any], changes: Changes) -> Layout:
 
 
 def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> list[str]:
-    """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose
-    another way to exchange keys and values, so the stored one does not count."""
-    further = {**further_sizes(arguments), "cp_comm_type": None}
+    """Why a model cannot be laid out this way; the sentences of a launch. A launch may choose other
+    kernels, and another way to exchange keys and values, so the stored ones do not count."""
+    arguments = {**arguments, "cp_comm_type": None, "transformer_impl": None}
     return layout_problems(
         layout,
         num_layers=arguments["num_layers"],
@@ -120,7 +120,7 @@ def problems_of(arguments: Mapping[str, Any], layout: Layout, vocab: int) -> lis
         seq_length=arguments.get("seq_length") or arguments["max_position_embeddings"],
         padded_vocab_size=vocab,
         sequence_parallel=_sequence_parallel(arguments, layout),
-        **further,
+        **further_sizes(arguments),
     )
 
 
