@@ -77,36 +77,35 @@ def job(tp: int, pp: int, dp: int, *, vpp: int = 1, count: int = 8, seed: int = 
     )
 
 
+def wires(net: Network, pairs: Any) -> Any:
+    """Seconds per byte of a message between two nodes, where the messages of all these pairs are
+    under way."""
+    pairs = [pair for pair in pairs if pair[0] != pair[1]]
+    speed, link = net.links.bytes_per_s, Counter(pairs)
+    out, into = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
+
+    def of(a: int, b: int) -> float:
+        if a == b:
+            return 1 / net.inside_bytes_per_s
+        return max(link[a, b] / speed[a][b], max(out[a], into[b]) / net.nic_bytes_per_s)
+
+    return of
+
+
 def by_hand(work: Job, net: Network, order: Any) -> float:
     """The step time rank by rank, from the words that describe it."""
     t, p, v, d = work.layout.sizes
     per_node = net.gpus_per_node
-    speed, latency = net.links.bytes_per_s, net.links.latency_s
+    latency = net.links.latency_s
     pace = net.slowness or (1.0,) * len(order)
 
     def node(r: int, k: int, j: int = 0) -> int:
         return order[(j + t * (k + d * r)) // per_node]
 
-    def wires(pairs: Any) -> Any:
-        """Seconds per byte of a message, where all of these are under way."""
-        pairs = [pair for pair in pairs if pair[0] != pair[1]]
-        link, out, into = (
-            Counter(pairs),
-            Counter(a for a, _ in pairs),
-            Counter(b for _, b in pairs),
-        )
-
-        def of(a: int, b: int) -> float:
-            if a == b:
-                return 1 / net.inside_bytes_per_s
-            return max(link[a, b] / speed[a][b], max(out[a], into[b]) / net.nic_bytes_per_s)
-
-        return of
-
     def hop(r: int, k: int) -> float:
         s = (r + 1) % p
-        down = wires([(node(r, x, j), node(s, x, j)) for x in range(d) for j in range(t)])
-        up = wires([(node(s, x, j), node(r, x, j)) for x in range(d) for j in range(t)])
+        down = wires(net, [(node(r, x, j), node(s, x, j)) for x in range(d) for j in range(t)])
+        up = wires(net, [(node(s, x, j), node(r, x, j)) for x in range(d) for j in range(t)])
         a, b = node(r, k), node(s, k)
         ways = [latency[a][b] + work.hop_bytes * down(a, b)]
         ways.append(latency[b][a] + work.hop_bytes * up(b, a))
@@ -116,17 +115,18 @@ def by_hand(work: Job, net: Network, order: Any) -> float:
         if d == 1:
             return np.zeros((p, 1))
         ends = [(r, k, (k + 1) % d) for r in range(p) for k in range(d)]
-        flat = wires([(node(r, a, j), node(r, b, j)) for r, a, b in ends for j in range(t)])
+        flat = wires(net, [(node(r, a, j), node(r, b, j)) for r, a, b in ends for j in range(t)])
         groups = [list(dict.fromkeys(node(r, k) for k in range(d))) for r in range(p)]
         members = [Counter(node(r, k) for k in range(d)) for r in range(p)]
         even = len({count for m in members for count in m.values()}) == 1
         crossing = wires(
+            net,
             [
                 (g[i], g[(i + 1) % len(g)])
                 for r, g in enumerate(groups)
                 for i in range(len(g))
                 for _ in range(t * members[r][g[i]])
-            ]
+            ],
         )
         found = []
         for r in range(p):
