@@ -52,6 +52,8 @@ _FIRST_STEPS = WARM_UP_STEPS + MIN_TIMED_STEPS
 configurations of the present batch nothing else needs to be."""
 
 
+_LOSSY_BY_LAYOUT = ("grad_compression_rank", "pipeline_message_rank")
+"""Flags whose cost in progress nobody has measured, and which is another under each layout."""
 _BLIND_TO_EXPERTS = "--copus cannot measure the noise of experts that see parts of samples"
 _ANNEALING_DECISIONS = 8
 """A decision comes after this part of the samples that are left, while the run anneals by batch."""
@@ -120,6 +122,14 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             "learning rate falls by itself"
         )
     moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
+    flat = config.flat()
+    lossy = [name for name in _LOSSY_BY_LAYOUT if flat.get(name)]
+    if moves and lossy:
+        # Under the present layout the factor is in every batch's goodput, and cancels.
+        raise UsageError(
+            f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
+            "use --copus-layouts current, --copus-mode observe, or drop it"
+        )
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
@@ -171,9 +181,11 @@ def check_phases(flags: CopusConfig, config: Any) -> None:
     if flags.copus_mode != "act" or phases is None or not phases.phase_starts:
         return
     if flags.copus_layouts == "all" and flags.copus_relayout == "relaunch":
+        why = "--seq-length-schedule, whose flags count batches in samples of the first phase"
+        if phases.seq_length_schedule is None:
+            why = "--layout-schedule, which has the layout of every launch"
         raise UsageError(
-            "--copus-relayout relaunch does not go with --seq-length-schedule, whose flags count "
-            "batches in samples of the first phase; use --copus-relayout inprocess"
+            f"--copus-relayout relaunch does not go with {why}; use --copus-relayout inprocess"
         )
     for layout in map(Layout.from_text, dict.fromkeys(phases.phase_layouts)):
         if config.moe.num_experts is not None and not layout.experts_see_whole_samples:

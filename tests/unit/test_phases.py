@@ -172,13 +172,67 @@ def test_what_cannot_work_is_refused(flags: str, schedule: str, words: str) -> N
     assert len(found.splitlines()) == 1
 
 
-def test_a_schedule_of_phases_needs_lengths() -> None:
-    words = [
-        *BASE.split(),
-        *["--seq-length", "64", "--train-iters", "9", "--layout-schedule", "9%:x"],
-    ]
-    with pytest.raises(UsageError, match="--layout-schedule needs --seq-length-schedule"):
-        resolve(parse_args(words), 1)
+ALONE = "--seq-length 64 --train-samples 320 --layout-schedule 25%:tp2.pp1.dp1"
+
+
+def alone(flags: str = "", world_size: int = 2) -> Config:
+    """A run whose samples keep their length."""
+    words = f"{BASE} {ALONE} {flags}".split()
+    return resolve(parse_args(words), world_size)
+
+
+def test_bases_and_data_of_phases_need_lengths() -> None:
+    with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
+        alone("--rotary-base-schedule 25%:20000")
+
+
+def test_layouts_and_micro_batches_may_change_without_lengths() -> None:
+    """A ramp of the batch: one layout for each of its stages, at the step boundary."""
+    ramp = "--global-batch-size 48 --step-batch-size-schedule"
+    words = [*f"{BASE} {ALONE} {ramp}".split(), "0:16 5120:48"]
+    words += ["--micro-batch-size-schedule", "5120:3 9216:2"]
+    config = resolve(parse_args(words), 2)
+    assert config.phases.phase_starts == (0, 80, 176)
+    found = [(p.seq_length, p.ratio, p.micro_batch_size, p.layout) for p in config.all_phases]
+    one, two = "tp1.pp1.dp2", "tp2.pp1.dp1"
+    assert found == [(64, 1, 2, one), (64, 1, 3, two), (64, 1, 2, two)]
+    # No batch of the second stage divides over the layout of the first.
+    assert BatchSchedule.of(config).sizes == (16, 48)
+    odd = [*f"{BASE} {ALONE} --global-batch-size 9".split(), "--step-batch-size-schedule"]
+    odd += ["0:16 5120:9", "--micro-batch-size-schedule", "25%:1"]
+    assert resolve(parse_args(odd), 2).all_phases[1].micro_batch_size == 1
+    with pytest.raises(UsageError, match="phase 1 has batches of 9"):
+        resolve(parse_args(odd[:-2]), 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--micro-batch-size-schedule 25.1%:1 --global-batch-size 160", "move the positions apart"),
+        ("--micro-batch-size-schedule 99%:1 --global-batch-size 16", "has no step"),
+        ("--micro-batch-size-schedule 50%:x --global-batch-size 16", "give a whole number"),
+    ],
+)
+def test_what_cannot_work_without_lengths_is_refused(flags: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        alone(flags)
+    assert "--seq-length-schedule" not in str(error.value)
+
+
+def test_a_run_of_one_length_goes_on_with_other_layouts() -> None:
+    """No data depend on where its phases begin."""
+    stored = stored_at(100, alone("--global-batch-size 16"))
+    resumed = merge_resume_config(alone("--global-batch-size 16"), stored, vocab_size=100)
+    assert (resumed.phase.number, str(resumed.layout)) == (1, "tp2.pp1.dp1")
+    later = alone("--global-batch-size 16 --layout-schedule 75%:tp2.pp1.dp1")
+    resumed = merge_resume_config(later, stored, vocab_size=100)
+    assert resumed.phases.phase_starts == (0, 240) and str(resumed.layout) == "tp1.pp1.dp2"
+    words = f"{BASE} --seq-length 64 --train-samples 320 --global-batch-size 16".split()
+    none = merge_resume_config(resolve(parse_args(words), 2), stored, vocab_size=100)
+    assert len(none.all_phases) == 1
+    stored = stored_at(100, none)
+    resumed = merge_resume_config(alone("--global-batch-size 16"), stored, vocab_size=100)
+    assert resumed.phase.number == 1
 
 
 def test_a_schedule_may_stand_alone() -> None:

@@ -90,17 +90,19 @@ def merge_resume_config(
 
 
 def _resume_phase(config: Config, stored: Stored) -> Config:
-    """The configuration in the phase where the checkpoint stands. Phases begin where the first
-    launch has put them, whatever batch the flags give now.
+    """The configuration in the phase where the checkpoint stands. Phases of several lengths begin
+    where the first launch has put them, whatever batch the flags give now. Those of one length
+    begin where the flags say now, as no data depend on them.
 
     Raises:
         UsageError: training is longer than then, or the layout of the phase is none of the model.
     """
-    starts = stored.arguments.get("phase_starts")
+    given = config.phases.seq_length_schedule is not None
+    starts = stored.arguments.get("phase_starts") if given else config.phases.phase_starts
     if not starts or not config.phases.phase_starts:
         return config
     total, then = config.batch.train_samples, stored.arguments["train_samples"]
-    if total != then:
+    if given and total != then:
         raise UsageError(
             f"training of {then} samples cannot become {total} with --seq-length-schedule, whose "
             "last phase has a frozen order of samples; drop --override-opt-param-scheduler, or "

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 
 from megatron.training.config.batch_schedule import parse_steps
+from megatron.training.config.compression_flags import check_compression
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layer_partition import partition_of_flags, virtual_size
 from megatron.training.config.layout import Layout
@@ -19,7 +20,7 @@ from megatron.training.config.layout_rules import (
 from megatron.training.config.lengths import derive_horizon, derive_weight_decay, schedule_of
 from megatron.training.config.model_flags import derive_features
 from megatron.training.config.moe_flags import derive_moe, derive_moe_kernels, derive_moe_layout
-from megatron.training.config.phase_flags import derive_phases
+from megatron.training.config.phase_flags import derive_phases, has_phases
 
 # Field -> (supported values, why not the others and what to do).
 _SUPPORTED: dict[str, tuple[tuple[str | None, ...], str]] = {
@@ -162,6 +163,7 @@ def derive(draft: Draft, environment: Environment) -> None:
         derive_phases,
         _derive_precision,
         _derive_eight_bits,
+        check_compression,
         _derive_kernels,
         _derive_recompute,
         _derive_rest,
@@ -346,12 +348,9 @@ def _derive_layout(draft: Draft, environment: Environment) -> None:
         f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
         f"--pipeline-model-parallel-size {pp}; raise it",
     )
-    draft.problems += schedule_of(draft).problems(
-        layout,
-        draft["micro_batch_size"],
-        uneven=draft["allow_uneven_micro_batches"],
-        group_size=group,
-    )
+    if not has_phases(draft):  # else each phase checks its own batches
+        rules = {"uneven": draft["allow_uneven_micro_batches"], "group_size": group}
+        draft.problems += schedule_of(draft).problems(layout, draft["micro_batch_size"], **rules)
     draft.require(
         not draft["overlap_param_gather"]
         or (draft["use_distributed_optimizer"] and draft["overlap_grad_reduce"]),

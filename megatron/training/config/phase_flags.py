@@ -17,12 +17,8 @@ from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import schedule_of
 
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMBT]?):(\S+)", re.IGNORECASE)
-_NEED_A_SCHEDULE = (
-    "rotary_base_schedule",
-    "micro_batch_size_schedule",
-    "layout_schedule",
-    "phase_data_path",
-)
+_NEED_LENGTHS = ("rotary_base_schedule", "phase_data_path")
+_MAY_STAND_ALONE = ("layout_schedule", "micro_batch_size_schedule")
 _PHASE = re.compile(r"(\d+):")
 
 
@@ -121,7 +117,7 @@ def begin_phases(draft: Draft) -> None:
     """Fills in `--seq-length` from the schedule, and checks that the two agree."""
     text = draft["seq_length_schedule"]
     if text is None:
-        idle = [flag_of(name) for name in _NEED_A_SCHEDULE if draft[name] is not None]
+        idle = [flag_of(name) for name in _NEED_LENGTHS if draft[name] is not None]
         draft.require(not idle, f"{', '.join(idle)} needs --seq-length-schedule; give it, too")
         return
     first = parse_lengths(text)[0][1]
@@ -133,15 +129,22 @@ def begin_phases(draft: Draft) -> None:
     )
 
 
+def has_phases(draft: Draft) -> bool:
+    """Whether the flags divide the run into several phases."""
+    text = draft["seq_length_schedule"]
+    if text is not None:
+        return len(parse_lengths(text)) > 1
+    return len(_positions_alone(draft)) > 1
+
+
 def derive_phases(draft: Draft, environment: Environment) -> None:
     """Freezes where each phase begins and how it trains; after the lengths are known."""
     text = draft["seq_length_schedule"]
-    if text is None:
-        return
-    entries = parse_lengths(text)
+    entries = _of_one_length(draft) if text is None else parse_lengths(text)
     lengths = tuple(length for _, length in entries)
     if len(lengths) == 1:
-        draft.notes.append("--seq-length-schedule has one length: the run has no phases")
+        if text is not None:
+            draft.notes.append("--seq-length-schedule has one length: the run has no phases")
         return
     longest, positions = max(lengths), draft["max_position_embeddings"]
     draft.require(
@@ -173,6 +176,25 @@ def derive_phases(draft: Draft, environment: Environment) -> None:
     _check_batches(draft, schedule, layouts)
 
 
+def _of_one_length(draft: Draft) -> list[tuple[Position, int]]:
+    """The phases of a run whose samples keep their length: they begin where its schedules of
+    layouts and micro-batches say."""
+    found = {_samples(draft, position): position for position in _positions_alone(draft)}
+    return [(found[samples], draft["seq_length"]) for samples in sorted(found)]
+
+
+def _samples(draft: Draft, position: Position) -> int:
+    return position.samples(seq_length=draft["seq_length"], train_samples=draft["train_samples"])
+
+
+def _positions_alone(draft: Draft) -> set[Position]:
+    found = {Position(Fraction(0), False)}
+    for name in _MAY_STAND_ALONE:
+        if draft[name] is not None:
+            found.update(position for position, _ in parse_positions(draft[name], flag_of(name)))
+    return found
+
+
 def _check_data(draft: Draft, count: int) -> None:
     numbers = parse_phase_data(draft["phase_data_path"])
     bad = [number for number in numbers if not 1 <= number < count]
@@ -187,20 +209,21 @@ def _check_data(draft: Draft, count: int) -> None:
 
 def _starts(draft: Draft, asked: list[Position], schedule: BatchSchedule) -> tuple[int, ...]:
     """Samples consumed where each phase begins: the step boundary at or after what was asked."""
-    total, length = draft["train_samples"], draft["seq_length"]
-    exact = [p.samples(seq_length=length, train_samples=total) for p in asked]
-    starts = tuple(schedule.boundary(samples) for samples in exact)
+    total = draft["train_samples"]
+    names = ("seq_length_schedule", *_MAY_STAND_ALONE)
+    flag = flag_of(next(name for name in names if draft[name] is not None))
+    starts = tuple(schedule.boundary(_samples(draft, position)) for position in asked)
     for number, (before, start) in enumerate(itertools.pairwise(starts), start=1):
         draft.require(
             before < start,
-            f"--seq-length-schedule: phase {number - 1} has no step before sample {start}, where "
-            f"phase {number} begins; move the positions apart",
+            f"{flag}: phase {number - 1} has no step before sample {start}, where phase {number} "
+            "begins; move the positions apart",
         )
     last = starts[-1]
     draft.require(
         last + schedule.at(last) <= total,
-        f"--seq-length-schedule: the last phase begins at sample {last} of {total} and has no "
-        "step; begin it earlier, or train longer",
+        f"{flag}: the last phase begins at sample {last} of {total} and has no step; begin it "
+        "earlier, or train longer",
     )
     return starts
 
@@ -210,14 +233,14 @@ def _by_phase(draft: Draft, name: str, positions: list[Position]) -> dict[int, s
     text, flag = draft[name], flag_of(name)
     if text is None:
         return {}
-    found = {}
+    found, known = {}, [_samples(draft, position) for position in positions]
     for position, word in parse_positions(text, flag):
-        if position not in positions:
+        if (at := _samples(draft, position)) not in known:
             raise UsageError(
                 f'{flag} "{text}": {word} stands at a position that --seq-length-schedule does '
                 "not have; use the same positions"
             )
-        found[positions.index(position)] = word
+        found[known.index(at)] = word
     return found
 
 

@@ -1,4 +1,4 @@
-"""Phases of a run, each with its own length of samples.
+"""Phases of a run, each with its own length of samples, layout and micro-batch.
 
 A run counts in samples of `--seq-length` tokens, the length of its first phase, from beginning to
 end. A sample of a later phase counts as as many of them as it is times longer. So tokens, learning
@@ -27,18 +27,19 @@ class PhaseConfig:
     --rotary-base."""
     micro_batch_size_schedule: str | None = option(None)
     """Micro-batch size over the run, such as "90%:2". Its positions are positions of
-    --seq-length-schedule. Default: as many tokens as --micro-batch-size of the first phase, at
-    least 1 sample."""
+    --seq-length-schedule, or any where that is not given. Default: as many tokens as
+    --micro-batch-size of the first phase, at least 1 sample."""
     layout_schedule: str | None = option(None)
     """Layout over the run, such as "90%:tp1.cp2.pp1.dp2". Its positions are positions of
-    --seq-length-schedule. A phase that is not named keeps the layout before it."""
+    --seq-length-schedule, or any where that is not given. A phase that is not named keeps the
+    layout before it."""
     phase_data_path: tuple[str, ...] | None = option(None, nargs="+")
     """Training data from a phase on: the number of the phase and a colon, then as in --data-path,
     such as "1: long_text 2: 0.7 books 0.3 code". The first phase has number 0 and uses --data-path.
     """
     phase_starts: tuple[int, ...] = derived(())
-    """Samples consumed where each phase begins, frozen at the first launch; () without a schedule.
-    """
+    """Samples consumed where each phase begins, frozen at the first launch if there are several
+    lengths; () without a schedule."""
     phase_seq_lengths: tuple[int, ...] = derived(())
     """Tokens per sample of each phase."""
     phase_rotary_bases: tuple[int, ...] = derived(())
@@ -53,7 +54,7 @@ class PhaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of a run whose samples have one length."""
+    """A part of a run with one length of samples and one layout."""
 
     number: int
     """From 0."""

@@ -14,6 +14,25 @@ from megatron.training.data.phase_datasets import build_phase_datasets
 from megatron.training.data.tokenizer import Tokenizer
 
 
+class Part:
+    """Some samples of a data set that follow one another.
+
+    Args:
+        dataset: that has them.
+        start: number of the first.
+        count: how many.
+    """
+
+    def __init__(self, dataset: SampleSource, start: int, count: int) -> None:
+        self._dataset, self._start, self._count = dataset, start, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._dataset[self._start + index]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Readers:
     """Readers of the samples of one phase."""
@@ -66,8 +85,8 @@ def evaluation_batch(config: Config, phase: Phase) -> int:
 def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) -> RunData:
     """Builds the data sets of a run. With a process group every rank must call this.
 
-    A run without a schedule has the stock order of samples. In a run with phases, all of them are
-    built at the start, so that data that cannot be read ends the run then.
+    A run without `--seq-length-schedule` has the stock order of samples. In a run with it, the data
+    of all phases are built at the start, so that data that cannot be read ends the run then.
 
     Args:
         config: resolved configuration.
@@ -84,7 +103,7 @@ def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) ->
         "run_dir": config.checkpoint.save,
     }
     train: list[SampleSource] = []
-    if len(phases) > 1:
+    if len(phases) > 1 and config.phases.seq_length_schedule is not None:
         blends = parse_phase_data(config.phases.phase_data_path)
         train = build_phase_datasets(config.data, blends, phases, **common)
     valid: dict[int, SampleSource | None] = {}
@@ -103,7 +122,8 @@ def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) ->
         valid[phase.seq_length], test[phase.seq_length] = built.valid, built.test
         notes = notes or built.notes
         if not train and built.train is not None:
-            train = [built.train]
+            parts: list[SampleSource] = [Part(built.train, p.start, p.num_samples) for p in phases]
+            train = parts if len(phases) > 1 else [built.train]
     return RunData(
         train=train,
         valid=valid,
