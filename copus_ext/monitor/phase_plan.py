@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import functools
 import io
-import itertools
 import shlex
 import sys
 import time
@@ -321,16 +320,5 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
         one_line(best, single),
         "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
     ]
-    inside = [
-        after.stage.phase
-        for before, after in itertools.pairwise(best.stages)
-        if before.stage.phase == after.stage.phase
-        and before.choice.configuration.layout != after.choice.configuration.layout
-    ]
-    if inside:
-        lines.append(
-            "the layout changes with the batch inside a phase, which flags cannot say: --copus "
-            "moves there while it trains"
-        )
     for line in lines:
         console.print(line, highlight=False, markup=False)

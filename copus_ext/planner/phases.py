@@ -257,31 +257,48 @@ def _shortest(stages: Sequence[Stage], choices: Sequence[Choices], pause: Pause)
 
 def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str]:
     """The trainer's flags of a plan: those of its first stage, and the schedules of lengths,
-    layouts and micro-batches.
+    layouts and micro-batches. Where only the batch changes and another layout or micro-batch is
+    best from there on, the schedules have a position for it.
 
     Args:
         plan: of a run.
-        text: its `--seq-length-schedule`.
+        text: its `--seq-length-schedule`, or a length alone.
         batch: flags of its global batch.
     """
     flags = plan.stages[0].choice.configuration.to_flags()
     at = flags.index("--global-batch-size")
     flags[at : at + 2] = batch
-    if ":" not in text:
-        return flags
-    words = [word.partition(":")[0] for word in text.split()]
-    heads = {s.stage.phase: s.choice.configuration for s in reversed(plan.stages)}
-    flags += ["--seq-length-schedule", text]
-    layouts = [f"{words[n]}:{heads[n].layout}" for n in sorted(heads) if n]
-    micro = [f"{words[n]}:{heads[n].micro_batch_size}" for n in sorted(heads) if n]
-    if len({heads[n].layout for n in heads}) > 1:
+    words = text.split() if ":" in text else []
+    heads = _heads(plan, words)
+    used = [c for _, _, c in heads]
+    if words:
+        flags += ["--seq-length-schedule", " ".join(f"{at}:{n}" for at, n, _ in heads)]
+    layouts = [f"{at}:{c.layout}" for at, _, c in heads[1:]]
+    micro = [f"{at}:{c.micro_batch_size}" for at, _, c in heads[1:]]
+    if len({c.layout for c in used}) > 1:
         flags += ["--layout-schedule", " ".join(layouts)]
-    if micro:
-        flags += ["--micro-batch-size-schedule", " ".join(micro)]
+    if words or len({c.micro_batch_size for c in used}) > 1:
+        flags += ["--micro-batch-size-schedule", " ".join(micro)] if micro else []
     # Where a later phase shares samples and the first does not, the exchange is named here.
-    form = next((c.cp_comm_type for c in heads.values() if c.cp_comm_type), None)
+    form = next((c.cp_comm_type for c in used if c.cp_comm_type), None)
     if form and "--cp-comm-type" not in flags:
         flags += ["--cp-comm-type", form]
-    if any(c.sequence_parallel for c in heads.values()) and "--sequence-parallel" not in flags:
+    if any(c.sequence_parallel for c in used) and "--sequence-parallel" not in flags:
         flags.append("--sequence-parallel")
     return flags
+
+
+def _heads(plan: PhasePlan, words: Sequence[str]) -> list[tuple[str, int, Configuration]]:
+    """Position, tokens of a sample and configuration of each phase of a run. One begins with each
+    length, and within a length wherever the layout or the micro-batch changes."""
+    found: list[tuple[str, int, Configuration]] = []
+    phase, before = None, None
+    for part in plan.stages:
+        stage, c = part.stage, part.choice.configuration
+        at, now = str(stage.start_tokens), (c.layout, c.micro_batch_size)
+        if stage.phase != phase and words:
+            at = words[stage.phase].partition(":")[0]
+        if (stage.phase, now) != (phase, before):
+            found.append((at, stage.seq_length, c))
+        phase, before = stage.phase, now
+    return found

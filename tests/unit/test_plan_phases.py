@@ -19,11 +19,14 @@ from copus_ext.monitor import phase_plan
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.phases import (
     Choice,
+    PhasePlan,
     RunWide,
     Stage,
+    StagePlan,
     choices_of,
     plan_stages,
     stages_of,
+    with_own_flags,
 )
 from copus_ext.planner.profile import Timing
 from copus_ext.planner.search import Planner
@@ -31,6 +34,7 @@ from copus_ext.planner.space import Limits
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
+from megatron.training.config.phases import number_at
 
 SHAPE = """--num-layers 4 --hidden-size 64 --num-attention-heads 8 --max-position-embeddings 1024
 --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
@@ -208,6 +212,37 @@ def test_flags_of_a_plan_start_that_run(capsys: pytest.CaptureFixture[str]) -> N
     assert list(layouts) == [str(x) for x in asked]
     micro = [s["configuration"]["micro_batch_size"] for s in record["stages"]]
     assert list(config.phases.phase_micro_batch_sizes) == micro
+
+
+@pytest.mark.parametrize("text", ["64", "0:64 50%:256"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int) -> None:
+    """The trainer that gets these flags is in the layout of every stage at its first step."""
+    batch = ["--global-batch-size", "64", "--step-batch-size-schedule", "0:16 16384:32 60000:64"]
+    stages = stages_of(
+        seq_length_schedule=text,
+        train_tokens=1280 * 64,
+        global_batch_size=64,
+        step_batch_size_schedule=batch[-1],
+    )
+    parts = []
+    for s in stages:
+        grown = s.global_batch_size * s.seq_length > 16 * 64
+        one = choice(LAYOUTS[2] if grown else LAYOUTS[0], WIDE[0], 1.0)
+        size = {"micro_batch_size": micro if grown else 1}
+        c = dataclasses.replace(one.configuration, global_batch_size=s.global_batch_size, **size)
+        parts.append(StagePlan(stage=s, choice=Choice(configuration=c, step_s=1.0), pause_s=0.0))
+    flags = with_own_flags(PhasePlan(stages=parts), text, batch)
+    assert ("--seq-length-schedule" in flags) is (":" in text)
+    words = [*shlex.split(SHAPE), "--train-samples", "1280", *flags]
+    words += [] if ":" in text else ["--seq-length", "64"]
+    config = resolve(parse_args(words), 4)
+    assert len(config.all_phases) == (3 if ":" in text else 2)
+    for part in parts:
+        at = number_at(config.phases.phase_starts, part.stage.start_tokens // 64)
+        found, c = config.all_phases[at], part.choice.configuration
+        assert (found.layout, found.micro_batch_size) == (str(c.layout), c.micro_batch_size)
+        assert found.seq_length == part.stage.seq_length
 
 
 def test_each_step_of_a_batch_has_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
