@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from copus_ext.planner.request import UsageProblem, megatron_flag
-from megatron.training.common.errors import UsageError
+from megatron.training.common.errors import UsageError, counted
 from megatron.training.config.phase_flags import parse_lengths
 
 TOKENS_A_PARAMETER = 20
@@ -31,7 +31,7 @@ _COLUMNS += ("tokens/s/GPU", "MFU,%", "move,s")
 
 
 def add_flags(p: argparse.ArgumentParser) -> None:
-    """Those that `phases` has beside the flags of a search."""
+    """Adds the flags that `phases` has beside those of a search."""
     run = p.add_argument_group("run")
     words = "tokens of a sample over the run, such as '0:4096 90%%:16384 97%%:65536'"
     run.add_argument("--seq-length-schedule", metavar="TEXT", help=words)
@@ -46,18 +46,18 @@ def add_flags(p: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is planned."""
+    """The run that is planned, as its flags describe it."""
 
     lengths: str
-    """Its schedule of lengths, as a flag has it."""
+    """The schedule of lengths, written as in its flag, or one length."""
     batch: list[str]
-    """Flags of its global batch."""
+    """The flags of the global batch and of its schedule."""
     stages: list[Any]
-    """Parts with one length and batch."""
+    """The parts of the run that have one length and one batch, in order."""
 
 
 def run_asked(args: argparse.Namespace, model: Any) -> Run:
-    """The run of some flags.
+    """Returns the run that the flags describe.
 
     Raises:
         UsageProblem: no batch, or several.
@@ -97,7 +97,8 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
 
 
 def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
-    """Seconds of a change between two layouts on the planner's cluster."""
+    """Returns a function that predicts the seconds of a change between two layouts on the cluster
+    of the planner."""
     from copus_ext.cost_model.memory import (
         owned_parameters,
         stage_parameters,
@@ -116,7 +117,7 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
     counted = predictor_of(shape_for(model, tp_sizes=sizes, sharded=True), machine)
 
     def held(layout: Any) -> int:
-        """Bytes of the state that the rank holds which has most."""
+        """Returns the bytes of state on the rank that holds most."""
         c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=layout.dp)
         rows = to_rows(model, cluster, points_of([c])).full()
         own = owned_parameters(rows, stage_parameters(rows), stage_routed_parameters(rows))
@@ -139,7 +140,7 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
 
 
 def planned(args: argparse.Namespace, planner: Any, run: Run) -> tuple[Any, Any, list[Any]]:
-    """The plan, that of one layout, and the stages that nothing can run.
+    """Returns the plan, the plan that keeps one layout, and the stages that nothing can run.
 
     Raises:
         UsageProblem: nothing to look at.
@@ -220,15 +221,16 @@ def answer(args: argparse.Namespace, planner: Any, put: Callable[[str, Path | No
 
 
 def cost_of_one(best: Any, single: Any) -> float | None:
-    """What one layout for all phases costs over the plan, as a share; None where there is none."""
+    """Returns how much longer a run in one layout takes, as a share of the time of the plan. None
+    where no layout can run all phases."""
     return None if single is None else single.seconds / best.seconds - 1
 
 
 def one_line(best: Any, single: Any) -> str:
-    """The same in words."""
+    """Says in words what one layout for all phases costs."""
     share = cost_of_one(best, single)
     if share is None:
-        return "no layout runs all phases"
+        return "no layout can run all phases"
     layout = single.stages[0].choice.configuration.layout
     return f"one layout for all phases costs {100 * share:.1f} % more ({layout})"
 
@@ -245,7 +247,7 @@ def _of_stage(planner: Any, part: Any) -> dict[str, float]:
 
 
 def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
-    """The answer as plain JSON types."""
+    """Returns the answer as plain JSON types."""
     from copus_ext import __version__
     from copus_ext.planner.phases import with_own_flags
 
@@ -286,7 +288,7 @@ def to_json(planner: Any, run: Run, best: Any, single: Any) -> dict[str, Any]:
 
 
 def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
-    """Prints a line for each stage, and what one layout would cost."""
+    """Prints a line for each stage, what one layout would cost, and the flags of the plan."""
     from rich.table import Table
 
     from copus_ext.monitor.summary import amount
@@ -316,7 +318,8 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
     console.print(shown)
     moves = [part.pause_s for part in best.stages if part.pause_s]
     lines = [
-        f"{best.seconds / _HOUR_S:.4g} hours, {len(moves)} moves of {sum(moves):.3g} s in all",
+        f"the run takes {best.seconds / _HOUR_S:.4g} hours, with "
+        f"{counted(len(moves), 'change')} of layout ({sum(moves):.3g} s)",
         one_line(best, single),
         "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
     ]
