@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from copus_ext.gns.estimators import Estimate, Weights, estimate_gns, group_weights
+from copus_ext.gns.shared_gradient import share_of_sum
 
 GROUPS = ("embedding", "attention", "mlp", "vectors", "head", "experts", "router")
 """Parameter groups, kept apart: word and position embedding; weight matrices of attention and MLP,
@@ -281,7 +282,7 @@ class GradientNormHooks:
         # Most of a measurement's time is here. It goes into reading the gradient once: neither
         # `dot` nor one call for several gradients reads faster.
         if self._cp is not None and GROUPS[self._measured[number].group] != "experts":
-            grad = self._share_of_sum([grad], self._cp)
+            grad = share_of_sum([grad], self._cp)
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=next(self._free[number]))
 
     def _add_small(self, part: list[Measured], index: torch.Tensor) -> None:
@@ -293,21 +294,9 @@ class GradientNormHooks:
             index = _indices(alone, self._device)
             for group in sorted({m.group for m in part} - {GROUPS.index("experts")}):
                 own = [m.param.main_grad for m in part if m.group == group]  # pyright: ignore[reportAttributeAccessIssue]
-                norm = torch.linalg.vector_norm(self._share_of_sum(own, self._cp))
+                norm = torch.linalg.vector_norm(share_of_sum(own, self._cp))
                 self._numbers[group] += norm.double().square()
         self._add([m.param.main_grad for m in alone], index, 0)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @torch.no_grad()
-    def _share_of_sum(self, grads: list[torch.Tensor], group: Any) -> torch.Tensor:
-        """This rank's part of the sum of gradients over the ranks that share samples, fp32. Each of
-        them has a part of every sample's gradient, and the square of a part is no part of the
-        square."""
-        flat = torch.cat([grad.reshape(-1).float() for grad in grads])
-        size = group.size()
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % size))
-        own = flat.new_empty(len(flat) // size)
-        dist.reduce_scatter_tensor(own, flat, group=group)
-        return own
 
     def _add(self, grads: list[Any], index: torch.Tensor, offset: int) -> None:
         """Adds squared norms, fp32 within a tensor and fp64 across tensors."""

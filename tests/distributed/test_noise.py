@@ -39,6 +39,12 @@ def test_squared_norms_do_not_depend_on_the_layout(runs: dict[str, Any], case: A
         assert (noise["tokens_per_sample"] < 32) is ("masked" in group)
 
 
+def test_sums_over_ranks_that_share_samples_go_in_bounded_pieces(runs: dict[str, Any]) -> None:
+    assert len(runs["pieces"]) == 12
+    wrong = [piece for piece in runs["pieces"] if not piece[2]]
+    assert not wrong, "bit for bit what one large buffer gives"
+
+
 def test_the_small_groups_are_what_they_are_said_to_be(runs: dict[str, Any]) -> None:
     """Same batch, same weights: the more samples, the smaller the norm."""
     families = [("llama", "micro", "1"), ("llama", "rank", "4 one by one")]

@@ -129,13 +129,13 @@ FAMILIES: dict[tuple[str, str, str], list[tuple[int, int, int, str]]] = {
 }
 
 
-def main(output: Path) -> Any:
-    """Returns what was measured in every case."""
+def watched_class() -> Any:
+    """The class of a callback that can be looked into; what it imports is only there in the
+    processes of a run."""
     import torch.distributed as dist
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import STATE_KEY, GradientNoiseCallback
-    from copus_ext.gns.hooks import GradientNormHooks
     from megatron.training.train.callbacks import CallbackContext
 
     class Watched(GradientNoiseCallback):
@@ -158,6 +158,16 @@ def main(output: Path) -> Any:
             super().on_train_step_end(context)
             self.states.append(json.dumps(context.state.callbacks[STATE_KEY]))
 
+    return Watched
+
+
+def main(output: Path) -> Any:
+    """Returns what was measured in every case."""
+    import torch.distributed as dist
+
+    from copus_ext.gns import hooks
+
+    Watched = watched_class()
     result: dict[str, Any] = {}
 
     def record(name: str, flags: str, base: str = TINY, *, plain: bool = False, **how: Any) -> Any:
@@ -212,11 +222,58 @@ def main(output: Path) -> Any:
     move = f"{layout_flags_text(1, 2)} {SHARDED} --train-iters 4 --load {saved}"
     record("moved", move)
     record("unmoved", f"{layout_flags_text(2, 1)} {SHARDED} --train-iters 4")
-    with patch.object(GradientNormHooks, "_share_of_sum", lambda _self, grads, _group: flat(grads)):
+    with patch.object(hooks, "share_of_sum", lambda grads, _group: flat(grads)):
         record("parts squared", f"{CP2} --train-iters 1", copus_gns_estimator="rank")
     with _counting_norms_on_every_rank():
         record("wrong", f"{layout_flags_text(4, 1)} --train-iters 2")
+    result["pieces"] = sums_in_pieces()
     return result
+
+
+def sums_in_pieces() -> list[tuple[int, int, bool]]:
+    """Sums of gradients over two and four ranks, by pieces of a buffer of every size. Four numbers
+    have several orders to be added up in, which the backend chooses by size: those are whole.
+
+    Returns:
+        Ranks, elements of the buffer, and whether no piece is larger and the sum is bit for bit
+        the one at once.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from copus_ext.gns import shared_gradient
+
+    found, rank = [], dist.get_rank()
+    pairs: list[Any] = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    torch.manual_seed(rank)
+    grads = [torch.randn(shape) * 10.0**k for k, shape in enumerate([(3, 5), (1,), (40, 2), (7,)])]
+    grads[2] = grads[2].T
+    reduce = dist.reduce_scatter_tensor
+    groups: list[Any] = [pairs[rank // 2], dist.group.WORLD]
+    for group in groups:
+        size = group.size()
+        if size > 2:
+            grads = [grad.round() for grad in grads]
+        at_once = flat([*grads, torch.zeros(-103 % size)])
+        want = at_once.new_empty(len(at_once) // size)
+        reduce(want, at_once, group=group)
+        for most in (1, 2, 12, 31, 104, 1000):
+            pieces: list[int] = []
+
+            def counted(out: Any, given: Any, *, pieces: list[int] = pieces, **more: Any) -> Any:
+                pieces.append(len(given))
+                return reduce(out, given, **more)
+
+            with (
+                patch.object(shared_gradient, "MOST_ELEMENTS", most),
+                patch.object(dist, "reduce_scatter_tensor", counted),
+            ):
+                got = shared_gradient.share_of_sum(grads, group)
+            is_same = [torch.equal(got, want), max(pieces) <= max(most, size)]
+            every: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(every, all(is_same))
+            found.append((size, most, all(every)))
+    return found
 
 
 def flat(grads: list[Any]) -> Any:
