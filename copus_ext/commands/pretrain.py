@@ -106,7 +106,7 @@ def controllers(args: argparse.Namespace) -> list[Any]:
     if args.layout_schedule is not None:
         from copus_ext.controller.phase_layouts import PhaseLayouts
 
-        found.append(PhaseLayouts(*[controller.resharder for controller in found]))
+        found.append(PhaseLayouts(*found))
     return found
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,10 +47,6 @@ from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.train.callbacks import Callback, CallbackContext
-
-if TYPE_CHECKING:
-    # In a Megatron-LM checkout the layout never changes, and `train.job` must not be imported.
-    from copus_ext.reshard.inprocess import InProcessResharder
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +95,6 @@ class Controller(Callback):
         """The controller's flags."""
         return dataclasses.asdict(self._given)
 
-    def resharder(self) -> InProcessResharder | None:
-        """What changes layouts in the running processes, if this controller does."""
-        return None if self.layout_changes is None else self.layout_changes.resharder
-
     def tensor_parallel_sizes(self, config: Any) -> list[int]:
         """Those of the layouts that may be chosen."""
         return rules.tensor_parallel_sizes(self.flags, config)
@@ -145,7 +137,9 @@ class Controller(Callback):
         if problem := broadcast_from_rank0(problem):
             raise UsageError(problem)
         if self._acts and self.flags.copus_layouts == "all":
-            self.layout_changes = LayoutChangeManager(self.flags, self.state, self.log)
+            self.layout_changes = LayoutChangeManager(
+                self.flags, self.state, self.log, prior_s=lambda to: self.pauses.to_s(to)
+            )
             self.layout_changes.open(context)
 
     def _begin_samples(self, context: CallbackContext) -> CallbackContext:
@@ -253,9 +247,12 @@ class Controller(Callback):
 
     def on_phase_start(self, context: CallbackContext) -> None:
         """Goes on in samples of another length. The noise scale starts afresh, nothing that was
-        timed counts any more, and the batch is the one that the trainer goes on with."""
-        self._record_outcome(now=True)
-        before, context = self._ratio, self._begin_samples(context)
+        timed counts any more, and the batch is the one that the trainer goes on with. Where the
+        length stays, so does all that was measured."""
+        before = self._ratio
+        if before != ratio_of(context):
+            self._record_outcome(now=True)
+        context = self._begin_samples(context)
         config, settings = context.config, context.state.settings
         self.state.enter_phase(
             before=before,
@@ -263,10 +260,11 @@ class Controller(Callback):
             global_batch_size=settings.global_batch_size,
             micro_batch_size=settings.micro_batch_size or config.batch.micro_batch_size,
         )
-        self.gns.on_phase_start(context)
-        self.warm_up = WarmUpGuard(self.flags, config)
-        self._on_layout(context)
-        self._renew_table(context)
+        if before != self._ratio:
+            self.gns.on_phase_start(context)
+            self.warm_up = WarmUpGuard(self.flags, config)
+            self._on_layout(context)
+            self._renew_table(context)
         self.log.note(
             "phase",
             iteration=context.state.iteration,
@@ -483,7 +481,6 @@ class Controller(Callback):
         ramp = self._ramp_to(to.global_batch_size, context)
 
         def done(outcome: ReshardResult) -> None:
-            self.state.elapsed_s += outcome.pause_s
             if outcome.kind == "moved":
                 self._on_config_changed(decision, context, before=before, ramp=ramp)
                 return
@@ -496,7 +493,6 @@ class Controller(Callback):
             to=to.layout,
             settings=self._settings(to.global_batch_size, to.micro_batch_size, ramp, context),
             reason=decision.reason,
-            prior_s=self.pauses.to_s(to.layout),
             done=done,
         )
 

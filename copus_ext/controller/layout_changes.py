@@ -47,18 +47,16 @@ def _tokens(samples: int, context: CallbackContext) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutChange:
-    """A change that was decided."""
+    """A change that is to be made."""
 
-    number: int
-    """Of the decision."""
+    number: int | None
+    """Of the decision; None for a change that the flags ask for."""
     to: Layout
     """Layout to change to."""
     settings: StepSettings
     """How steps are taken there."""
     reason: str
     """One line."""
-    prior_s: float
-    """Seconds that were predicted before any change was measured."""
     done: Callable[[ReshardResult], None]
     """Called with the outcome on every rank; of a relaunch, before the new processes start."""
 
@@ -70,10 +68,19 @@ class LayoutChangeManager:
         flags: of the controller.
         state: of the controller; its `layout_costs` are kept here.
         log: the journal.
+        prior_s: seconds that a change to a layout should take, before any change was measured; the
+            same on every rank.
     """
 
-    def __init__(self, flags: CopusConfig, state: ControllerState, log: DecisionLog) -> None:
-        self.flags, self._state, self._log = flags, state, log
+    def __init__(
+        self,
+        flags: CopusConfig,
+        state: ControllerState,
+        log: DecisionLog,
+        *,
+        prior_s: Callable[[Layout], float],
+    ) -> None:
+        self.flags, self._state, self._log, self._prior_s = flags, state, log, prior_s
         self._costs = state.layout_costs
         self._resharder: InProcessResharder | None = None
         self._run_dir: Path | None = None
@@ -111,11 +118,6 @@ class LayoutChangeManager:
         for layout in blocked_layouts():
             self._costs.block(layout, "the run crashed in it")
 
-    @property
-    def resharder(self) -> InProcessResharder | None:
-        """What changes layouts in the running processes; None where new processes do."""
-        return self._resharder
-
     def _complete_relaunch(self, context: CallbackContext) -> None:
         """Records the change of layout that this launch was started for, if any. All ranks."""
         pending, self._costs.pending_relaunch = self._costs.pending_relaunch, None
@@ -150,14 +152,21 @@ class LayoutChangeManager:
             self._resharder.build_ahead(context.config, layouts)
 
     def request(
-        self, change: LayoutChange, context: CallbackContext, now: StepSettings | None
+        self,
+        change: LayoutChange,
+        context: CallbackContext,
+        now: StepSettings | None = None,
+        *,
+        saves: bool = False,
     ) -> Request:
         """The request to the loop.
 
         Args:
-            change: that was decided.
-            context: at the end of a step.
+            change: to make.
+            context: at the end of a step, in samples of the present phase.
             now: settings of the next step whatever becomes of the change, or None.
+            saves: whether to save before a change in the running processes even if the last
+                checkpoint is new enough to fall back to.
         """
         self._requested = change
         self._log.note(
@@ -168,10 +177,10 @@ class LayoutChangeManager:
             start=str(context.config.layout),
             to=str(change.to),
             way=self.flags.copus_relayout,
-            predicted_s=self._costs.seconds_of(change.prior_s),
+            predicted_s=self._costs.seconds_of(self._prior_s(change.to)),
         )
-        kind = "save" if self._resharder is not None and self.saves_first(context) else "change"
         leaves = self._resharder is None
+        kind = "save" if not leaves and (saves or self.saves_first(context)) else "change"
         make = self._change_by_relaunch if leaves else self._change_in_process
         return Request(kind=kind, reason=change.reason, settings=now, move=make, leaves=leaves)
 
@@ -190,7 +199,8 @@ class LayoutChangeManager:
             # Before the clock starts. A save that fails here counts as at any other time.
             job.checkpointer.finish()
         start, about = job.config.layout, self._about(change, job)
-        predicted_s = self._costs.seconds_of(change.prior_s)
+        prior_s = self._prior_s(change.to)
+        predicted_s = self._costs.seconds_of(prior_s)
         try:
             outcome = self._resharder.move(job, change.to, change.settings, predicted_s=predicted_s)
         except Relaunch as error:
@@ -200,10 +210,11 @@ class LayoutChangeManager:
         outcome.pause_s = broadcast_from_rank0(outcome.pause_s)
         if outcome.kind == "moved":
             self._costs.record_success(
-                seconds=outcome.pause_s, iteration=job.state.iteration, prior_s=change.prior_s
+                seconds=outcome.pause_s, iteration=job.state.iteration, prior_s=prior_s
             )
         else:
             self._costs.record_failure(start, change.to, outcome.reason, seconds=outcome.pause_s)
+        self._state.elapsed_s += outcome.pause_s
         # The journal is told in samples of the present phase, as the controller counts.
         position = job.state.consumed_samples // job.config.phase.ratio
         self._note_switch(about, job.state.iteration, position, outcome)
@@ -216,7 +227,7 @@ class LayoutChangeManager:
             Why it ends.
         """
         change = self._requested
-        assert change is not None
+        assert change is not None and change.number is not None
         now = broadcast_from_rank0(time.time())
         pending = PendingRelaunch(**self._about(change, job), time=now)
         self.exits_for_relaunch = True

@@ -1,40 +1,71 @@
-"""Takes a run to the layout that each phase of longer samples asks for (`--layout-schedule`)."""
+"""Changes the layout of a run where the next phase of `--layout-schedule` asks for another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron.training.common.collectives import broadcast_from_rank0
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
+from copus_ext.controller.pause_prior import PausePrior, machine_of
+from copus_ext.controller.present_samples import PresentSamples
+from copus_ext.goodput.state import ControllerState
+from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.errors import UsageError
 from megatron.training.common.step_settings import Request
 from megatron.training.config.layout import Layout
 from megatron.training.train.callbacks import Callback, CallbackContext
 
 if TYPE_CHECKING:
-    from copus_ext.reshard.inprocess import InProcessResharder
+    from copus_ext.controller.callback import Controller
     from megatron.training.train.job import Job
+
+
+class _EventLog(DecisionLog):
+    """Writes to the record of the run what a controller writes to its journal."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.job: Job | None = None
+
+    def append(self, kind: str, **fields: Any) -> None:
+        """Adds an event at the present position of the run, while there is a job."""
+        if self.job is None:
+            return
+        state = self.job.state
+        known = ("iteration", "consumed_samples")
+        fields = {name: value for name, value in fields.items() if name not in known}
+        self.job.tracker.event(kind, state.iteration, state.consumed_samples, **fields)
 
 
 class PhaseLayouts(Callback):
     """Changes the layout in the running processes where a phase begins.
 
-    A change that fails leaves the run in the layout before, where it goes on if that can cut the
-    batch.
+    The run saves before the change if it has a `--save`. A change that fails leaves the run in the
+    layout before. The run then goes on there, or ends if that layout cannot cut the batch.
 
     Args:
-        shared: the resharder of a controller that changes layouts too, or None; asked for at each
-            change.
+        controller: of the run, if it has one. A controller that changes layouts makes these changes
+            as it makes its own: they count among its costs, and its journal holds them.
     """
 
-    def __init__(self, shared: Callable[[], InProcessResharder | None] = lambda: None) -> None:
-        self._shared = shared
-        self._own: InProcessResharder | None = None
-        self._run_dir: Path | None = None
-        self._note: Callable[..., None] = lambda kind, **fields: None
+    def __init__(self, controller: Controller | None = None) -> None:
+        self._controller = controller
+        self._events = _EventLog()
+        self._pauses: PausePrior | None = None
+        self._flags = CopusConfig(copus_relayout="inprocess", copus_prebuild=0)
+        self.own = LayoutChangeManager(
+            self._flags, ControllerState(), self._events, prior_s=self._prior_s
+        )
+        """Makes the changes where no controller does."""
+
+    @property
+    def _changes(self) -> LayoutChangeManager:
+        theirs = None if self._controller is None else self._controller.layout_changes
+        return self.own if theirs is None else theirs
 
     def on_setup_start(self, context: CallbackContext) -> None:
         """Checks that the run can change its layout.
@@ -47,52 +78,58 @@ class PhaseLayouts(Callback):
                 "--layout-schedule does not go with --fp8-format: Transformer Engine's scales "
                 "cannot follow a change of layout; drop one of the two"
             )
-        self._run_dir = broadcast_from_rank0(context.run_dir)
+        if self._changes is self.own:
+            self.own.open(context)
 
     def on_phase_start(self, context: CallbackContext) -> Request | None:
-        """Asks for the layout of the phase."""
-        wanted = context.config.phase.layout
-        if wanted is None or wanted == str(context.config.layout):
+        """Asks for the layout of the phase, unless the run has it."""
+        config = context.config
+        if config.phase.layout is None or config.phase.layout == str(config.layout):
             return None
-        reason = f"phase {context.config.phase.number} asks for {wanted}"
-        return Request(kind="change", reason=reason, move=self._move)
+        self._pauses = PausePrior(config, self._flags, machine_of(config, None, None))
+        change = LayoutChange(
+            number=None,
+            to=Layout.from_text(config.phase.layout),
+            settings=context.state.settings,
+            reason=f"phase {config.phase.number} asks for {config.phase.layout}",
+            done=lambda outcome: self._report(outcome, context),
+        )
+        saves = config.checkpoint.save is not None
+        request = self._changes.request(change, PresentSamples().of(context), saves=saves)
+        return replace(request, move=lambda job: self._move(job, request))
 
-    def _move(self, job: Job) -> None:
-        """Makes the change; the loop calls it once the phase has begun."""
+    def _prior_s(self, layout: Layout) -> float:
+        assert self._pauses is not None
+        return self._pauses.to_s(layout)
+
+    def _move(self, job: Job, request: Request) -> None:
+        """Makes the change. The loop calls it once the phase has begun and a checkpoint is there.
+
+        Raises:
+            TrainingFailure: on every rank, if it failed and the old layout cannot cut the batch.
+        """
         from megatron.training.train.phases import check_batch
 
-        wanted, before = Layout.from_text(job.config.phase.layout or ""), job.config.layout
-
-        def note(kind: str, **fields: Any) -> None:
-            fields.pop("iteration", None)
-            state = job.state
-            job.tracker.event(kind, state.iteration, state.consumed_samples, **fields)
-
-        self._note = note
-        result = self._resharder().move(job, wanted, job.state.settings)
-        if dist.get_rank() == 0:
-            told = (
-                f"the layout is {wanted} after {result.pause_s:.1f} s"
-                if result.kind == "moved"
-                else f"ALERT: the layout stays {before}, not {wanted}: {result.reason}"
-            )
-            print(told, flush=True)
+        assert request.move is not None
+        self._events.job = job
+        try:
+            request.move(job)
+        finally:
+            self._events.job = None
         check_batch(job)
 
-    def _resharder(self) -> InProcessResharder:
-        shared = self._shared()
-        if shared is not None:
-            return shared
-        if self._own is None:
-            from copus_ext.reshard.inprocess import InProcessResharder
-
-            self._own = InProcessResharder(
-                run_dir=self._run_dir, note=lambda kind, **fields: self._note(kind, **fields)
-            )
-        return self._own
+    def _report(self, outcome: ReshardResult, context: CallbackContext) -> None:
+        """Prints what became of a change; `context` is of the layout after it."""
+        if dist.get_rank() != 0:
+            return
+        wanted, layout = context.config.phase.layout, context.config.layout
+        if outcome.kind == "moved":
+            print(f"the layout is {layout} after {outcome.pause_s:.1f} s", flush=True)
+        else:
+            told = f"the layout stays {layout}, not {wanted}: {outcome.reason}"
+            print(f"ALERT: {told}", flush=True)
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Destroys its groups."""
-        if self._own is not None:
-            self._own.close()
-            self._own = None
+        """Destroys the groups that were made for changes of layout."""
+        if self._changes is self.own:
+            self.own.close(context)

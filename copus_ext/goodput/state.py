@@ -252,8 +252,8 @@ class ControllerState:
     def enter_phase(
         self, *, before: int, after: int, global_batch_size: int | None, micro_batch_size: int
     ) -> None:
-        """Goes on with samples of another length. Times, losses and noise scales of the old length
-        tell nothing of the new one.
+        """Goes on with the batch of a phase. If its samples have another length, times, losses and
+        noise scales of the old length tell nothing of the new one.
 
         Args:
             before: tokens per sample until now, in any unit.
@@ -261,6 +261,12 @@ class ControllerState:
             global_batch_size: of the next step, if the controller sets it, in the new samples.
             micro_batch_size: of the next step, in the new samples.
         """
+
+        if self.global_batch_size is not None and global_batch_size is not None:
+            self.global_batch_size = global_batch_size
+            self.micro_batch_size = micro_batch_size
+        if before == after:
+            return
 
         def rescaled(samples: Any) -> Any:
             return None if samples is None else samples * before // after
@@ -275,9 +281,6 @@ class ControllerState:
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
-        if self.global_batch_size is not None and global_batch_size is not None:
-            self.global_batch_size = global_batch_size
-            self.micro_batch_size = micro_batch_size
         self.steps, self.step_times, self.open_change = [], {}, None
         self.steps_after_change = 0
         self.conditions.earlier_s, self.watch, self._shift = {}, StepTimeWatch(), None

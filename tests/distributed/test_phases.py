@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.worker_phases import RESUMED
+from tests.distributed.worker_phases import MOVED_AT, RESUMED
 from tests.helpers.on_ranks import on_ranks
 
 Runs = dict[str, Any]
@@ -86,6 +86,50 @@ def test_a_phase_begins_after_a_step_that_is_left_out(runs: Runs) -> None:
 def test_after_a_failed_change_the_phase_goes_on_in_the_old_layout(runs: Runs) -> None:
     assert losses(runs["a change that fails"]) == pytest.approx(losses(runs["live"]), rel=1e-5)
     assert losses(runs["a change that fails"]) != losses(runs["live"]), "sums in another order"
+
+
+def test_a_checkpoint_is_there_before_the_layout_changes(runs: Runs) -> None:
+    """One that is written while training goes on is waited for before the clock starts."""
+    assert runs["async"] == runs["live"]
+    order = [tuple(event) for event in runs["order of async"]]
+    begin, commit = "switch.begin", "checkpoint.commit"
+    assert order == [(commit, 6), (begin, 6), (commit, 12), (begin, 12), (commit, 15)]
+    assert len(runs["predicted pauses"]) == 2 and min(runs["predicted pauses"]) > 0
+
+
+def test_the_layout_of_a_ramp_changes_with_the_batch(runs: Runs) -> None:
+    plain, moved = runs["ramp"], runs["ramp that moves"]
+    assert [step["global_batch_size"] for step in moved] == [16] * 8 + [32] * 4
+    assert losses(moved) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(moved)[:8] == losses(plain)[:8]
+    assert losses(moved)[8:] != losses(plain)[8:], "sums in another order"
+    order = [tuple(event) for event in runs["order of ramp"]]
+    kinds = ("phase", "checkpoint.commit", "switch.begin", "layout")
+    assert order == [*[(kind, 8) for kind in kinds], ("checkpoint.commit", 12)]
+    assert losses(runs["ramp resumed"]) == pytest.approx(losses(plain)[8:], rel=1e-5)
+
+
+def test_a_controller_changes_the_layout_inside_a_phase(runs: Runs) -> None:
+    moved, plain = runs["moved inside"], runs["not moved"]
+    assert losses(moved) == pytest.approx(losses(plain), rel=1e-5)
+    order = [tuple(event) for event in runs["order of moved inside"]]
+    commit, layout = "checkpoint.commit", "layout"
+    at = MOVED_AT
+    assert order == [(commit, at), (layout, at), (commit, 12), (layout, 12), (commit, 15)]
+    assert all(runs["exact steps"]), "a view passes on what the controller asks for"
+    assert runs["old models"] == [False, False], "a view keeps the old model"
+
+
+def test_the_journal_has_both_changes_where_they_were(runs: Runs) -> None:
+    made = [r for r in runs["switches"] if r["kind"] == "switch"]
+    asked = [r for r in runs["switches"] if r["kind"] == "switch.requested"]
+    for records in (made, asked):
+        assert [r["iteration"] for r in records] == [MOVED_AT, 12]
+        assert [r["consumed_samples"] for r in records] == [64 * MOVED_AT, 64 * 12]
+        assert [r["to"] for r in records] == ["tp2.pp1.dp2", "tp2.cp2.pp1.dp1"]
+    assert made[0]["number"] is not None and made[1]["number"] is None
+    pauses = [record["outcome"]["pause_s"] for record in made]
+    assert runs["costs"] == [2, pytest.approx(sum(pauses))]
 
 
 def test_orders_of_blends_are_shared_and_found_again(runs: Runs) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
 import torch.distributed as dist
 
+from copus_ext.controller.decision_log import NAME, read_journal
 from copus_ext.controller.phase_layouts import PhaseLayouts
 from copus_ext.reshard.inprocess import InProcessResharder
 from megatron.training.checkpoint.load import read_arguments
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.step_settings import Request, StepSettings
+from megatron.training.config.layout import Layout
 from megatron.training.logging.metrics import read_metrics
 from megatron.training.train.callbacks import Callback, CallbackContext
 from tests.helpers.jobs import TINY, run
@@ -29,6 +34,8 @@ LENGTHS = ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
 """6, 6 and 3 steps."""
 ROTARY = ["--rotary-base-schedule", "40%:40000 75%:160000"]
 LAYOUTS = ["--layout-schedule", "40%:tp1.cp2.pp1.dp2 75%:tp2.cp2.pp1.dp1"]
+MOVED_AT = 8
+"""Step of the second phase after which a controller changes the layout."""
 SAME = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 RESUMED = {
     "3 as tp2": (3, SAME[:2]),
@@ -80,7 +87,7 @@ def main(output: Path) -> Any:
 
     def go(name: str, flags: list[str], callbacks: Any = (), layouts: Any = None) -> None:
         folder, layouts = output / name.replace(" ", "_"), layouts or PhaseLayouts()
-        steps = run([*LENGTHS, *flags], folder, [layouts, *callbacks], base=BASE)
+        steps = run([*LENGTHS, *flags], folder, [*callbacks, layouts], base=BASE)
         results[name] = record(steps)
 
     saved = ["--save", str(output / "saved"), "--save-interval", "3"]
@@ -120,13 +127,122 @@ def main(output: Path) -> Any:
     ]
     # The last step of the first phase is left out.
     go("skipped", [*ROTARY, *LAYOUTS, "--iterations-to-skip", "6"])
-    fail = InProcessResharder(fault=break_on_rank_1)
-    go("a change that fails", [*ROTARY, *LAYOUTS], layouts=PhaseLayouts(lambda: fail))
-    fail.close()
+    fail = PhaseLayouts()
+    fail.own.fault = break_on_rank_1
+    go("a change that fails", [*ROTARY, *LAYOUTS], layouts=fail)
+    save_while_training(output, go, results)
+    ramp(output, results)
+    move_inside(output, go, results)
     fill_up(output, go, results)
     control(output, go, results)
     blend(output, results)
     return results
+
+
+def save_while_training(output: Path, go: Any, results: dict[str, Any]) -> None:
+    """Checkpoints that are written while training goes on, with a change of layout behind them."""
+    predicted, move = [], InProcessResharder.move
+
+    def noted(self: Any, *args: Any, predicted_s: float = 0.0) -> Any:
+        predicted.append(predicted_s)
+        return move(self, *args, predicted_s=predicted_s)
+
+    save = ["--save", str(output / "async-saved"), "--async-save"]
+    with mock.patch.object(InProcessResharder, "move", noted):
+        go("async", [*ROTARY, *LAYOUTS, *save])
+    results["predicted pauses"] = predicted
+    results["order of async"] = events(output / "async", "checkpoint.commit", "switch.begin")
+
+
+def events(folder: Path, *kinds: str) -> list[tuple[str, int]]:
+    """Kind and iteration of some events of a run, in the order in which they happened."""
+    if dist.get_rank() != 0:
+        return []
+    return [(r["kind"], r["iteration"]) for r in read_metrics(folder) if r["kind"] in kinds]
+
+
+def ramp(output: Path, results: dict[str, Any]) -> None:
+    """The batch doubles, and the layout and the micro-batch change with it."""
+    base = BASE.replace("--train-iters 15", "--train-samples 256 --seq-length 64")
+    base = base.replace("--lr-warmup-iters", "--lr-warmup-samples")
+    grows = ["--global-batch-size", "32", "--step-batch-size-schedule", "0:16 8192:32"]
+    moves = ["--layout-schedule", "50%:tp2.pp1.dp2", "--micro-batch-size-schedule", "8192:2"]
+    save = ["--save", str(output / "ramp-saved")]
+
+    def go(name: str, flags: list[str]) -> None:
+        folder = output / name.replace(" ", "_")
+        results[name] = record(run([*grows, *flags], folder, [PhaseLayouts()], base=base))
+
+    go("ramp", [])
+    go("ramp that moves", [*moves, *save])
+    results["order of ramp"] = events(
+        output / "ramp_that_moves", "checkpoint.commit", "phase", "switch.begin", "layout"
+    )
+    go("ramp resumed", ["--load", save[1], "--ckpt-step", "8"])
+
+
+class Watched(Callback):
+    """Notes which steps must have their exact gradient, and whether the old model is still there
+    when the new one is."""
+
+    def __init__(self) -> None:
+        self.exact: list[bool] = []
+        self.old: list[Any] = []
+        self.is_there: list[bool] = []
+
+    def on_grads_ready(self, context: CallbackContext) -> None:
+        """Notes it of the step."""
+        self.exact.append(context.needs_exact_step)
+
+    def on_relayout_start(self, context: CallbackContext) -> None:
+        """Keeps only a weak reference."""
+        self.old.append(weakref.ref(context.model[0]))
+
+    def on_relayout_end(self, context: CallbackContext) -> None:
+        """Notes it of the change."""
+        self.is_there.append(self.old[-1]() is not None)
+
+
+def move_inside(output: Path, go: Any, results: dict[str, Any]) -> None:
+    """A controller changes the layout inside the second phase, and the third phase asks for
+    another one."""
+    from copus_ext.controller import callback
+    from tests.distributed.worker_controller import controllers
+
+    decide = callback.decide
+
+    def once(inputs: Any) -> Any:
+        decision = decide(inputs)
+        if inputs.iteration != MOVED_AT:
+            return decision
+        row, layout = inputs.rows[inputs.current], Layout.from_text("tp2.pp1.dp2")
+        to = replace(row, configuration=replace(row.configuration, layout=layout))
+        return replace(decision, kind="relayout", to=to, reason="a test")
+
+    flags = ["--lr-decay-style", "constant", "--lr-warmup-iters", "0", *ROTARY]
+    more = ["--save", str(output / "inside-saved"), "--layout-schedule", LAYOUTS[1].split()[1]]
+    acting = controllers()[0](
+        copus_policy="static",
+        copus_mode="act",
+        copus_layouts="all",
+        copus_interval=1.0,
+        copus_gns_interval=1,
+        copus_switch_checkpoint_tokens=1.0,
+    )
+    watched = Watched()
+    with mock.patch.object(callback, "decide", once):
+        go("moved inside", [*flags, *more], [acting, watched], PhaseLayouts(acting))
+    go("not moved", flags)
+    results["exact steps"], results["old models"] = watched.exact, watched.is_there
+    kinds = ("checkpoint.commit", "layout")
+    results["order of moved inside"] = events(output / "moved_inside", *kinds)
+    results["costs"] = [len(acting.state.layout_costs.pauses_s), acting.state.layout_costs.paused_s]
+    if dist.get_rank() == 0:
+        results["switches"] = [
+            r
+            for r in read_journal(output / "moved_inside" / NAME)
+            if r["kind"].startswith("switch")
+        ]
 
 
 def fill_up(output: Path, go: Any, results: dict[str, Any]) -> None:

@@ -134,6 +134,10 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
         step = {"consumed_samples": 64 * i, "batch": 64, "loss": 1.0, "seconds": 0.5}
         state.record_step(key=key, **step)
     assert state.step_times[key]
+    same = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    same.enter_phase(before=4, after=4, global_batch_size=32, micro_batch_size=2)
+    assert (same.global_batch_size, same.micro_batch_size) == (32, 2)
+    assert same.step_times == state.step_times and same.last_decision_samples == 200
     state.enter_phase(before=1, after=4, global_batch_size=16, micro_batch_size=1)
     assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
@@ -158,7 +162,9 @@ def test_the_journal_counts_as_the_run(tmp_path: Path) -> None:
 def test_the_age_of_a_checkpoint_is_the_same_in_every_phase() -> None:
     """In tokens: a checkpoint of one phase may be committed, or grow too old, in the next."""
     flags = CopusConfig(copus_switch_checkpoint_tokens=64 * 64.0)
-    manager = LayoutChangeManager(flags, ControllerState(), DecisionLog(None))
+    manager = LayoutChangeManager(
+        flags, ControllerState(), DecisionLog(None), prior_s=lambda layout: 1.0
+    )
     present, config = PresentSamples(), config_of(f"{RUN} --save somewhere")
     context = context_of(config, 256)
     context.checkpoint_samples = 224
