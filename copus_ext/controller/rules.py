@@ -22,7 +22,6 @@ from copus_ext.goodput.state import MIN_TIMED_STEPS, WARM_UP_STEPS
 from megatron.training.common.errors import UsageError
 from megatron.training.config.batch_schedule import parse_steps
 from megatron.training.config.draft import flag_of
-from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
 from megatron.training.config.moe_flags import changed_by_batch_or_layout
