@@ -126,8 +126,8 @@ class Callback:
 
     def on_phase_start(self, context: CallbackContext) -> Request | None:
         """The next step is the first with samples of another length; `context.config.phase` tells
-        which. Not fired where a launch begins. A move that is asked for is made before that step.
-        """
+        which. Not fired where a launch begins. A request is obeyed before that step. Its settings
+        are in samples of the new phase, and hold for the layout as it is before the move."""
 
     def on_checkpoint_saved(self, context: CallbackContext) -> None:
         """A checkpoint is committed."""

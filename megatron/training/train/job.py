@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megatron.training.common.collectives import all_gather_object
 from megatron.training.common.control import SAVE_FILE, Control
 from megatron.training.common.device import Device
 from megatron.training.common.signals import StopReason
-from megatron.training.common.step_settings import StepInfo, StepSettings, learning_rate, set_rates
+from megatron.training.common.step_settings import StepInfo, StepSettings, set_rates
 from megatron.training.common.trace import Trace
 from megatron.training.common.train_state import TrainState
 from megatron.training.config import Config
@@ -321,11 +321,8 @@ class Job:
         before = info.consumed_samples - info.counted_samples
         return info.consumed_samples // samples > before // samples
 
-    def adopt(self, settings: StepSettings, info: StepInfo) -> StepInfo:
+    def adopt(self, settings: StepSettings) -> None:
         """Takes the following steps another way.
-
-        Returns:
-            The step just done, with the learning rate of the next one.
 
         Raises:
             ValueError: the layout cannot cut the batch into such micro-batches.
@@ -340,7 +337,6 @@ class Job:
         before, self.state.settings = self.state.settings, settings
         if settings.changes_rates or before.changes_rates:
             self.set_rates()
-        return replace(info, learning_rate=learning_rate(self.optimizer))
 
     @property
     def _scheduled_sizes(self) -> tuple[int, ...]:

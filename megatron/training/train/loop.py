@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.training.common.signals import StopReason
+from megatron.training.common.step_settings import Request, learning_rate
 from megatron.training.train.callbacks import join_requests
 from megatron.training.train.evaluate import evaluate
 from megatron.training.train.job import Job
@@ -27,7 +30,8 @@ def train(job: Job) -> StopReason | None:
         if state.iteration + 1 in config.batch.iterations_to_skip:
             state.skip_samples(job.counted_samples)
             request = enter_next_phase(job)
-            why = job.move(request.move) if request is not None and request.move else None
+            why, is_saved = _obey(job, request, StopReason.of(request))
+            saved = state.iteration if is_saved else saved
             continue
         sizes = {"global_batch_size": batch, "micro_batch_size": job.micro_batch_size}
         job.trace.step(state.iteration)
@@ -42,7 +46,8 @@ def train(job: Job) -> StopReason | None:
             skipped_iter=not info.updated,
         )
         if request is not None and request.settings is not None:
-            info = job.adopt(request.settings, info)
+            job.adopt(request.settings)
+            info = replace(info, learning_rate=learning_rate(job.optimizer))
         reporter.record(info)
         bad_steps.check(job, info)
         why = shared.stop or StopReason.of(request)
@@ -50,18 +55,12 @@ def train(job: Job) -> StopReason | None:
             cut = _evaluate(job, reporter, "valid")
             why, evaluated = why or cut, state.iteration
         # Before the save: its position and its settings are those of the next phase.
-        request = join_requests(request, enter_next_phase(job))
-        job.poll()
-        move = None if request is None or why is not None else request.move
-        asked = request is not None and request.kind != "change"
-        leaves = request is not None and request.leaves and move is not None
-        # Before a move, which may break. A run that leaves is saved below, as it goes on, and only
-        # once: a second save of a step removes the first.
-        if (asked or shared.save or job.save_is_due) and not leaves:
-            must = why is not None or (asked and move is not None)
-            saved = state.iteration if job.save(must=must, by_file=shared.save) else saved
-        if move is not None:
-            why = job.move(move)
+        wish = enter_next_phase(job)
+        request, why = join_requests(request, wish), why or StopReason.of(wish)
+        why, is_saved = _obey(
+            job, request, why, is_due=shared.save or job.save_is_due, by_file=shared.save
+        )
+        saved = state.iteration if is_saved else saved
     reporter.leaving(why)
     if saved != state.iteration:
         job.save(must=True)
@@ -71,6 +70,39 @@ def train(job: Job) -> StopReason | None:
     why = why or _evaluate(job, reporter, "test", where="on test set")
     job.fire("on_train_end")
     return why
+
+
+def _obey(
+    job: Job,
+    request: Request | None,
+    why: StopReason | None,
+    *,
+    is_due: bool = False,
+    by_file: bool = False,
+) -> tuple[StopReason | None, bool]:
+    """Saves and moves as callbacks ask between two steps. Their settings hold already.
+
+    Args:
+        job: of all ranks.
+        request: of all callbacks together.
+        why: why the run leaves, or None.
+        is_due: whether a checkpoint follows whatever callbacks ask for.
+        by_file: whether it was asked for by a file.
+
+    Returns:
+        Why the run leaves, and whether there is a checkpoint of this step.
+    """
+    job.poll()
+    move = None if request is None or why is not None else request.move
+    is_asked = request is not None and request.kind != "change"
+    leaves = request is not None and request.leaves and move is not None
+    is_saved = False
+    # Before a move, which may break. A run that leaves is saved after it, as it goes on, and only
+    # once: a second save of a step removes the first.
+    if (is_asked or is_due) and not leaves:
+        must = why is not None or (is_asked and move is not None)
+        is_saved = job.save(must=must, by_file=by_file)
+    return (why if move is None else job.move(move)), is_saved
 
 
 def _evaluate(job: Job, reporter: Reporter, split: str, *, where: str = "") -> StopReason | None:

@@ -22,10 +22,11 @@ def enter_next_phase(job: Job) -> Request | None:
     stays the same in tokens.
 
     Returns:
-        What callbacks ask for, such as another layout.
+        What callbacks ask for, such as another layout. Their settings hold already.
 
     Raises:
         TrainingFailure: on every rank, if the present layout cannot cut the batch.
+        ValueError: on every rank, if it cannot cut the batch that a callback asks for.
     """
     old = job.config.phase
     config, state = job.config, job.state
@@ -59,6 +60,8 @@ def enter_next_phase(job: Job) -> Request | None:
             )
     job.watchdog.reset_step_times()
     request = job.fire("on_phase_start")
+    if request is not None and request.settings is not None:
+        job.adopt(request.settings)
     if request is None or request.move is None:
         stays = new.layout is not None and new.layout != str(job.config.layout)
         if stays and dist.get_rank() == 0:
