@@ -104,7 +104,8 @@ class LayoutFit:
         request = partial(_request, batch=batch, checkpoint=save, why=why, stored=stored)
         if wanted.world_size <= ranks:
             sizes = self._sizes(wanted, micro, batch)
-            for size in sizes:
+            # That of a run whose first phase has a layout of its own may not fit this one.
+            for size in dict.fromkeys([micro, *sizes]):
                 found = request(wanted, size)
                 if self._is_legal(merged(self.flags, found, blocked=blocked), wanted.world_size):
                     return found

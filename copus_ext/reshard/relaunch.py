@@ -259,42 +259,42 @@ def merged(argv: Sequence[str], request: Request, *, blocked: Collection[Layout]
     it can be if they name neither it nor a tensor size.
 
     The layout holds for the phase in which the run goes on. Later phases take theirs from the
-    schedule, unless `lost_layouts` names it. The schedule of micro-batches goes where the first
-    micro-batch changes.
+    schedule, unless `lost_layouts` names it. Where phases of the schedule have begun on as many
+    ranks, the flags of the first phase stay, and the layout takes its place in the schedule. The
+    schedule of micro-batches goes where the first micro-batch changes.
 
     Args:
         argv: the flags of the first launch, so that nothing piles up over many changes.
         request: of kind `relayout`.
-        blocked: layouts that no phase may take.
+        blocked: layouts that no later phase may take.
 
     Raises:
         ValueError: one line, if it names another checkpoint folder than the flags.
     """
     layout = request.layout
     assert layout is not None, f"a request of kind {request.kind} starts nothing"
-    values, switches = _replaced(argv, request, layout)
-    flags = _without(argv, values, switches)
-    names_tensor = value_of(argv, _TENSOR) is not None
-    length = _first_length(argv)
-    follows = _SEQUENCE not in argv and not names_tensor
-    if follows and layout.tp > 1 and length and length % (layout.tp * layout.cp) == 0:
-        flags.append(_SEQUENCE)
-    if layout.tp > 1 or names_tensor:
-        # Else the layouts of later phases still choose sequence parallelism by themselves.
-        flags += [_TENSOR, str(layout.tp)]
-    flags += _flags_of(request, layout, mtp_num_layers=_number(argv, "--mtp-num-layers"))
-    return flags + _schedules(argv, request, blocked)
+    values, switches = _of_another_start(argv, request)
+    place, own = _place_in_schedule(argv, request), []
+    if place is None:
+        others, more = _of_another_layout(argv, layout)
+        values, switches, own = values | others, switches | more, _layout_flags(argv, layout)
+    flags = [*_without(argv, values, switches), *own]
+    if request.micro_batch_size is not None:
+        flags += [_MICRO, str(request.micro_batch_size)]
+    if request.global_batch_size is not None:
+        flags += [_GLOBAL, str(request.global_batch_size)]
+    if request.checkpoint is not None:
+        flags += [_LOAD, request.checkpoint]
+    return flags + _schedules(argv, request, blocked, place)
 
 
-def _replaced(argv: Sequence[str], request: Request, layout: Layout) -> tuple[set[str], set[str]]:
-    """Flags with values, and switches, that do not stay.
+def _of_another_start(argv: Sequence[str], request: Request) -> tuple[set[str], set[str]]:
+    """Flags with values, and switches, of another batch or start.
 
     Raises:
         ValueError: the request names another checkpoint folder than the flags.
     """
-    values = {_TENSOR, _CONTEXT, _PIPELINE, _EXPERT, _EXPERT_TENSOR, _LAYERS_OF_CHUNK, _CHUNKS}
-    values |= {*_CUT_FLAGS, _MICROS, _LAYOUTS}
-    switches: set[str] = set(_COUNTED_IN_CUT)
+    values, switches = {_MICROS, _LAYOUTS}, set[str]()
     if request.checkpoint is not None:
         save = value_of(argv, _SAVE)
         if save is None or Path(save).resolve() != Path(request.checkpoint).resolve():
@@ -307,6 +307,14 @@ def _replaced(argv: Sequence[str], request: Request, layout: Layout) -> tuple[se
         values.add(_MICRO)
     if request.global_batch_size is not None:
         values.add(_GLOBAL)
+    return values, switches
+
+
+def _of_another_layout(argv: Sequence[str], layout: Layout) -> tuple[set[str], set[str]]:
+    """Flags with values, and switches, that do not go with a layout."""
+    values = {_TENSOR, _CONTEXT, _PIPELINE, _EXPERT, _EXPERT_TENSOR, _LAYERS_OF_CHUNK, _CHUNKS}
+    values |= set(_CUT_FLAGS)
+    switches: set[str] = set(_COUNTED_IN_CUT)
     if layout.vpp > 1 and layout.pp == 2:
         switches.add(_NO_OVERLAP)  # refused there, and only a matter of speed
     if _number(argv, _GROUP) < layout.pp:
@@ -319,39 +327,74 @@ def _replaced(argv: Sequence[str], request: Request, layout: Layout) -> tuple[se
     return values, switches
 
 
-def _flags_of(request: Request, layout: Layout, *, mtp_num_layers: int) -> list[str]:
-    """Flags of what a request asks for, but for the tensor parallel size."""
-    flags = [_CONTEXT, str(layout.cp)] if layout.cp > 1 else []
+def _layout_flags(argv: Sequence[str], layout: Layout) -> list[str]:
+    """Flags of a layout, with sequence parallelism as the user's flags want it."""
+    names_tensor, length = value_of(argv, _TENSOR) is not None, _first_length(argv)
+    follows = _SEQUENCE not in argv and not names_tensor
+    fits = layout.tp > 1 and length > 0 and length % (layout.tp * layout.cp) == 0
+    flags = [_SEQUENCE] if follows and fits else []
+    if layout.tp > 1 or names_tensor:
+        # Else the layouts of later phases still choose sequence parallelism by themselves.
+        flags += [_TENSOR, str(layout.tp)]
+    flags += [_CONTEXT, str(layout.cp)] if layout.cp > 1 else []
     flags += [_PIPELINE, str(layout.pp)]
     flags += [_EXPERT, str(layout.ep)] if layout.ep > 1 else []
     flags += [_EXPERT_TENSOR, str(layout.etp)] if layout.etp else []
     if layout.layer_partition:
         # Its text says how many chunks a stage has.
+        mtp_num_layers = _number(argv, "--mtp-num-layers")
         text = layer_partition.text_of_partition(layout.layer_partition, mtp_num_layers)
         flags += [layer_partition.FLAG, text]
     elif layout.vpp > 1:
         flags += [_CHUNKS, str(layout.vpp)]
-    if request.micro_batch_size is not None:
-        flags += [_MICRO, str(request.micro_batch_size)]
-    if request.global_batch_size is not None:
-        flags += [_GLOBAL, str(request.global_batch_size)]
-    if request.checkpoint is not None:
-        flags += [_LOAD, request.checkpoint]
     return flags
 
 
-def _schedules(argv: Sequence[str], request: Request, blocked: Collection[Layout]) -> list[str]:
-    """The flags of schedules that stay; one that cannot be read stays, for the trainer to say."""
+def _place_in_schedule(argv: Sequence[str], request: Request) -> tuple[int, str] | None:
+    """Where the phase begins in which a run goes on, in samples and as the flags say it, if the
+    schedule of layouts is for as many ranks, so that the flags of the first phase can stay. None
+    for the first phase."""
+    assert request.layout is not None
+    entries = _entries(argv, _LAYOUTS)
+    if request.layout.world_size not in {_ranks_of(word) for _, word in entries}:
+        return None
+    begun: list[tuple[int, str]] = []
+    for flag in (_LENGTHS, _MICROS, _LAYOUTS):
+        for position, word in _entries(argv, flag):
+            samples = _samples_before(position, request)
+            if samples is not None and 0 < samples <= request.consumed_samples:
+                begun.append((samples, word.partition(":")[0]))
+    return max(begun, default=None)
+
+
+def _schedules(
+    argv: Sequence[str],
+    request: Request,
+    blocked: Collection[Layout],
+    place: tuple[int, str] | None,
+) -> list[str]:
+    """The flags of schedules that stay; one that cannot be read stays, for the trainer to say.
+
+    Args:
+        argv: as `merged`.
+        request: as `merged`.
+        blocked: as `merged`.
+        place: from `_place_in_schedule`.
+    """
     flags = []
     if request.micro_batch_size in (None, _number(argv, _MICRO)):
-        # The first entry says what the flag says.
         micros = _entries(argv, _MICROS)
-        words = [word for position, word in micros if position is None or position.amount > 0]
-        flags += _schedule(_MICROS, words)
-    lost = _lost(argv, request, blocked)
-    layouts = _entries(argv, _LAYOUTS)
-    later = [word for position, word in layouts if not _has_begun(position, request)]
-    return flags + _schedule(_LAYOUTS, [word for word in later if word not in lost])
+        # The first entry says what the flag says.
+        flags += _schedule(_MICROS, [word for p, word in micros if p is None or p.amount > 0])
+    lost, before, later = _lost(argv, request, blocked), [], []
+    for position, word in _entries(argv, _LAYOUTS):
+        samples = _samples_before(position, request)
+        if not _has_begun(position, request):
+            later += [] if word in lost else [word]
+        elif place is not None and samples is not None and samples < place[0]:
+            before.append(word)
+    now = [] if place is None else [f"{place[1]}:{request.layout}"]
+    return flags + _schedule(_LAYOUTS, [*before, *now, *later])
 
 
 def _schedule(flag: str, words: Sequence[str]) -> list[str]:
@@ -377,13 +420,28 @@ def _lost(argv: Sequence[str], request: Request, blocked: Collection[Layout]) ->
     return lost
 
 
+def _ranks_of(word: str) -> int | None:
+    """Ranks of the layout of an entry; None if it names none."""
+    with contextlib.suppress(ValueError):
+        return Layout.from_text(word.partition(":")[2]).world_size
+    return None
+
+
 def _has_begun(position: Position | None, request: Request) -> bool:
     """Whether a run that goes on as a request says has passed a position, if that is known. It
     stands at the end of a step, where phases begin."""
+    samples = _samples_before(position, request)
+    return samples is not None and samples <= request.consumed_samples
+
+
+def _samples_before(position: Position | None, request: Request) -> int | None:
+    """Samples before a position; None where it, or the length of the run, is not known."""
     length, total = request.seq_length, request.train_samples
-    if position is None or position.amount == 0 or length is None or total is None:
-        return position is not None and position.amount == 0
-    return position.samples(seq_length=length, train_samples=total) <= request.consumed_samples
+    if position is None or position.amount == 0:
+        return None if position is None else 0
+    if length is None or total is None:
+        return None
+    return position.samples(seq_length=length, train_samples=total)
 
 
 def _entries(argv: Sequence[str], flag: str) -> list[tuple[Position | None, str]]:

@@ -30,7 +30,8 @@ from megatron.training.common.signals import StopReason
 from megatron.training.common.train_state import TrainState
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
-from megatron.training.config.relayout import with_layout
+from megatron.training.config.phases import number_at
+from megatron.training.config.relayout import in_layout_of_phase, with_layout
 from megatron.training.resilience.exit_status import RunOutcome
 from tests.helpers.jobs import EIGHT, TINY
 
@@ -308,7 +309,9 @@ def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any
     argv = [*PHASED, *LAYOUT_SCHEDULE, *flags]
     flags_then = merged(argv, wanted, blocked=blocked)
     config = resolve(parse_args(flags_then), layout.world_size)
-    assert config.layout == layout and merged(flags_then, wanted) == flags_then
+    assert merged(flags_then, wanted) == flags_then
+    number = number_at(config.phases.phase_starts, wanted.consumed_samples)
+    assert in_layout_of_phase(config.in_phase(number)).layout == layout
     return config, lost_layouts(argv, wanted, blocked=blocked)
 
 
@@ -316,9 +319,9 @@ def phased(layout: Layout, *flags: str, blocked: Any = (), **fields: Any) -> Any
     ("layout", "consumed", "layouts"),
     [
         (Layout(tp=2, dp=2), 192, ("tp2.pp1.dp2", "tp1.cp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(tp=2, dp=2), 256, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(tp=2, dp=2), 384, ("tp2.pp1.dp2", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
-        (Layout(pp=4), 448, ()),
+        (Layout(tp=2, dp=2), 256, ("tp1.pp1.dp4", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(tp=2, dp=2), 384, ("tp1.pp1.dp4", "tp2.pp1.dp2", "tp2.cp2.pp1.dp1")),
+        (Layout(pp=4), 448, ("tp1.pp1.dp4", "tp1.cp2.pp1.dp2", "tp1.pp4.dp1")),
     ],
 )
 def test_the_layout_asked_for_holds_until_the_next_phase(
@@ -333,14 +336,15 @@ def test_the_layout_asked_for_holds_until_the_next_phase(
 @pytest.mark.parametrize(
     ("consumed", "left"),
     [
-        (79, "25%:tp2.pp1.dp2 9216:tp4.pp1.dp1"),
-        (80, "9216:tp4.pp1.dp1"),
-        (143, "9216:tp4.pp1.dp1"),
-        (144, None),
+        (79, "25.0%:tp2.pp1.dp2 9216:tp4.pp1.dp1"),
+        (80, "25.0%:tp1.pp1.dp4 9216:tp4.pp1.dp1"),
+        (143, "25.0%:tp1.pp1.dp4 9216:tp4.pp1.dp1"),
+        (144, "25.0%:tp2.pp1.dp2 9216:tp1.pp1.dp4"),
     ],
 )
-def test_positions_in_tokens_and_shares_are_passed_alike(consumed: int, left: str | None) -> None:
-    argv = [*BASE, "--layout-schedule", "25%:tp2.pp1.dp2 9216:tp4.pp1.dp1"]
+def test_positions_in_tokens_and_shares_are_passed_alike(consumed: int, left: str) -> None:
+    argv = [*BASE, "--layout-schedule", "25.0%:tp2.pp1.dp2 9216:tp4.pp1.dp1"]
+    argv += ["--micro-batch-size-schedule", "0:1 25%:1"]
     where: dict[str, Any] = {"seq_length": 64, "train_samples": 320, "consumed_samples": consumed}
     flags = merged(argv, asked(layout=Layout(dp=4), **where))
     assert relaunch.value_of(flags, "--layout-schedule") == left

@@ -325,6 +325,23 @@ def test_a_phase_whose_layout_crashes_when_entered_goes_on_under_the_one_before(
         assert ("loses 40%" in following.line) is (consumed < 384)
 
 
+@pytest.mark.usefixtures("case")
+def test_a_restart_keeps_the_layouts_of_smaller_batches() -> None:
+    """Two samples of the first stage of a ramp do not divide over four replicas of the second."""
+    flags = [*BASE, "--train-samples", "64", "--tensor-model-parallel-size", "2"]
+    del flags[flags.index("--train-iters") : flags.index("--train-iters") + 2]
+    flags += ["--step-batch-size-schedule", "0:2 512:8", "--layout-schedule", "25%:tp1.pp1.dp4"]
+    case, first = Case(flags), resolve(parse_args(flags), 4)
+    assert first.phases.phase_starts == (0, 16)
+    save(Path("saved"), 9)
+    case.stored = {**first.flat(), **Layout(dp=4).to_arguments(), "consumed_train_samples": 24}
+    following = case.crash(entered=[(Layout(dp=4), 8)], step=40)
+    assert following.exit_code is None, following.line
+    config = resolve(parse_args(following.flags), following.num_ranks)
+    merged = merge_resume_config(config, stored_at(24, first), vocab_size=128)
+    assert merged.layout == Layout(dp=4) and config.layout == Layout(tp=2, dp=2)
+
+
 crashes = st.lists(
     st.tuples(
         st.floats(0, 4000),
