@@ -15,7 +15,6 @@ import dataclasses
 import io
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -342,49 +341,6 @@ def write_hosts(args: argparse.Namespace, found: list[Any]) -> None:
         raise UsageProblem(f"--hostfile {args.hostfile}: {error}") from error
 
 
-def help_line(planner: Any, batch: int) -> str:
-    """What a better machine would save."""
-    from copus_ext.planner.search import what_would_help
-
-    found = what_would_help(planner, batch)
-    by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
-    if planner.limits.use_tp_pp_dp_mapping:
-        by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
-    special = {
-        "order": by_order,
-        "messages": "--pipeline-message-bits 8, which rounds and may cost loss,",
-    }
-    words = [
-        f"{special.get(name, f'twice the {name}')} would save {100 * s:.0f} % ({c})"
-        for name, (s, c) in found.items()
-    ]
-    return (
-        "; ".join(words)
-        or "neither twice the network, twice the memory nor another order of ranks would help"
-    )
-
-
-def timing_line(worth_timing: Sequence[Any], *, is_mixture: bool = False) -> str:
-    """Which two configurations to time for a surer answer."""
-    found = next((some for some in worth_timing if some), None)
-    if not found:
-        return ""
-    tool, shares = other_command("profile_layouts.py"), any(c.layout.cp > 1 for c in found)
-    lines = [f"to be surer of the others time {' and '.join(map(str, found))}:"]
-    for c in found:
-        layout = c.layout
-        fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
-        fixed += f",ep={layout.ep},etp={layout.expert_tensor_parallel_size}" if is_mixture else ""
-        fixed += f",cp={layout.cp}" if shares else ""
-        more = ["--cp-comm-type", c.cp_comm_type] if c.cp_comm_type else []
-        more += [] if c.overlap else ["--no-overlap"]
-        more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
-        batch = ["--global-batch-size", str(c.global_batch_size)]
-        flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
-        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN")
-    return "\n".join(lines)
-
-
 def failure(plan: Any, planner: Any) -> str:
     """One line on a batch that has no configuration."""
     from copus_ext.planner.search import min_gpus
@@ -438,6 +394,8 @@ def search(args: argparse.Namespace, planner: Any, wanted: list[int]) -> tuple[A
 def answer(args: argparse.Namespace) -> int:
     """Searches, prints and writes; returns the exit code."""
     from copus_ext.planner import report
+    from copus_ext.planner.explain import help_line, timing_line
+    from copus_ext.planner.search import what_would_help
 
     started = time.monotonic()
     planner = planner_of(args)
@@ -478,7 +436,9 @@ def answer(args: argparse.Namespace) -> int:
             console.print(headroom[0], highlight=False, markup=False)
         elif firsts:
             batch = next(plan.global_batch_size for plan in found.plans if plan.ranked)
-            console.print(help_line(planner, batch), highlight=False, markup=False)
+            mapping = planner.limits.use_tp_pp_dp_mapping
+            line = help_line(what_would_help(planner, batch), use_tp_pp_dp_mapping=mapping)
+            console.print(line, highlight=False, markup=False)
         if factors := {n: x for n, x in planner.part_factors().items() if abs(x - 1) >= 0.05}:
             words = ", ".join(f"{name} x {x:.2f}" for name, x in factors.items())
             console.print(f"parts of a step, measured over predicted: {words}", highlight=False)

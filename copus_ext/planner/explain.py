@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from copus_ext.cost_model.model_spec import ModelSpec, divisors
 from copus_ext.cost_model.spec_file import SpecError
 from copus_ext.planner.configuration import Configuration
+from megatron.training.common.program import other_command
 from megatron.training.config.layout_rules import expert_problems
 
 GIB = 2.0**30
@@ -118,6 +121,53 @@ def check_block(model: ModelSpec, c: Configuration) -> None:
             f"recompute={c.recomputation}: a chunk has {layers} layers; use 1 to {layers - 1}, or "
             "recompute=full"
         )
+
+
+def help_line(found: dict[str, tuple[float, Configuration]], *, use_tp_pp_dp_mapping: bool) -> str:
+    """What a better machine would save.
+
+    Args:
+        found: of `search.what_would_help`.
+        use_tp_pp_dp_mapping: the order of ranks that was searched.
+    """
+    by_order = "the other order of ranks (--use-tp-pp-dp-mapping)"
+    if use_tp_pp_dp_mapping:
+        by_order = "the usual order of ranks (no --use-tp-pp-dp-mapping)"
+    special = {
+        "order": by_order,
+        "messages": "--pipeline-message-bits 8, which rounds and may cost loss,",
+    }
+    words = [
+        f"{special.get(name, f'twice the {name}')} would save {100 * s:.0f} % ({c})"
+        for name, (s, c) in found.items()
+    ]
+    return (
+        "; ".join(words)
+        or "neither twice the network, twice the memory nor another order of ranks would help"
+    )
+
+
+def timing_line(
+    worth_timing: Sequence[Sequence[Configuration]], *, is_mixture: bool = False
+) -> str:
+    """Which two configurations to time for a surer answer."""
+    found = next((some for some in worth_timing if some), None)
+    if not found:
+        return ""
+    tool, shares = other_command("profile_layouts.py"), any(c.layout.cp > 1 for c in found)
+    lines = [f"to be surer of the others time {' and '.join(map(str, found))}:"]
+    for c in found:
+        layout = c.layout
+        fixed = f"tp={layout.tp},pp={layout.pp},vpp={layout.vpp},micro_batch={c.micro_batch_size}"
+        fixed += f",ep={layout.ep},etp={layout.expert_tensor_parallel_size}" if is_mixture else ""
+        fixed += f",cp={layout.cp}" if shares else ""
+        more = ["--cp-comm-type", c.cp_comm_type] if c.cp_comm_type else []
+        more += [] if c.overlap else ["--no-overlap"]
+        more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
+        batch = ["--global-batch-size", str(c.global_batch_size)]
+        flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
+        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN")
+    return "\n".join(lines)
 
 
 def _divide(a: int, b: int) -> bool:
