@@ -172,6 +172,10 @@ class ForkPlan:
             return "there are no validation samples (--eval-iters, --split)"
         if not 1 <= self.eval_samples <= held_out_samples:
             return f"{self.eval_samples} of {held_out_samples} validation samples are asked for"
+        if config.parallel.grad_compression_rank or config.parallel.pipeline_message_rank:
+            return (
+                "--grad-compression-rank and --pipeline-message-rank keep state that it would mix"
+            )
         for number, branch in enumerate(self.branches):
             batch, micro = branch.global_batch_size, branch.micro_batch_size
             if found := batch_problems(config.layout, micro, batch, **config.batch_rules):

@@ -1,4 +1,5 @@
-"""Trains pipelines with whole and with short messages between stages, in the same processes."""
+"""Trains pipelines with whole messages between stages, with messages of 8 bits and with gradients
+of low rank at the end of a step, in the same processes."""
 
 from __future__ import annotations
 
@@ -11,15 +12,20 @@ from tests.helpers.jobs import TINY, layout_flags, run
 
 SHORT = "--pipeline-message-bits 8"
 LAYOUTS = {"pp2": (1, 2, 1), "pp4": (1, 4, 1), "pp2 vpp2": (1, 2, 2), "tp2 pp2": (2, 2, 1)}
+LOW = {"pp2": 2, "pp4": 3 + 2 + 1, "tp2 pp2": 2}
+"""Layouts for gradients of low rank, and how many messages of a step are, over all ranks."""
+RANK = 4
 STEPS = 20
 
 
 def main(output: Path) -> Any:
     """Returns losses and gradient norms, bytes of messages, and what was measured."""
+    import torch
     import torch.distributed as dist
 
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.controller.gns_callback import GradientNoiseCallback
+    from megatron.training.distributed import low_rank
     from megatron.training.train import build
 
     sent: list[int] = []
@@ -41,9 +47,11 @@ def main(output: Path) -> Any:
         callbacks = [GradientNoiseCallback(noise)] if measured else []
         base = f"{TINY} --log-interval 1"
         steps = run(flags, output / name.replace(" ", "_"), callbacks, base=base)
+        everywhere = torch.tensor(sum(sent))
+        dist.all_reduce(everywhere)
         rows[name] = {
             "numbers": [[s["losses"]["lm loss"], s["grad_norm"]] for s in steps],
-            "bytes": sum(sent),
+            "bytes": everywhere.item(),
             "noise": [s["noise"]["squares"] for s in steps] if measured else [],
         }
 
@@ -53,6 +61,11 @@ def main(output: Path) -> Any:
             record(f"{layout} short", layout, SHORT)
             with patch.object(build, "build_model", without_link):
                 record(f"{layout} without", layout, "")
+        for layout in LOW:
+            record(f"{layout} low", layout, f"--pipeline-message-rank {RANK}")
+            with patch.object(low_rank, "is_shorter", lambda *sizes: True):
+                record(f"{layout} full", layout, "--pipeline-message-rank 1000")
         record("pp2 measured whole", "pp2", "", measured=True)
         record("pp2 measured short", "pp2", SHORT, measured=True)
+        record("pp2 measured low", "pp2", f"--pipeline-message-rank {RANK}", measured=True)
     return rows

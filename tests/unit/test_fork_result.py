@@ -104,15 +104,26 @@ def test_the_report_says_what_came_of_it(found: ForkResult, line: str) -> None:
         ({"keep": 0}, {"skips": [11]}, "--iterations-to-skip"),
         ({"keep": 0}, {"skips": [10, 17]}, None),
         ({}, {"exit": 16, "skips": [11]}, None),
+        ({}, {"rank": 4}, "keep state"),
         ({"branches": (Branch(global_batch_size=6, micro_batch_size=2),)}, {}, "divisible"),
     ],
 )
 def test_a_plan_says_why_a_run_cannot_make_it(
     plan: dict[str, Any], of_run: dict[str, Any], problem: str | None
 ) -> None:
-    run: dict[str, Any] = {"left": 200, "held_out": 32, "exit": None, "skips": [], **of_run}
+    run: dict[str, Any] = {
+        "left": 200,
+        "held_out": 32,
+        "exit": None,
+        "skips": [],
+        "rank": 0,
+        **of_run,
+    }
     batch = SimpleNamespace(exit_interval=run["exit"], iterations_to_skip=run["skips"])
-    config: Any = SimpleNamespace(batch=batch, layout=Layout(dp=2), batch_rules={})
+    parallel = SimpleNamespace(grad_compression_rank=run["rank"], pipeline_message_rank=None)
+    config: Any = SimpleNamespace(
+        batch=batch, layout=Layout(dp=2), batch_rules={}, parallel=parallel
+    )
     branches = tuple(Branch(global_batch_size=n, micro_batch_size=2) for n in (8, 16))
     about: dict[str, Any] = {"branches": branches, "samples": 48, "eval_samples": 32, **plan}
     found = ForkPlan(**about).problem(

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from megatron.training.distributed.stage_link import decoded, encoded
+from megatron.training.distributed.stage_link import EightBits
+
+CODEC = EightBits()
 
 
 def test_an_entry_is_off_by_half_a_part_at_most() -> None:
     torch.manual_seed(0)
     tensor = torch.randn(5, 2, 64) * torch.logspace(-20, 3, 5).view(5, 1, 1)
-    message = encoded(tensor)
+    message = CODEC.encode(tensor)
     assert message.dtype == torch.int8 and message.shape == (10, 68)
-    again = decoded(message, tensor.shape, torch.float32)
+    again = CODEC.decode(message, tensor.shape, torch.float32)
     part = tensor.abs().amax(dim=-1, keepdim=True) / 127
     assert ((again - tensor).abs() <= part / 2 * 1.0001).all()
-    assert torch.equal(encoded(again), message), "rounded numbers stay"
+    assert torch.equal(CODEC.encode(again), message), "rounded numbers stay"
 
 
 def test_zeros_and_what_is_not_finite() -> None:
     tensor = torch.zeros(3, 8)
     tensor[1, 2], tensor[2, 3] = torch.nan, torch.inf
-    again = decoded(encoded(tensor), tensor.shape, torch.bfloat16)
+    again = CODEC.decode(CODEC.encode(tensor), tensor.shape, torch.bfloat16)
     assert again.dtype == torch.bfloat16 and not again[0].any()
     assert not again[1].isfinite().all() and not again[2].isfinite().all()

@@ -68,6 +68,16 @@ class ParallelConfig:
     pipeline_message_bits: int | None = option(None, choices=(8,))
     """Bits of a number in messages between pipeline stages. 8 rounds them, which changes the
     training. Default: as they are. Without effect in an interleaved pipeline."""
+    pipeline_message_rank: int | None = option(None)
+    """Columns of the two factors in place of a gradient between pipeline stages, in the messages
+    at the end of a step that nothing hides. Changes the training. Default: whole."""
+    grad_compression_rank: int = option(0)
+    """Columns of the two factors (PowerSGD) in place of the gradient of a matrix, where replicas
+    exchange gradients. Changes the training. Vectors, embeddings, output layer and experts stay
+    whole. 0: all stay whole."""
+    grad_compression_stages: int | None = option(None)
+    """Pipeline stages whose gradients --grad-compression-rank compresses, from the first. Default:
+    all."""
     distributed_backend: str = option(None, choices=("nccl", "gloo"))
     """Communication library. Default: nccl on CUDA, gloo on CPU."""
     distributed_timeout_minutes: int = option(10)

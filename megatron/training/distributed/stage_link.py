@@ -8,29 +8,57 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.training.distributed.low_rank import LowRankMessages
+
 _SCALE_BYTES = 4
 _LEAST = 1e-30
 
 
 class StageLink(P2PCommunicator):
-    """megatron-core's messages between neighbouring stages, whole or with 8 bits for a number.
+    """megatron-core's messages between neighbouring stages, whole or in fewer numbers.
 
-    A short message keeps the largest entry of each row (token) and rounds the others to 1/127 of
-    it. Nothing is kept from one message to the next. Interleaved pipelines send whole messages:
-    their requests are waited for elsewhere.
+    Messages of 8 bits keep the largest entry of each row (token) and round the others to 1/127 of
+    it, both ways. Messages of low rank are products of two thin factors: gradients alone, and only
+    at the end of a step, where no forward message goes the other way meanwhile. An interleaved
+    pipeline sends whole messages: its requests are waited for elsewhere.
 
     Args:
         pp_group: pipeline parallel.
         config: megatron-core's configuration.
         message_bits: 8, or None for whole messages.
+        message_rank: most columns of a factor, or None; not with `message_bits`.
     """
 
-    def __init__(self, pp_group: Any, config: Any, *, message_bits: int | None = None) -> None:
+    def __init__(
+        self,
+        pp_group: Any,
+        config: Any,
+        *,
+        message_bits: int | None = None,
+        message_rank: int | None = None,
+    ) -> None:
         super().__init__(pp_group, config)
-        is_interleaved = self.virtual_pipeline_model_parallel_size is not None
-        self.is_short = message_bits is not None and not is_interleaved
-        self.is_exact = False
-        """Whether the messages of this step are whole all the same. All ranks must agree."""
+        is_plain = self.virtual_pipeline_model_parallel_size is None
+        self._eight_bits = EightBits() if is_plain and message_bits is not None else None
+        self._low_rank = None
+        if is_plain and message_rank is not None:
+            self._low_rank = LowRankMessages(message_rank)
+        self._is_exact = False
+        self._whole_to_send = self._whole_to_receive = 0
+
+    def begin(self, num_microbatches: int, *, is_exact: bool) -> None:
+        """Gets ready for the messages of a step or of an evaluation. All ranks must agree.
+
+        Args:
+            num_microbatches: of a replica.
+            is_exact: whether the messages are whole all the same.
+        """
+        self._is_exact = is_exact
+        # A stage goes back once for each stage below, after its last forward pass. What it gets
+        # for that is sent by a stage that may still be at its last forward pass.
+        below = self.pp_group.size() - 1 - self.pp_group.rank()
+        self._whole_to_receive = num_microbatches - min(below, num_microbatches)
+        self._whole_to_send = num_microbatches - min(below + 1, num_microbatches)
 
     def _communicate(
         self,
@@ -42,7 +70,9 @@ class StageLink(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> Any:
-        if not self.is_short or self.is_exact:
+        shape = tensor_shape if tensor_send_prev is None else tensor_send_prev.shape
+        codec = self._codec(shape, sends=tensor_send_prev is not None, receives=recv_next)
+        if codec is None:
             return super()._communicate(
                 tensor_send_next=tensor_send_next,
                 tensor_send_prev=tensor_send_prev,
@@ -51,10 +81,10 @@ class StageLink(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
-        ops, received = [], []
+        dtype, ops, received = self.config.pipeline_dtype, [], []
         # Kept until all are sent.
         sent = [
-            (encoded(tensor), rank)
+            (codec.encode(tensor), rank)
             for tensor, rank in (
                 (tensor_send_prev, self.prev_rank),
                 (tensor_send_next, self.next_rank),
@@ -62,7 +92,7 @@ class StageLink(P2PCommunicator):
             if tensor is not None
         ]
         for is_wanted, rank in ((recv_prev, self.prev_rank), (recv_next, self.next_rank)):
-            received.append(_empty(tensor_shape) if is_wanted else None)
+            received.append(codec.room(tensor_shape, dtype) if is_wanted else None)
             if is_wanted:
                 ops.append(dist.P2POp(dist.irecv, received[-1], rank, self.pp_group))
         ops += [dist.P2POp(dist.isend, message, rank, self.pp_group) for message, rank in sent]
@@ -71,38 +101,55 @@ class StageLink(P2PCommunicator):
         previous, following = (
             message
             if message is None
-            else decoded(message, tensor_shape, self.config.pipeline_dtype).requires_grad_()
+            else codec.decode(message, tensor_shape, dtype).requires_grad_()
             for message in received
         )
         return previous, following, None
 
+    def _codec(self, shape: Any, *, sends: bool, receives: bool) -> Any:
+        """What encodes the messages of one call, or None where they are whole.
 
-def _empty(shape: Any) -> torch.Tensor:
-    """Room for a message of a tensor of this shape."""
-    *rows, width = shape
-    size = (torch.Size(rows).numel(), width + _SCALE_BYTES)
-    return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
-
-
-@torch.no_grad()
-def encoded(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in 8 bits.
-
-    Args:
-        tensor: [..., width], finite.
-
-    Returns:
-        [rows, width + 4] int8: each row in parts of 1/127 of its largest entry, then that part as
-        the bytes of an fp32 number. A row that is not finite stays so.
-    """
-    rows = tensor.detach().reshape(-1, tensor.shape[-1]).float()
-    part = rows.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST) / 127.0
-    whole = (rows / part).round().nan_to_num(0.0).to(torch.int8)
-    return torch.cat([whole, part.view(torch.int8)], dim=1)
+        Args:
+            shape: of a message.
+            sends: whether a gradient goes to the stage before.
+            receives: whether one comes from the stage behind.
+        """
+        if self._is_exact or self._low_rank is None:
+            return None if self._is_exact else self._eight_bits
+        is_last = (sends and self._whole_to_send <= 0) or (receives and self._whole_to_receive <= 0)
+        self._whole_to_send -= sends
+        self._whole_to_receive -= receives
+        # Then it is the only message of the call, and both ends count alike.
+        return self._low_rank if is_last and self._low_rank.is_shorter(shape) else None
 
 
-@torch.no_grad()
-def decoded(message: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of `encoded`, up to half a part for each entry."""
-    part = message[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
-    return (message[:, :-_SCALE_BYTES].float() * part).to(dtype).view(tuple(shape))
+class EightBits:
+    """Encodes tensors, each row in parts of 1/127 of its largest entry. Keeps nothing."""
+
+    @torch.no_grad()
+    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in 8 bits.
+
+        Args:
+            tensor: [..., width].
+
+        Returns:
+            [rows, width + 4] int8: each row in parts of 1/127 of its largest entry, then that part
+            as the bytes of an fp32 number. A row that is not finite stays so.
+        """
+        rows = tensor.detach().reshape(-1, tensor.shape[-1]).float()
+        part = rows.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST) / 127.0
+        whole = (rows / part).round().nan_to_num(0.0).to(torch.int8)
+        return torch.cat([whole, part.view(torch.int8)], dim=1)
+
+    def room(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Room for the message of a tensor of this shape, whatever its dtype."""
+        *rows, width = shape
+        size = (torch.Size(rows).numel(), width + _SCALE_BYTES)
+        return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
+
+    @torch.no_grad()
+    def decode(self, message: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Inverse of `encode`, up to half a part for each entry."""
+        part = message[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+        return (message[:, :-_SCALE_BYTES].float() * part).to(dtype).view(tuple(shape))

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
+from megatron.training.distributed.powersgd import GradientCompression
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stage_link import StageLink
 from megatron.training.distributed.stragglers import StepClock
@@ -72,6 +73,8 @@ class Model:
     """Times this rank's part of a step."""
     link: StageLink | None = None
     """Carries messages between pipeline stages; None without a pipeline."""
+    compression: GradientCompression | None = None
+    """Of the reduction over replicas; None where this rank's gradients go whole."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -332,10 +335,37 @@ def build_model(
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
         core.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-    link = None
-    if config.layout.pp > 1:
-        link = StageLink(groups.pp, core, message_bits=config.parallel.pipeline_message_bits)
-    return Model(chunks=chunks, core_config=core, clock=clock, link=link)
+    return Model(
+        chunks=chunks,
+        core_config=core,
+        clock=clock,
+        link=_stage_link(config, core, groups),
+        compression=_compression(config, chunks, groups),
+    )
+
+
+def _stage_link(
+    config: Config, core: TransformerConfig, groups: ProcessGroupCollection
+) -> StageLink | None:
+    if config.layout.pp == 1:
+        return None
+    p = config.parallel
+    return StageLink(
+        groups.pp,
+        core,
+        message_bits=p.pipeline_message_bits,
+        message_rank=p.pipeline_message_rank,
+    )
+
+
+def _compression(
+    config: Config, chunks: list[Any], groups: ProcessGroupCollection
+) -> GradientCompression | None:
+    p, stages = config.parallel, config.parallel.grad_compression_stages
+    is_chosen = stages is None or groups.pp.rank() < stages
+    if not p.grad_compression_rank or not is_chosen or groups.dp_cp.size() == 1:
+        return None
+    return GradientCompression(chunks, rank=p.grad_compression_rank)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

@@ -154,8 +154,11 @@ def run_schedule(
         group = group_of_microbatches(layout, num_microbatches, asked)
         job.model.core_config.microbatch_group_size_per_vp_stage = group
     messages: dict[str, Any] = {}
+    is_exact = forward_only or job.context.needs_exact_step
+    if (compression := job.model.compression) is not None:
+        compression.is_exact = is_exact
     if (link := job.model.link) is not None:
-        link.is_exact = forward_only or job.context.needs_exact_step
+        link.begin(num_microbatches, is_exact=is_exact)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(

@@ -1,0 +1,55 @@
+"""Checks of the flags that send gradients in fewer numbers."""
+
+from __future__ import annotations
+
+from megatron.training.config.draft import Draft, Environment, flag_of
+
+
+def check_compression(draft: Draft, environment: Environment) -> None:
+    """Notes what compressed gradients do not go with, and what they mean for the run.
+
+    Args:
+        draft: its layout and precision are known.
+        environment: has no say in it.
+    """
+    _check_messages(draft)
+    rank, stages = draft["grad_compression_rank"], draft["grad_compression_stages"]
+    flag = f"--grad-compression-rank {rank}"
+    draft.require(rank >= 0, f"{flag} must not be negative; use 0 for whole gradients")
+    draft.require(
+        stages is None or stages >= 1,
+        f"--grad-compression-stages {stages} must be at least 1; use --grad-compression-rank 0 for "
+        "whole gradients",
+    )
+    draft.require(
+        stages is None or rank != 0,
+        "--grad-compression-stages needs --grad-compression-rank; give both",
+    )
+    if rank <= 0:
+        return
+    for name, why in (
+        ("overlap_grad_reduce", "factors are of whole gradients, and the flag reduces parts early"),
+        ("fp16", "residuals would keep an old loss scale; use --bf16"),
+        ("calculate_per_token_loss", "residuals would keep an old number of tokens"),
+    ):
+        draft.require(not draft[name], f"{flag} excludes {flag_of(name)}: {why}; drop one")
+    replicas = draft["data_parallel_size"] * draft["context_parallel_size"]
+    idle = "; without effect while no ranks share gradients" if replicas == 1 else ""
+    draft.notes.append(
+        f"{flag} changes the training by an unknown amount. A new launch and a change of layout "
+        f"drop what is not sent yet{idle}"
+    )
+
+
+def _check_messages(draft: Draft) -> None:
+    rank, bits = draft["pipeline_message_rank"], draft["pipeline_message_bits"]
+    if rank is None:
+        return
+    flag = f"--pipeline-message-rank {rank}"
+    draft.require(rank >= 1, f"{flag} must be at least 1; drop it for whole messages")
+    draft.require(bits is None, f"{flag} excludes --pipeline-message-bits {bits}; drop one")
+    draft.require(
+        draft["virtual_pipeline_model_parallel_size"] == 1,
+        f"{flag} knows the end of a plain pipeline only; drop virtual stages, or the flag",
+    )
+    draft.notes.append(f"{flag} changes the training by an unknown amount")
