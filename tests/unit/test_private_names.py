@@ -228,6 +228,19 @@ def test_weights_are_shared_through_names_of_buckets() -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_gradients_are_reduced_through_names_of_buckets() -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    group = buffers._ParamAndGradBucketGroup
+    assert "self.data_parallel_group = collective_group" in inspect.getsource(group.__init__)
+    # What compression puts another method in place of, and all that this one does besides.
+    assert "self.start_grad_sync(" in inspect.getsource(group.finish_grad_sync)
+    source = inspect.getsource(group.start_grad_sync)
+    assert "bucket.grad_data *= bucket.gradient_scaling_factor" in source
+    assert "if self.ddp_config.average_in_collective" in source
+    assert list(inspect.signature(group.start_grad_sync).parameters) == ["self", "force_all_reduce"]
+
+
 def test_latent_attention_believes_that_transformer_engine_is_there() -> None:
     # What `LatentAttention` mends: the wrapper imports without it, and its classes are none.
     if not have_transformer_engine():
