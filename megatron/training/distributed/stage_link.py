@@ -18,9 +18,10 @@ class StageLink(P2PCommunicator):
     """megatron-core's messages between neighbouring stages, whole or in fewer numbers.
 
     Messages of 8 bits keep the largest entry of each row (token) and round the others to 1/127 of
-    it, both ways. Messages of low rank are products of two thin factors: gradients alone, and only
-    at the end of a step, where no forward message goes the other way meanwhile. An interleaved
-    pipeline sends whole messages: its requests are waited for elsewhere.
+    it. Activations and gradients are both sent this way. Messages of low rank are products of two
+    thin factors. Only gradients are sent this way, at the end of a step, when no forward message
+    goes the other way. An interleaved pipeline sends whole messages, since megatron-core waits for
+    its requests elsewhere.
 
     Args:
         pp_group: pipeline parallel.
@@ -47,11 +48,11 @@ class StageLink(P2PCommunicator):
         self._whole_to_send = self._whole_to_receive = 0
 
     def begin(self, num_microbatches: int, *, is_exact: bool) -> None:
-        """Gets ready for the messages of a step or of an evaluation. All ranks must agree.
+        """Prepares for the messages of a step or of an evaluation. All ranks must give the same.
 
         Args:
             num_microbatches: of a replica.
-            is_exact: whether the messages are whole all the same.
+            is_exact: whether all messages of this step are whole.
         """
         self._is_exact = is_exact
         # A stage goes back once for each stage below, after its last forward pass. What it gets
@@ -82,7 +83,7 @@ class StageLink(P2PCommunicator):
                 wait_on_reqs=wait_on_reqs,
             )
         dtype, ops, received = self.config.pipeline_dtype, [], []
-        # Kept until all are sent.
+        # The messages must stay in memory until all of them are sent.
         sent = [
             (codec.encode(tensor), rank)
             for tensor, rank in (
@@ -107,35 +108,37 @@ class StageLink(P2PCommunicator):
         return previous, following, None
 
     def _codec(self, shape: Any, *, sends: bool, receives: bool) -> Any:
-        """What encodes the messages of one call, or None where they are whole.
+        """Returns what encodes the messages of one call, or None if they are whole.
 
         Args:
             shape: of a message.
-            sends: whether a gradient goes to the stage before.
-            receives: whether one comes from the stage behind.
+            sends: whether a gradient goes to the previous stage.
+            receives: whether a gradient comes from the next stage.
         """
         if self._is_exact or self._low_rank is None:
             return None if self._is_exact else self._eight_bits
         is_last = (sends and self._whole_to_send <= 0) or (receives and self._whole_to_receive <= 0)
         self._whole_to_send -= sends
         self._whole_to_receive -= receives
-        # Then it is the only message of the call, and both ends count alike.
+        # The last gradients are the only messages of their calls, and both ends count alike.
         return self._low_rank if is_last and self._low_rank.is_shorter(shape) else None
 
 
 class EightBits:
-    """Encodes tensors, each row in parts of 1/127 of its largest entry. Keeps nothing."""
+    """Encodes each row of a tensor in parts of 1/127 of its largest entry. It keeps no error for
+    the next message."""
 
     @torch.no_grad()
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in 8 bits.
+        """Encodes a tensor in 8 bits for each number.
 
         Args:
-            tensor: [..., width].
+            tensor: [..., width], of any floating dtype.
 
         Returns:
-            [rows, width + 4] int8: each row in parts of 1/127 of its largest entry, then that part
-            as the bytes of an fp32 number. A row that is not finite stays so.
+            [rows, width + 4] int8. A row holds its entries as multiples of 1/127 of its largest
+            magnitude, and then that unit as the four bytes of an fp32 number. A row with an
+            infinity or a NaN is decoded to NaN.
         """
         rows = tensor.detach().reshape(-1, tensor.shape[-1]).float()
         part = rows.abs().amax(dim=1, keepdim=True).clamp(min=_LEAST) / 127.0
@@ -143,13 +146,13 @@ class EightBits:
         return torch.cat([whole, part.view(torch.int8)], dim=1)
 
     def room(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Room for the message of a tensor of this shape, whatever its dtype."""
+        """Allocates what receives the message of a tensor of this shape; `dtype` does not count."""
         *rows, width = shape
         size = (torch.Size(rows).numel(), width + _SCALE_BYTES)
         return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())
 
     @torch.no_grad()
     def decode(self, message: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Inverse of `encode`, up to half a part for each entry."""
+        """Decodes what `encode` returned. Each entry is off by at most half a unit of its row."""
         part = message[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
         return (message[:, :-_SCALE_BYTES].float() * part).to(dtype).view(tuple(shape))
