@@ -139,12 +139,30 @@ def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
     return pause
 
 
-def planned(args: argparse.Namespace, planner: Any, run: Run) -> tuple[Any, Any, list[Any]]:
+def planned(planner: Any, run: Run) -> tuple[Any, Any, list[Any]]:
     """Returns the plan, the plan that keeps one layout, and the stages that nothing can run.
+
+    A run has its logits in one number of parts. So where the best plan has several, all of it is
+    planned again with as many as any stage needs, and with the fewest.
 
     Raises:
         UsageProblem: nothing to look at.
     """
+    found = _planned(planner, run, planner.limits.logits_chunks)
+    if found[0] is None or len(planner.limits.logits_chunks) == 1:
+        return found
+    plans = filter(None, found[:2])
+    used = {s.choice.configuration.logits_chunks for some in plans for s in some.stages}
+    fewest = planner.limits.logits_chunks[0]
+    if used == {fewest}:
+        return found
+    kept = [_planned(planner, run, (chunks,)) for chunks in (fewest, max(used))]
+    able = [some for some in kept if some[0] is not None]
+    return min(able, key=lambda some: some[0].seconds) if able else kept[-1]
+
+
+def _planned(planner: Any, run: Run, chunks: tuple[int, ...]) -> tuple[Any, Any, list[Any]]:
+    """Returns the same with logits in some numbers of parts."""
     from copus_ext.planner.phases import choices_of, plan_stages
     from copus_ext.planner.search import Planner
 
@@ -164,7 +182,7 @@ def planned(args: argparse.Namespace, planner: Any, run: Run) -> tuple[Any, Any,
                 planner.model.with_seq_length(stage.seq_length),
                 planner.cluster,
                 constants=planner.constants,
-                limits=dataclasses.replace(planner.limits, recompute=(way,)),
+                limits=dataclasses.replace(planner.limits, recompute=(way,), logits_chunks=chunks),
                 memory_margin=planner.memory_margin,
                 # Times of another length say nothing of this one.
                 timings=timed.get(stage.seq_length, ()),
@@ -193,7 +211,7 @@ def answer(args: argparse.Namespace, planner: Any, put: Callable[[str, Path | No
     started = time.monotonic()
     try:
         run = run_asked(args, planner.model)
-        best, single, lacking = planned(args, planner, run)
+        best, single, lacking = planned(planner, run)
     except UsageError as error:
         raise UsageProblem(str(error)) from error
     if best is None:

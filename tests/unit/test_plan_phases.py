@@ -304,10 +304,30 @@ def test_times_count_for_their_own_length_alone() -> None:
     slow = [Timing(configuration=c, step_s=100.0)]
     timed = Planner(model, usual.cluster, timings=slow, limits=usual.limits)
     run_ = phase_plan.run_asked(args, usual.model)
-    before, _, _ = phase_plan.planned(args, usual, run_)
-    after, _, _ = phase_plan.planned(args, timed, run_)
+    before, _, _ = phase_plan.planned(usual, run_)
+    after, _, _ = phase_plan.planned(timed, run_)
     pairs = list(zip(before.stages, after.stages))
     assert pairs[0][1].choice.step_s > 2 * pairs[0][0].choice.step_s
     for one, other in pairs[1:]:
         # Under whatever layout: as predicted, not as the first length was timed.
         assert other.choice.step_s < 3 * one.choice.step_s
+
+
+def test_all_phases_have_their_logits_in_as_many_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last phase does not fit without, and its price holds for the run as it is started."""
+    sizes = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 "
+    sizes += "--max-position-embeddings 65536 --position-embedding-type rope --swiglu --bf16 "
+    sizes += "--normalization RMSNorm --disable-bias-linear --hidden-dropout 0 "
+    sizes += "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 128000"
+    code, out, _ = run(
+        capsys,
+        f"phases --megatron-args '{sizes}' --cluster a100-40g:8 --global-batch-size 64 "
+        "--fix tp=2,cp=1 --seq-length-schedule '0:4096 50%:16384 80%:65536' --train-tokens 1e10 "
+        "--json",
+    )
+    answer = json.loads(out)
+    assert code == 0
+    parts = [s["configuration"].get("logits_chunks", 1) for s in answer["stages"]]
+    assert len(parts) == 3 and len(set(parts)) == 1 and parts[0] > 1
+    flags = answer["flags"]
+    assert flags[flags.index("--logits-chunks") + 1] == str(parts[0])
