@@ -54,7 +54,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
     """One configuration per layout and micro-batch, largest throughput expected first."""
     from copus_ext.planner.configuration import Configuration
-    from copus_ext.planner.request import cp_comm_types_of_flags, sizes
+    from copus_ext.planner.request import cp_comm_types_of_flags, megatron_flag, sizes
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
 
     fixed, largest = sizes("--fix", args.fix), sizes("--largest", args.largest)
@@ -73,6 +73,8 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),
         cp_comm_types=cp_comm_types_of_flags(args),
+        logits_chunks=(megatron_flag(args, "logits_chunks") or 1,),
+        pipeline_message_bits=megatron_flag(args, "pipeline_message_bits"),
     )
     points = enumerate_points(model, _cluster(world), args.global_batch_size, limits)
     found: dict[Any, Configuration] = {}

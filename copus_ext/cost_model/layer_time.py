@@ -180,7 +180,10 @@ def head(rows: Rows, c: Constants) -> Pass:
     backward = gemm_s(rows, c, tokens, rows.hidden_size, columns)
     backward = backward + gemm_s(rows, c, rows.hidden_size, columns, tokens) + loss
     again = np.where(np.greater(chunks, 1), forward, 0.0)
-    return Pass(forward=chunks * forward, backward=chunks * backward, recompute=chunks * again)
+    # Gradients of the output weights are added up over the parts.
+    sums = moved_s(rows, c, 6.0 * (chunks - 1) * columns * rows.hidden_size)
+    backward = chunks * backward + np.where(rows.plain_torch, sums, 0.0)
+    return Pass(forward=chunks * forward, backward=backward, recompute=chunks * again)
 
 
 def embedding(rows: Rows, c: Constants) -> Pass:
@@ -277,7 +280,9 @@ class MicroBatch:
     tp_first: Any
     """Collectives of the embedding, forward."""
     tp_last: Any
-    """Collectives of the head, forward and backward together."""
+    """Collectives of the head, forward and backward together; half of it each."""
+    tp_last_again: Any
+    """Those of the head when it is computed again."""
 
     @classmethod
     def of(cls, rows: Rows, c: Constants) -> MicroBatch:
@@ -293,6 +298,7 @@ class MicroBatch:
             cp_layer=cp_layer(rows, c, inner),
             tp_first=slow.tp * first,
             tp_last=slow.tp * last,
+            tp_last_again=slow.tp * np.where(np.greater(rows.logits_chunks, 1), last / 2, 0.0),
         )
 
     @property
@@ -317,7 +323,7 @@ class MicroBatch:
         return (
             self.embedding.backward,
             inner,
-            self.head.backward + self.head.recompute + self.tp_last / 2,
+            self.head.backward + self.head.recompute + self.tp_last / 2 + self.tp_last_again,
         )
 
 

@@ -394,7 +394,10 @@ def head_bytes(rows: Rows) -> Any:
     shared = np.where(rows.sequence_parallel, rows.tp, 1)
     norm = 4.0 * rows.element_bytes * rows.tokens * rows.hidden_size / shared
     weights = rows.element_bytes * rows.padded_vocab_size / rows.tp * rows.hidden_size
-    alone = np.where(rows.plain_torch, weights, 0.0)
+    # Of parts the last one's and the sum of those before.
+    alone = np.where(rows.plain_torch, weights, 0.0) * np.where(
+        np.greater(rows.logits_chunks, 1), 2, 1
+    )
     return width * rows.tokens * columns / rows.logits_chunks + norm + alone
 
 

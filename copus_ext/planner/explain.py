@@ -166,7 +166,10 @@ def timing_line(
         more += [] if c.use_distributed_optimizer else ["--no-distributed-optimizer"]
         batch = ["--global-batch-size", str(c.global_batch_size)]
         flags = " ".join(["--fix", fixed, *batch, "--recompute", c.recompute, *more])
-        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN")
+        own = f" --logits-chunks {c.logits_chunks}" if c.logits_chunks > 1 else ""
+        bits = c.pipeline_message_bits
+        own += f" --pipeline-message-bits {bits}" if bits else ""
+        lines.append(f"{tool} --store profile.jsonl {flags} -- FLAGS OF YOUR RUN{own}")
     return "\n".join(lines)
 
 

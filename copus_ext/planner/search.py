@@ -202,7 +202,8 @@ class Planner:
         `correct.most_telling`), of those that were not timed. None is recomputed by blocks, of
         which there are too many to time."""
         some = [r.configuration for r in plan.ranked if r.prediction.source != "profiled"]
-        some = [c for c in some if c.recompute != "block" and c.logits_chunks == 1]
+        usual = self.limits.logits_chunks[0]
+        some = [c for c in some if c.recompute != "block" and c.logits_chunks == usual]
         if len(some) < 2:
             return []
         points = points_of(some)
@@ -279,7 +280,8 @@ class Planner:
         rows = to_rows(self.model, self.cluster, points)
         saved = head_bytes(rows) - head_bytes(rows.change(logits_chunks=chunks))
         saved = saved * FRAGMENTATION * self.peaks.moving
-        tokens = rows.tokens / np.where(rows.sequence_parallel, rows.tp, 1)
+        # Samples are cut, not the micro-batch.
+        tokens = rows.seq_length / rows.cp / np.where(rows.sequence_parallel, rows.tp, 1)
         return (peaks - saved <= self.limit_bytes) & (tokens % chunks == 0)
 
     def _static(self, points: Points) -> Any:

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from copus_ext.commands import profile_layouts
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.layer_time import hop_bytes, hop_s
 from copus_ext.cost_model.memory import head_bytes, peaks
-from copus_ext.cost_model.model_spec import PRESETS
+from copus_ext.cost_model.model_spec import PRESETS, ModelSpec
 from copus_ext.cost_model.step import step_time
 from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.explain import timing_line
 from copus_ext.planner.plan import Ranked
+from copus_ext.planner.profile import Timing
 from copus_ext.planner.request import configuration_of
 from copus_ext.planner.search import MEMORY, Planner, what_would_help
 from copus_ext.planner.space import LEGAL, Limits, Points, points_of, to_rows
@@ -136,3 +139,25 @@ def test_short_messages_pay_on_slow_links_only() -> None:
     found = what_would_help(Planner(MODEL, slow, limits=only), BATCH)
     saved, best = found["messages"]
     assert saved > 0.1 and best.pipeline_message_bits == 8
+
+
+def test_what_is_timed_has_the_messages_and_logits_of_the_run() -> None:
+    own = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --mock-data "
+    own += "--max-position-embeddings 64 --logits-chunks 4 --pipeline-message-bits 8"
+    args, flags = profile_layouts.parse(
+        ["--store", "p.jsonl", "--global-batch-size", "8", "--", *own.split()]
+    )
+    model = ModelSpec.from_megatron_flags(flags)
+    found = profile_layouts.lines(model, args, 2)
+    assert {c.logits_chunks for c in found} == {4}
+    assert {c.pipeline_message_bits for c in found if c.layout.pp > 1 and c.layout.vpp == 1} == {8}
+    again = Timing(configuration=found[0], step_s=1.0)
+    assert Timing.from_json(again.to_json()).key == again.key
+
+
+def test_commands_to_time_name_what_is_priced(cluster: ClusterSpec) -> None:
+    limits = Limits(fixed={"tp": 1, "pp": 2, "vpp": 1}, logits_chunks=(4,), pipeline_message_bits=8)
+    planner = Planner(MODEL, cluster, limits=limits)
+    worth = planner.worth_timing(planner.rank([BATCH])[0])
+    text = timing_line([worth])
+    assert worth and text.count("--logits-chunks 4") == text.count("--pipeline-message-bits 8") == 2
