@@ -25,6 +25,7 @@ from megatron.training.config.draft import flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems, further_sizes, layout_problems
 from megatron.training.config.moe_flags import changed_by_batch_or_layout
+from megatron.training.config.phase_flags import has_lengths
 
 if TYPE_CHECKING:
     from megatron.training.config import Config
@@ -183,7 +184,7 @@ def check_phases(flags: CopusConfig, config: Any) -> None:
         return
     if flags.copus_layouts == "all" and flags.copus_relayout == "relaunch":
         why = "--seq-length-schedule, whose flags count batches in samples of the first phase"
-        if phases.seq_length_schedule is None:
+        if not has_lengths(phases.seq_length_schedule):
             why = "--layout-schedule, which has the layout of every launch"
         raise UsageError(
             f"--copus-relayout relaunch does not go with {why}; use --copus-relayout inprocess"

@@ -177,13 +177,36 @@ ALONE = "--seq-length 64 --train-samples 320 --layout-schedule 25%:tp2.pp1.dp1"
 
 def alone(flags: str = "", world_size: int = 2) -> Config:
     """A run whose samples keep their length."""
-    words = f"{BASE} {ALONE} {flags}".split()
-    return resolve(parse_args(words), world_size)
+    return resolve(parse_args(words_of(f"{BASE} {ALONE} {flags}")), world_size)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a command; what stands behind a flag of a schedule is one."""
+    found: list[str] = []
+    for word in text.split():
+        if not word.startswith("--") and len(found) > 1 and found[-2].endswith("-schedule"):
+            found[-1] += f" {word}"
+        else:
+            found.append(word)
+    return found
 
 
 def test_bases_and_data_of_phases_need_lengths() -> None:
     with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
         alone("--rotary-base-schedule 25%:20000")
+
+
+def test_one_length_begins_no_phase_and_hides_none() -> None:
+    plain = alone("--global-batch-size 16")
+    config = alone("--global-batch-size 16 --seq-length-schedule 0:64")
+    assert config.phases.phase_starts == plain.phases.phase_starts == (0, 80)
+    assert config.phases.phase_layouts == plain.phases.phase_layouts
+    assert any("one length" in note for note in config.runtime.notes)
+    # No batch of 3 divides over the first layout, and a later phase has no say in that.
+    with pytest.raises(UsageError, match="phase 0 has batches of 3"):
+        alone("--global-batch-size 3 --micro-batch-size 1 --seq-length-schedule 0:64")
+    with pytest.raises(UsageError, match="--rotary-base-schedule needs --seq-length-schedule"):
+        alone("--seq-length-schedule 0:64 --rotary-base-schedule 25%:20000")
 
 
 def test_layouts_and_micro_batches_may_change_without_lengths() -> None:
@@ -211,6 +234,16 @@ def test_layouts_and_micro_batches_may_change_without_lengths() -> None:
         ("--micro-batch-size-schedule 25.1%:1 --global-batch-size 160", "move the positions apart"),
         ("--micro-batch-size-schedule 99%:1 --global-batch-size 16", "has no step"),
         ("--micro-batch-size-schedule 50%:x --global-batch-size 16", "give a whole number"),
+        *(
+            (f"--global-batch-size 16 {flag} {entries}", f"{flag} .* in ascending order")
+            for flag, entries in [
+                ("--layout-schedule", "50%:tp2.pp1.dp1 50%:tp1.pp1.dp2"),
+                ("--layout-schedule", "50%:tp2.pp1.dp1 10240:tp1.pp1.dp2"),
+                ("--layout-schedule", "50%:tp1.pp1.dp2 25%:tp2.pp1.dp1"),
+                ("--micro-batch-size-schedule", "0:2 50%:1 50%:2"),
+                ("--micro-batch-size-schedule", "0:2 0%:2 50%:1"),
+            ]
+        ),
     ],
 )
 def test_what_cannot_work_without_lengths_is_refused(flags: str, words: str) -> None:
@@ -233,6 +266,26 @@ def test_a_run_of_one_length_goes_on_with_other_layouts() -> None:
     stored = stored_at(100, none)
     resumed = merge_resume_config(alone("--global-batch-size 16"), stored, vocab_size=100)
     assert resumed.phase.number == 1
+
+
+def test_another_batch_moves_no_phase_that_has_been_planned() -> None:
+    def run(flags: str) -> Config:
+        words = f"{BASE} --seq-length 64 --train-iters 20 {flags}"
+        return resolve(parse_args(words_of(words)), 2)
+
+    half, batch = "--layout-schedule 50%:tp2.pp1.dp1", "--global-batch-size"
+    stored = stored_at(128, run(f"{batch} 16 {half}"))
+    config = merge_resume_config(run(f"{batch} 8 {half}"), stored, vocab_size=100)
+    assert config.phases.phase_starts == (0, 160) and str(config.layout) == "tp1.pp1.dp2"
+    # 164 samples are asked for, which end within a step of 16; a step of 8 would end at 168.
+    odd = "--layout-schedule 51%:tp2.pp1.dp1"
+    stored = stored_at(168, run(f"{batch} 16 {odd}"))
+    config = merge_resume_config(run(f"{batch} 8 {odd}"), stored, vocab_size=100)
+    assert config.phases.phase_starts == (0, 176) and str(config.layout) == "tp1.pp1.dp2"
+    # A position that is new counts in the length of the checkpoint and the present batch.
+    more = f"{odd} 76%:tp1.pp1.dp2"
+    config = merge_resume_config(run(f"{batch} 8 {more}"), stored, vocab_size=100)
+    assert config.phases.phase_starts == (0, 176, 248)
 
 
 def test_a_schedule_may_stand_alone() -> None:

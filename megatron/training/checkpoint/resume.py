@@ -21,7 +21,14 @@ from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import apply_checkpoint_lengths
 from megatron.training.config.moe_flags import layers_with_experts
-from megatron.training.config.phase_flags import parse_lengths, parse_phase_data, parse_positions
+from megatron.training.config.phase_flags import (
+    has_lengths,
+    parse_lengths,
+    parse_phase_data,
+    parse_positions,
+    planned_starts,
+    with_planned_starts,
+)
 from megatron.training.config.phases import number_at
 from megatron.training.config.relayout import check_phase_layouts, in_layout_of_phase
 from megatron.training.config.vocabulary import pad_vocab_size, padding_unit
@@ -90,25 +97,23 @@ def merge_resume_config(
 
 
 def _resume_phase(config: Config, stored: Stored) -> Config:
-    """The configuration in the phase where the checkpoint stands. Phases of several lengths begin
-    where the first launch has put them, whatever batch the flags give now. Those of one length
-    begin where the flags say now, as no data depend on them.
+    """The configuration in the phase where the checkpoint stands. Phases that the checkpoint knows
+    begin where it has planned them, whatever batch the flags give now.
 
     Raises:
-        UsageError: training is longer than then, or the layout of the phase is none of the model.
+        UsageError: the phases do not suit the flags, or training is longer than then and the data
+            depend on where phases begin.
     """
-    given = config.phases.seq_length_schedule is not None
-    starts = stored.arguments.get("phase_starts") if given else config.phases.phase_starts
-    if not starts or not config.phases.phase_starts:
+    if not config.phases.phase_starts:
         return config
     total, then = config.batch.train_samples, stored.arguments["train_samples"]
-    if given and total != then:
+    if has_lengths(config.phases.seq_length_schedule) and total != then:
         raise UsageError(
             f"training of {then} samples cannot become {total} with --seq-length-schedule, whose "
             "last phase has a frozen order of samples; drop --override-opt-param-scheduler, or "
             "give --finetune to start another run"
         )
-    config = config.replace(phase_starts=tuple(starts))
+    config = with_planned_starts(config, planned_starts(stored.arguments))
     number = number_at(config.phases.phase_starts, stored.state.consumed_samples)
     return in_layout_of_phase(config.in_phase(number))
 

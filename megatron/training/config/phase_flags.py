@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from megatron.training.common.errors import UsageError
+from megatron.training.config import Config
 from megatron.training.config.batch_schedule import SUFFIXES, BatchSchedule
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layout import Layout
@@ -19,6 +22,13 @@ from megatron.training.config.lengths import schedule_of
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMBT]?):(\S+)", re.IGNORECASE)
 _NEED_LENGTHS = ("rotary_base_schedule", "phase_data_path")
 _MAY_STAND_ALONE = ("layout_schedule", "micro_batch_size_schedule")
+_DERIVED = (
+    "phase_starts",
+    "phase_seq_lengths",
+    "phase_rotary_bases",
+    "phase_micro_batch_sizes",
+    "phase_layouts",
+)
 _PHASE = re.compile(r"(\d+):")
 
 
@@ -116,9 +126,13 @@ def parse_phase_data(words: Sequence[str] | None) -> dict[int, tuple[str, ...]]:
 def begin_phases(draft: Draft) -> None:
     """Fills in `--seq-length` from the schedule, and checks that the two agree."""
     text = draft["seq_length_schedule"]
-    if text is None:
+    if not has_lengths(text):
         idle = [flag_of(name) for name in _NEED_LENGTHS if draft[name] is not None]
-        draft.require(not idle, f"{', '.join(idle)} needs --seq-length-schedule; give it, too")
+        draft.require(
+            not idle,
+            f"{', '.join(idle)} needs --seq-length-schedule with several lengths; give them, too",
+        )
+    if text is None:
         return
     first = parse_lengths(text)[0][1]
     draft.default("seq_length", first)
@@ -129,22 +143,74 @@ def begin_phases(draft: Draft) -> None:
     )
 
 
+def has_lengths(text: str | None) -> bool:
+    """Whether a `--seq-length-schedule` divides a run into phases. One length alone does not."""
+    return text is not None and len(parse_lengths(text)) > 1
+
+
 def has_phases(draft: Draft) -> bool:
     """Whether the flags divide the run into several phases."""
-    text = draft["seq_length_schedule"]
-    if text is not None:
-        return len(parse_lengths(text)) > 1
-    return len(_positions_alone(draft)) > 1
+    return has_lengths(draft["seq_length_schedule"]) or any(
+        position.amount > 0
+        for name in _MAY_STAND_ALONE
+        for position, _ in parse_positions(draft[name] or "0:-", flag_of(name))
+    )
 
 
 def derive_phases(draft: Draft, environment: Environment) -> None:
     """Freezes where each phase begins and how it trains; after the lengths are known."""
+    _derive(draft, {})
+
+
+def planned_starts(arguments: Mapping[str, Any]) -> dict[int, int]:
+    """Where the phases of a checkpoint begin: the sample that a position of its flags names -> the
+    step boundary at which the run has planned the phase. Empty for a run without phases.
+
+    Args:
+        arguments: the stored flags and what followed from them.
+    """
+    starts = arguments.get("phase_starts") or ()
+    needed = ("seq_length_schedule", *_MAY_STAND_ALONE, "seq_length", "train_samples")
+    draft = Draft(values={name: arguments.get(name) for name in needed}, explicit=frozenset())
+    asked: list[int] = []
+    with contextlib.suppress(UsageError):
+        asked = [samples for samples, _ in _phases_asked(draft)] if starts else []
+    return dict(zip(asked, starts, strict=True)) if len(asked) == len(starts) else {}
+
+
+def with_planned_starts(config: Config, known: Mapping[int, int]) -> Config:
+    """The configuration of a resumed run with its phases where they belong. Those whose position
+    its checkpoint knows begin where that has planned them. Others begin at a step boundary of the
+    present batch.
+
+    Args:
+        config: in its first phase, with the length of training of the checkpoint.
+        known: from `planned_starts`.
+
+    Raises:
+        UsageError: a phase without a step, or a batch that a phase cannot cut.
+    """
+    flat = {n: tuple(v) if isinstance(v, list) else v for n, v in config.flat().items()}
+    draft = Draft(values=flat, explicit=config.explicit)
+    _derive(draft, known)
+    draft.stop_if_problems()
+    return config.replace(**{name: draft[name] for name in _DERIVED})
+
+
+def _derive(draft: Draft, known: Mapping[int, int]) -> None:
+    """Fills in the derived fields of phases.
+
+    Args:
+        draft: with the lengths in samples.
+        known: samples at which a phase is asked for -> samples at which it begins, if that is
+            fixed.
+    """
+    entries = _phases_asked(draft)
+    asked, lengths = [samples for samples, _ in entries], tuple(length for _, length in entries)
     text = draft["seq_length_schedule"]
-    entries = _of_one_length(draft) if text is None else parse_lengths(text)
-    lengths = tuple(length for _, length in entries)
+    if text is not None and not has_lengths(text):
+        draft.notes.append("--seq-length-schedule has one length and begins no phase")
     if len(lengths) == 1:
-        if text is not None:
-            draft.notes.append("--seq-length-schedule has one length: the run has no phases")
         return
     longest, positions = max(lengths), draft["max_position_embeddings"]
     draft.require(
@@ -152,16 +218,16 @@ def derive_phases(draft: Draft, environment: Environment) -> None:
         f"--seq-length-schedule reaches {longest} tokens and --max-position-embeddings is "
         f"{positions}; raise the latter",
     )
-    if draft["position_embedding_type"] == "learned_absolute":
+    if longest > lengths[0] and draft["position_embedding_type"] == "learned_absolute":
         draft.notes.append(
             f"learned positions from {lengths[0]} on have weight decay and no gradient until a "
             "phase reaches them; --position-embedding-type rope has no such rows"
         )
     schedule = schedule_of(draft)
-    starts = _starts(draft, [position for position, _ in entries], schedule)
+    starts = _starts(draft, [known.get(n, schedule.boundary(n)) for n in asked], schedule)
     draft.stop_if_problems()
     own = {
-        name: _by_phase(draft, name, [position for position, _ in entries])
+        name: _by_phase(draft, name, asked)
         for name in ("rotary_base_schedule", "micro_batch_size_schedule", "layout_schedule")
     }
     draft["phase_starts"], draft["phase_seq_lengths"] = starts, lengths
@@ -176,23 +242,37 @@ def derive_phases(draft: Draft, environment: Environment) -> None:
     _check_batches(draft, schedule, layouts)
 
 
-def _of_one_length(draft: Draft) -> list[tuple[Position, int]]:
-    """The phases of a run whose samples keep their length: they begin where its schedules of
-    layouts and micro-batches say."""
-    found = {_samples(draft, position): position for position in _positions_alone(draft)}
-    return [(found[samples], draft["seq_length"]) for samples in sorted(found)]
+def _phases_asked(draft: Draft) -> list[tuple[int, int]]:
+    """The sample that each phase is asked for at, and its tokens per sample. Phases of a run whose
+    samples keep their length begin where its schedules of layouts and micro-batches say."""
+    text = draft["seq_length_schedule"]
+    if has_lengths(text):
+        return [(_samples(draft, position), length) for position, length in parse_lengths(text)]
+    found = {at for name in _MAY_STAND_ALONE for at, _ in _words_asked(draft, name)}
+    return [(samples, draft["seq_length"]) for samples in sorted({0, *found})]
+
+
+def _words_asked(draft: Draft, name: str) -> list[tuple[int, str]]:
+    """The samples and words of a schedule, in order.
+
+    Raises:
+        UsageError: positions that do not ascend.
+    """
+    text, flag = draft[name], flag_of(name)
+    if text is None:
+        return []
+    entries = [(_samples(draft, p), word) for p, word in parse_positions(text, flag)]
+    for (before, _), (at, word) in itertools.pairwise(entries):
+        if at <= before:
+            raise UsageError(
+                f'{flag} "{text}": {word} does not stand after the entry before it; give each '
+                "position once, in ascending order"
+            )
+    return entries
 
 
 def _samples(draft: Draft, position: Position) -> int:
     return position.samples(seq_length=draft["seq_length"], train_samples=draft["train_samples"])
-
-
-def _positions_alone(draft: Draft) -> set[Position]:
-    found = {Position(Fraction(0), False)}
-    for name in _MAY_STAND_ALONE:
-        if draft[name] is not None:
-            found.update(position for position, _ in parse_positions(draft[name], flag_of(name)))
-    return found
 
 
 def _check_data(draft: Draft, count: int) -> None:
@@ -207,12 +287,12 @@ def _check_data(draft: Draft, count: int) -> None:
         draft.problem("--phase-data-path does not go with --mock-data; drop one of the two")
 
 
-def _starts(draft: Draft, asked: list[Position], schedule: BatchSchedule) -> tuple[int, ...]:
-    """Samples consumed where each phase begins: the step boundary at or after what was asked."""
+def _starts(draft: Draft, starts: Sequence[int], schedule: BatchSchedule) -> tuple[int, ...]:
+    """Samples consumed where each phase begins, checked: each phase has a step."""
     total = draft["train_samples"]
-    names = ("seq_length_schedule", *_MAY_STAND_ALONE)
-    flag = flag_of(next(name for name in names if draft[name] is not None))
-    starts = tuple(schedule.boundary(_samples(draft, position)) for position in asked)
+    given = [flag_of(name) for name in _MAY_STAND_ALONE if draft[name] is not None]
+    lengths = draft["seq_length_schedule"]
+    flag = "--seq-length-schedule" if has_lengths(lengths) else given[0]
     for number, (before, start) in enumerate(itertools.pairwise(starts), start=1):
         draft.require(
             before < start,
@@ -225,22 +305,25 @@ def _starts(draft: Draft, asked: list[Position], schedule: BatchSchedule) -> tup
         f"{flag}: the last phase begins at sample {last} of {total} and has no step; begin it "
         "earlier, or train longer",
     )
-    return starts
+    return tuple(starts)
 
 
-def _by_phase(draft: Draft, name: str, positions: list[Position]) -> dict[int, str]:
-    """Phase number -> the word that a schedule of another flag has for it."""
-    text, flag = draft[name], flag_of(name)
-    if text is None:
-        return {}
-    found, known = {}, [_samples(draft, position) for position in positions]
-    for position, word in parse_positions(text, flag):
-        if (at := _samples(draft, position)) not in known:
+def _by_phase(draft: Draft, name: str, asked: Sequence[int]) -> dict[int, str]:
+    """Phase number -> the word that a schedule of another flag has for it.
+
+    Args:
+        draft: with the lengths in samples.
+        name: field of the schedule.
+        asked: samples at which each phase is asked for.
+    """
+    found = {}
+    for at, word in _words_asked(draft, name):
+        if at not in asked:
             raise UsageError(
-                f'{flag} "{text}": {word} stands at a position that --seq-length-schedule does '
-                "not have; use the same positions"
+                f'{flag_of(name)} "{draft[name]}": {word} stands where no phase begins; use the '
+                "same positions as --seq-length-schedule"
             )
-        found[known.index(at)] = word
+        found[asked.index(at)] = word
     return found
 
 

@@ -26,20 +26,20 @@ class PhaseConfig:
     --seq-length-schedule. A phase that is not named keeps the base before it. Default:
     --rotary-base."""
     micro_batch_size_schedule: str | None = option(None)
-    """Micro-batch size over the run, such as "90%:2". Its positions are positions of
-    --seq-length-schedule, or any where that is not given. Default: as many tokens as
+    """Micro-batch size over the run, such as "90%:2". Positions are as in
+    --layout-schedule. Default: as many tokens as
     --micro-batch-size of the first phase, at least 1 sample."""
     layout_schedule: str | None = option(None)
-    """Layout over the run, such as "90%:tp1.cp2.pp1.dp2". Its positions are positions of
-    --seq-length-schedule, or any where that is not given. A phase that is not named keeps the
-    layout before it."""
+    """Layout over the run, such as "90%:tp1.cp2.pp1.dp2". Phases begin with --seq-length-schedule
+    where that has several lengths, and positions must be among its own. Otherwise each position
+    begins a phase. A phase without a layout keeps the one before it."""
     phase_data_path: tuple[str, ...] | None = option(None, nargs="+")
     """Training data from a phase on: the number of the phase and a colon, then as in --data-path,
     such as "1: long_text 2: 0.7 books 0.3 code". The first phase has number 0 and uses --data-path.
     """
     phase_starts: tuple[int, ...] = derived(())
-    """Samples consumed where each phase begins, frozen at the first launch if there are several
-    lengths; () without a schedule."""
+    """Samples consumed where each phase begins, frozen at the first launch that has the phase; ()
+    without a schedule."""
     phase_seq_lengths: tuple[int, ...] = derived(())
     """Tokens per sample of each phase."""
     phase_rotary_bases: tuple[int, ...] = derived(())

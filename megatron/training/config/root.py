@@ -92,7 +92,8 @@ class Config:
 
     @property
     def all_phases(self) -> tuple[Phase, ...]:
-        """The phases of the run; one without `--seq-length-schedule`."""
+        """The phases of the run in order. There is one unless the flags have a schedule of lengths,
+        layouts or micro-batches."""
         return phases_of(
             self.phases,
             seq_length=self.batch.seq_length,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.config import Config, Phase
-from megatron.training.config.phase_flags import parse_phase_data
+from megatron.training.config.phase_flags import has_lengths, parse_phase_data
 from megatron.training.data.dataloader import BatchReader, SampleSource
 from megatron.training.data.datasets import build_datasets, parse_blend, prefixes_of
 from megatron.training.data.phase_datasets import build_phase_datasets
@@ -85,7 +85,7 @@ def evaluation_batch(config: Config, phase: Phase) -> int:
 def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) -> RunData:
     """Builds the data sets of a run. With a process group every rank must call this.
 
-    A run without `--seq-length-schedule` has the stock order of samples. In a run with it, the data
+    A run whose samples keep their length has the stock order. In a run of several lengths, the data
     of all phases are built at the start, so that data that cannot be read ends the run then.
 
     Args:
@@ -103,7 +103,7 @@ def build_run_data(config: Config, tokenizer: Tokenizer, *, pin_memory: bool) ->
         "run_dir": config.checkpoint.save,
     }
     train: list[SampleSource] = []
-    if len(phases) > 1 and config.phases.seq_length_schedule is not None:
+    if len(phases) > 1 and has_lengths(config.phases.seq_length_schedule):
         blends = parse_phase_data(config.phases.phase_data_path)
         train = build_phase_datasets(config.data, blends, phases, **common)
     valid: dict[int, SampleSource | None] = {}
