@@ -17,6 +17,7 @@ from megatron.training.checkpoint import files
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
 from megatron.training.config.layout import Layout
+from megatron.training.config.phase_flags import planned_starts
 
 Stored = Callable[[Path], Mapping[str, Any]]
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
@@ -217,6 +218,7 @@ def _request(
         checkpoint=checkpoint,
         seq_length=stored.get("seq_length"),
         train_samples=stored.get("train_samples"),
+        phase_starts=tuple(planned_starts(stored).items()),
     )
 
 

@@ -114,6 +114,8 @@ class Request(JsonRecord):
     """Tokens of a sample as they are counted; None where no phase can have begun."""
     train_samples: int | None = None
     """Length of training; likewise."""
+    phase_starts: tuple[tuple[int, int], ...] = ()
+    """The samples that each phase was asked for at and begins at, as far as they are planned."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.launch, str) and LAUNCH_NAME.fullmatch(self.launch)):
@@ -125,6 +127,9 @@ class Request(JsonRecord):
         for name, most in _OPEN_NUMBERS.items():
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1, most)
+        for pair in self.phase_starts:
+            for samples in pair:
+                check_number("phase_starts", samples, 0, MAX_NUMBER)
         check_text("reason", self.reason, _MAX_TEXT)
         if self.checkpoint is not None:
             check_text("checkpoint", self.checkpoint, _MAX_TEXT)
@@ -154,12 +159,25 @@ class Request(JsonRecord):
             if missing := sorted({"tp", "pp", "vpp", "dp"} - set(layout)):
                 raise ValueError(f"{missing[0]} of the layout is missing")
             data = {**data, "layout": Layout.from_json(layout)}
+        if isinstance(data, dict) and "phase_starts" in data:
+            data = {**data, "phase_starts": _pairs(data["phase_starts"])}
         return super().from_json(data)
 
     @property
     def line(self) -> str:
         """The reason, fit to be printed: one line without control characters."""
         return one_line(self.reason) or "no reason given"
+
+
+def _pairs(value: Any) -> tuple[tuple[Any, Any], ...]:
+    """Reads a list of pairs.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, list) or any(not isinstance(x, list) or len(x) != 2 for x in value):
+        raise ValueError(f"phase_starts {shown(value)} is no list of pairs")
+    return tuple((x[0], x[1]) for x in value)
 
 
 def is_supervised(env: Mapping[str, str] | None = None) -> bool:
@@ -428,20 +446,23 @@ def _ranks_of(word: str) -> int | None:
 
 
 def _has_begun(position: Position | None, request: Request) -> bool:
-    """Whether a run that goes on as a request says has passed a position, if that is known. It
-    stands at the end of a step, where phases begin."""
+    """Whether a run that goes on as a request says has reached the phase that begins at a position,
+    if that is known."""
     samples = _samples_before(position, request)
     return samples is not None and samples <= request.consumed_samples
 
 
 def _samples_before(position: Position | None, request: Request) -> int | None:
-    """Samples before a position; None where it, or the length of the run, is not known."""
+    """Samples before the phase that begins at a position: as planned, or as asked for where the
+    run has not planned the phase. None where the position or the length of the run is not known.
+    """
     length, total = request.seq_length, request.train_samples
     if position is None or position.amount == 0:
         return None if position is None else 0
     if length is None or total is None:
         return None
-    return position.samples(seq_length=length, train_samples=total)
+    asked = position.samples(seq_length=length, train_samples=total)
+    return dict(request.phase_starts).get(asked, asked)
 
 
 def _entries(argv: Sequence[str], flag: str) -> list[tuple[Position | None, str]]:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from copus_ext.launch import layout_fit
 from copus_ext.reshard import relaunch
 from copus_ext.reshard.relaunch import (
     Request,
@@ -80,6 +81,7 @@ requests = st.builds(
     checkpoint=st.sampled_from(["saved", "/a/b c", "ä/ö"]),
     seq_length=sizes,
     train_samples=sizes,
+    phase_starts=st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple),
 )
 
 
@@ -130,6 +132,7 @@ DAMAGED = {
             ("global_batch_size", "4"),
             ("seq_length", 0),
             ("train_samples", 1.5),
+            *(("phase_starts", value) for value in (None, 4, [1], [[1]], [[1, -1]], [[1, "2"]])),
             ("checkpoint", None),
             ("checkpoint", ""),
             ("checkpoint", "--finetune"),
@@ -348,6 +351,29 @@ def test_positions_in_tokens_and_shares_are_passed_alike(consumed: int, left: st
     where: dict[str, Any] = {"seq_length": 64, "train_samples": 320, "consumed_samples": consumed}
     flags = merged(argv, asked(layout=Layout(dp=4), **where))
     assert relaunch.value_of(flags, "--layout-schedule") == left
+
+
+@pytest.mark.parametrize(
+    ("consumed", "left"),
+    [
+        (168, "51%:tp2.pp1.dp2 60%:tp4.pp1.dp1"),
+        (176, "51%:tp1.pp1.dp4 60%:tp4.pp1.dp1"),
+        (200, "51%:tp2.pp1.dp2 60%:tp1.pp1.dp4"),
+    ],
+)
+def test_a_phase_begins_at_its_planned_step(consumed: int, left: str) -> None:
+    """Sample 164 is asked for, and steps of 16 begin the phase at 176. A controller has taken
+    smaller steps, so that the checkpoint stands between."""
+    argv = " ".join(BASE).replace("--train-iters 9", "--train-samples 320").split()
+    argv += ["--global-batch-size", "16"]
+    argv += ["--layout-schedule", "51%:tp2.pp1.dp2 60%:tp4.pp1.dp1"]
+    first = resolve(parse_args(argv), 4)
+    assert first.phases.phase_starts == (0, 176, 192)
+    stored = {**first.flat(), "consumed_train_samples": consumed}
+    found = layout_fit._request(Layout(dp=4), 1, batch=8, stored=stored)
+    assert relaunch.value_of(merged(argv, found), "--layout-schedule") == left
+    lost = lost_layouts(argv, found, blocked=[Layout(tp=2, dp=2)])
+    assert ("loses 51%:tp2.pp1.dp2" in lost) is (consumed < 176)
 
 
 def test_layouts_of_other_ranks_and_blocked_ones_are_lost() -> None:
