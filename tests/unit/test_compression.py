@@ -39,6 +39,7 @@ def config(flags: str, world: int = 2) -> Any:
             ["excludes --calculate-per-token-loss"],
         ),
         ("--pipeline-message-rank 0", ["--pipeline-message-rank 0", "drop it"]),
+        ("--pipeline-message-rank 4 --fp16", ["excludes --fp16", "--bf16"]),
         (
             "--pipeline-message-rank 4 --pipeline-message-bits 8",
             ["excludes --pipeline-message-bits 8"],
@@ -68,6 +69,16 @@ def test_a_run_is_told_what_compression_does() -> None:
     assert "without effect" not in notes("--grad-compression-rank 4 --context-parallel-size 2", 2)
     assert "unknown amount" in notes("--pipeline-message-rank 4", 2)
     assert "unknown amount" not in notes("--pipeline-message-bits 8", 2)
+    assert "without effect" in notes("--pipeline-message-rank 4", 2)
+    piped = "--pipeline-model-parallel-size 2"
+    assert "without effect" not in notes(f"--pipeline-message-rank 4 {piped}", 2)
+    batch = "--global-batch-size 4"
+    later = f"--pipeline-message-rank 4 {batch} --layout-schedule 50%:tp1.pp2.dp1"
+    assert "without effect" not in notes(later, 2)
+    stages = "--grad-compression-rank 4 --grad-compression-stages"
+    assert "all stages compress" in notes(f"{stages} 3 {piped}", 4)
+    assert "all stages compress" not in notes(f"{stages} 2 {piped}", 4)
+    assert "all stages compress" not in notes(f"{stages} 1", 2)
 
 
 @pytest.mark.parametrize("flag", ["--grad-compression-rank", "--pipeline-message-rank"])

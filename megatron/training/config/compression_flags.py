@@ -1,18 +1,20 @@
-"""Checks of the flags that send gradients in fewer numbers."""
+"""Checks of the flags that send gradients and messages between stages in fewer numbers."""
 
 from __future__ import annotations
 
 from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.layout import Layout
 
 
 def check_compression(draft: Draft, environment: Environment) -> None:
     """Notes what compressed gradients do not go with, and what they mean for the run.
 
     Args:
-        draft: its layout and precision are known.
-        environment: has no say in it.
+        draft: with its phases, layout and precision.
+        environment: unused.
     """
-    _check_messages(draft)
+    most = _most_stages(draft)
+    _check_messages(draft, most)
     rank, stages = draft["grad_compression_rank"], draft["grad_compression_stages"]
     flag = f"--grad-compression-rank {rank}"
     draft.require(rank >= 0, f"{flag} must not be negative; use 0 for whole gradients")
@@ -39,9 +41,21 @@ def check_compression(draft: Draft, environment: Environment) -> None:
         f"{flag} changes the training by an unknown amount. A new launch and a change of layout "
         f"drop what is not sent yet{idle}"
     )
+    if stages is not None and stages > most:
+        draft.notes.append(
+            f"--grad-compression-stages {stages} is more than --pipeline-model-parallel-size "
+            f"{most}: all stages compress"
+        )
 
 
-def _check_messages(draft: Draft) -> None:
+def _most_stages(draft: Draft) -> int:
+    """Pipeline stages of the layout that has most, over all phases."""
+    later = [Layout.from_text(text).pp for text in draft.values.get("phase_layouts", ())]
+    return max(draft["pipeline_model_parallel_size"], *later, 1)
+
+
+def _check_messages(draft: Draft, stages: int) -> None:
+    """Notes what messages of low rank do not go with, in a run of at most some stages."""
     rank, bits = draft["pipeline_message_rank"], draft["pipeline_message_bits"]
     if rank is None:
         return
@@ -52,4 +66,10 @@ def _check_messages(draft: Draft) -> None:
         draft["virtual_pipeline_model_parallel_size"] == 1,
         f"{flag} knows the end of a plain pipeline only; drop virtual stages, or the flag",
     )
-    draft.notes.append(f"{flag} changes the training by an unknown amount")
+    draft.require(
+        not draft["fp16"],
+        f"{flag} excludes --fp16: factors carry the norm of the whole gradient, which overflows; "
+        "use --bf16",
+    )
+    idle = "; without effect while the pipeline has one stage" if stages == 1 else ""
+    draft.notes.append(f"{flag} changes the training by an unknown amount{idle}")

@@ -115,8 +115,10 @@ class StageLink(P2PCommunicator):
             sends: whether a gradient goes to the previous stage.
             receives: whether a gradient comes from the next stage.
         """
-        if self._is_exact or self._low_rank is None:
-            return None if self._is_exact else self._eight_bits
+        if self._is_exact:
+            return None
+        if self._low_rank is None:
+            return self._eight_bits
         is_last = (sends and self._whole_to_send <= 0) or (receives and self._whole_to_receive <= 0)
         self._whole_to_send -= sends
         self._whole_to_receive -= receives
