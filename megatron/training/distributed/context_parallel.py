@@ -23,29 +23,40 @@ def own_tokens(batch: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Te
     Returns:
         Tensors [micro batch, s / c, ...], contiguous.
     """
-    size, rank = group.size(), group.rank()
-    if size == 1:
+    if group.size() == 1:
         return batch
+    return {name: own_chunks(whole, group, dim=1) for name, whole in batch.items()}
 
-    def of(whole: torch.Tensor) -> torch.Tensor:
-        chunks = whole.chunk(2 * size, dim=1)
-        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
-    return {name: of(whole) for name, whole in batch.items()}
+def own_chunks(whole: torch.Tensor, group: Any, *, dim: int) -> torch.Tensor:
+    """This rank's two chunks of a tensor with all tokens of the sample along `dim`."""
+    size, rank = group.size(), group.rank()
+    chunks = whole.chunk(2 * size, dim=dim)
+    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
 
 
 @functools.cache
-def _chunks_in_order(size: int) -> tuple[list[int], list[int]]:
-    """Where each chunk of the sample stands among the chunks of all ranks, and the inverse."""
+def _order_of_chunks(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each chunk of the sample stands among the chunks of all ranks, and the inverse; [2c]
+    each. They are cached, since every layer uses them several times in a step."""
     held = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
-    return [held.index(chunk) for chunk in range(2 * size)], held
+    places = [held.index(chunk) for chunk in range(2 * size)]
+    return torch.tensor(places, device=device), torch.tensor(held, device=device)
 
 
-def _permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """[s, ...] with its chunks in another order."""
+def _in_order(by_rank: torch.Tensor, size: int) -> torch.Tensor:
+    """[s, ...] from the chunks of one rank after another to the order of the sample."""
+    return _permuted(by_rank, _order_of_chunks(size, by_rank.device)[0])
+
+
+def _by_rank(whole: torch.Tensor, size: int) -> torch.Tensor:
+    """Inverse of `_in_order`."""
+    return _permuted(whole.contiguous(), _order_of_chunks(size, whole.device)[1])
+
+
+def _permuted(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     chunks = tensor.view(len(order), -1, *tensor.shape[1:])
-    index = torch.tensor(order, device=tensor.device)
-    return chunks.index_select(0, index).view(tensor.shape)
+    return chunks.index_select(0, order).view(tensor.shape)
 
 
 class _Gather(torch.autograd.Function):
@@ -57,12 +68,12 @@ class _Gather(torch.autograd.Function):
         size = group.size()
         gathered = own.new_empty(size * own.shape[0], *own.shape[1:])
         dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
-        return _permuted(gathered, _chunks_in_order(size)[0])
+        return _in_order(gathered, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         size = ctx.group.size()
-        by_rank = _permuted(grads[0].contiguous(), _chunks_in_order(size)[1])
+        by_rank = _by_rank(grads[0], size)
         own = by_rank.new_empty(by_rank.shape[0] // size, *by_rank.shape[1:])
         dist.reduce_scatter_tensor(own, by_rank, group=ctx.group)
         return own, None
@@ -90,13 +101,13 @@ def _sequence_to_heads(own: torch.Tensor, group: Any) -> torch.Tensor:
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, parts, group=group)
     by_rank = received.view(size * tokens, batch, heads // size, width)
-    return _permuted(by_rank, _chunks_in_order(size)[0])
+    return _in_order(by_rank, size)
 
 
 def _heads_to_sequence(whole: torch.Tensor, group: Any) -> torch.Tensor:
     size = group.size()
     tokens, batch, heads, width = whole.shape
-    by_rank = _permuted(whole.contiguous(), _chunks_in_order(size)[1])
+    by_rank = _by_rank(whole, size)
     received = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received, by_rank, group=group)
     parts = received.view(size, tokens // size, batch, heads, width).permute(1, 2, 0, 3, 4)
