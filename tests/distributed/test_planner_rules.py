@@ -17,7 +17,7 @@ from tests.helpers.jobs import TINY
 from tests.helpers.launch import ROOT, run_ranks
 from tests.helpers.on_ranks import on_ranks
 
-NUM_LAYOUTS = 23
+NUM_LAYOUTS = 38
 """Of a mixture of experts on four ranks."""
 
 

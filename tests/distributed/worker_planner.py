@@ -51,7 +51,8 @@ def mixture_spec(dispatcher: str = "alltoall") -> Any:
 
 def layouts_of_a_mixture(world_size: int) -> dict[str, list[Any]]:
     """By dispatcher, one configuration of every layout that is legal; of those that rows may reach
-    by all-to-all none is gathered."""
+    by all-to-all none is gathered. How ranks exchange keys and values does not matter to experts:
+    one way stands for all."""
     from copus_ext.cost_model.cluster_spec import preset
     from copus_ext.planner.space import LEGAL, Limits, enumerate_points
 
@@ -63,6 +64,7 @@ def layouts_of_a_mixture(world_size: int) -> dict[str, list[Any]]:
         cross_node_tp=True,
         cross_node_ep=True,
         narrow_experts=True,
+        cp_comm_types=("all_gather",),
     )
     found: dict[str, list[Any]] = {}
     for way in ("alltoall", "allgather"):

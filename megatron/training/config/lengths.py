@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError, counted
-from megatron.training.config import Config
 from megatron.training.config.batch_schedule import BatchSchedule, make_schedule
 from megatron.training.config.draft import Draft, Environment, flag_of
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 USUAL_WARMUP_STEPS = 50
 """A warm-up of the learning rate usually has at least so many steps."""
