@@ -341,5 +341,21 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
         one_line(best, single),
         "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
     ]
+    if note := numbers_note(best, run.lengths):
+        lines.append(note)
     for line in lines:
         console.print(line, highlight=False, markup=False)
+
+
+def numbers_note(best: Any, lengths: str) -> str | None:
+    """Says with which numbers of phases the lengths begin where phases that change the layout or
+    the micro-batch alone stand between them; None where the lengths count as they are given."""
+    from copus_ext.planner.phases import first_phases
+
+    numbers = first_phases(best, lengths)
+    if numbers == list(range(len(numbers))):
+        return None
+    return (
+        f"note: the lengths now begin with phases {', '.join(map(str, numbers))}, since layouts or "
+        "micro-batches change between them; use these numbers in --phase-data-path"
+    )

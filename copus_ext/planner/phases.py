@@ -270,11 +270,11 @@ def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str
     flags[at : at + 2] = batch
     words = text.split() if ":" in text else []
     heads = _heads(plan, words)
-    used = [c for _, _, c in heads]
+    used = [c for *_, c in heads]
     if words:
-        flags += ["--seq-length-schedule", " ".join(f"{at}:{n}" for at, n, _ in heads)]
-    layouts = [f"{at}:{c.layout}" for at, _, c in heads[1:]]
-    micro = [f"{at}:{c.micro_batch_size}" for at, _, c in heads[1:]]
+        flags += ["--seq-length-schedule", " ".join(f"{at}:{n}" for _, at, n, _ in heads)]
+    layouts = [f"{at}:{c.layout}" for _, at, _, c in heads[1:]]
+    micro = [f"{at}:{c.micro_batch_size}" for _, at, _, c in heads[1:]]
     if len({c.layout for c in used}) > 1:
         flags += ["--layout-schedule", " ".join(layouts)]
     if words or len({c.micro_batch_size for c in used}) > 1:
@@ -291,10 +291,26 @@ def with_own_flags(plan: PhasePlan, text: str, batch: Sequence[str]) -> list[str
     return flags
 
 
-def _heads(plan: PhasePlan, words: Sequence[str]) -> list[tuple[str, int, Configuration]]:
-    """Position, tokens of a sample and configuration of each phase of a run. One begins with each
-    length, and within a length wherever the layout or the micro-batch changes."""
-    found: list[tuple[str, int, Configuration]] = []
+def first_phases(plan: PhasePlan, text: str) -> list[int]:
+    """The number of the trainer's phase with which each length begins, as `--phase-data-path`
+    counts them. Phases that change the layout or the micro-batch alone count, too.
+
+    Args:
+        plan: of a run.
+        text: its `--seq-length-schedule`, or a length alone.
+    """
+    words = text.split() if ":" in text else []
+    found: dict[int, int] = {}
+    for number, (length, _, _, _) in enumerate(_heads(plan, words)):
+        found.setdefault(length, number)
+    return list(found.values())
+
+
+def _heads(plan: PhasePlan, words: Sequence[str]) -> list[tuple[int, str, int, Configuration]]:
+    """Number of the length, position, tokens of a sample and configuration of each phase of a run.
+    One begins with each length, and within a length wherever the layout or the micro-batch
+    changes."""
+    found: list[tuple[int, str, int, Configuration]] = []
     phase, before = None, None
     for part in plan.stages:
         stage, c = part.stage, part.choice.configuration
@@ -302,6 +318,6 @@ def _heads(plan: PhasePlan, words: Sequence[str]) -> list[tuple[str, int, Config
         if stage.phase != phase and words:
             at = words[stage.phase].partition(":")[0]
         if (stage.phase, now) != (phase, before):
-            found.append((at, stage.seq_length, c))
+            found.append((stage.phase, at, stage.seq_length, c))
         phase, before = stage.phase, now
     return found

@@ -185,6 +185,7 @@ def test_the_command_plans_every_phase(capsys: pytest.CaptureFixture[str]) -> No
     lengths = [line.split("  ") for line in lines[1:4]]
     assert all(str(n) in " ".join(row) for n, row in zip((64, 256, 1024), lengths))
     assert any(line.startswith("one layout for all phases costs ") for line in lines)
+    assert "the lengths now begin" not in out, "each phase has a length of its own"
     record = json.loads(run(capsys, f"phases {ASKED} --json")[1])
     stages = record["stages"]
     assert [s["seq_length"] for s in stages] == [64, 256, 1024]
@@ -233,6 +234,9 @@ def test_flags_say_where_the_layout_changes_with_the_batch(text: str, micro: int
         c = dataclasses.replace(one.configuration, global_batch_size=s.global_batch_size, **size)
         parts.append(StagePlan(stage=s, choice=Choice(configuration=c, step_s=1.0), pause_s=0.0))
     flags = with_own_flags(PhasePlan(stages=parts), text, batch)
+    note = phase_plan.numbers_note(PhasePlan(stages=parts), text)
+    # Within the first length the layout changes with the batch, so that the second is phase 2.
+    assert note is None if text == "64" else note is not None and "with phases 0, 2," in note
     assert ("--seq-length-schedule" in flags) is (":" in text)
     words = [*shlex.split(SHAPE), "--train-samples", "1280", *flags]
     words += [] if ":" in text else ["--seq-length", "64"]
