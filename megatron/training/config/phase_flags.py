@@ -9,15 +9,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.errors import UsageError
-from megatron.training.config import Config
 from megatron.training.config.batch_schedule import SUFFIXES, BatchSchedule
 from megatron.training.config.draft import Draft, Environment, flag_of
 from megatron.training.config.layout import Layout
 from megatron.training.config.layout_rules import batch_problems
 from megatron.training.config.lengths import schedule_of
+
+if TYPE_CHECKING:
+    from megatron.training.config import Config
 
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMBT]?):(\S+)", re.IGNORECASE)
 _NEED_LENGTHS = ("rotary_base_schedule", "phase_data_path")
