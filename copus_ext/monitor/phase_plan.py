@@ -342,7 +342,7 @@ def table(planner: Any, run: Run, best: Any, single: Any, console: Any) -> None:
         "flags: " + shlex.join(with_own_flags(best, run.lengths, run.batch)),
     ]
     if note := numbers_note(best, run.lengths):
-        lines.append(note)
+        lines.insert(-1, note)
     for line in lines:
         console.print(line, highlight=False, markup=False)
 
