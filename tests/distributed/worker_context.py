@@ -100,44 +100,58 @@ class Received:
         dist.all_to_all_single(received, sent, group=group)
 
 
-def main(output: Path, *words: str) -> Any:
-    """Returns the loss of the first batch, the elements that a rank receives to share samples, and
-    how far each gradient is from that of plain data parallelism, over the largest entry of the
-    tensor."""
-    import torch
+Gradients = dict[str, Any]
+"""Tensors by the names of whole parameters."""
 
+
+def first_step(flags: str, folder: Path, *, base: str) -> tuple[float | None, Gradients]:
+    """Takes one step.
+
+    Args:
+        flags: of the layout, and others.
+        folder: of the run.
+        base: flags of the model.
+
+    Returns:
+        Its loss, on rank 0; and its gradients, but for a factor: the first moments after it.
+    """
     from megatron.training.common.step_settings import Request
-    from megatron.training.distributed import context_parallel
-    from megatron.training.train import step
     from megatron.training.train.callbacks import Callback, CallbackContext
 
-    class Look(Callback):
-        """Takes the first moments after the first step: they are its gradient, but for a factor."""
+    gradients: Gradients = {}
 
-        def __init__(self) -> None:
-            self.moments: dict[str, torch.Tensor] = {}
+    class Look(Callback):
+        """Takes the first moments after the step."""
 
         def on_train_step_end(self, context: CallbackContext) -> Request | None:
             return Request(kind="change", reason="test", move=self.look)
 
         def look(self, job: Any) -> None:
             full, _, _ = state_of(job)
-            self.moments = {k: v for k, v in full.items() if k.startswith("exp_avg.")}
+            gradients.update({k: v for k, v in full.items() if k.startswith("exp_avg.")})
 
-    def one(model: str, layout: str, name: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        flags = f"{(LAYOUTS | EIGHT)[layout]} --train-iters 1 --clip-grad 0 --weight-decay 0"
-        flags += " --log-interval 1"
-        looking = Look()
-        folder = output / name.replace(" ", "_")
+    words = f"{flags} --train-iters 1 --clip-grad 0 --weight-decay 0 --log-interval 1".split()
+    steps = run(words, folder, [Look()], base=base)
+    return (steps[0]["losses"]["lm loss"] if steps else None), gradients
+
+
+def main(output: Path, *words: str) -> Any:
+    """Returns the loss of the first batch, the elements that a rank receives to share samples, and
+    how far each gradient is from that of plain data parallelism, over the largest entry of the
+    tensor."""
+    from megatron.training.distributed import context_parallel
+    from megatron.training.train import step
+
+    def one(model: str, layout: str, name: str) -> tuple[dict[str, Any], Gradients]:
         received = Received()
         with patch.object(context_parallel, "dist", received):
-            steps = run(flags.split(), folder, [looking], base=MODELS[model])
-        row = {"loss": steps[0]["losses"]["lm loss"]} if steps else {}
-        row["received"] = received.elements
-        return row, looking.moments
+            loss, gradients = first_step(
+                (LAYOUTS | EIGHT)[layout], output / name.replace(" ", "_"), base=MODELS[model]
+            )
+        return {"loss": loss, "received": received.elements}, gradients
 
     rows: dict[str, dict[str, Any]] = {}
-    whole: dict[str, dict[str, torch.Tensor]] = {}
+    whole: dict[str, Gradients] = {}
     for model, layout in CASES_OF_EIGHT if words else CASES:
         row, own = one(model, layout, f"{model} {layout}")
         row["distances"] = distances(own, whole.setdefault(model, own))

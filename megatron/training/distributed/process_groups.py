@@ -16,10 +16,13 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAME
 
 from megatron.training.common.device import Device
 from megatron.training.config.layout import Layout
 
+WHOLE_SAMPLE_STREAM = "whole-sample-rng"
+"""The model-parallel stream of a rank with whole samples, alike on the ranks that share one."""
 _BUFFERS = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
 
 
@@ -223,14 +226,21 @@ def seed_step(seed: int, consumed_samples: int, groups: ProcessGroupCollection) 
     """Seeds every random stream of this rank for the step that starts at `consumed_samples`.
 
     Tensor-parallel ranks of one pipeline stage and one replica share the default stream and differ
-    in the model-parallel stream, as dropout under tensor parallelism requires. Replicas, stages and
-    ranks that share a sample differ in both.
+    in the model-parallel stream, as dropout under tensor parallelism requires. Replicas and stages
+    differ in both. Ranks that share a sample share the default stream and one more, which are those
+    of one rank with the whole sample; they differ in the model-parallel stream.
     """
     stream = ["pp", groups.pp.rank(), "dp", groups.dp.rank()]
-    stream += ["cp", groups.cp.rank()] if groups.cp.size() > 1 else []
-    own = random_seed_at(seed, consumed_samples, *stream)
-    torch.manual_seed(own)
-    tensor_parallel.model_parallel_cuda_manual_seed(own, tp_rank=groups.tp.rank())
+    whole = random_seed_at(seed, consumed_samples, *stream)
+    tp_rank = groups.tp.rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(whole, tp_rank=tp_rank)
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    if groups.cp.size() > 1:
+        of_sample = tracker.get_states()[_MODEL_PARALLEL_RNG_TRACKER_NAME]
+        own = random_seed_at(seed, consumed_samples, *stream, "cp", groups.cp.rank())
+        tensor_parallel.model_parallel_cuda_manual_seed(own, tp_rank=tp_rank)
+        tracker.set_states(tracker.get_states() | {WHOLE_SAMPLE_STREAM: of_sample})
+    torch.manual_seed(whole)
 
 
 def seed_build(seed: int) -> None:

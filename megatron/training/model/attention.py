@@ -24,6 +24,7 @@ from megatron.training.distributed.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
 )
+from megatron.training.model.dropout import kept_weights
 
 
 class SdpaAttention(MegatronModule):
@@ -101,10 +102,15 @@ class SdpaAttention(MegatronModule):
         is_causal = attn_mask_type != AttnMaskType.no_mask
         if self.cp_group is None:
             context = self._attend(query, key, value, is_causal=is_causal)
-        elif self.cp_comm_type == "a2a":
-            context = self._attend_by_heads(query, key, value, self.cp_group)
         else:
-            context = self._attend_to_all(query, key, value, self.cp_group)
+            # torch has no kernel with dropout for CPU ranks and makes this matrix, too. Those of a
+            # GPU draw for themselves.
+            kept = None
+            if self.training and self.dropout > 0.0 and query.device.type == "cpu":
+                kept = kept_weights(query, self.dropout, self.cp_group.size())
+            by_heads = self.cp_comm_type == "a2a"
+            attend = self._attend_by_heads if by_heads else self._attend_to_all
+            context = attend(query, key, value, self.cp_group, kept)
         seq, batch = query.shape[:2]
         return context.reshape(seq, batch, self.output_size)
 
@@ -115,11 +121,18 @@ class SdpaAttention(MegatronModule):
         value: torch.Tensor,
         *,
         is_causal: bool = True,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[seq, batch, heads, value size]. Causal queries stand at the end of the keys."""
+        """[seq, batch, heads, value size]. Causal queries stand at the end of the keys. The weights
+        are multiplied with `kept`, [batch, heads, queries, keys], if it is given."""
         dropout = self.dropout if self.training else 0.0
         # [seq, batch, heads, size] -> [batch, heads, seq, size]
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        if kept is not None:
+            mask = _lower_right(len(query), len(key), query.device)
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            scores = (q @ k.transpose(2, 3) * self.softmax_scale).masked_fill(~mask, -math.inf)
+            return (scores.softmax(dim=-1) * kept @ v).permute(2, 0, 1, 3)
         mask = None
         if is_causal and len(query) != len(key):
             mask, is_causal = _lower_right(len(query), len(key), query.device), False
@@ -138,7 +151,12 @@ class SdpaAttention(MegatronModule):
         return context.permute(2, 0, 1, 3)
 
     def _attend_to_all(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: Any,
+        kept: torch.Tensor | None,
     ) -> torch.Tensor:
         """Gathers keys and values; each of the two chunks attends to all tokens up to its end."""
         size, rank = group.size(), group.rank()
@@ -149,18 +167,25 @@ class SdpaAttention(MegatronModule):
         parts = []
         for number, part in zip((rank, 2 * size - 1 - rank), query.split(chunk), strict=True):
             end = (number + 1) * chunk
-            parts.append(self._attend(part, key[:end], value[:end]))
+            own = None if kept is None else kept[:, :, end - chunk : end, :end]
+            parts.append(self._attend(part, key[:end], value[:end], kept=own))
         return torch.cat(parts)
 
     def _attend_by_heads(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: Any,
+        kept: torch.Tensor | None,
     ) -> torch.Tensor:
         """Exchanges tokens for heads, attends, and exchanges back."""
         size, groups = group.size(), key.shape[2]
         if groups % size:
             key, value = (t.repeat_interleave(size // groups, dim=2) for t in (key, value))
         whole = [sequence_to_heads(t, group) for t in (query, key, value)]
-        return heads_to_sequence(self._attend(*whole), group)
+        own = None if kept is None else kept.chunk(size, dim=1)[group.rank()]
+        return heads_to_sequence(self._attend(*whole, kept=own), group)
 
 
 @functools.lru_cache(maxsize=64)

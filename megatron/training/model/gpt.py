@@ -42,6 +42,7 @@ from megatron.training.distributed.stragglers import StepClock
 from megatron.training.distributed.tied_embedding import exchanging_own_shard
 from megatron.training.model.attention import LatentAttention, SdpaAttention
 from megatron.training.model.chunked_logits import ChunkedLogitsGPT
+from megatron.training.model.dropout import drop_by_position
 from megatron.training.model.init import (
     InitialWeights,
     draw_weights,
@@ -414,6 +415,9 @@ def _build_chunk(
         pg_collection=groups,
     )
     chunk.logits_chunks = config.kernels.logits_chunks
+    # Activations split over the sequence are drawn for from a stream that each rank has for itself.
+    if config.layout.cp > 1 and not config.parallel.sequence_parallel:
+        drop_by_position(chunk, groups.cp)
     if chunk.mtp_process:
         # megatron-core forgets this of the copy on the last stage.
         words: Any = chunk.embedding.word_embeddings.weight
