@@ -251,8 +251,8 @@ def _stages(rows: Rows, parts: MicroBatch, pp: int) -> _Stages:
     work_backward = whole(layer.backward, table.backward, head.backward)
     again = whole(layer.recompute, 0.0, head.recompute)
     send_forward = whole(tp.forward, parts.tp_first, parts.tp_last / 2)
-    last = parts.tp_last / 2 + parts.tp_last_again
-    send_backward = whole(tp.backward + tp.recompute, 0.0, last)
+    at_end = parts.tp_last / 2 + parts.tp_last_again
+    send_backward = whole(tp.backward + tp.recompute, 0.0, at_end)
     forward, backward = work_forward + send_forward, work_backward + again + send_backward
     further: dict[str, Any] = {"ep": None, "cp": None}
     for name, one in (("ep", parts.ep_layer), ("cp", parts.cp_layer)):
