@@ -126,8 +126,8 @@ computing_lane() {
     if has ranks; then
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
             -m "not waits and not alone" \
-            tests/distributed/test_{relayout,moe,layouts,noise,features,megatron_commands}.py \
-            tests/distributed/test_{quickstart,installed,commands,memory,controller}.py \
+            tests/distributed/test_{phases,relayout,moe,context,layouts,noise,features}.py \
+            tests/distributed/test_{megatron_commands,quickstart,installed,commands,memory,controller}.py \
             tests/distributed
     fi
 }
