@@ -1,0 +1,191 @@
+"""What does one run of three lengths save over one layout for all, and over jobs started by hand?
+
+    flock /tmp/ranks.lock python -m bench.phases      # about ten minutes, two cores, nothing else
+
+First real: two CPU ranks train a small GPT on text with samples of 128, 512 and 2,048 tokens, in
+one process with a layout for each length, in one process with each layout that can run all, and as
+three jobs through checkpoints, each with the layout of its length. All read the same tokens. The
+time between two jobs is what a restart costs: the end of one, the start of the other, reading the
+checkpoint.
+
+Then planned: two GPU clusters, a model each, 8k, 32k and 128k. The planner's best layout of each
+phase with its moves, the best single layout, and the same layouts with the restart measured here in
+place of a move. A restart of a large job takes longer than here; so the last line is a lower bound.
+
+Writes docs/results/phases.json.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import statistics
+import subprocess
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from bench.support import ROOT, TRAINER, arguments, make_dataset, origin, read_run, torchrun, write
+from copus_ext.commands import plan
+from megatron.training.config.layout import LAYOUT_KEYS, Layout
+
+MODEL = """--num-layers 4 --hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 8
+--max-position-embeddings 2048 --swiglu --normalization RMSNorm --position-embedding-type rope
+--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+--use-distributed-optimizer --tokenizer-type ByteLevelTokenizer --eval-iters 0 --lr 1e-3
+--min-lr 1e-4 --lr-decay-style cosine --log-interval 1000 --global-batch-size 16
+--micro-batch-size 8 --pad-vocab-for-tensor-parallel-size 2"""
+LENGTHS = "0:128 60%:512 80%:2048"
+LAYOUTS = ("tp1.pp1.dp2", "tp1.pp1.dp2", "tp1.cp2.pp1.dp1")
+"""Of the phases. A batch of the last one is one sample, which two replicas cannot share."""
+SINGLE = ("tp1.cp2.pp1.dp1", "tp2.pp1.dp1", "tp1.pp2.dp1")
+"""Those that can run all phases."""
+RANKS, STEPS, ENDS = 2, 150, (90, 120, 150)
+"""Steps of the run, and the last one of each phase."""
+
+CLUSTERS = {
+    "64 H100, 13B": ("llama-2-13b", "h100-80g:64", 1024, 2.6e11),
+    "512 H100, 70B": ("llama-3-70b", "h100-80g:512", 2048, 1.4e12),
+}
+"""Name -> model, cluster, samples of 8k in a batch, tokens."""
+PLANNED = "0:8192 90%:32768 97%:131072"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs, plans and writes."""
+    parser = arguments(__doc__, "phases.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of the real runs")
+    args = parser.parse_args(argv)
+    real = measured(args.rounds)
+    restart_s = real["restart_s"]
+    planned = {name: on_cluster(*of, restart_s) for name, of in CLUSTERS.items()}
+    write(
+        args.output,
+        {**origin(), "command": "python -m bench.phases", "real": real, "planned": planned},
+    )
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Seconds of the three ways on CPU ranks, and their losses."""
+    ways = {"one process": LAYOUTS, **{layout: (layout,) * 3 for layout in SINGLE}}
+    found: dict[str, list[float]] = {way: [] for way in (*ways, "by hand")}
+    restarts: list[float] = []
+    losses: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="phases-") as name:
+            folder = Path(name)
+            data = ["--data-path", make_dataset(folder / "text"), "--split", "95,4,1"]
+            both = [*MODEL.split(), *data, "--train-samples", str(16 * STEPS)]
+            both += ["--seq-length-schedule", LENGTHS]
+            for way, layouts in ways.items():
+                at, started = folder / way.replace(" ", "_"), time.monotonic()
+                _run(at, [*both, *flags_of(layouts)])
+                found[way].append(time.monotonic() - started)
+                losses[way] = [step["losses"]["lm loss"] for step in read_run(at).steps]
+            whole, between, own = by_hand(folder, both)
+            found["by hand"].append(whole)
+            restarts += between
+            losses["by hand"] = own
+    apart = max(abs(a / b - 1) for a, b in zip(losses["one process"], losses["by hand"]))
+    if apart > 1e-5 or len(losses["one process"]) != len(losses["by hand"]):
+        raise SystemExit(f"the losses of one process and of three jobs are {apart:.2g} apart")
+    medians = {way: statistics.median(some) for way, some in found.items()}
+    fastest = min(SINGLE, key=medians.__getitem__)
+    return {
+        "seconds": found,
+        "median_s": medians,
+        "best_single_layout": fastest,
+        "one_layout_costs_more": medians[fastest] / medians["one process"] - 1,
+        "by_hand_costs_more": medians["by hand"] / medians["one process"] - 1,
+        "restart_s": statistics.median(restarts),
+        "restarts_s": restarts,
+        "losses_apart": apart,
+        "steps": len(losses["one process"]),
+        "ranks": RANKS,
+        "lengths": LENGTHS,
+        "layouts": LAYOUTS,
+    }
+
+
+def flags_of(layouts: tuple[str, ...]) -> list[str]:
+    """The first layout of three, and those of the later phases."""
+    return [*sizes_of(layouts[0]), *later_of(layouts), "--copus"]
+
+
+def later_of(layouts: tuple[str, ...]) -> list[str]:
+    """The layouts of the later phases."""
+    positions = [word.partition(":")[0] for word in LENGTHS.split()]
+    later = " ".join(f"{at}:{layout}" for at, layout in zip(positions[1:], layouts[1:]))
+    return ["--layout-schedule", later]
+
+
+def sizes_of(layout: str) -> list[str]:
+    """Flags of a layout."""
+    at = Layout.from_text(layout)
+    sizes = ["--tensor-model-parallel-size", str(at.tp), "--context-parallel-size", str(at.cp)]
+    sizes += ["--pipeline-model-parallel-size", str(at.pp)]
+    return [*sizes, "--sequence-parallel"] if at.tp > 1 else sizes
+
+
+def _run(folder: Path, flags: list[str]) -> None:
+    command = torchrun(RANKS, TRAINER, *flags, "--copus-mode", "observe", "--run-dir", folder)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+
+
+def by_hand(folder: Path, both: list[str]) -> tuple[float, list[float], list[float]]:
+    """Three jobs, each with the layout of its phase: seconds of all, seconds from the last step of
+    one to the first of the next but for that step, and the losses."""
+    saved, begun, losses = folder / "saved", time.monotonic(), []
+    ends: list[float] = []
+    starts: list[float] = []
+    for number, layout in enumerate(LAYOUTS):
+        run = folder / f"job{number}"
+        # A job is not started whose later phases could not run, though another does them.
+        flags = [*both, *sizes_of(layout), *later_of(LAYOUTS), "--save", str(saved), "--copus"]
+        flags += ["--load", str(saved)] if number else []
+        flags += ["--exit-interval", str(ENDS[number])]
+        _run(run, flags)
+        record = read_run(run)
+        steps = [r for r in record.records if r["kind"] == "step"]
+        losses += [step["losses"]["lm loss"] for step in steps]
+        starts.append(steps[0]["t"] - steps[0]["elapsed_per_iteration_ms"] / 1000)
+        ends.append(steps[-1]["t"])
+    between = [start - end for end, start in zip(ends, starts[1:])]
+    return time.monotonic() - begun, between, losses
+
+
+def on_cluster(
+    model: str, cluster: str, batch: int, tokens: float, restart_s: float
+) -> dict[str, Any]:
+    """Hours of the three ways as planned."""
+    words = ["phases", "--model", model, "--cluster", cluster, "--global-batch-size", str(batch)]
+    words += ["--seq-length-schedule", PLANNED, "--train-tokens", f"{tokens:g}", "--json"]
+    with redirect_stdout(io.StringIO()) as out:
+        plan.main(words)
+    answer = json.loads(out.getvalue())
+    stages = answer["stages"]
+    found = [stage["configuration"] for stage in stages]
+    layouts = [
+        str(Layout.from_json({n: c[n] for n in LAYOUT_KEYS if c.get(n) is not None})) for c in found
+    ]
+    changes = sum(a != b for a, b in itertools.pairwise(layouts))
+    computed = answer["seconds"] - answer["pause_s"]
+    single = answer["one_layout"]
+    return {
+        "layouts": layouts,
+        "hours": answer["seconds"] / 3600,
+        "moves_s": answer["pause_s"],
+        "one_layout": single and {"layout": single["layout"], "hours": single["seconds"] / 3600},
+        "one_layout_costs_more": single and single["costs_more"],
+        "by_hand_hours_at_least": (computed + changes * restart_s) / 3600,
+        "flags": " ".join(answer["flags"]),
+    }
+
+
+if __name__ == "__main__":
+    main()
