@@ -145,7 +145,6 @@ def compared(moved: RunRecord, fixed: RunRecord) -> dict[str, Any]:
         "steps": len(losses[0]),
         "steps_by_layout": dict(Counter(s["layout"] for s in steps[0])),
         "layouts": [moved.steps[0]["layout"], *(s["to"] for s in changes)],
-        "who_chose_them": "the controller",
         "changes_of_layout": [
             {
                 "after_step": s["iteration"],

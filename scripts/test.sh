@@ -105,6 +105,13 @@ build_docs() {
     NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --site-dir "$site"
 }
 
+# Files of tests on ranks, the long ones that are named first, so that no worker ends long after the
+# others. Beside a folder pytest would forget that order.
+rank_files() {
+    { printf 'tests/distributed/test_%s.py\n' "$@"; ls tests/distributed/test_*.py; } |
+        awk '!seen[$0]++'
+}
+
 tests() { python -m pytest -q -rs "$@"; }
 parallel() { tests -n "$cores" "$@"; }
 
@@ -116,19 +123,17 @@ waiting_lane() {
     if has browser; then group "tests in a browser" tests tests/browser; fi
     if has ranks; then
         group "ranks that wait" parallel --dist loadfile --no-loadscope-reorder -m waits \
-            tests/distributed/test_{switch_faults,faults,local_cpu}.py tests/distributed
+            $(rank_files switch_faults faults local_cpu)
     fi
 }
 
 computing_lane() {
     if has unit; then group "unit tests" parallel tests/unit; fi
-    # The long files begin first, so that no worker ends long after the others.
     if has ranks; then
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
             -m "not waits and not alone" \
-            tests/distributed/test_{phases,relayout,moe,context,layouts,noise,features}.py \
-            tests/distributed/test_{megatron_commands,quickstart,installed,commands,memory,controller}.py \
-            tests/distributed
+            $(rank_files phases relayout moe context layouts noise features megatron_commands \
+                quickstart installed commands memory controller)
     fi
 }
 

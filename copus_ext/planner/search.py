@@ -274,7 +274,7 @@ class Planner:
 
     def _may_fit(self, points: Points, peaks: Any, chunks: int) -> Any:
         """[n] whether points that need so much could fit with logits in some parts: their peak
-        falls by no more than the logits do. Each part has a token at least."""
+        falls by no more than the logits do. Parts are of equal length."""
         if not len(points):
             return np.zeros(0, dtype=bool)
         rows = to_rows(self.model, self.cluster, points)
