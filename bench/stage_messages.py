@@ -121,9 +121,7 @@ def predicted(stages: int, count: int, rate_mbit: float) -> list[float]:
         overlap=False,
     )
     both = [c, replace(c, pipeline_message_bits=8)]
-    model = model_of(
-        [*model_flags(stages), *_batch(count), "--train-iters", "1", "--mock-data"], 1
-    )
+    model = model_of([*model_flags(stages), *_batch(count), "--train-iters", "1", "--mock-data"], 1)
     cluster, constants = cluster_of(stages, rate_mbit)
     rows = to_rows(model, cluster, points_of(both))
     return [float(seconds) for seconds in step_time(rows, constants).step_s]
