@@ -132,7 +132,7 @@ computing_lane() {
     if has ranks; then
         group "ranks that compute" parallel --dist loadfile --no-loadscope-reorder \
             -m "not waits and not alone" \
-            $(rank_files phases relayout moe context layouts noise features megatron_commands \
+            $(rank_files relayout moe context layouts phases noise features megatron_commands \
                 quickstart installed commands memory controller)
     fi
 }
