@@ -1,6 +1,6 @@
 """What does one run of three lengths save over one layout for all, and over jobs started by hand?
 
-    python -m bench.phases      # about 20 minutes on two cores with nothing else running
+    python -m bench.phases      # about 6 minutes a round on two cores with nothing else running
 
 First real: two CPU ranks train a small GPT on text with samples of 128, 512 and 2,048 tokens, in
 one process with a layout for each length, in one process with each layout that can run all, and as
