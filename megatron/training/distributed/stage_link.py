@@ -26,8 +26,7 @@ class StageLink(P2PCommunicator):
     Args:
         pp_group: pipeline parallel.
         config: megatron-core's configuration.
-        message_bits: 8, or None for whole messages.
-        message_rank: most columns of a factor, or None; not with `message_bits`.
+        message_rank: most columns of a factor, or None; not with messages of 8 bits.
     """
 
     def __init__(
@@ -35,26 +34,29 @@ class StageLink(P2PCommunicator):
         pp_group: Any,
         config: Any,
         *,
-        message_bits: int | None = None,
         message_rank: int | None = None,
     ) -> None:
         super().__init__(pp_group, config)
-        is_plain = self.virtual_pipeline_model_parallel_size is None
-        self._eight_bits = EightBits() if is_plain and message_bits is not None else None
+        self._is_plain = self.virtual_pipeline_model_parallel_size is None
+        self._eight_bits: EightBits | None = None
         self._low_rank = None
-        if is_plain and message_rank is not None:
+        if self._is_plain and message_rank is not None:
             self._low_rank = LowRankMessages(message_rank)
         self._is_exact = False
         self._whole_to_send = self._whole_to_receive = 0
 
-    def begin(self, num_microbatches: int, *, is_exact: bool) -> None:
+    def begin(
+        self, num_microbatches: int, *, is_exact: bool, message_bits: int | None = None
+    ) -> None:
         """Prepares for the messages of a step or of an evaluation. All ranks must give the same.
 
         Args:
             num_microbatches: of a replica.
             is_exact: whether all messages of this step are whole.
+            message_bits: 8; None for whole messages, or for those of low rank.
         """
         self._is_exact = is_exact
+        self._eight_bits = EightBits() if self._is_plain and message_bits is not None else None
         # A stage goes back once for each stage below, after its last forward pass. What it gets
         # for that is sent by a stage that may still be at its last forward pass.
         below = self.pp_group.size() - 1 - self.pp_group.rank()

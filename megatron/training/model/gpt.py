@@ -350,13 +350,7 @@ def _stage_link(
 ) -> StageLink | None:
     if config.layout.pp == 1:
         return None
-    p = config.parallel
-    return StageLink(
-        groups.pp,
-        core,
-        message_bits=p.pipeline_message_bits,
-        message_rank=p.pipeline_message_rank,
-    )
+    return StageLink(groups.pp, core, message_rank=config.parallel.pipeline_message_rank)
 
 
 def _compression(

@@ -158,7 +158,8 @@ def run_schedule(
     if (compression := job.model.compression) is not None:
         compression.is_exact = is_exact
     if (link := job.model.link) is not None:
-        link.begin(num_microbatches, is_exact=is_exact)
+        bits = job.pipeline_message_bits
+        link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
