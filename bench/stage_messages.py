@@ -7,7 +7,8 @@ Gbit/s and a quota of processor time (cgroup) for every rank.
 
 First time: 2 and 4 stages, 4 and 16 micro-batches, each link. One run of each takes whole and short
 messages in turn, step by step, so that both see the same machine. The planner predicts both from
-the constants that ship and the rate of the link. Then loss: on two nodes with the slowest link,
+the constants that ship and the rate of the link, and short messages count as chosen where a
+controller would try them. Then loss: on two nodes with the slowest link,
 three seeds train with whole messages and with short ones, and reach the held-out loss at which the
 first end. Numbers are fp32 on CPU ranks, so that a short message has a quarter of the bytes; of
 bf16 ones it has a half.
@@ -37,6 +38,7 @@ from copus_ext.commands.profile_layouts import model_of
 from copus_ext.cost_model.cluster_spec import ClusterSpec, preset
 from copus_ext.cost_model.constants import Constants
 from copus_ext.cost_model.step import step_time
+from copus_ext.goodput.message_rule import LEAST_SAVING
 from copus_ext.planner.configuration import Configuration
 from copus_ext.planner.space import points_of, to_rows
 from megatron.training.config.layout import Layout
@@ -55,6 +57,12 @@ RATES_MBIT, COUNTS, STAGES = (4000.0, 1000.0, 200.0), (4, 16), (2, 4)
 """The points: links, micro-batches of a step, stages."""
 SEEDS, LOSS_STEPS, EVERY = (1, 2, 3), 300, 25
 """Of the runs for the loss."""
+
+
+def burst_kb(rate_mbit: float) -> int:
+    """What a link that was idle passes at once: half a millisecond's, but enough for a packet. A
+    message has 256 KB."""
+    return max(32, round(rate_mbit / 16))
 
 
 def share_of(stages: int) -> float:
@@ -89,7 +97,7 @@ def site_of(stages: int, rate_mbit: float) -> Any:
     """So many nodes, any two with the same link."""
     with (
         quotas([share_of(stages)] * stages) as groups,
-        star(stages, slow_pairs=[], rate_mbit=rate_mbit, usual_mbit=rate_mbit) as names,
+        star(stages, usual_mbit=rate_mbit, burst_kb=burst_kb(rate_mbit)) as names,
     ):
         addresses = [address(node) for node in range(stages)]
         yield Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)
@@ -133,7 +141,7 @@ def point(stages: int, count: int, rate_mbit: float, seconds: list[list[float]])
     pairs = np.log(np.array(seconds[1]) / np.array(seconds[0]))
     error = 1.25 * float(np.std(pairs, ddof=1)) / len(pairs) ** 0.5
     expected = predicted(stages, count, rate_mbit)
-    chosen = (whole, short)[expected[1] < expected[0]]
+    chosen = short if 1 - expected[1] / expected[0] >= LEAST_SAVING else whole
     return {
         "stages": stages,
         "num_microbatches": count,

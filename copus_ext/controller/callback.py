@@ -23,6 +23,7 @@ from copus_ext.controller.gns_callback import GradientNoiseCallback
 from copus_ext.controller.headroom_notice import HeadroomNotice
 from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.controller.link_timing import link_of, time_machine
+from copus_ext.controller.message_trials import MessageTrials
 from copus_ext.controller.pause_prior import PausePrior, machine_of
 from copus_ext.controller.present_samples import (
     PresentSamples,
@@ -78,6 +79,7 @@ class Controller(Callback):
         self.state = ControllerState()
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
+        self.message_trials = MessageTrials(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
         self.failed = False
@@ -183,6 +185,7 @@ class Controller(Callback):
             link=self.link,
             flag_layout=self._flag_layout,
             factors=self.state.conditions.factors,
+            message_bits=self.message_trials.bits(self.state),
         )
 
     def _renew_table(self, context: CallbackContext) -> None:
@@ -375,7 +378,7 @@ class Controller(Callback):
         answer: dict[str, Any] | None = None
         if dist.get_rank() == 0:
             try:
-                answer = {"decision": self._decide_on_rank_0(context)}
+                answer = self._decide_on_rank_0(context)
             except Exception as error:
                 logger.exception("controller disabled: the run keeps its configuration")
                 answer = {"failed": f"{type(error).__name__}: {error}"}
@@ -390,6 +393,7 @@ class Controller(Callback):
             state.postpone(**position)
             return None
         decision = Decision.from_json(answer["decision"])
+        self.message_trials.pending = answer["trial"]
         state.record_decision(**position)
         # A change that is made is reported when it is done.
         is_change = self._acts and decision.kind != "stay"
@@ -397,7 +401,8 @@ class Controller(Callback):
         return decision
 
     def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
-        """Builds the inputs, decides and records; the decision as plain JSON types."""
+        """Builds the inputs, decides and records; the decision, and the trial of messages that is
+        due after it, as plain JSON types."""
         started = time.perf_counter()
         inputs = self._inputs(context)
         decision = decide(inputs)
@@ -409,7 +414,10 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        return json.loads(json.dumps(decision.to_json(), allow_nan=False))
+        run = self.table, self.state, context
+        trial = self.message_trials.due(inputs, decision, *run, self.gns.observer)
+        answer = {"decision": decision.to_json(), "trial": trial}
+        return json.loads(json.dumps(answer, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
         """The inputs of a decision, on rank 0."""
@@ -468,12 +476,12 @@ class Controller(Callback):
             if self.layout_changes is not None and change is None:
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
-        settings = None if wanted == context.state.settings else wanted
+        changes = wanted != context.state.settings
         if change is not None and self.layout_changes is not None:
-            return self.layout_changes.request(change, context, settings)
-        if settings is None:
-            return None
-        return Request(kind="change", reason=reason, settings=settings)
+            return self.layout_changes.request(change, context, wanted if changes else None)
+        if changes:
+            return Request(kind="change", reason=reason, settings=wanted)
+        return self.message_trials.request(self.state, taken=lambda: self._renew_table(context))
 
     def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
         """A change of layout. The state changes when it has come about, as it may fail."""
@@ -558,6 +566,7 @@ class Controller(Callback):
         rates = self.rates.at(batch, factor)
         # Weight decay follows the batch and not the warm-up, as in the schedule's own.
         rates["lr_factor"] *= self.warm_up.factor(batch, context)
+        rates["pipeline_message_bits"] = self.message_trials.bits(self.state)
         return StepSettings(global_batch_size=batch, micro_batch_size=micro, **rates)
 
     # Reporting.

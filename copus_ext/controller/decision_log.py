@@ -61,9 +61,9 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `warmup`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `failure` or `end`; for a change of layout `switch` and
-                `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a fork
-                test `fork.begin` and `fork`.
+                `resumed`, `phase`, `messages`, `failure` or `end`; for a change of layout `switch`
+                and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a
+                fork test `fork.begin` and `fork`.
             fields: plain JSON types; positions in samples of the present phase.
 
         Raises:

@@ -76,6 +76,11 @@ def check(flags: CopusConfig, *, changes_layout: bool = True) -> None:
             "--copus-layouts all: this trainer cannot change its layout while it runs; use "
             "--copus-layouts current, or --copus-mode observe to see what it would do"
         )
+    if flags.copus_message_bits == "try" and not changes_layout:
+        raise UsageError(
+            f"{name_of('copus_message_bits')} try: this trainer cannot shorten messages between "
+            "stages; use keep"
+        )
     for field in _POSITIVE:
         value = getattr(flags, field)
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -132,6 +137,8 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"{flag_of(lossy[0])} costs progress by an unknown factor that depends on the layout; "
             "use --copus-layouts current, --copus-mode observe, or drop it"
         )
+    if flags.copus_mode == "act" and flags.copus_message_bits == "try":
+        _check_trials(config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
@@ -167,6 +174,24 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             f"the first batch, {first}, is not between --copus-min-global-batch-size {least} and "
             f"--copus-max-global-batch-size {most}"
         )
+
+
+def _check_trials(config: Config) -> None:
+    """Refuses trials of messages that the run could never make.
+
+    Raises:
+        UsageError: naming the flag and the fix.
+    """
+    name = f"{name_of('copus_message_bits')} try"
+    flat = config.flat()
+    for given in ("pipeline_message_bits", *_LOSSY_BY_LAYOUT):
+        if flat.get(given):
+            raise UsageError(
+                f"{name} compares whole messages and gradients with short messages; drop "
+                f"{flag_of(given)}, or use keep"
+            )
+    if not config.batch.eval_iters:
+        raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use keep")
 
 
 def check_phases(flags: CopusConfig, config: Any) -> None:

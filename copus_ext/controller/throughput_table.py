@@ -61,6 +61,7 @@ class ThroughputTable:
         flag_layout: layout of the flags; a layout of its sizes has its stages, every other one
             even stages. None: that of `config`.
         factors: of the parts of a step, under present conditions.
+        message_bits: of messages between stages now, where a trial has shortened them.
 
     Raises:
         UsageError: a cluster or a profile that cannot be used.
@@ -76,8 +77,10 @@ class ThroughputTable:
         link: Link | None = None,
         flag_layout: Layout | None = None,
         factors: PartFactors = USUAL,
+        message_bits: int | None = None,
     ) -> None:
         self.config, self.flags, self._gpu = config, flags, gpu
+        self._factors, self._message_bits = factors, message_bits or _message_bits(config)
         self._known = {_uncut(x): x for x in (flag_layout, config.layout) if x is not None}
         self.note = ""
         """Why nothing can be predicted; empty if it can."""
@@ -97,7 +100,10 @@ class ThroughputTable:
                 model,
                 cluster,
                 constants=cluster.load_constants().under(factors),
-                limits=_limits(config, flags, fixed_micro_batch),
+                limits=replace(
+                    _limits(config, flags, fixed_micro_batch),
+                    pipeline_message_bits=self._message_bits,
+                ),
             )
             # A profile was measured under usual conditions.
             self.profiled = [
@@ -125,7 +131,26 @@ class ThroughputTable:
     def configuration_of(self, key: str) -> Configuration:
         """The configuration of a key of `config_key`."""
         layout, micro, batch = key.rsplit(" ", 2)
-        return _configuration(self.config, int(micro), int(batch), Layout.from_text(layout))
+        return self._configuration(int(micro), int(batch), Layout.from_text(layout))
+
+    def saved_by_short_messages_s(self, c: Configuration) -> float:
+        """Predicted seconds of a step that messages of 8 bits between stages save; 0 where there
+        are no whole ones, or where a virtual pipeline sends them."""
+        if self.planner is None or c.layout.pp == 1 or c.layout.vpp > 1 or self._message_bits:
+            return 0.0
+        whole, short = (
+            self.raw_step_s(replace(c, pipeline_message_bits=bits), self._factors)
+            for bits in (None, 8)
+        )
+        return max(whole - short, 0.0)
+
+    def _configuration(
+        self, micro_batch_size: int, batch: int, layout: Layout | None = None
+    ) -> Configuration:
+        """The run's own layout, or another, with other sizes."""
+        c = _configuration(self.config, micro_batch_size, batch, layout)
+        is_plain = c.layout.pp > 1 and c.layout.vpp == 1
+        return replace(c, pipeline_message_bits=self._message_bits if is_plain else None)
 
     def _ratio(self, c: Configuration, before: PartFactors, after: PartFactors) -> float:
         if before == after:
@@ -168,7 +193,7 @@ class ThroughputTable:
         Returns:
             The rows, and the index of the present configuration.
         """
-        now = _configuration(self.config, micro_batch_size, global_batch_size)
+        now = self._configuration(micro_batch_size, global_batch_size)
         rows = self._predicted(batches, now, measured, visited, earlier_s or {})
         is_known = any(_uncut(row.layout) == _uncut(self.config.layout) for row in rows)
         if not rows or (now.layout.layer_partition and not is_known):
@@ -205,7 +230,7 @@ class ThroughputTable:
         for layout, batch, b in itertools.product(
             sorted({self.config.layout, *own}, key=str), batches, sizes
         ):
-            c = _configuration(self.config, b, batch, layout)
+            c = self._configuration(b, batch, layout)
             known = measured(c)
             if known is not None and c.is_even:
                 median, deviation, number = known
@@ -260,7 +285,7 @@ class ThroughputTable:
             return []
         rows = []
         for batch in batches:
-            c = _configuration(self.config, now.micro_batch_size, batch)
+            c = self._configuration(now.micro_batch_size, batch)
             micro, uneven = now.micro_batch_size, self.config.batch.allow_uneven_micro_batches
             if batch_problems(self.config.layout, micro, batch, uneven=uneven):
                 continue
@@ -311,7 +336,7 @@ def _recompute(config: Config) -> tuple[str, int]:
 def _configuration(
     config: Config, micro_batch_size: int, batch: int, layout: Layout | None = None
 ) -> Configuration:
-    """The run's own layout, or another, with other sizes."""
+    """The run's own layout, or another, with other sizes and whole messages."""
     layout = layout or config.layout
     mode, layers = _recompute(config)
     return Configuration(
@@ -322,7 +347,6 @@ def _configuration(
         recompute=mode,  # pyright: ignore[reportArgumentType]
         recompute_num_layers=layers,
         logits_chunks=_logits_chunks(config),
-        pipeline_message_bits=_message_bits(config) if layout.pp > 1 and layout.vpp == 1 else None,
         sequence_parallel=layout.tp > 1,
         use_distributed_optimizer=config.parallel.use_distributed_optimizer,
         overlap=config.parallel.overlap_grad_reduce,
@@ -369,7 +393,6 @@ def _limits(config: Config, flags: CopusConfig, fixed_micro_batch: bool) -> Limi
         recompute=(mode,),
         use_distributed_optimizer=(config.parallel.use_distributed_optimizer,),
         logits_chunks=(_logits_chunks(config),),
-        pipeline_message_bits=_message_bits(config),
         overlap=config.parallel.overlap_grad_reduce,
         use_tp_pp_dp_mapping=_uses_tp_pp_dp_mapping(config),
         cross_node_tp=True,

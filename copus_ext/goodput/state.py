@@ -174,6 +174,10 @@ class ControllerState:
     """Notices lasting changes of the present step time."""
     conditions: Conditions = field(default_factory=Conditions)
     """What has become slower than usual."""
+    pipeline_message_bits: int | None = None
+    """Bits of a number in messages between stages that a trial has found to pay; None before."""
+    message_trials_at: list[int] = field(default_factory=list)
+    """Samples consumed at each such trial."""
 
     def __post_init__(self) -> None:
         self._steps_this_launch = 0
@@ -278,6 +282,7 @@ class ControllerState:
             "answered_batch",
         ):
             setattr(self, name, rescaled(getattr(self, name)))
+        self.message_trials_at = [rescaled(at) for at in self.message_trials_at]
         if self.annealing_from is not None:
             self.annealing_from = max(rescaled(self.annealing_from), 1)
         self.critical_batch_size_when_shrunk = self.critical_batch_size_when_grown = None
@@ -312,6 +317,19 @@ class ControllerState:
         self.step_times = {present: kept} if kept else {}
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
+
+    def take_message_bits(self, bits: int) -> None:
+        """Goes on with short messages between stages. Times of whole ones tell nothing of them, and
+        layouts without stages are timed again soon enough."""
+        self.pipeline_message_bits = bits
+        self.step_times, self.conditions.earlier_s = {}, {}
+        self.watch, self._shift, self.steps_after_change = StepTimeWatch(), None, 0
+
+    @property
+    def loss_slope(self) -> float | None:
+        """By which the training loss changes now, nats a token for each sample; None if unknown."""
+        slope = _slope(self.steps[-WINDOW_STEPS:])
+        return None if slope is None else slope / 1000.0
 
     def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;

@@ -426,6 +426,8 @@ def _note(kind: str, record: dict[str, Any]) -> NoteRecord:
         "switch.abandoned": "change of layout abandoned; the run left to start again",
     }
     line = lines.get(kind, kind)
+    if kind == "messages":
+        line = text(record.get("line"))
     if kind == "fork":
         line = _fork_line(table(record.get("outcome")))
     if kind.startswith("switch.") and (reason := text(record.get("reason"))):
@@ -446,6 +448,8 @@ def _fork_line(outcome: dict[str, Any]) -> str:
     for result in found[:_MOST_BRANCHES] if isinstance(found, list) else []:
         batch = whole(table(table(result).get("branch")).get("global_batch_size"))
         loss = number(table(result).get("loss_averaged"))
+        bits = whole(table(table(result).get("branch")).get("pipeline_message_bits"))
+        batch = f"{batch} with messages of {bits} bits" if bits else batch
         told.append(f"batch {batch} loss {'unknown' if loss is None else f'{loss:.4f}'}")
     kept = whole(outcome.get("kept"))
     end = "discarded" if kept is None else f"branch {kept} kept"

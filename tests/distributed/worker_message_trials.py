@@ -1,0 +1,87 @@
+"""Trains two stages under a controller that tries messages of 8 bits between them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.helpers.jobs import TINY, layout_flags, run, steps_of
+
+FLAGS = """--train-samples 640 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
+--lr-warmup-samples 8 --use-distributed-optimizer --lr 5e-3"""
+LAST, SAVED = 72, 64
+
+
+def main(output: Path) -> Any:
+    """Returns what every run did."""
+    import torch.distributed as dist
+
+    from copus_ext.controller.callback import Controller
+    from copus_ext.controller.decision_log import NAME, read_journal
+    from copus_ext.controller.flags import CopusConfig
+    from copus_ext.cost_model.cluster_spec import preset
+    from copus_ext.goodput import fork_rule, message_rule
+    from megatron.training.distributed.stage_link import EightBits
+    from megatron.training.train.callbacks import CallbackContext
+
+    class Noting(Controller):
+        """Also keeps what every rank came to."""
+
+        def on_train_end(self, context: CallbackContext) -> None:
+            super().on_train_end(context)
+            state = context.state.to_json()
+            self.found = [state["callbacks"]["copus_control"], state["settings"]]
+
+    # A link so slow that short messages are predicted to save nearly all of a step.
+    cluster = output / "cluster.json"
+    node = replace(preset("cpu:1"), gpus_per_node=1, nic_bytes_per_s=1e5, nic_is_measured=True)
+    if dist.get_rank() == 0:
+        cluster.write_text(json.dumps(node.resize(2).to_json()))
+    dist.barrier()
+    settings: dict[str, Any] = {"copus_policy": "static", "copus_max_micro_batch_size": 1}
+    settings |= {"copus_cluster": str(cluster), "copus_gns_interval": 4}
+    results: dict[str, Any] = {}
+    encoded: list[int] = []
+    encode = EightBits.encode
+
+    def noted(self: Any, tensor: Any) -> Any:
+        encoded.append(1)
+        return encode(self, tensor)
+
+    def record(name: str, more: list[str], **flags: Any) -> None:
+        encoded.clear()
+        where, out = output / name, io.StringIO()
+        controller = Noting(CopusConfig(copus=True, **settings, **flags)) if flags else None
+        every = [*layout_flags(1, 2, 1), *FLAGS.split(), *more]
+        run(every, where, [controller] if controller else [], base=TINY, out=out)
+        found: list[Any] = [None] * dist.get_world_size()
+        own = [json.dumps(controller and controller.found), len(encoded)]
+        dist.all_gather_object(found, own)
+        if dist.get_rank() == 0:
+            results[name] = {
+                "losses": {s["iteration"]: s["losses"]["lm loss"] for s in steps_of(where)},
+                "journal": list(read_journal(where / NAME)) if controller else [],
+                "states": [state for state, _ in found],
+                "encoded": [number for _, number in found],
+                "out": out.getvalue(),
+            }
+
+    until = ["--exit-interval", str(LAST)]
+    save = ["--save", str(output / "saved"), "--save-interval", str(SAVED)]
+    load = ["--load", str(output / "saved"), "--ckpt-step", str(SAVED)]
+    record("plain", until)
+    # Errors of losses are taken to be small, so that trials of few samples can tell.
+    with patch.object(fork_rule, "LOSS_SD", 1e-5), patch.object(EightBits, "encode", noted):
+        # No slow link is really there, so that nothing is gained.
+        with patch.object(message_rule, "NEEDED_GAIN", 100.0):
+            record("whole", until, copus_message_bits="try")
+        with patch.object(message_rule, "NEEDED_GAIN", 0.0):
+            record("short", [*until, *save], copus_message_bits="try")
+            record("resumed", [*until, *load], copus_message_bits="try")
+            record("kept", [*until, *load], copus_message_bits="keep")
+            record("observed", until, copus_message_bits="try", copus_mode="observe")
+    return results
