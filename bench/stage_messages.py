@@ -52,22 +52,16 @@ MODEL = """--hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4
 RECIPE = """--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05
 --adam-beta2 0.95 --log-interval 100"""
 SHORT = ["--pipeline-message-bits", "8"]
-MICRO_BATCH, WARM_UP, STEPS = 4, 4, 24
+MICRO_BATCH, WARM_UP, STEPS = 4, 4, 48
 RATES_MBIT, COUNTS, STAGES = (4000.0, 1000.0, 200.0), (4, 16), (2, 4)
 """The points: links, micro-batches of a step, stages."""
 SEEDS, LOSS_STEPS, EVERY = (1, 2, 3), 300, 25
 """Of the runs for the loss."""
 
 
-def burst_kb(rate_mbit: float) -> int:
-    """What a link that was idle passes at once: half a millisecond's, but enough for a packet. A
-    message has 256 KB."""
-    return max(32, round(rate_mbit / 16))
-
-
 def share_of(stages: int) -> float:
-    """Processor time of a rank, in cores: two cores hold all of them."""
-    return 2.0 * QUOTA / stages
+    """Processor time of a rank, in cores: two cores hold all of them, four with the usual quota."""
+    return 4.0 * QUOTA / stages
 
 
 def model_flags(stages: int) -> list[str]:
@@ -97,7 +91,7 @@ def site_of(stages: int, rate_mbit: float) -> Any:
     """So many nodes, any two with the same link."""
     with (
         quotas([share_of(stages)] * stages) as groups,
-        star(stages, usual_mbit=rate_mbit, burst_kb=burst_kb(rate_mbit)) as names,
+        star(stages, usual_mbit=rate_mbit) as names,
     ):
         addresses = [address(node) for node in range(stages)]
         yield Nodes(names=names, addresses=addresses, device=DEVICE, groups=groups)

@@ -20,7 +20,11 @@ def _command(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
-def _limit(name: str, device: str, rate_mbit: float, burst_kb: int) -> None:
+def limit_link(name: str, device: str, rate_mbit: float) -> None:
+    """Limits what a namespace sends by a device. A link that was idle passes half a millisecond's
+    bytes at once, and at least 32 KB so that large packets fit: with more, messages that are few
+    and short would cost nothing."""
+    burst_kb = max(32, round(rate_mbit / 16))
     limit = ["rate", f"{rate_mbit:g}mbit", "burst", f"{burst_kb}kb", "latency", "100ms"]
     _command("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
@@ -33,7 +37,6 @@ def star(
     slow_pairs: Sequence[tuple[int, int]] = (),
     rate_mbit: float = 100.0,
     usual_mbit: float = 800.0,
-    burst_kb: int = 512,
 ) -> Iterator[list[str]]:
     """Names of namespaces that reach each other.
 
@@ -46,8 +49,6 @@ def star(
         slow_pairs: pairs with a limited link of their own, both ways.
         rate_mbit: of what is slow.
         usual_mbit: of what every other node sends, so that the processor decides nothing.
-        burst_kb: that a link which was idle passes at once. A message that is no longer than this
-            costs nothing where messages are rare.
     """
     names = [f"copus{os.getpid()}n{i}" for i in range(num_nodes)]
     hub = f"copus{os.getpid()}hub"
@@ -71,9 +72,9 @@ def star(
             _command("ip", "-n", name, "addr", "add", f"{address(i)}/24", "dev", DEVICE)
             _command("ip", "-n", name, "link", "set", "lo", "up")
             _command("ip", "-n", name, "link", "set", DEVICE, "up")
-            _limit(name, DEVICE, rate_mbit if i in slow_senders else usual_mbit, burst_kb)
+            limit_link(name, DEVICE, rate_mbit if i in slow_senders else usual_mbit)
         for number, pair in enumerate(slow_pairs):
-            _own_link(names, pair, f"own{number}", rate_mbit, burst_kb)
+            _own_link(names, pair, f"own{number}", rate_mbit)
         yield names
     finally:
         assert guard.stdin is not None
@@ -81,9 +82,7 @@ def star(
         guard.wait()
 
 
-def _own_link(
-    names: Sequence[str], pair: tuple[int, int], device: str, rate_mbit: float, burst_kb: int
-) -> None:
+def _own_link(names: Sequence[str], pair: tuple[int, int], device: str, rate_mbit: float) -> None:
     """A cable between two nodes beside the bridge, which what they send each other takes."""
     a, b = pair
     peer = ("peer", "name", device, "netns", names[b])
@@ -93,4 +92,4 @@ def _own_link(
     for node, other in (pair, pair[::-1]):
         route = (f"{address(other)}/32", "dev", device, "src", address(node))
         _command("ip", "-n", names[node], "route", "add", *route)
-        _limit(names[node], device, rate_mbit, burst_kb)
+        limit_link(names[node], device, rate_mbit)

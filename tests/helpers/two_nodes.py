@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from tests.helpers.network_namespaces import limit_link
+
 DEVICE = "slow0"
 """The link, on both nodes."""
 HEAD = "10.77.0.1"
@@ -60,8 +62,7 @@ def two_nodes(rate_mbit: float) -> Iterator[tuple[str, str]]:
             _command("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", DEVICE)
             _command("ip", "-n", name, "link", "set", "lo", "up")
             _command("ip", "-n", name, "link", "set", DEVICE, "up")
-            limit = ["rate", f"{rate_mbit:g}mbit", "burst", "512kb", "latency", "100ms"]
-            _command("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
+            limit_link(name, DEVICE, rate_mbit)
         yield names
     finally:
         assert guard.stdin is not None
