@@ -135,8 +135,8 @@ class ThroughputTable:
 
     def saved_by_short_messages_s(self, c: Configuration) -> float:
         """Predicted seconds of a step that messages of 8 bits between stages save; 0 where there
-        are no whole ones, or where a virtual pipeline sends them."""
-        if self.planner is None or c.layout.pp == 1 or c.layout.vpp > 1 or self._message_bits:
+        are no whole ones."""
+        if self.planner is None or c.layout.pp == 1 or self._message_bits:
             return 0.0
         whole, short = (
             self.raw_step_s(replace(c, pipeline_message_bits=bits), self._factors)
@@ -149,8 +149,8 @@ class ThroughputTable:
     ) -> Configuration:
         """The run's own layout, or another, with other sizes."""
         c = _configuration(self.config, micro_batch_size, batch, layout)
-        is_plain = c.layout.pp > 1 and c.layout.vpp == 1
-        return replace(c, pipeline_message_bits=self._message_bits if is_plain else None)
+        bits = self._message_bits if c.layout.pp > 1 else None
+        return replace(c, pipeline_message_bits=bits)
 
     def _ratio(self, c: Configuration, before: PartFactors, after: PartFactors) -> float:
         if before == after:

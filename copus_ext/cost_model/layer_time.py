@@ -331,20 +331,16 @@ def hop_bytes(rows: Rows) -> Any:
     """Bytes of a pipeline message of one rank: [n]. A short one has a number for each row."""
     shared = np.where(np.logical_or(rows.sequence_parallel, rows.scatters_messages), rows.tp, 1)
     short = rows.message_bits / 8 * rows.hidden_size + _ROW_BYTES
-    row = np.where(_is_short(rows), short, rows.element_bytes * rows.hidden_size)
+    is_short = np.greater(rows.message_bits, 0)
+    row = np.where(is_short, short, rows.element_bytes * rows.hidden_size)
     return row * rows.tokens / shared
-
-
-def _is_short(rows: Rows) -> Any:
-    """Whether messages are sent in fewer bits; interleaved pipelines send whole ones."""
-    return np.logical_and(np.greater(rows.message_bits, 0), np.equal(rows.vpp, 1))
 
 
 def _rounding_s(rows: Rows, c: Constants) -> Any:
     """Seconds to round a message, and to read one, in plain torch: [n]."""
     numbers = rows.tokens * rows.hidden_size / np.where(rows.sequence_parallel, rows.tp, 1)
     seconds = moved_s(rows, c, _ROUNDING_BYTES * numbers) + _ROUNDING_LAUNCHES * c.launch_s
-    return np.where(_is_short(rows), c.factors.compute * seconds, 0.0)
+    return np.where(np.greater(rows.message_bits, 0), c.factors.compute * seconds, 0.0)
 
 
 def hop_s(rows: Rows, c: Constants) -> Any:

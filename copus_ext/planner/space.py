@@ -275,9 +275,7 @@ def enumerate_points(
         recompute=recompute,
         recompute_num_layers=layers,
         logits_chunks=np.full(num, limits.logits_chunks[0]),
-        message_bits=np.where(
-            (table[column, 1] > 1) & ~chunks, limits.pipeline_message_bits or 0, 0
-        ),
+        message_bits=np.where(table[column, 1] > 1, limits.pipeline_message_bits or 0, 0),
         use_distributed_optimizer=np.resize(np.array(split, dtype=bool), num),
         overlap=np.full(num, limits.overlap),
         use_tp_pp_dp_mapping=np.full(num, limits.use_tp_pp_dp_mapping),

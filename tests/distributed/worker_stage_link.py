@@ -4,6 +4,7 @@ of low rank at the end of a step, in the same processes."""
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +37,11 @@ def main(output: Path) -> Any:
     def without_link(*args: Any, **more: Any) -> Any:
         return dataclasses.replace(make(*args, **more), link=None)
 
+    def alone(tensor: Any, **more: Any) -> Any:
+        """An interleaved pipeline sends one by one."""
+        sent.append(tensor.nbytes)
+        return real["isend"](tensor, **more)
+
     def batched(ops: Any) -> Any:
         sent.extend(o.tensor.nbytes for o in ops if o.op is real["isend"])
         return real["batch_isend_irecv"](ops)
@@ -56,9 +62,10 @@ def main(output: Path) -> Any:
         }
 
     with patch.object(dist, "batch_isend_irecv", batched):
-        for layout in LAYOUTS:
-            record(f"{layout} whole", layout, "")
-            record(f"{layout} short", layout, SHORT)
+        for layout, (*_, vpp) in LAYOUTS.items():
+            with patch.object(dist, "isend", alone) if vpp > 1 else nullcontext():
+                record(f"{layout} whole", layout, "")
+                record(f"{layout} short", layout, SHORT)
             with patch.object(build, "build_model", without_link):
                 record(f"{layout} without", layout, "")
         for layout in LOW:

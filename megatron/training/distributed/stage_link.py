@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.p2p_communication import (
+    P2PCommunicator,
+    _batched_p2p_ops,
+    _p2p_ops,
+)
 
 from megatron.training.distributed.low_rank import LowRankMessages
 
@@ -20,8 +23,7 @@ class StageLink(P2PCommunicator):
     Messages of 8 bits keep the largest entry of each row (token) and round the others to 1/127 of
     it. Activations and gradients are both sent this way. Messages of low rank are products of two
     thin factors. Only gradients are sent this way, at the end of a step, when no forward message
-    goes the other way. An interleaved pipeline sends whole messages, since megatron-core waits for
-    its requests elsewhere.
+    goes the other way, and not in an interleaved pipeline.
 
     Args:
         pp_group: pipeline parallel.
@@ -37,10 +39,9 @@ class StageLink(P2PCommunicator):
         message_rank: int | None = None,
     ) -> None:
         super().__init__(pp_group, config)
-        self._is_plain = self.virtual_pipeline_model_parallel_size is None
         self._eight_bits: EightBits | None = None
         self._low_rank = None
-        if self._is_plain and message_rank is not None:
+        if self.virtual_pipeline_model_parallel_size is None and message_rank is not None:
             self._low_rank = LowRankMessages(message_rank)
         self._is_exact = False
         self._whole_to_send = self._whole_to_receive = 0
@@ -56,7 +57,7 @@ class StageLink(P2PCommunicator):
             message_bits: 8; None for whole messages, or for those of low rank.
         """
         self._is_exact = is_exact
-        self._eight_bits = EightBits() if self._is_plain and message_bits is not None else None
+        self._eight_bits = EightBits() if message_bits is not None else None
         # A stage goes back once for each stage below, after its last forward pass. What it gets
         # for that is sent by a stage that may still be at its last forward pass.
         below = self.pp_group.size() - 1 - self.pp_group.rank()
@@ -84,30 +85,48 @@ class StageLink(P2PCommunicator):
                 tensor_shape=tensor_shape,
                 wait_on_reqs=wait_on_reqs,
             )
-        dtype, ops, received = self.config.pipeline_dtype, [], []
-        # The messages must stay in memory until all of them are sent.
-        sent = [
-            (codec.encode(tensor), rank)
-            for tensor, rank in (
-                (tensor_send_prev, self.prev_rank),
-                (tensor_send_next, self.next_rank),
-            )
-            if tensor is not None
-        ]
-        for is_wanted, rank in ((recv_prev, self.prev_rank), (recv_next, self.next_rank)):
-            received.append(codec.room(tensor_shape, dtype) if is_wanted else None)
-            if is_wanted:
-                ops.append(dist.P2POp(dist.irecv, received[-1], rank, self.pp_group))
-        ops += [dist.P2POp(dist.isend, message, rank, self.pp_group) for message, rank in sent]
-        for request in dist.batch_isend_irecv(ops) if ops else ():
-            request.wait()
-        previous, following = (
-            message
-            if message is None
-            else codec.decode(message, tensor_shape, dtype).requires_grad_()
-            for message in received
+        sent = {
+            f"tensor_send_{name}": tensor if tensor is None else codec.encode(tensor)
+            for name, tensor in (("prev", tensor_send_prev), ("next", tensor_send_next))
+        }
+        dtype = self.config.pipeline_dtype
+        rooms = {
+            f"tensor_recv_{name}": codec.room(tensor_shape, dtype) if is_wanted else None
+            for name, is_wanted in (("prev", recv_prev), ("next", recv_next))
+        }
+        start = _batched_p2p_ops if self.config.batch_p2p_comm else _p2p_ops
+        requests: Any = start(
+            **sent,
+            **rooms,
+            group=self.pp_group,
+            prev_pipeline_rank=self.prev_rank,
+            next_pipeline_rank=self.next_rank,
         )
-        return previous, following, None
+        # The messages stay in memory until all of them are sent.
+        messages = {name.removeprefix("tensor_"): m for name, m in (sent | rooms).items()}
+        pending = None
+        if wait_on_reqs:
+            for request in requests.values() if isinstance(requests, dict) else requests:
+                request.wait()
+            received = [
+                None if m is None else codec.decode(m, tensor_shape, dtype).requires_grad_()
+                for m in rooms.values()
+            ]
+        else:
+            received = [
+                None
+                if m is None
+                else torch.empty(
+                    tuple(tensor_shape), dtype=dtype, device=m.device, requires_grad=True
+                )
+                for m in rooms.values()
+            ]
+            into = dict(zip(("recv_prev", "recv_next"), received))
+            pending = {
+                name: _Pending(request, codec, messages[name], into.get(name))
+                for name, request in requests.items()
+            }
+        return *received, pending
 
     def _codec(self, shape: Any, *, sends: bool, receives: bool) -> Any:
         """Returns what encodes the messages of one call, or None if they are whole.
@@ -126,6 +145,29 @@ class StageLink(P2PCommunicator):
         self._whole_to_receive -= receives
         # The last gradients are the only messages of their calls, and both ends count alike.
         return self._low_rank if is_last and self._low_rank.is_shorter(shape) else None
+
+
+class _Pending:
+    """A message under way, for the schedule of an interleaved pipeline to wait for.
+
+    Args:
+        request: of the message.
+        codec: that encoded it.
+        message: as it travels; kept until then.
+        into: receives what it decodes to; None for one that is sent.
+    """
+
+    def __init__(
+        self, request: Any, codec: Any, message: torch.Tensor, into: torch.Tensor | None
+    ) -> None:
+        self._request, self._codec, self._message, self._into = request, codec, message, into
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Waits, and decodes what was received."""
+        self._request.wait()
+        if self._into is not None:
+            self._into.copy_(self._codec.decode(self._message, self._into.shape, self._into.dtype))
 
 
 class EightBits:
