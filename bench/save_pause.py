@@ -2,7 +2,7 @@
 
     python -m bench.save_pause      # about 3 minutes on two cores with nothing else running
 
-Two stages on two ranks step a model of 26M parameters. Every save is timed until training goes on,
+Two stages on two ranks step a model of 34M parameters. Every save is timed until training goes on,
 and so are the steps that follow while it is being written. Each round has plain steps, an
 asynchronous save and a synchronous one. Writes docs/results/save_pause.json.
 """
