@@ -10,8 +10,8 @@ messages in turn, step by step, so that both see the same machine. The planner p
 the constants that ship and the rate of the link, and short messages count as chosen where a
 controller would try them. Then loss: on two nodes with the slowest link,
 three seeds train with whole messages and with short ones, and reach the held-out loss at which the
-first end. Last the controller: it chooses layout, batch and micro-batch, once with whole messages
-and once allowed to try short ones. Numbers are fp32 on CPU ranks, so that a short message has a
+first end. Last the controller: a longer run of one batch, once with whole messages and once allowed
+to try short ones. Numbers are fp32 on CPU ranks, so that a short message has a
 quarter of the bytes; of bf16 ones it has a half.
 
 Writes docs/results/stage_messages.json. `--draw` prints its tables. It needs root, iproute2, two
@@ -58,9 +58,8 @@ RATES_MBIT, COUNTS, STAGES = (4000.0, 1000.0, 200.0), (4, 16), (2, 4)
 """The points: links, micro-batches of a step, stages."""
 SEEDS, LOSS_STEPS, EVERY = (1, 2, 3), 300, 25
 """Of the runs for the loss."""
-FREE_STEPS = 800
-"""Of the runs under the controller, in samples of the first batch."""
-FREE = "--copus --copus-layouts all --tensor-model-parallel-size 1"
+TRIED_STEPS, TRIED_SEEDS = 1600, SEEDS[:1]
+"""Of the runs under the controller."""
 
 
 def share_of(stages: int) -> float:
@@ -167,15 +166,23 @@ def trained(site: Nodes, seed: int, bits: list[str], data: list[str], work: Path
     return read_run(folder)
 
 
-def free(site: Nodes, seed: int, tries: bool, data: list[str], work: Path) -> RunRecord:
-    """A run on two nodes under a controller that may choose all, and with `tries` messages too."""
-    folder = work / f"free{seed}_{'tries' if tries else 'keeps'}"
+def tried(site: Nodes, seed: int, tries: bool, data: list[str], work: Path) -> RunRecord:
+    """A run on two nodes under a controller that keeps the batch, and may try short messages."""
+    folder = work / f"controller{seed}_{'tries' if tries else 'keeps'}"
     settings = work / f"{folder.name}.yaml"
     settings.write_text(f"gns_interval: 8\nmessage_bits: {'try' if tries else 'keep'}\n")
     count = COUNTS[0]
-    flags = [*model_flags(2), *FREE.split(), "--copus-config", str(settings), *data, *_batch(count)]
+    flags = [
+        *model_flags(2),
+        "--copus",
+        "--copus-policy",
+        "static",
+        "--copus-config",
+        str(settings),
+    ]
+    flags += [*data, *_batch(count), "--pipeline-model-parallel-size", "2"]
     flags += ["--seed", str(seed), "--run-dir", str(folder), "--eval-interval", str(EVERY)]
-    flags += ["--train-samples", str(FREE_STEPS * count * MICRO_BATCH), "--eval-iters", "16"]
+    flags += ["--train-samples", str(TRIED_STEPS * count * MICRO_BATCH), "--eval-iters", "16"]
     site.run([TRAINER, *flags], work / folder.name)
     return read_run(folder)
 
@@ -184,17 +191,14 @@ def told_of(run: RunRecord) -> dict[str, Any]:
     """What a controller did to a run."""
     return {
         "seconds": sum(step["seconds"] for step in run.steps) + extra_s(run),
-        "moves": [[r["iteration"], r["to"]] for r in run.of("switch")],
         "messages": [[r["iteration"], r["line"]] for r in run.of("messages")],
         "trials_s": [r["outcome"]["seconds"] for r in run.of("fork")],
-        "batches": sorted({step["global_batch_size"] for step in run.steps}),
     }
 
 
 def extra_s(run: RunRecord, until: int | None = None) -> float:
-    """Seconds of trials and of changes of layout, of all or up to an iteration."""
+    """Seconds of trials, of all or up to an iteration."""
     happened = [(r["iteration"], r["outcome"]["seconds"]) for r in run.of("fork")]
-    happened += [(r["iteration"], r["outcome"]["pause_s"]) for r in run.of("switch")]
     return sum(s for at, s in happened if until is None or at < until)
 
 
@@ -273,7 +277,7 @@ def main() -> None:
     parser = arguments(__doc__, "stage_messages.json")
     parser.add_argument("--draw", action="store_true", help="print the tables of --output, no more")
     parser.add_argument(
-        "--only", choices=("time", "loss", "free"), help="keep the rest of --output"
+        "--only", choices=("time", "loss", "controller"), help="keep the rest of --output"
     )
     args = parser.parse_args()
     before = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -303,12 +307,12 @@ def main() -> None:
                     found = {bool(bits): trained(site, seed, bits, data, work) for bits in ways}
                     runs.append(compared(seed, found[False], found[True]))
                     print(runs[-1]["last_losses"], runs[-1]["times_faster"], flush=True)
-        if args.only in (None, "free"):
+        if args.only in (None, "controller"):
             under = []
             with site_of(2, RATES_MBIT[-1]) as site:
-                for seed in SEEDS:
+                for seed in TRIED_SEEDS:
                     order = (True, False) if seed % 2 else (False, True)
-                    both = {tries: free(site, seed, tries, data, work) for tries in order}
+                    both = {tries: tried(site, seed, tries, data, work) for tries in order}
                     row = compared(seed, both[False], both[True])
                     row |= {"keeps": told_of(both[False]), "tries": told_of(both[True])}
                     under.append(row)
