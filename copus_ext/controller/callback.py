@@ -165,6 +165,7 @@ class Controller(Callback):
             else:
                 if stored["version"] != self.state.version and dist.get_rank() == 0:
                     logger.warning("controller state of an earlier version: read for one release")
+        self.message_trials.resume(self.state, context)
         context.state.callbacks[STATE_KEY] = self.state
         self.state.layout_costs.forget_failures()
 
@@ -414,8 +415,8 @@ class Controller(Callback):
             applied=decision.kind != "stay" and self._acts,
             seconds=time.perf_counter() - started,
         )
-        run = self.table, self.state, context
-        trial = self.message_trials.due(inputs, decision, *run, self.gns.observer)
+        run = self.table, self.state, context, self.gns.observer
+        trial = self.message_trials.due(inputs, decision, *run)
         answer = {"decision": decision.to_json(), "trial": trial}
         return json.loads(json.dumps(answer, allow_nan=False))
 
@@ -476,12 +477,11 @@ class Controller(Callback):
             if self.layout_changes is not None and change is None:
                 self.layout_changes.prepare(decision.other_layouts, context)
         wanted = self._wanted_settings(context)
+        trial = self.message_trials.request(self.state, taken=lambda: self._renew_table(context))
         changes = wanted != context.state.settings
         if change is not None and self.layout_changes is not None:
             return self.layout_changes.request(change, context, wanted if changes else None)
-        if changes:
-            return Request(kind="change", reason=reason, settings=wanted)
-        return self.message_trials.request(self.state, taken=lambda: self._renew_table(context))
+        return Request(kind="change", reason=reason, settings=wanted) if changes else trial
 
     def _layout_change(self, decision: Decision, context: CallbackContext) -> LayoutChange:
         """A change of layout. The state changes when it has come about, as it may fail."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from copus_ext.goodput.state import ControllerState
 from megatron.training.common.step_settings import Request
 from megatron.training.train.callbacks import CallbackContext
 
+_AGAIN = 1.1
+"""Growth of the consumed samples after a trial that could not be made, before the next."""
+
 
 class MessageTrials:
     """The trials of a launch, if the controller may make any.
@@ -31,13 +35,31 @@ class MessageTrials:
     def __init__(self, flags: CopusConfig, log: DecisionLog) -> None:
         self.may_try = flags.copus_mode == "act" and flags.copus_message_bits == "try"
         self.pending: dict[str, Any] | None = None
-        """The trial that rank 0 wants at the next boundary, the same on every rank."""
+        """The trial that rank 0 wants at the next boundary, and where that is in present samples;
+        the same on every rank."""
         self._log, self._forks = log, ForkTests(log)
+        self._not_before = 0
 
     def bits(self, state: ControllerState) -> int | None:
         """Bits of a number in the messages that earlier trials have found to pay; None otherwise,
         and where no trial may be made any more."""
         return state.pipeline_message_bits if self.may_try else None
+
+    def resume(self, state: ControllerState, context: CallbackContext) -> None:
+        """Goes on from a checkpoint. Where the form of messages is another from here on, times of
+        the form before tell nothing.
+
+        Args:
+            state: of the controller, as restored.
+            context: of the setup.
+        """
+        before, bits = context.state.settings.pipeline_message_bits, self.bits(state)
+        if before == bits:
+            return
+        state.forget_times_between_stages()
+        if dist.get_rank() == 0:
+            form = f"have {bits} bits a number" if bits else "are whole"
+            print(f"note: messages between stages {form} from here on (message_bits)", flush=True)
 
     def due(
         self,
@@ -60,6 +82,7 @@ class MessageTrials:
             observer: of the noise scale.
         """
         settles = inputs.in_warmup or inputs.in_ramp or inputs.paused or decision.kind != "stay"
+        settles |= state.open_change is not None or inputs.consumed_samples < self._not_before
         is_over = state.pipeline_message_bits is not None or self._forks.ended is not None
         if not self.may_try or settles or is_over or table is None:
             return None
@@ -76,7 +99,7 @@ class MessageTrials:
             samples_left=inputs.total_samples - inputs.consumed_samples,
             trials_at=state.message_trials_at,
         )
-        return found and found.to_json()
+        return found and {"trial": found.to_json(), "at": inputs.consumed_samples}
 
     def request(self, state: ControllerState, *, taken: Callable[[], Any]) -> Request | None:
         """The request for the pending trial, once; None if there is none.
@@ -88,21 +111,26 @@ class MessageTrials:
         pending, self.pending = self.pending, None
         if pending is None:
             return None
-        made = MessageTrial(**pending)
+        made, at = MessageTrial(**pending["trial"]), pending["at"]
 
         def done(result: ForkResult) -> None:
             state.elapsed_s += result.seconds
-            state.message_trials_at.append(result.consumed_samples)
             if result.kind != "done":
+                # Near the end of a phase there are too few samples; later there may be enough.
+                self._not_before = math.ceil(_AGAIN * at)
                 return
-            found = verdict(result, made)
-            if found.pays:
-                state.take_message_bits(8)
+            state.message_trials_at.append(at)
+            # So that the step time is known again before anything is decided.
+            state.last_decision_samples = at + made.samples
+            found, is_taken = verdict(result, made), result.kept == 1
+            if is_taken:
+                state.pipeline_message_bits = 8
+                state.forget_times_between_stages()
                 taken()
             self._log.note(
                 "messages",
                 iteration=result.iteration,
-                bits=8 if found.pays else None,
+                bits=8 if is_taken else None,
                 verdict=found.to_json(),
                 line=str(found),
             )

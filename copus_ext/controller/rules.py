@@ -138,7 +138,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
             "use --copus-layouts current, --copus-mode observe, or drop it"
         )
     if flags.copus_mode == "act" and flags.copus_message_bits == "try":
-        _check_trials(config)
+        _check_trials(flags, config)
     if moves and flags.copus_relayout == "relaunch" and config.checkpoint.save is None:
         raise UsageError("--copus-relayout relaunch needs --save, from which the run goes on")
     if moves and flags.copus_relayout == "inprocess" and config.precision.fp8 is not None:
@@ -176,7 +176,7 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         )
 
 
-def _check_trials(config: Config) -> None:
+def _check_trials(flags: CopusConfig, config: Config) -> None:
     """Refuses trials of messages that the run could never make.
 
     Raises:
@@ -190,6 +190,10 @@ def _check_trials(config: Config) -> None:
                 f"{name} compares whole messages and gradients with short messages; drop "
                 f"{flag_of(given)}, or use keep"
             )
+    if config.layout.pp == 1 and flags.copus_layouts == "current":
+        raise UsageError(
+            f"{name} needs a pipeline: give --pipeline-model-parallel-size, or --copus-layouts all"
+        )
     if not config.batch.eval_iters:
         raise UsageError(f"{name} compares held-out losses; give --eval-iters, or use keep")
 

@@ -318,18 +318,29 @@ class ControllerState:
         self.conditions.factors, self.conditions.earlier_s = factors, earlier_s
         self.conditions.num_changes += 1
 
-    def take_message_bits(self, bits: int) -> None:
-        """Goes on with short messages between stages. Times of whole ones tell nothing of them, and
-        layouts without stages are timed again soon enough."""
-        self.pipeline_message_bits = bits
-        self.step_times, self.conditions.earlier_s = {}, {}
+    def forget_times_between_stages(self) -> None:
+        """Goes on with messages between stages of another form. Times of layouts with stages tell
+        nothing of it; those of layouts without count as before."""
+
+        def without(times: dict[str, Any]) -> dict[str, Any]:
+            return {k: v for k, v in times.items() if Layout.from_text(k.split()[0]).pp == 1}
+
+        self.step_times = without(self.step_times)
+        self.conditions.earlier_s = without(self.conditions.earlier_s)
         self.watch, self._shift, self.steps_after_change = StepTimeWatch(), None, 0
 
     @property
     def loss_slope(self) -> float | None:
-        """By which the training loss changes now, nats a token for each sample; None if unknown."""
-        slope = _slope(self.steps[-WINDOW_STEPS:])
-        return None if slope is None else slope / 1000.0
+        """By which the training loss changes now, nats a token for each sample; None if that is
+        not known, or within two standard errors of nothing."""
+        steps = [step for step in self.steps[-WINDOW_STEPS:] if math.isfinite(step.loss)]
+        if len(steps) < WINDOW_STEPS / 2 or (slope := _slope(steps)) is None:
+            return None
+        x = [step.consumed_samples / 1000.0 for step in steps]
+        mean_x, mean_y = statistics.fmean(x), statistics.fmean(step.loss for step in steps)
+        rest = sum((s.loss - mean_y - slope * (at - mean_x)) ** 2 for at, s in zip(x, steps))
+        error = math.sqrt(rest / (len(x) - 2) / sum((at - mean_x) ** 2 for at in x))
+        return slope / 1000.0 if abs(slope) > 2.0 * error else None
 
     def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;

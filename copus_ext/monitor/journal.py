@@ -444,10 +444,14 @@ def _fork_line(outcome: dict[str, Any]) -> str:
     if outcome.get("kind") != "done":
         return f"fork test {text(outcome.get('kind'), 20)}" + (f": {said}" if said else "")
     found = outcome.get("branches")
-    told = []
-    for result in found[:_MOST_BRANCHES] if isinstance(found, list) else []:
+    told, branches = [], found if isinstance(found, list) else []
+    is_of_messages = any(
+        table(table(b).get("branch")).get("pipeline_message_bits") for b in branches
+    )
+    for result in branches[:_MOST_BRANCHES]:
         batch = whole(table(table(result).get("branch")).get("global_batch_size"))
-        loss = number(table(result).get("loss_averaged"))
+        # A trial of messages is judged by the last weights.
+        loss = number(table(result).get("loss_last" if is_of_messages else "loss_averaged"))
         bits = whole(table(table(result).get("branch")).get("pipeline_message_bits"))
         batch = f"{batch} with messages of {bits} bits" if bits else batch
         told.append(f"batch {batch} loss {'unknown' if loss is None else f'{loss:.4f}'}")

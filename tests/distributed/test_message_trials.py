@@ -72,6 +72,8 @@ def test_a_resumed_run_goes_on_as_the_one_before(results: dict[str, Any]) -> Non
 def test_without_the_setting_messages_are_whole_again(results: dict[str, Any]) -> None:
     assert all(results["resumed"]["encoded"]) and not any(results["kept"]["encoded"])
     assert results["kept"]["losses"] != results["resumed"]["losses"]
+    assert "messages between stages are whole from here on" in results["kept"]["out"]
+    assert not [r for r in results["kept"]["journal"] if r["kind"] == "conditions"]
 
 
 def test_observing_tries_nothing(results: dict[str, Any]) -> None:

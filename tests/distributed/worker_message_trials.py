@@ -24,7 +24,7 @@ def main(output: Path) -> Any:
     from copus_ext.controller.decision_log import NAME, read_journal
     from copus_ext.controller.flags import CopusConfig
     from copus_ext.cost_model.cluster_spec import preset
-    from copus_ext.goodput import fork_rule, message_rule
+    from copus_ext.goodput import message_rule
     from megatron.training.distributed.stage_link import EightBits
     from megatron.training.train.callbacks import CallbackContext
 
@@ -75,7 +75,7 @@ def main(output: Path) -> Any:
     load = ["--load", str(output / "saved"), "--ckpt-step", str(SAVED)]
     record("plain", until)
     # Errors of losses are taken to be small, so that trials of few samples can tell.
-    with patch.object(fork_rule, "LOSS_SD", 1e-5), patch.object(EightBits, "encode", noted):
+    with patch.object(message_rule, "_LOSS_SD", 1e-5), patch.object(EightBits, "encode", noted):
         # No slow link is really there, so that nothing is gained.
         with patch.object(message_rule, "NEEDED_GAIN", 100.0):
             record("whole", until, copus_message_bits="try")

@@ -12,7 +12,18 @@ from unittest.mock import patch
 from tests.helpers.jobs import TINY, layout_flags, run
 
 SHORT = "--pipeline-message-bits 8"
-LAYOUTS = {"pp2": (1, 2, 1), "pp4": (1, 4, 1), "pp2 vpp2": (1, 2, 2), "tp2 pp2": (2, 2, 1)}
+LAYOUTS = {
+    "pp2": (1, 2, 1),
+    "pp4": (1, 4, 1),
+    "pp2 vpp2": (1, 2, 2),
+    "pp4 vpp2": (1, 4, 2),
+    "pp4 vpp2 waiting": (1, 4, 2),
+    "tp2 pp2": (2, 2, 1),
+}
+MORE = {
+    "pp4 vpp2": "--num-layers 8",
+    "pp4 vpp2 waiting": "--num-layers 8 --no-overlap-p2p-communication",
+}
 LOW = {"pp2": 2, "pp4": 3 + 2 + 1, "tp2 pp2": 2}
 """Layouts for gradients of low rank, and how many messages of a step are, over all ranks."""
 RANK = 4
@@ -48,7 +59,8 @@ def main(output: Path) -> Any:
 
     def record(name: str, layout: str, more: str, *, measured: bool = False) -> None:
         sent.clear()
-        flags = [*layout_flags(*LAYOUTS[layout]), *more.split(), "--train-iters", str(STEPS)]
+        flags = [*layout_flags(*LAYOUTS[layout]), *MORE.get(layout, "").split(), *more.split()]
+        flags += ["--train-iters", str(STEPS)]
         noise = CopusConfig(copus=True, copus_gns_interval=1)
         callbacks = [GradientNoiseCallback(noise)] if measured else []
         base = f"{TINY} --log-interval 1"

@@ -67,7 +67,7 @@ class ParallelConfig:
     """Overlap messages between pipeline stages with computation, in an interleaved pipeline."""
     pipeline_message_bits: int | None = option(None, choices=(8,))
     """Bits of a number in messages between pipeline stages. 8 rounds them, which changes the
-    training. Default: as they are. Without effect in an interleaved pipeline."""
+    training. Default: as they are."""
     pipeline_message_rank: int | None = option(None)
     """Columns of the two factors in place of a gradient between pipeline stages, in the messages
     at the end of a step that nothing hides. Changes the training. Default: whole."""
