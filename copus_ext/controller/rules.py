@@ -113,6 +113,12 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     Raises:
         UsageError: they contradict each other.
     """
+    if config.flat().get("clip_group_size") is not None:
+        # In observe mode, too: what it would report is of another gradient.
+        raise UsageError(
+            "--copus measures the noise of the mean gradient, and --clip-group-size changes it "
+            "before it is reduced; drop one"
+        )
     batch, scheduled = config.batch, flags.copus_policy == "step_schedule"
     given = batch.step_batch_size_schedule
     if scheduled and given is None:

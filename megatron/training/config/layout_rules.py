@@ -373,6 +373,7 @@ def batch_problems(
     *,
     uneven: bool = False,
     group_size: int | None = None,
+    clip_group_size: int | None = None,
 ) -> list[str]:
     """Lists why a global batch cannot be split into micro-batches on this layout.
 
@@ -383,6 +384,7 @@ def batch_problems(
         uneven: whether the last micro-batch of every replica may be smaller; without effect on a
             pipeline, whose stages exchange one shape.
         group_size: `--microbatch-group-size-per-virtual-pipeline-stage`.
+        clip_group_size: `--clip-group-size`.
 
     Returns:
         One sentence per broken rule, naming the flag, the values and the fix; empty if it fits.
@@ -415,6 +417,29 @@ def batch_problems(
             f"--global-batch-size {global_batch_size} gives {num_microbatches} micro-batches, "
             f"which a virtual pipeline over {layout.pp} ranks cannot schedule; use "
             f"{_nearest_multiples(global_batch_size, unit * group)}"
+        ]
+    if clip_group_size is not None:
+        return _clip_group_problems(layout, micro_batch_size, global_batch_size, clip_group_size)
+    return []
+
+
+def _clip_group_problems(
+    layout: Layout, micro_batch_size: int, global_batch_size: int, clip_group_size: int
+) -> list[str]:
+    """Lists why groups are no whole micro-batches, or replicas have no whole groups."""
+    if clip_group_size % micro_batch_size != 0:
+        return [
+            f"--clip-group-size {clip_group_size} is not divisible by --micro-batch-size "
+            f"{micro_batch_size}; use {_nearest_multiples(clip_group_size, micro_batch_size)}, or "
+            "a smaller micro-batch"
+        ]
+    unit = clip_group_size * layout.dp
+    if global_batch_size % unit != 0:
+        group = layout.pp * micro_batch_size * layout.dp if layout.vpp > 1 else 1
+        return [
+            f"--global-batch-size {global_batch_size} is not divisible by --clip-group-size "
+            f"{clip_group_size} x data parallel size {layout.dp} = {unit}; use "
+            f"{_nearest_multiples(global_batch_size, math.lcm(unit, group))}"
         ]
     return []
 

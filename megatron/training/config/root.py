@@ -88,6 +88,7 @@ class Config:
         return {
             "uneven": self.batch.allow_uneven_micro_batches,
             "group_size": self.parallel.microbatch_group_size_per_vp_stage,
+            "clip_group_size": self.optim.clip_group_size,
         }
 
     @property

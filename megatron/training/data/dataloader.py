@@ -38,6 +38,11 @@ class _Position:
     dp_rank: int
     dp_size: int
     uneven: bool = False
+    block: int | None = None
+
+    def rows(self) -> list[list[int]]:
+        """See `micro_batch_indices`."""
+        return micro_batch_indices(**vars(self))
 
 
 class BatchReader:
@@ -96,11 +101,13 @@ class BatchReader:
         dp_rank: int,
         dp_size: int,
         uneven: bool = False,
+        block: int | None = None,
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Micro-batches of this rank for one global batch, in order.
 
         The iterator is good until the next call of a read method. With `uneven` the last
-        micro-batch may be smaller.
+        micro-batch may be smaller. With `block` this rank reads so many samples in a row before it
+        is the turn of the next rank; else one micro-batch.
 
         Returns:
             An iterator of dicts: `tokens`, `labels` and `position_ids` int64, `loss_mask` float32,
@@ -109,10 +116,6 @@ class BatchReader:
         Raises:
             UsageError: The batch does not divide, or reaches beyond the data set.
         """
-        rows = micro_batch_indices(
-            consumed_samples, global_batch_size, micro_batch_size, dp_rank, dp_size, uneven=uneven
-        )
-        self._check_end(consumed_samples + global_batch_size)
         here = _Position(
             consumed_samples=consumed_samples,
             global_batch_size=global_batch_size,
@@ -120,7 +123,10 @@ class BatchReader:
             dp_rank=dp_rank,
             dp_size=dp_size,
             uneven=uneven,
+            block=block,
         )
+        rows = here.rows()
+        self._check_end(consumed_samples + global_batch_size)
         if here != self._next or self._batches is None:
             self._start(_run_ahead(here, self._num_samples))
         return self._serve(
@@ -221,14 +227,7 @@ class _Plan:
 def _run_ahead(position: _Position, num_samples: int) -> Iterator[list[int]]:
     consumed = position.consumed_samples
     while consumed + position.global_batch_size <= num_samples:
-        yield from micro_batch_indices(
-            consumed,
-            position.global_batch_size,
-            position.micro_batch_size,
-            position.dp_rank,
-            position.dp_size,
-            uneven=position.uneven,
-        )
+        yield from replace(position, consumed_samples=consumed).rows()
         consumed += position.global_batch_size
 
 

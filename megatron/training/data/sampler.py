@@ -32,12 +32,14 @@ def micro_batch_indices(
     dp_size: int,
     *,
     uneven: bool = False,
+    block: int | None = None,
 ) -> list[list[int]]:
     """Sample numbers that one data-parallel rank reads for one global batch.
 
     The rows of all ranks, ordered by (micro-step, rank), are the global batch in order: micro-step
     i of rank r reads `consumed + (i * dp_size + r) * micro_batch_size` and the samples that follow,
-    a shorter last one likewise behind all full ones.
+    a shorter last one likewise behind all full ones. With blocks, replicas take turns by blocks:
+    block i of rank r begins at `consumed + (i * dp_size + r) * block`, in micro-batches in order.
 
     Args:
         consumed_samples: Samples of the run before this batch.
@@ -46,6 +48,8 @@ def micro_batch_indices(
         dp_rank: Rank within the data-parallel group.
         dp_size: Size of the data-parallel group.
         uneven: Let the last micro-batch of every rank be smaller.
+        block: Samples in a row that one rank reads, a multiple of the micro-batch size; None: those
+            of one micro-batch. Not with `uneven`.
 
     Returns:
         One list of `micro_batch_size` sample numbers per micro-step; the last may be shorter where
@@ -56,6 +60,7 @@ def micro_batch_indices(
             where the last may be smaller, of the data-parallel size.
     """
     _check(consumed_samples, micro_batch_size, dp_rank, dp_size)
+    assert block is None or not (uneven or block % micro_batch_size), (block, micro_batch_size)
     if uneven and global_batch_size > 0 and global_batch_size % dp_size == 0:
         rows, start = [], consumed_samples
         for size in micro_batch_sizes(global_batch_size // dp_size, micro_batch_size):
@@ -70,10 +75,17 @@ def micro_batch_indices(
             f"--micro-batch-size {micro_batch_size} x data-parallel size {dp_size}; "
             f"make it a multiple of {samples_per_step}"
         )
-    first = consumed_samples + dp_rank * micro_batch_size
+    block = block or micro_batch_size
+    if global_batch_size % (block * dp_size):
+        raise UsageError(
+            f"--global-batch-size {global_batch_size} is not a multiple of --clip-group-size "
+            f"{block} x data-parallel size {dp_size}; make it a multiple of {block * dp_size}"
+        )
+    first = consumed_samples + dp_rank * block
     return [
         list(range(row, row + micro_batch_size))
-        for row in range(first, first + global_batch_size, samples_per_step)
+        for turn in range(first, first + global_batch_size, block * dp_size)
+        for row in range(turn, turn + block, micro_batch_size)
     ]
 
 

@@ -35,6 +35,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron.training.common.device import Device, use_plain_router
 from megatron.training.config import Config
+from megatron.training.config.group_clip_flags import limit_of
+from megatron.training.distributed.group_clip import GroupClip
 from megatron.training.distributed.powersgd import GradientCompression
 from megatron.training.distributed.process_groups import seed_build
 from megatron.training.distributed.stage_link import StageLink
@@ -76,6 +78,8 @@ class Model:
     """Carries messages between pipeline stages; None without a pipeline."""
     compression: GradientCompression | None = None
     """Of the reduction over replicas; None where this rank's gradients go whole."""
+    group_clip: GroupClip | None = None
+    """Clips the gradients of groups of samples; None: nothing does."""
 
     @property
     def unwrapped(self) -> list[Any]:
@@ -98,6 +102,8 @@ class Model:
             if chunk.ddp_config.overlap_param_gather:
                 # Without the gather that it would begin with: others may not be here to take part.
                 chunk.disable_forward_pre_hook(param_sync=False)
+        if self.group_clip is not None:
+            self.group_clip.remove_hooks()
 
 
 def _unwrap(module: Any) -> Any:
@@ -332,6 +338,9 @@ def build_model(
     finalize = finalize_model_grads
     if config.parallel.use_distributed_optimizer:
         finalize = exchanging_own_shard(finalize, chunks, groups)
+    clip = _group_clip(config, chunks, groups)
+    if clip is not None:
+        finalize = clip.before(finalize)
     core.finalize_model_grads_func = clock.stopped_by(finalize)
     if config.parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -342,6 +351,7 @@ def build_model(
         clock=clock,
         link=_stage_link(config, core, groups),
         compression=_compression(config, chunks, groups),
+        group_clip=clip,
     )
 
 
@@ -361,6 +371,15 @@ def _compression(
     if not p.grad_compression_rank or not is_chosen or groups.dp_cp.size() == 1:
         return None
     return GradientCompression(chunks, rank=p.grad_compression_rank)
+
+
+def _group_clip(
+    config: Config, chunks: list[Any], groups: ProcessGroupCollection
+) -> GroupClip | None:
+    size, norm = config.optim.clip_group_size, config.optim.clip_group_norm
+    if size is None or norm is None:
+        return None
+    return GroupClip(chunks, groups, group_size=size, limit=limit_of(norm))
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:

@@ -161,6 +161,8 @@ def run_schedule(
         bits = job.pipeline_message_bits
         link.begin(num_microbatches, is_exact=is_exact, message_bits=bits)
         messages = {"p2p_communicator": link, "pg_collection": job.groups}
+    if (clip := job.model.group_clip) is not None and not forward_only:
+        clip.begin(num_microbatches, micro_batch_size)
     with job.trace.span("forward" if forward_only else "forward and backward"):
         reports = get_forward_backward_func()(
             forward_step_func=functools.partial(forward_step, job, mean_samples),
@@ -385,6 +387,7 @@ def _own_batches(job: Job) -> Iterator[Batch] | None:
         global_batch_size=job.global_batch_size,
         micro_batch_size=job.micro_batch_size,
         uneven=job.config.batch.allow_uneven_micro_batches,
+        block=job.config.optim.clip_group_size,
         **where,
     )
 

@@ -1,0 +1,83 @@
+"""Checks of the flags that clip the gradients of groups of samples."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.training.config.draft import Draft, Environment, flag_of
+from megatron.training.config.phase_flags import has_phases
+
+ADAPTIVE = "adaptive"
+"""Value of `--clip-group-norm`: the smallest norm of a step."""
+_EXCLUDED = (
+    ("overlap_grad_reduce", "the last group's scale would come after the reduction has begun"),
+    ("num_experts", "ranks see parts of the gradient of an expert"),
+    (
+        "calculate_per_token_loss",
+        "a group's mean needs its number of tokens, which the last stage alone knows",
+    ),
+    ("fp16", "norms would have the loss scale in them; use --bf16"),
+    ("grad_reduce_in_bf16", "sums of groups would be rounded once more for each"),
+    ("allow_uneven_micro_batches", "groups are whole micro-batches"),
+    ("grad_compression_rank", "residuals would keep what was not clipped"),
+)
+
+
+def limit_of(text: str) -> float | None:
+    """The limit that `--clip-group-norm` names; None for `adaptive`.
+
+    Raises:
+        ValueError: neither that word nor a number above 0.
+    """
+    if text == ADAPTIVE:
+        return None
+    limit = float(text)
+    if not limit > 0:
+        raise ValueError(text)
+    return limit
+
+
+def check_group_clipping(draft: Draft, environment: Environment) -> None:
+    """Notes what groups of samples do not go with.
+
+    Args:
+        draft: with its phases, layout and kernels.
+        environment: unused.
+    """
+    size, norm = draft["clip_group_size"], draft["clip_group_norm"]
+    for name, other in (("clip_group_size", norm), ("clip_group_norm", size)):
+        draft.require(
+            draft[name] is not None or other is None,
+            f"--clip-group-size and --clip-group-norm go together; give {flag_of(name)}, too",
+        )
+    if size is None or norm is None:
+        return
+    try:
+        limit = limit_of(norm)
+    except ValueError:
+        draft.problem(f"--clip-group-norm {norm}: give a number above 0, or {ADAPTIVE}")
+        return
+    flag = f"--clip-group-size {size}"
+    for name, why in _EXCLUDED:
+        draft.require(not draft[name], f"{flag} excludes {flag_of(name)}: {why}; drop one")
+    cp = draft["context_parallel_size"]
+    draft.require(
+        cp == 1,
+        f"{flag} excludes --context-parallel-size {cp}: ranks that share a sample each see a part "
+        "of its gradient; drop one",
+    )
+    draft.require(
+        not draft["gradient_accumulation_fusion"],
+        f"{flag} excludes fused gradient accumulation, with which nobody has run it; give "
+        "--no-gradient-accumulation-fusion",
+    )
+    draft.require(
+        not has_phases(draft),
+        f"{flag} excludes --seq-length-schedule, --layout-schedule and --micro-batch-size-schedule:"
+        " groups must fit every phase; drop one",
+    )
+    if limit is None or math.isfinite(limit):
+        draft.notes.append(
+            f"{flag} --clip-group-norm {norm} changes the training: the mean of clipped gradients "
+            "is not the mean gradient"
+        )

@@ -1,0 +1,221 @@
+"""Gradients clipped by groups of samples: which samples, which parameters, which factor, and the
+flags."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.rules import check_run
+from copus_ext.gns.hooks import CONTROL_SET, GROUPS, measured_parameters
+from megatron.training.checkpoint.resume import merge_resume_config
+from megatron.training.common.device import Device, use_device
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.group_clip_flags import limit_of
+from megatron.training.data.dataloader import BatchReader
+from megatron.training.data.sampler import micro_batch_indices
+from megatron.training.distributed.group_clip import GroupClip, scale_of
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.model.gpt import Model, build_model
+from megatron.training.train.build import groups_of
+from tests.helpers.examples import names_a_way_on
+from tests.helpers.jobs import FURTHER, LATENT, TINY, TINY_GPT2
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 100 "
+    "--mock-data"
+)
+CLIP = "--clip-group-size 4 --clip-group-norm 1.5"
+sizes = st.integers(1, 4)
+
+
+def config(flags: str, world: int = 2) -> Any:
+    return resolve(parse_args(f"{BASE} {flags}".split()), world)
+
+
+@given(start=st.integers(0, 99), turns=sizes, dp=sizes, micro=sizes, micros=sizes, other=sizes)
+def test_replicas_take_turns_by_whole_groups(
+    start: int, turns: int, dp: int, micro: int, micros: int, other: int
+) -> None:
+    size = micro * micros
+    batch = turns * dp * size
+    ranks = [micro_batch_indices(start, batch, micro, r, dp, block=size) for r in range(dp)]
+    assert sorted(n for rows in ranks for row in rows for n in row) == [
+        *range(start, start + batch)
+    ]
+    for rows in ranks:
+        assert all(len(row) == micro for row in rows)
+        for first in range(0, len(rows), micros):
+            group = [n for row in rows[first : first + micros] for n in row]
+            assert group == [*range(group[0], group[0] + size)] and (group[0] - start) % size == 0
+    if micros == 1:
+        assert ranks == [micro_batch_indices(start, batch, micro, r, dp) for r in range(dp)]
+    if batch % (dp * size * other):
+        with pytest.raises(UsageError, match="--clip-group-size"):
+            micro_batch_indices(start, batch, micro, 0, dp, block=size * other)
+
+
+def test_batches_that_are_read_ahead_are_groups_too() -> None:
+    class Numbered:
+        def __len__(self) -> int:
+            return 48
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            tokens = torch.full((2,), index)
+            return dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), tokens)
+
+    reader = BatchReader(Numbered())
+    where: Any = {"global_batch_size": 16, "micro_batch_size": 2, "dp_rank": 1, "dp_size": 2}
+    for consumed in (0, 16, 32):
+        batches = reader.read(consumed_samples=consumed, block=4, **where)
+        read = [next(batches)["tokens"][0, 0].item() for _ in range(4)]
+        assert read == [consumed + n for n in (4, 6, 12, 14)]
+    batches = reader.read(consumed_samples=0, **where)
+    assert [next(batches)["tokens"][0, 0].item() for _ in range(4)] == [2, 6, 10, 14]
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "factor"),
+    [
+        (0.5, 2.0, 1.0),
+        (8.0, 2.0, 0.25),
+        (0.0, 2.0, 1.0),
+        (8.0, math.inf, 1.0),
+        (0.0, math.inf, 1.0),
+        (8.0, None, 0.125),
+        (0.0, None, 0.0),
+        (math.inf, 2.0, math.nan),
+        (math.inf, math.inf, math.nan),
+        (math.nan, None, math.nan),
+        (math.inf, None, math.nan),
+    ],
+)
+def test_the_factor_of_a_group(norm: float, limit: float | None, factor: float) -> None:
+    found = scale_of(torch.tensor(norm, dtype=torch.float64), limit).item()
+    assert found == pytest.approx(factor, nan_ok=True)
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """A world of one CPU rank."""
+    with use_device("cpu", backend="gloo") as found:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield found
+        finally:
+            destroy_groups()
+            dist.destroy_process_group()
+
+
+def clipped_model(flags: str, device: Device) -> tuple[Model, Any]:
+    """A model of one rank, and its process groups."""
+    own = resolve(parse_args([*flags.split(), *CLIP.split(), "--train-iters", "1"]), 1)
+    own = merge_resume_config(own, None, vocab_size=127)
+    groups = groups_of(own)
+    return build_model(own, groups, device), groups
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TINY,
+        TINY_GPT2,
+        FURTHER,
+        f"{TINY} {LATENT} --qk-layernorm",
+    ],
+)
+def test_the_norm_is_over_the_parameters_that_decisions_are_made_on(
+    device: Device, flags: str
+) -> None:
+    model, groups = clipped_model(flags, device)
+    clip = model.group_clip
+    assert isinstance(clip, GroupClip)
+    control = [
+        m.param for m in measured_parameters(model.chunks, groups) if GROUPS[m.group] in CONTROL_SET
+    ]
+    counted = clip.counted()
+    assert counted and set(map(id, counted)) == set(map(id, control))
+    model.detach_hooks()
+
+
+def test_hooks_that_miss_a_group_end_the_run(device: Device) -> None:
+    model, _ = clipped_model(TINY, device)
+    clip = model.group_clip
+    assert clip is not None
+    clip.begin(8, 1)
+    with pytest.raises(RuntimeError, match=r"--clip-group-size 4: 0 groups .* 2 .*drop"):
+        clip.before(lambda: None)()
+
+
+def test_values_of_the_limit() -> None:
+    assert limit_of("2.5") == 2.5 and limit_of("inf") == math.inf and limit_of("adaptive") is None
+    for text in ("0", "-1", "nan", "none", ""):
+        with pytest.raises(ValueError, match=text):
+            limit_of(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--clip-group-size 4", ["--clip-group-norm"]),
+        ("--clip-group-norm 1", ["--clip-group-size"]),
+        ("--clip-group-size 0 --clip-group-norm 1", ["--clip-group-size 0", "at least 1"]),
+        ("--clip-group-size 4 --clip-group-norm much", ["--clip-group-norm much", "adaptive"]),
+        ("--clip-group-size 4 --clip-group-norm 0", ["--clip-group-norm 0", "above 0"]),
+        ("--clip-group-size 3 --clip-group-norm 1", ["--micro-batch-size 2", "use 2 or 4"]),
+        (f"{CLIP} --global-batch-size 20", ["--global-batch-size 20", "use 16 or 24"]),
+        (f"{CLIP} --rampup-batch-size 4 4 64", ["--global-batch-size 4", "use 8"]),
+        (f"{CLIP} --overlap-grad-reduce", ["excludes --overlap-grad-reduce"]),
+        (f"{CLIP} --context-parallel-size 2", ["excludes --context-parallel-size 2"]),
+        (f"{CLIP} --num-experts 2", ["excludes --num-experts"]),
+        (f"{CLIP} --calculate-per-token-loss", ["excludes --calculate-per-token-loss"]),
+        (f"{CLIP} --fp16", ["excludes --fp16", "--bf16"]),
+        (f"{CLIP} --bf16 --grad-reduce-in-bf16", ["excludes --grad-reduce-in-bf16"]),
+        (f"{CLIP} --allow-uneven-micro-batches", ["excludes --allow-uneven-micro-batches"]),
+        (f"{CLIP} --grad-compression-rank 2", ["excludes --grad-compression-rank"]),
+        (f"{CLIP} --micro-batch-size-schedule 50%:1", ["excludes", "--micro-batch-size-schedule"]),
+    ],
+)
+def test_what_groups_do_not_go_with(flags: str, parts: list[str]) -> None:
+    with pytest.raises(UsageError) as error:
+        config(flags)
+    text = str(error.value)
+    assert all(part in text for part in parts), text
+    assert all(names_a_way_on(line) for line in text.splitlines()), text
+
+
+def test_virtual_stages_ask_for_a_batch_that_fits_both() -> None:
+    piped = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    config(f"{CLIP} {piped}")
+    with pytest.raises(UsageError, match="use 12 or 24"):
+        config(f"--clip-group-size 6 --clip-group-norm 1 {piped}")
+
+
+def test_a_run_is_told_that_clipping_changes_it() -> None:
+    def notes(flags: str) -> str:
+        return " ".join(config(flags).runtime.notes)
+
+    assert "changes the training" in notes(CLIP)
+    assert "changes the training" in notes("--clip-group-size 4 --clip-group-norm adaptive")
+    assert "changes the training" not in notes("--clip-group-size 4 --clip-group-norm inf")
+    assert config("").batch_rules["clip_group_size"] is None
+
+
+@pytest.mark.parametrize("mode", ["act", "observe"])
+def test_the_controller_does_not_read_clipped_gradients(mode: Any) -> None:
+    flags = CopusConfig(copus=True, copus_mode=mode)
+    check_run(flags, config(""))
+    with pytest.raises(UsageError, match=r"--copus .*--clip-group-size .*drop") as error:
+        check_run(flags, config(CLIP))
+    assert names_a_way_on(str(error.value))
