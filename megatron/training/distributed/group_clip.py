@@ -49,18 +49,27 @@ class GroupClip:
         group_size: samples of a group, a multiple of the micro-batch size.
         limit: largest norm of the mean gradient of a group; None: all groups of a step get the
             smallest norm among them.
+        most_behind: micro-batches that the rank which ends a backward pass last may be behind this
+            one: none of those before has it still to end.
     """
 
     def __init__(
-        self, chunks: Sequence[Any], groups: Any, *, group_size: int, limit: float | None
+        self,
+        chunks: Sequence[Any],
+        groups: Any,
+        *,
+        group_size: int,
+        limit: float | None,
+        most_behind: int = 1,
     ) -> None:
         self.norms: list[torch.Tensor] = []
         """Norms of the mean gradients of this replica's groups in the last step, before clipping:
         fp64 scalars on the device of the gradients."""
         self.peak_waiting = 0
-        """Most groups whose gradients have waited for their norm at once."""
+        """Most groups of which this rank has held a whole copy at once."""
         self._size, self._limit, self._groups = group_size, limit, groups
-        self._micro_batches = self._num_groups = 0
+        self._most_behind = most_behind
+        self._micro_batches = self._num_groups = self._most_waiting = 0
         # Alone, a rank has the norm of a group at once and needs no copy of it.
         self._is_alone = groups.mp.size() == 1
         self._parts = [_Part(chunk) for chunk in chunks]
@@ -96,6 +105,7 @@ class GroupClip:
         assert self._micro_batches * micro_batch_size == self._size, micro_batch_size
         assert self._num_groups * self._micro_batches == num_microbatches, num_microbatches
         assert not self._waiting, "the step before was not finished"
+        self._most_waiting = math.ceil(self._most_behind / self._micro_batches)
         self.norms = []
         for part in self._parts:
             part.seen = part.taken = 0
@@ -116,7 +126,7 @@ class GroupClip:
         part.seen += 1
         if part.seen % (len(part.params) * self._micro_batches):
             return
-        self._add_known()
+        self._make_room()
         # Every chunk meets the groups in order. The first to end one opens it.
         place = part.taken - len(self.norms)
         if place == len(self._waiting):
@@ -127,14 +137,26 @@ class GroupClip:
         group.gradients.append((part, part.buffers if self._is_alone else part.take()))
         if len(group.gradients) < len(self._parts):
             return
-        if not self._is_alone:
-            group.handle = dist.all_reduce(group.squares, group=self._groups.mp, async_op=True)
-        self.peak_waiting = max(self.peak_waiting, len(self._waiting))
-        self._add_known()
+        if self._is_alone:
+            self._add_first()
+            return
+        group.handle = dist.all_reduce(group.squares, group=self._groups.mp, async_op=True)
+        self.peak_waiting = max(self.peak_waiting, self._num_ended())
 
-    def _add_known(self) -> None:
-        """Adds the groups whose norms are there, in order, so that no copy waits for longer."""
-        while self._waiting and self._waiting[0].is_known(len(self._parts)):
+    def _num_ended(self) -> int:
+        """Groups that wait and that all chunks of this rank have ended."""
+        return sum(group.handle is not None for group in self._waiting)
+
+    def _make_room(self) -> None:
+        """Adds the groups whose norms are there, in order, so that no copy is kept for longer.
+
+        Beyond the most that can be under way it waits for the first: all ranks have ended that one,
+        and need nothing of this rank to send their part of its norm.
+        """
+        while ended := self._num_ended():
+            handle = self._waiting[0].handle
+            if ended < self._most_waiting and not handle.is_completed():
+                return
             self._add_first()
 
     def _add_first(self) -> None:
@@ -157,13 +179,14 @@ class GroupClip:
     @torch.no_grad()
     def _finish(self) -> None:
         """Puts the sum of all groups in the place of the gradient."""
+        ended = len(self.norms) + self._num_ended()
+        if ended != self._num_groups or len(self._waiting) != self._num_ended():
+            raise RuntimeError(
+                f"--clip-group-size {self._size}: {ended} groups ended and {self._num_groups} were "
+                "expected; drop the flag for this model"
+            )
         while self._waiting:
             self._add_first()
-        if len(self.norms) != self._num_groups:
-            raise RuntimeError(
-                f"--clip-group-size {self._size}: {len(self.norms)} groups ended and "
-                f"{self._num_groups} were expected; drop the flag for this model"
-            )
         common = None if self._limit is not None else self._smallest().float()
         for part in self._parts:
             for buffer, total in zip(part.buffers, part.sums):
@@ -256,10 +279,4 @@ class _Group:
         self.gradients: list[tuple[_Part, list[torch.Tensor]]] = []
         """Of each chunk that has ended the group, by buffer."""
         self.handle: Any = None
-        """Of the sum over tensor and pipeline ranks."""
-
-    def is_known(self, num_chunks: int) -> bool:
-        """Whether the norm is there."""
-        if len(self.gradients) < num_chunks:
-            return False
-        return self.handle is None or self.handle.is_completed()
+        """Of the sum over tensor and pipeline ranks, once all chunks have ended the group."""

@@ -379,7 +379,10 @@ def _group_clip(
     size, norm = config.optim.clip_group_size, config.optim.clip_group_norm
     if size is None or norm is None:
         return None
-    return GroupClip(chunks, groups, group_size=size, limit=limit_of(norm))
+    layout, behind = config.layout, config.layout.pp
+    if layout.vpp > 1:
+        behind = max(behind, config.parallel.microbatch_group_size_per_vp_stage or 0)
+    return GroupClip(chunks, groups, group_size=size, limit=limit_of(norm), most_behind=behind)
 
 
 def build_for_inference(config: Config, groups: ProcessGroupCollection, device: Device) -> Model:
