@@ -242,7 +242,7 @@ def planner_of(args: argparse.Namespace) -> Any:
         recompute=kinds,
         cross_node_tp=args.allow_cross_node_tp,
         round_down=args.decrease_batch_size_if_needed,
-        overlap=not args.no_overlap,
+        overlap=not args.no_overlap and model.clip_group_size is None,
         use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
         cp_comm_types=cp_comm_types_of_flags(args),
         logits_chunks=logits_chunks_of(args, model),
@@ -285,7 +285,7 @@ def explained(args: argparse.Namespace, planner: Any, batch: int) -> tuple[Any, 
             args.explain,
             global_batch_size=batch,
             world_size=world_size,
-            overlap=not args.no_overlap,
+            overlap=planner.limits.overlap,
             use_tp_pp_dp_mapping=uses_tp_pp_dp_mapping(args),
         )
     )

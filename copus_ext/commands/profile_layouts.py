@@ -69,7 +69,7 @@ def lines(model: Any, args: argparse.Namespace, world: int) -> list[Any]:
         cross_node_tp=True,
         cross_node_ep=True,
         narrow_experts=True,
-        overlap=not args.no_overlap,
+        overlap=not args.no_overlap and model.clip_group_size is None,
         use_tp_pp_dp_mapping=args.use_tp_pp_dp_mapping,
         use_distributed_optimizer=(not args.no_distributed_optimizer,),
         cp_comm_types=cp_comm_types_of_flags(args),

@@ -57,6 +57,7 @@ def spec_of(args: Any) -> ModelSpec:
         dropout=args.hidden_dropout > 0,
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         gradient_bytes=_gradient_bytes(args),
+        clip_group_size=getattr(args, "clip_group_size", None),
         fused_attention=args.attention_backend != "unfused",
         implementation="local" if args.transformer_impl == "local" else "te",
     )

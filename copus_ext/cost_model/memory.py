@@ -271,6 +271,17 @@ def in_flight(rows: Rows, stage: Any) -> Any:
     return np.where(rows.vpp > 1, chunks / rows.vpp, plain)
 
 
+def clipping_copies(rows: Rows) -> Any:
+    """Copies of its gradients that a rank keeps to clip groups of samples: the sum, and one for
+    each group whose norm may be under way over tensor and pipeline ranks. 0 without groups."""
+    size = np.maximum(rows.clip_group_size, 1)
+    under_way = -(-rows.pp * rows.micro_batch_size // size)
+    groups = rows.num_microbatches * rows.micro_batch_size // size
+    is_alone = np.equal(rows.tp * rows.pp, 1)
+    copies = 1 + np.where(is_alone, 0, np.minimum(under_way, groups))
+    return np.where(np.greater(rows.clip_group_size, 0), copies, 0)
+
+
 def memory(
     rows: Rows,
     *,
@@ -322,7 +333,7 @@ def _of_stages(
     # Sent outputs are given up on a GPU; on a CPU rank `buffer_bytes` covers the few of plain 1F1B.
     stages = {
         "weights": rows.element_bytes * held,
-        "grads": rows.gradient_bytes * held,
+        "grads": rows.gradient_bytes * held * (1 + clipping_copies(rows)),
         "optimizer": rows.optimizer_bytes * owned,
         "activations": activations,
         "logits": head,

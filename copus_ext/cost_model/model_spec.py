@@ -107,6 +107,8 @@ class ModelSpec:
     """Bytes of a gradient element as it is kept and reduced: 4, or 2 in half precision."""
     fused_attention: bool = True
     """Attention runs as one kernel (flash)."""
+    clip_group_size: int | None = None
+    """Samples of a group whose gradient is clipped by itself; None: there are no groups."""
     optimizer_bytes: int | None = None
     """Bytes of optimizer state of a parameter. None: 12 in half precision, which are a master and
     two moments in fp32, and 8 in fp32. Less where Megatron's precision-aware optimizer is on."""
@@ -377,6 +379,7 @@ class ModelSpec:
             "norm_vectors": 1 if self.normalization == "RMSNorm" else 2,
             "element_bytes": 4 if wide else 2,
             "gradient_bytes": self.gradient_bytes,
+            "clip_group_size": self.clip_group_size or 0,
             "optimizer_bytes": self.optimizer_bytes or (8 if wide else 12),
         }
 
@@ -386,8 +389,10 @@ class ModelSpec:
         return replace(self, seq_length=seq_length, learned_positions=positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON types; those of experts only where there are some."""
+        """Plain JSON types; those of experts and of groups only where there are some."""
         data = asdict(self)
+        if self.clip_group_size is None:
+            del data["clip_group_size"]
         if self.num_experts is None:
             for name in EXPERT_FIELDS:
                 del data[name]

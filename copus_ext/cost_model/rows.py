@@ -156,6 +156,8 @@ class Rows:
     computed twice."""
     message_bits: Any = 0
     """Bits of a number that plain 1F1B sends to another stage; 0: those it has."""
+    clip_group_size: Any = 0
+    """Samples of a group whose gradient is clipped by itself; 0: there are no groups."""
     cp_comm_type: Any = 0
     """Index into `context.CP_COMM_TYPES`, where `cp` is above 1."""
     experts: ExpertRows | None = None

@@ -84,6 +84,12 @@ def reason(
             f"{c.global_batch_size} gives {c.num_microbatches}",
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
+        "clip_group": (
+            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, a micro-batch "
+            f"that divides it and whole groups on each replica; here cp={at.cp}, {replicas}, "
+            f"global batch {c.global_batch_size}",
+            "use another batch, dp or micro-batch",
+        ),
     }
     if code in EXPERT_RULES:
         return _of_experts(code, model, c)

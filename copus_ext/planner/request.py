@@ -35,7 +35,6 @@ _UNPRICED = (
     *("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_permute_fusion"),
     *("moe_router_fusion", "moe_shared_expert_overlap", "moe_layer_recompute"),
     *("grad_compression_rank", "grad_compression_stages", "pipeline_message_rank"),
-    *("clip_group_size", "clip_group_norm"),
 )
 """Fields of Megatron's flags that change the time or memory of a step, and that the cost model does
 not know."""
@@ -239,7 +238,12 @@ def notes_on(megatron_args: str, *, no_overlap: bool) -> list[str]:
         unpriced.append(f"--optimizer {args.optimizer}")
     searched = [flag_of(name) for name in _SEARCHED if name in given]
     notes = []
-    if "overlap_grad_reduce" not in given and not no_overlap:
+    if "clip_group_size" in given:
+        notes.append(
+            "--clip-group-size: priced without --overlap-grad-reduce, which it excludes, and "
+            "without the time that clipping takes"
+        )
+    elif "overlap_grad_reduce" not in given and not no_overlap:
         notes.append(
             "priced with --overlap-grad-reduce, as the flags of the answer have it; give "
             "--no-overlap for a run without"

@@ -37,6 +37,7 @@ REJECTION_CODES = (
     "virtual",
     "batch",
     "interleave_microbatches",
+    "clip_group",
     "cross_node_tp",
     "experts",
     "expert_ffn",
@@ -410,6 +411,9 @@ def judge(model: ModelSpec, cluster: ClusterSpec, points: Points, limits: Limits
     reject("virtual", model.num_layers // p.pp % p.vpp != 0)
     reject("batch", p.global_batch_size % (p.dp * p.micro_batch_size) != 0)
     reject("interleave_microbatches", (p.vpp > 1) & (p.num_microbatches % p.pp != 0))
+    if (size := model.clip_group_size) is not None:
+        is_cut = (size % p.micro_batch_size != 0) | (p.global_batch_size % (size * p.dp) != 0)
+        reject("clip_group", is_cut | (p.cp > 1) | (model.num_experts is not None))
     for name, broken in _broken_by_experts(model, cluster, p).items():
         reject(name, broken)
     return Points(**{**{f.name: getattr(p, f.name) for f in fields(p)}, "code": code})

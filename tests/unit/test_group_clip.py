@@ -3,10 +3,12 @@ flags."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,12 +17,27 @@ from hypothesis import strategies as st
 
 from copus_ext.controller.flags import CopusConfig
 from copus_ext.controller.rules import check_run
+from copus_ext.cost_model.cluster_spec import preset
+from copus_ext.cost_model.memory import memory
+from copus_ext.cost_model.model_spec import ModelSpec
 from copus_ext.gns.hooks import CONTROL_SET, GROUPS, measured_parameters
+from copus_ext.planner.configuration import Configuration
+from copus_ext.planner.plan import Rejected
+from copus_ext.planner.search import Planner
+from copus_ext.planner.space import (
+    LEGAL,
+    REJECTION_CODES,
+    Limits,
+    enumerate_points,
+    points_of,
+    to_rows,
+)
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.group_clip_flags import limit_of
+from megatron.training.config.layout import Layout
 from megatron.training.data.dataloader import BatchReader
 from megatron.training.data.sampler import micro_batch_indices
 from megatron.training.distributed.group_clip import GroupClip, scale_of
@@ -160,7 +177,7 @@ def test_hooks_that_miss_a_group_end_the_run(device: Device) -> None:
 
 def test_values_of_the_limit() -> None:
     assert limit_of("2.5") == 2.5 and limit_of("inf") == math.inf and limit_of("adaptive") is None
-    for text in ("0", "-1", "nan", "none", ""):
+    for text in ("0", "-1", "nan", "none"):
         with pytest.raises(ValueError, match=text):
             limit_of(text)
 
@@ -210,6 +227,49 @@ def test_a_run_is_told_that_clipping_changes_it() -> None:
     assert "changes the training" in notes("--clip-group-size 4 --clip-group-norm adaptive")
     assert "changes the training" not in notes("--clip-group-size 4 --clip-group-norm inf")
     assert config("").batch_rules["clip_group_size"] is None
+
+
+FLAGS: list[str] = [*f"{TINY} {CLIP} --train-iters 1 --global-batch-size 16".split()]
+
+
+def test_the_planner_rejects_what_a_launch_would() -> None:
+    model, cluster = ModelSpec.from_megatron_flags(FLAGS), preset("cpu:4")
+    limits = Limits(overlap=False, recompute=("none",), cross_node_tp=True)
+    points = enumerate_points(model, cluster, 16, limits)
+    code = REJECTION_CODES.index("clip_group")
+    legal, rejected = (np.flatnonzero(points.code == c) for c in (LEGAL, code))
+    for at in legal:
+        resolve(parse_args([*FLAGS, *points.configuration(int(at)).to_flags()]), 4)
+    for at in rejected:
+        with pytest.raises(UsageError, match="--clip-group-size"):
+            resolve(parse_args([*FLAGS, *points.configuration(int(at)).to_flags()]), 4)
+    assert {int(points.micro_batch_size[i]) for i in legal} == {1, 2, 4}
+    some = [points.configuration(int(i)) for i in rejected]
+    assert any(c.micro_batch_size == 8 for c in some) and any(c.layout.cp == 2 for c in some)
+    found = Planner(model, cluster, limits=limits).explain(some[0])
+    assert isinstance(found, Rejected) and found.code == "clip_group"
+    assert "--clip-group-size 4" in found.detail
+    mixture = dataclasses.replace(model, num_experts=4)
+    assert not (enumerate_points(mixture, cluster, 16, limits).code == LEGAL).any()
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "micro", "copies"),
+    [(1, 1, 4, 1), (2, 1, 4, 2), (1, 2, 1, 2), (1, 2, 4, 3), (1, 4, 2, 3), (1, 4, 4, 5)],
+)
+def test_the_planner_counts_the_copies_of_gradients(
+    tp: int, pp: int, micro: int, copies: int
+) -> None:
+    model = ModelSpec.from_megatron_flags(FLAGS)
+    layout = Layout(tp=tp, pp=pp, dp=1)
+    c = Configuration(layout=layout, micro_batch_size=micro, global_batch_size=16)
+    cluster = preset(f"cpu:{tp * pp}")
+
+    def grads(spec: ModelSpec) -> Any:
+        return memory(to_rows(spec, cluster, points_of([c]))).stages["grads"]
+
+    plain = grads(dataclasses.replace(model, clip_group_size=None))
+    np.testing.assert_allclose(grads(model), (1 + copies) * plain)
 
 
 @pytest.mark.parametrize("mode", ["act", "observe"])
