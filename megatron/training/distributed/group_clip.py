@@ -49,8 +49,8 @@ class GroupClip:
         group_size: samples of a group, a multiple of the micro-batch size.
         limit: largest norm of the mean gradient of a group; None: all groups of a step get the
             smallest norm among them.
-        most_behind: micro-batches that the rank which ends a backward pass last may be behind this
-            one: none of those before has it still to end.
+        most_behind: backward passes that any rank may still have to end, of those that this rank
+            has ended, at the end of one of them.
     """
 
     def __init__(
