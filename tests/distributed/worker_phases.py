@@ -27,8 +27,9 @@ from tests.helpers.jobs import TINY, run
 SHARDED = "--use-distributed-optimizer"
 BASE = (
     TINY.replace("--seq-length 32", "").replace("--max-position-embeddings 32", "")
-    + f""" --max-position-embeddings 1024 --global-batch-size 64 --train-iters 15 --clip-grad 0.5
---lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1 {SHARDED}"""
+    + f""" --max-position-embeddings 1024 --global-batch-size 64 --micro-batch-size 4
+--train-iters 15 --clip-grad 0.5 --lr-decay-style cosine --lr-warmup-iters 2 --log-interval 1
+{SHARDED}"""
 )
 LENGTHS = ["--seq-length-schedule", "0:64 40%:256 75%:1024"]
 """6, 6 and 3 steps."""
