@@ -95,15 +95,15 @@ class StageLink(P2PCommunicator):
             for name, is_wanted in (("prev", recv_prev), ("next", recv_next))
         }
         start = _batched_p2p_ops if self.config.batch_p2p_comm else _p2p_ops
-        requests: Any = start(
-            **sent,
-            **rooms,
-            group=self.pp_group,
-            prev_pipeline_rank=self.prev_rank,
-            next_pipeline_rank=self.next_rank,
-        )
+        ranks: Any = {
+            "prev_pipeline_rank": self.prev_rank,
+            "next_pipeline_rank": self.next_rank,
+        }
+        requests: Any = start(**sent, **rooms, **ranks, group=self.pp_group)
         # The messages stay in memory until all of them are sent.
-        messages = {name.removeprefix("tensor_"): m for name, m in (sent | rooms).items()}
+        messages: dict[str, Any] = {
+            name.removeprefix("tensor_"): m for name, m in (sent | rooms).items()
+        }
         pending = None
         if wait_on_reqs:
             for request in requests.values() if isinstance(requests, dict) else requests:
