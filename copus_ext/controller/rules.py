@@ -113,12 +113,6 @@ def check_run(flags: CopusConfig, config: Config) -> None:
     Raises:
         UsageError: they contradict each other.
     """
-    if config.flat().get("clip_group_size") is not None:
-        # In observe mode, too: what it would report is of another gradient.
-        raise UsageError(
-            "--copus measures the noise of the mean gradient, and --clip-group-size changes it "
-            "before it is reduced; drop one"
-        )
     batch, scheduled = config.batch, flags.copus_policy == "step_schedule"
     given = batch.step_batch_size_schedule
     if scheduled and given is None:
@@ -136,6 +130,12 @@ def check_run(flags: CopusConfig, config: Config) -> None:
         )
     moves = flags.copus_layouts == "all" and flags.copus_mode == "act"
     flat = config.flat()
+    if flat.get("clip_group_size") is not None:
+        # In observe mode, too: what it would report is of another gradient.
+        raise UsageError(
+            "--copus measures the noise of the mean gradient, and --clip-group-size changes it "
+            "before it is reduced; drop one"
+        )
     lossy = [name for name in _LOSSY_BY_LAYOUT if flat.get(name)]
     if moves and lossy:
         # Under the present layout the factor is in every batch's goodput, and cancels.
