@@ -107,7 +107,7 @@ class CopusConfig:
     copus_message_bits: str = _setting("keep", choices=("keep", "try"))
     """Messages between stages. keep: as --pipeline-message-bits says. try: where 8 bits for a
     number are predicted to save 5 % of the time, train some steps with and without from one state,
-    and go on with what is surely faster."""
+    and go on with short ones if a lower bound of their progress per second is higher."""
     copus_max_micro_batch_size: int = _setting(64)
     """Largest micro-batch to choose."""
     copus_cluster: str | None = option(None)

@@ -155,7 +155,7 @@ class Rows:
     """Parts into which the tokens of a rank are cut for the logits; in more than one each is
     computed twice."""
     message_bits: Any = 0
-    """Bits of a number that plain 1F1B sends to another stage; 0: those it has."""
+    """Bits of a number that a stage sends to another; 0: those it has."""
     clip_group_size: Any = 0
     """Samples of a group whose gradient is clipped by itself; 0: there are no groups."""
     cp_comm_type: Any = 0

@@ -336,11 +336,12 @@ class ControllerState:
         steps = [step for step in self.steps[-WINDOW_STEPS:] if math.isfinite(step.loss)]
         if len(steps) < WINDOW_STEPS / 2 or (slope := _slope(steps)) is None:
             return None
-        x = [step.consumed_samples / 1000.0 for step in steps]
-        mean_x, mean_y = statistics.fmean(x), statistics.fmean(step.loss for step in steps)
-        rest = sum((s.loss - mean_y - slope * (at - mean_x)) ** 2 for at, s in zip(x, steps))
-        error = math.sqrt(rest / (len(x) - 2) / sum((at - mean_x) ** 2 for at in x))
-        return slope / 1000.0 if abs(slope) > 2.0 * error else None
+        if slope == 0.0:
+            return None
+        at, losses = zip(*((float(step.consumed_samples), step.loss) for step in steps))
+        r2 = statistics.correlation(at, losses) ** 2
+        # The square of the slope over its standard error is (n - 2) r2 / (1 - r2).
+        return slope / 1000.0 if (len(steps) - 2) * r2 > 4.0 * (1.0 - r2) else None
 
     def measured_step_time(self, c: Configuration) -> tuple[float, float, int] | None:
         """Median seconds of a configuration's steps, median absolute deviation, and their number;

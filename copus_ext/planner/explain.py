@@ -63,14 +63,8 @@ def reason(
             f"groups to {at.cp}",
             "use --cp-comm-type p2p or all_gather, or another cp",
         ),
-        "cross_node_tp": (
-            f"tp={at.tp} spans nodes",
-            "use a smaller tp or --allow-cross-node-tp",
-        ),
-        "layers": (
-            f"{layers} layers are not divisible by {at.pp}",
-            f"legal: {_list(legal_pp)}",
-        ),
+        "cross_node_tp": (f"tp={at.tp} spans nodes", "use a smaller tp or --allow-cross-node-tp"),
+        "layers": (f"{layers} layers are not divisible by {at.pp}", f"legal: {_list(legal_pp)}"),
         "virtual": (
             f"{layers // at.pp} layers of a stage are not divisible by vpp={at.vpp}",
             f"legal: {_list(divisors(max(layers // at.pp, 1)))}",
@@ -85,9 +79,8 @@ def reason(
             f"use global batch {_interleaved_batch(c)} or vpp=1",
         ),
         "clip_group": (
-            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, a micro-batch "
-            f"that divides it and whole groups on each replica; here cp={at.cp}, {replicas}, "
-            f"global batch {c.global_batch_size}",
+            f"--clip-group-size {model.clip_group_size} needs a dense model, cp=1, and whole groups"
+            f" on each replica; here cp={at.cp}, {replicas}, global batch {c.global_batch_size}",
             "use another batch, dp or micro-batch",
         ),
     }

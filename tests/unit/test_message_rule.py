@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.message_trials import MessageTrials
 from copus_ext.controller.rules import check, check_run
 from copus_ext.goodput import message_rule as rule
 from copus_ext.goodput.fork_result import BranchResult, ForkResult
 from copus_ext.goodput.message_rule import MessageTrial, trial, verdict
+from copus_ext.goodput.state import ControllerState
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from tests.helpers.jobs import TINY
@@ -151,6 +155,27 @@ def test_what_gains_nothing_is_taken_in_at_most_one_of_twenty_trials(
         )
         taken += verdict(found, made).pays
     assert taken < 0.05 * draws + 3.0 * (0.05 * draws) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["done", "refused", "stopped"])
+def test_only_trials_that_were_made_count_and_in_present_samples(kind: Any) -> None:
+    """The run counts in samples of which four are one of the phase."""
+    made, taken, state = due(), [], ControllerState(step_times={"tp1.pp2.dp1 4 16": [1.0]})
+    assert made is not None
+    trials = MessageTrials(CopusConfig(copus=True, copus_message_bits="try"), DecisionLog(None))
+    trials.pending = {"trial": made.to_json(), "at": 5_000}
+    with patch.object(trials._forks, "request") as request, patch("torch.distributed.get_rank"):
+        assert trials.request(state, taken=lambda: taken.append(1)) is request.return_value
+        assert trials.request(state, taken=lambda: None) is None
+        result = outcome(start=3.0, whole=2.9, short=2.9, speed=2.0)
+        request.call_args.kwargs["done"](replace(result, kind=kind, kept=1, seconds=9.0))
+    assert state.elapsed_s == 9.0
+    if kind != "done":
+        assert not (state.message_trials_at or taken or state.pipeline_message_bits)
+        return
+    assert state.message_trials_at == [5_000] and taken == [1]
+    assert state.last_decision_samples == 5_000 + made.samples
+    assert state.pipeline_message_bits == trials.bits(state) == 8 and not state.step_times
 
 
 def config(*flags: str) -> Any:

@@ -128,6 +128,7 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
         micro_batch_size=4,
         critical_batch_size_when_grown=30.0,
         annealing_from=32,
+        message_trials_at=[40, 160],
     )
     key = config_key("tp1.pp1.dp1", 4, 64)
     for i in range(9):
@@ -140,6 +141,7 @@ def test_the_state_of_the_controller_enters_a_phase() -> None:
     assert same.step_times == state.step_times and same.last_decision_samples == 200
     state.enter_phase(before=1, after=4, global_batch_size=16, micro_batch_size=1)
     assert (state.last_decision_samples, state.last_change_samples) == (50, 25)
+    assert same.message_trials_at == [40, 160] and state.message_trials_at == [10, 40]
     assert (state.global_batch_size, state.micro_batch_size, state.annealing_from) == (16, 1, 8)
     assert not state.step_times and not state.steps and state.watch.key == ""
     assert state.critical_batch_size_when_grown is None

@@ -258,3 +258,16 @@ def test_further_losses_are_added_up_in_a_tracker() -> None:
             MTPLossLoggingHelper.save_loss_to_tracker(torch.tensor(1.5), 1, 2)
     assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.0, 3.0]
     MTPLossLoggingHelper.tracker.clear()
+
+
+def test_messages_between_stages_start_in_two_ways() -> None:
+    from megatron.core.pipeline_parallel import p2p_communication as p2p
+
+    names = [f"tensor_{way}_{side}" for side in ("prev", "next") for way in ("send", "recv")]
+    wanted = [*names, "group", "prev_pipeline_rank", "next_pipeline_rank"]
+    for start in (p2p._batched_p2p_ops, p2p._p2p_ops):
+        assert list(inspect.signature(start).parameters) == wanted
+    # What an interleaved schedule waits for, by name.
+    source = inspect.getsource(p2p._p2p_ops)
+    assert all(f'reqs["{name.removeprefix("tensor_")}"]' in source for name in names)
+    assert "p2p_func = _batched_p2p_ops" in inspect.getsource(p2p.P2PCommunicator._communicate)
