@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from copus_ext.controller.decision_log import DecisionLog
 from copus_ext.controller.flags import CopusConfig
-from copus_ext.controller.fork_test import ForkTests
 from copus_ext.controller.throughput_table import ThroughputTable
 from copus_ext.gns.observer import NoiseObserver
 from copus_ext.goodput.fork_result import ForkResult
@@ -19,6 +18,9 @@ from copus_ext.goodput.message_rule import MessageTrial, trial, verdict
 from copus_ext.goodput.state import ControllerState
 from megatron.training.common.step_settings import Request
 from megatron.training.train.callbacks import CallbackContext
+
+if TYPE_CHECKING:
+    from copus_ext.controller.fork_test import ForkTests
 
 _AGAIN = 1.1
 """Growth of the consumed samples after a trial that could not be made, before the next."""
@@ -37,8 +39,13 @@ class MessageTrials:
         self.pending: dict[str, Any] | None = None
         """The trial that rank 0 wants at the next boundary, and where that is in present samples;
         the same on every rank."""
-        self._log, self._forks = log, ForkTests(log)
-        self._not_before = 0
+        self._log, self._not_before = log, 0
+        self._forks: ForkTests | None = None
+        if self.may_try:
+            # It needs our own trainer, and the controller also runs in others.
+            from copus_ext.controller.fork_test import ForkTests
+
+            self._forks = ForkTests(log)
 
     def bits(self, state: ControllerState) -> int | None:
         """Bits of a number in the messages that earlier trials have found to pay; None otherwise,
@@ -83,8 +90,9 @@ class MessageTrials:
         """
         settles = inputs.in_warmup or inputs.in_ramp or inputs.paused or decision.kind != "stay"
         settles |= state.open_change is not None or inputs.consumed_samples < self._not_before
-        is_over = state.pipeline_message_bits is not None or self._forks.ended is not None
-        if not self.may_try or settles or is_over or table is None:
+        if self._forks is None or settles or table is None:
+            return None
+        if state.pipeline_message_bits is not None or self._forks.ended is not None:
             return None
         now, batch = inputs.now, context.config.batch
         found = trial(
@@ -109,7 +117,7 @@ class MessageTrials:
             taken: called on every rank if the run goes on with short messages.
         """
         pending, self.pending = self.pending, None
-        if pending is None:
+        if pending is None or self._forks is None:
             return None
         made, at = MessageTrial(**pending["trial"]), pending["at"]
 

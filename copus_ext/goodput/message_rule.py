@@ -139,7 +139,7 @@ def trial(
     """
     if len(trials_at) >= MOST_TRIALS or (trials_at and consumed_samples < WAIT * trials_at[-1]):
         return None
-    saving = saved_s * (1.0 - exact_share) / step_s
+    saving = min(saved_s / step_s, 1.0) * (1.0 - exact_share)
     if saving < LEAST_SAVING or loss_slope is None or loss_slope >= 0 or held_out_samples < 1:
         return None
     eval_samples = min(EVAL_SAMPLES, held_out_samples)

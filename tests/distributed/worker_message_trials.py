@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 from tests.helpers.jobs import TINY, layout_flags, run, steps_of
 
-FLAGS = """--train-samples 640 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
+FLAGS = """--train-samples 3200 --eval-iters 2 --eval-interval 1000 --lr-decay-style constant
 --lr-warmup-samples 8 --use-distributed-optimizer --lr 5e-3"""
-LAST, SAVED = 72, 64
+LAST, SAVED = 88, 80
 
 
 def main(output: Path) -> Any:
@@ -38,7 +38,7 @@ def main(output: Path) -> Any:
 
     # A link so slow that short messages are predicted to save nearly all of a step.
     cluster = output / "cluster.json"
-    node = replace(preset("cpu:1"), gpus_per_node=1, nic_bytes_per_s=1e5, nic_is_measured=True)
+    node = replace(preset("cpu:1"), gpus_per_node=1, nic_bytes_per_s=1e4, nic_is_measured=True)
     if dist.get_rank() == 0:
         cluster.write_text(json.dumps(node.resize(2).to_json()))
     dist.barrier()

@@ -164,6 +164,7 @@ def test_only_trials_that_were_made_count_and_in_present_samples(kind: Any) -> N
     assert made is not None
     trials = MessageTrials(CopusConfig(copus=True, copus_message_bits="try"), DecisionLog(None))
     trials.pending = {"trial": made.to_json(), "at": 5_000}
+    assert trials._forks is not None
     with patch.object(trials._forks, "request") as request, patch("torch.distributed.get_rank"):
         assert trials.request(state, taken=lambda: taken.append(1)) is request.return_value
         assert trials.request(state, taken=lambda: None) is None
