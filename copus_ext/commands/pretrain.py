@@ -12,12 +12,18 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.training.common.program import other_command, program_name, tell
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from copus_ext.elastic.run import Start
+    from megatron.training.checkpoint.load import Stored
     from megatron.training.resilience.exit_status import RunOutcome
+    from megatron.training.train.callbacks import Callback
 
 logger = logging.getLogger(__name__)
 
@@ -36,52 +42,101 @@ def main(argv: list[str] | None = None) -> int:
 
     end_with_launcher()
     from copus_ext.controller.flags import CopusConfig
+    from copus_ext.elastic.messages import PIPE_VARIABLE
     from megatron.training.common.errors import TrainingFailure, UsageError
-    from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
+    from megatron.training.config.arguments import parse_args
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
 
     try:
+        if PIPE_VARIABLE in os.environ:
+            parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
+            set_process_defaults()
+            check_environment()
+            from copus_ext.elastic.run import run_elastic
+
+            return run_elastic(sys.argv[1:] if argv is None else argv, _train_in_generation)
         adopt_srun()
-        args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        from megatron.training.resilience.env_checks import check_environment, set_process_defaults
-
-        set_process_defaults()
-        check_environment()
-        import torch
-
-        from copus_ext.reshard import relaunch
-        from megatron.training.checkpoint.load import read_arguments
-        from megatron.training.common import optional
-        from megatron.training.train.pretrain import pretrain
-
-        if args.use_checkpoint_args and args.load:
-            stored = read_arguments(
-                Path(args.load),
-                step=args.ckpt_step,
-                fallback=args.ckpt_fallback,
-                trust_unverified=args.ckpt_trust_unverified,
-            )
-            args = with_checkpoint_args(args, stored)
-        args = with_lagged_balance(args)
-        config = resolve(
-            args,
-            world_size,
-            cuda_available=torch.cuda.is_available(),
-            transformer_engine_available=optional.have_transformer_engine(),
-            apex_available=optional.have_nvidia_apex(),
-        )
-        callbacks = controllers(args)
-        outcome = pretrain(config, callbacks, relaunch.report_exit)
-        code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
-        if config.logging.profile and os.environ.get("RANK", "0") == "0":
-            leave_course(outcome, code)
-        return code
+        return _train(argv)
     except (UsageError, TrainingFailure) as error:
         leave_error(error, message_only=True)
         return _fail(error, error.exit_code)
     except Exception as error:
         leave_error(error)
         raise
+
+
+def _train_in_generation(start: "Start") -> int:
+    return _train(
+        start.flags,
+        stored=start.stored,
+        more=start.callbacks,
+        tell=start.tell,
+        start_fields=start.fields,
+    )
+
+
+def _train(
+    argv: "Sequence[str] | None",
+    *,
+    stored: "Stored | None" = None,
+    more: "Sequence[Callback]" = (),
+    tell: "Callable[[RunOutcome], None] | None" = None,
+    start_fields: "Mapping[str, Any]" = MappingProxyType({}),
+) -> int:
+    """Trains in the world that the environment describes; see `pretrain`.
+
+    Args:
+        argv: flags; None for those of the process.
+        stored: where to go on from; None as the flags say.
+        more: callbacks besides those of the flags.
+        tell: told how the run ends; None for the supervisor.
+        start_fields: more fields of the record of the start.
+    """
+    from copus_ext.controller.flags import CopusConfig
+    from megatron.training.config.arguments import parse_args, resolve, with_checkpoint_args
+    from megatron.training.resilience.env_checks import check_environment, set_process_defaults
+
+    args = parse_args(argv, {"copus controller": CopusConfig}, prog=program_name(_SCRIPT))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    set_process_defaults()
+    check_environment()
+    import torch
+
+    from copus_ext.reshard import relaunch
+    from megatron.training.checkpoint.load import read_arguments
+    from megatron.training.common import optional
+    from megatron.training.train.pretrain import pretrain
+
+    if args.use_checkpoint_args and stored is not None:
+        args = with_checkpoint_args(args, stored.arguments)
+    elif args.use_checkpoint_args and args.load:
+        arguments = read_arguments(
+            Path(args.load),
+            step=args.ckpt_step,
+            fallback=args.ckpt_fallback,
+            trust_unverified=args.ckpt_trust_unverified,
+        )
+        args = with_checkpoint_args(args, arguments)
+    args = with_lagged_balance(args)
+    config = resolve(
+        args,
+        world_size,
+        cuda_available=torch.cuda.is_available(),
+        transformer_engine_available=optional.have_transformer_engine(),
+        apex_available=optional.have_nvidia_apex(),
+    )
+    callbacks = [*controllers(args), *more]
+    outcome = pretrain(
+        config,
+        callbacks,
+        tell or relaunch.report_exit,
+        stored=stored,
+        start_fields=start_fields,
+    )
+    code = max([relaunch.exit_code(outcome), *(c.exit_code for c in callbacks)])
+    if config.logging.profile and os.environ.get("RANK", "0") == "0":
+        leave_course(outcome, code)
+    return code
 
 
 def with_lagged_balance(args: argparse.Namespace) -> argparse.Namespace:

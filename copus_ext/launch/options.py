@@ -23,6 +23,8 @@ _TRAINER = "pretrain_gpt.py"
 _RUN_DIR_FLAGS = ("--run-dir", "--save", "--tensorboard-dir")
 """The first of these that is given names the directory of the run."""
 _DEFAULT_PORT = 29500
+COPY_INTERVAL = 25
+"""Steps between two copies of the state in memory (docs/decisions/043)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Options:
     """The user's command without the flags."""
     has_gpu: bool
     """Whether ranks have a GPU."""
+    copy_interval: int | None = None
+    """Steps between two copies of the state in memory; None where a lost rank ends the launch."""
     step: Step | None = None
     """The place of this process in a step of SLURM; None outside of one."""
 
@@ -97,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--stop-margin-s", type=float, default=600, help="a second TERM ends the ranks after this")
     add("--join-timeout-s", type=float, default=600, help="wait so long for the other nodes")
     add("--node-timeout-s", type=float, default=120, help="a node silent for so long is lost")
+    add(
+        "--elastic",
+        action="store_true",
+        help="go on without restart when ranks or nodes are lost, and take them in again; each "
+        "rank keeps its state and that of a rank on another node in memory",
+    )
+    add("--copy-interval", type=int, help=f"with --elastic: steps between copies ({COPY_INTERVAL})")
     add("--called", help="the user's command, for the hint that is printed at the end")
     return parser
 
@@ -149,8 +160,19 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         flags=tuple(words[len(named) :]),
         called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
         has_gpu=gpus > 0,
+        copy_interval=_copy_interval(given),
         step=step,
     )
+
+
+def _copy_interval(given: argparse.Namespace) -> int | None:
+    if not given.elastic:
+        if given.copy_interval is not None:
+            raise UsageError("--copy-interval needs --elastic")
+        return None
+    interval = COPY_INTERVAL if given.copy_interval is None else given.copy_interval
+    _check_between("--copy-interval", interval, 1, 1 << 20)
+    return interval
 
 
 def _check_between(flag: str, value: int, lowest: int, highest: int) -> None:

@@ -29,6 +29,7 @@ from copus_ext.launch.options import Options, read_options
 from copus_ext.launch.rendezvous import LaunchPlan, LaunchResult, NodeRendezvous, assign_ranks
 from copus_ext.launch.restart_policy import (
     AGAIN,
+    DONE,
     FAILED,
     LaunchEnd,
     NextLaunch,
@@ -36,7 +37,7 @@ from copus_ext.launch.restart_policy import (
     progress_of,
 )
 from copus_ext.launch.slurm_job import SIGNAL_LEAD, watch_of
-from copus_ext.launch.workers import Launch, Workers
+from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE, FENCED, Launch, Workers
 from copus_ext.reshard.relaunch import Request, read_request, resumed
 from megatron.training.checkpoint import files
 from megatron.training.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
@@ -156,6 +157,7 @@ class Node:
                 num_ranks=plan.num_ranks[str(self.options.node_rank)],
                 endpoint=self.options.endpoint,
                 folder=folder,
+                shared=self._shared(plan.launch),
             )
             command = [*self.options.program, *plan.flags]
             workers = Workers(launch, command, plan.blocked_layouts)
@@ -167,12 +169,28 @@ class Node:
         self.rendezvous.report(result)
         return result
 
+    @property
+    def _is_elastic(self) -> bool:
+        """Whether a launch goes on without ranks that it has lost."""
+        return self.options.copy_interval is not None
+
+    def _shared(self, launch: str) -> str | None:
+        """Where the launchers of an elastic launch agree."""
+        interval = self.options.copy_interval
+        if interval is None:
+            return None
+        os.environ[COPY_INTERVAL_VARIABLE] = str(interval)
+        return str((self.run_dir / "control" / "elastic" / launch).absolute())
+
     def _watch(self, workers: Workers, plan: LaunchPlan) -> None:
-        """Returns when the ranks have ended, or have to be ended."""
+        """Returns when the ranks have ended, or have to be ended. In an elastic launch those of a
+        node go on whatever happens to the others."""
         over_s: float | None = None
         while workers.is_running():
             time.sleep(_TICK_S)
             self.tick(workers)
+            if self._is_elastic:
+                continue
             if over_s is None and self.rendezvous.is_over(plan.launch):
                 over_s = time.monotonic()
             lingers = over_s is not None and time.monotonic() - over_s > _LINGER_S
@@ -204,14 +222,19 @@ class WorkerNode(Node):
     def run_job(self) -> int:
         """Runs what node 0 plans; returns the exit code."""
         self.stops.install()
-        number = -1
+        number, ended = -1, None
         while (plan := self._next(number)) is not None:
             if plan.exit_code is not None:
-                return plan.exit_code
+                # An elastic run may have ended well without node 0.
+                is_done = self._is_elastic and ended is not None and ended.code == DONE
+                return DONE if is_done else plan.exit_code
             number = plan.number
             if str(self.options.node_rank) in plan.num_ranks:
-                self.run(plan)
-        return FAILED
+                ended = self.run(plan)
+        if ended is None or not self._is_elastic:
+            return FAILED
+        # The run went on without node 0, to its end or until it could not.
+        return ended.code if ended.is_clean else AGAIN
 
     def _next(self, number: int) -> LaunchPlan | None:
         """The next plan; None if there will be none."""
@@ -382,6 +405,8 @@ class LeaderNode(Node):
 
     def _gather(self, plan: LaunchPlan, own: LaunchResult) -> list[LaunchResult]:
         """The results of all nodes; a node without a result is lost."""
+        if self._is_elastic and own.code in (DONE, FENCED):
+            return [own]
         results = self._wait_for_results(plan)
         if own.is_clean and len(results) < len(plan.nodes) - 1:
             self.rendezvous.fail(plan.launch)
@@ -413,6 +438,8 @@ class LeaderNode(Node):
         except ValueError as error:
             return NextLaunch(exit_code=FAILED, line=str(error), gives_up=True)
         failure = failure_of(results)
+        if failure is not None and failure.code == FENCED:
+            return NextLaunch(exit_code=FAILED, line=failure.line)
         end = LaunchEnd(
             code=0 if failure is None else failure.exit_code,
             request=request,

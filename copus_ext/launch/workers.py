@@ -2,8 +2,9 @@
 
     supervisor -> python -m copus_ext.launch.workers -> ranks
 
-The launcher is torch's. It dies with the supervisor, takes the ranks along, and leaves in a file
-how they ended. docs/decisions/017 says why each launch has its own. Only it imports torch.
+The launcher is torch's, or that of `copus_ext.elastic`. It dies with the supervisor, takes the
+ranks along, and leaves in a file how they ended. docs/decisions/017 says why each launch has its
+own. Only it imports torch.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,10 @@ from megatron.training.resilience.env_checks import no_collection
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 _REPORT = "report.json"
+COPY_INTERVAL_VARIABLE = "COPUS_COPY_INTERVAL"
+"""Environment variable: steps between two copies of the state in an elastic launch."""
+FENCED = 87
+"""Exit code of a launcher whose node the others have gone on without."""
 _END_WAIT_S, _PARENT_LOOK_S = 10.0, 0.2
 _LEFT_TO_OTHERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Schedulers send these to every process of a job; ranks and supervisor answer them."""
@@ -58,6 +64,8 @@ class Launch:
     """`host:port` of the first node."""
     folder: str
     """Empty, for the report and the errors of ranks."""
+    shared: str | None = None
+    """A folder that all nodes see, where the launchers of an elastic launch agree; else None."""
 
 
 class Workers:
@@ -84,7 +92,7 @@ class Workers:
         options = json.dumps({**dataclasses.asdict(launch), "parent": os.getpid()})
         # A session of its own: Ctrl-C reaches the supervisor alone, which passes it on as SIGTERM.
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "copus_ext.launch.workers", options, *command],
+            [sys.executable, "-m", _module_of(launch), options, *command],
             env=env,
             start_new_session=True,
             stdin=subprocess.DEVNULL,
@@ -131,6 +139,11 @@ class Workers:
         return dataclasses.replace(found, was_killed=self.were_killed)
 
 
+def _module_of(launch: Launch) -> str:
+    """The program of the launcher."""
+    return "copus_ext.launch.workers" if launch.shared is None else "copus_ext.elastic.node"
+
+
 def _ranks_of(launcher: int) -> list[psutil.Process]:
     """The children of a launcher that are ranks, as far as they can be seen."""
     ranks = []
@@ -163,11 +176,12 @@ def _is_of(process: psutil.Process, name: str, supervisor: str) -> bool:
     return env.get(LAUNCH_VARIABLE) == name and env.get(SUPERVISOR_VARIABLE) == supervisor
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], run: Callable[[Launch, list[str]], list[Failure]]) -> int:
     """The launcher: runs the ranks of this node to their end and writes the report.
 
     Args:
         argv: a `Launch` and the id of the parent as JSON, then program and flags.
+        run: starts the ranks and returns their failures once they have ended.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -179,7 +193,7 @@ def main(argv: list[str]) -> int:
     for number in _LEFT_TO_OTHERS:
         # A function: ranks would inherit a signal that is ignored as ignored.
         signal.signal(number, lambda number, frame: None)
-    result = LaunchResult.of(launch.name, launch.node, first_failure(_run(launch, argv[1:])))
+    result = LaunchResult.of(launch.name, launch.node, first_failure(run(launch, argv[1:])))
     write_atomically(Path(launch.folder) / _REPORT, json.dumps(result.to_json()))
     return result.code
 
@@ -262,4 +276,4 @@ def _launcher_failure(code: int, error: str) -> Failure:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], _run))

@@ -285,7 +285,7 @@ class Change:
         def optimizer() -> None:
             assert built.model is not None
             built.optimizer = build_optimizer(built.config, built.model, built.groups)
-            restore_counts(built.optimizer, saved)
+            restore_counts(built.optimizer, step=saved.step, scaler=saved.scaler)
             built.shards = own_shards(built.model, built.optimizer, built.groups)
             prefault(built.shards)
 

@@ -484,6 +484,12 @@ def resumed(argv: Sequence[str]) -> list[str]:
     return [*_without(argv, {_LOAD, _STEP}, _ANOTHER_START), _LOAD, save]
 
 
+def without_start(argv: Sequence[str]) -> list[str]:
+    """The user's flags without those that begin another run from a checkpoint; for one that goes
+    on."""
+    return _without(argv, {_STEP}, _ANOTHER_START)
+
+
 def _number(argv: Sequence[str], flag: str) -> int:
     """The value of a flag; 0 where it is absent or no number."""
     value = value_of(argv, flag) or ""

@@ -114,7 +114,7 @@ def extract(job: Job, shards: Shards) -> SavedState:
         config=job.config,
         shards=Shards(records=shards.records, tensors=_alone(shards.tensors)),
         step=adam_steps(job.optimizer) or 0,
-        scaler=_scaler_state(job.optimizer),
+        scaler=scaler_state(job.optimizer),
     )
 
 
@@ -153,19 +153,26 @@ def adam_steps(optimizer: Any) -> int | None:
     return found.pop() if found else None
 
 
-def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """Of the loss scaler; None without one."""
     scalers = [getattr(part, "grad_scaler", None) for part in parts_of(optimizer)]
     return next((scaler.state_dict() for scaler in scalers if scaler is not None), None)
 
 
-def restore_counts(optimizer: Any, saved: SavedState) -> None:
-    """Gives a new optimizer the step count and the loss scale."""
+def restore_counts(optimizer: Any, *, step: int, scaler: dict[str, Any] | None) -> None:
+    """Gives a new optimizer the step count and the loss scale.
+
+    Args:
+        optimizer: megatron-core's.
+        step: updates of Adam.
+        scaler: state of the loss scaler; None without one.
+    """
     for part in parts_of(optimizer):
-        if part.optimizer is not None and saved.step:
+        if part.optimizer is not None and step:
             for group in part.optimizer.param_groups:
-                group["step"] = saved.step
-        if saved.scaler is not None:
-            part.grad_scaler.load_state_dict(saved.scaler)
+                group["step"] = step
+        if scaler is not None:
+            part.grad_scaler.load_state_dict(scaler)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ NEW_RATES = ["decoupled_lr", "decoupled_min_lr"]
 """The same, for learning rates."""
 
 
+Restore = Callable[[Config, Model, MegatronOptimizer, ProcessGroupCollection], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """What a checkpoint says about its run, read before anything is built."""
@@ -89,6 +92,8 @@ class Stored:
     """The data sets it was trained on, as `data_identity` describes them, or None."""
     skipped: tuple[str, ...] = ()
     """What is wrong with each newer checkpoint that it stands in for."""
+    restore: Restore | None = None
+    """Fills a job from elsewhere than files; None for a checkpoint."""
 
 
 def iterations_to_try(
@@ -298,9 +303,14 @@ def as_given(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stored_of(
-    common: dict[str, Any], folder: Path, iteration: int, skipped: tuple[str, ...] = ()
+    common: dict[str, Any],
+    folder: Path,
+    iteration: int,
+    skipped: tuple[str, ...] = (),
+    *,
+    restore: Restore | None = None,
 ) -> Stored:
-    """What the common state of a checkpoint says.
+    """What the common state of a checkpoint says; see `Stored` for the arguments.
 
     Raises:
         Exception: of any kind, where it holds something else than it should.
@@ -333,6 +343,7 @@ def stored_of(
         metadata=metadata,
         data=data,
         skipped=skipped,
+        restore=restore,
     )
 
 
@@ -349,6 +360,10 @@ def load_weights(
     Raises:
         TrainingFailure: on every rank, when keys do not match or a file cannot be read.
     """
+    if stored.restore is not None:
+        assert optimizer is not None
+        stored.restore(config, model, optimizer, groups)
+        return
     weights_only = config.checkpoint.no_load_optim or config.checkpoint.finetune
     with_optimizer = optimizer is not None and not weights_only
     kind = stored.metadata.get("distrib_optim_sharding_type")

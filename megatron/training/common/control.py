@@ -38,6 +38,9 @@ LAUNCH_VARIABLE = "COPUS_LAUNCH"
 """Environment variable: the name of this launch, set by whoever supervises it."""
 SUPERVISOR_VARIABLE = "COPUS_SUPERVISOR"
 """Environment variable: differs for every supervisor, whatever its launches are called."""
+GENERATION_VARIABLE = "COPUS_GENERATION"
+"""Environment variable: `<launch>/<n>` in a launch that goes on without ranks it has lost; the n-th
+set of ranks. Whoever has a higher number has seen the end of those before."""
 LAUNCH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a launch may be called: `<job>.<restart count>.<n>`."""
 

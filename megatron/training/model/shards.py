@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -33,6 +33,15 @@ class Shards:
     """By shard: the tensors of `KINDS`, flat, fp32; those of the live optimizer."""
 
 
+class HasChunks(Protocol):
+    """A model, or what holds its chunks."""
+
+    @property
+    def chunks(self) -> list[Any]:
+        """This rank's wrapped chunks."""
+        ...
+
+
 class UnknownState(ValueError):
     """The model holds state of a kind that is not known here."""
 
@@ -47,7 +56,7 @@ def parts_of(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def own_shards(model: Model, optimizer: Any, groups: Any) -> Shards:
+def own_shards(model: HasChunks, optimizer: Any, groups: Any) -> Shards:
     """This rank's shards of the live model; nothing is copied. Not collective.
 
     Args:
@@ -106,7 +115,7 @@ def weights_of(model: Model, groups: Any) -> Iterator[tuple[Record, torch.Tensor
             yield record, part.data.detach()
 
 
-def _entries(model: Model, metadata: dict[str, Any]) -> dict[int, Any]:
+def _entries(model: HasChunks, metadata: dict[str, Any]) -> dict[int, Any]:
     """The global name and place of every parameter, by its identity."""
     params = {id(p) for chunk in model.chunks for p in chunk.parameters()}
     entries: dict[int, Any] = {}
@@ -135,7 +144,7 @@ def _pieces(entry: Any) -> list[tuple[Any, int]]:
 
 
 def _held(
-    model: Model, optimizer: Any
+    model: HasChunks, optimizer: Any
 ) -> Iterator[tuple[torch.Tensor, int, int, dict[str, torch.Tensor], bool]]:
     """Parameter, first and one past the last of its elements whose state is here, that state, and
     whether replicas share the state out among them."""

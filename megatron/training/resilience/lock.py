@@ -18,7 +18,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.training.common.control import LOCK_FILE, SUPERVISOR_VARIABLE, job_of, restarts_of
+from megatron.training.common.control import (
+    GENERATION_VARIABLE,
+    LOCK_FILE,
+    SUPERVISOR_VARIABLE,
+    job_of,
+    restarts_of,
+)
 from megatron.training.common.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,8 @@ class Holder:
     """Differs for every lock ever made."""
     supervisor: str = ""
     """Differs for every supervisor; empty without one."""
+    generation: str = ""
+    """See `GENERATION_VARIABLE`; empty where the ranks of a launch stay the same."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, launch {self.launch}"
@@ -68,6 +76,15 @@ class Holder:
         return other.supervisor == self.supervisor or restarts_of(other.launch) < restarts_of(
             self.launch
         )
+
+    def replaces(self, other: Holder) -> bool:
+        """Whether the ranks of a launch have agreed to go on with this process and without the
+        other, which may be cut off and alive."""
+        launch, _, number = self.generation.rpartition("/")
+        of_other, _, before = other.generation.rpartition("/")
+        if not (launch and launch == of_other and number.isdecimal() and before.isdecimal()):
+            return False
+        return int(number) > int(before)
 
     @property
     def is_alive(self) -> bool | None:
@@ -133,6 +150,7 @@ class Lock:
             started=process_start(os.getpid()) or "",
             token=uuid.uuid4().hex,
             supervisor=os.environ.get(SUPERVISOR_VARIABLE, "") if is_supervised else "",
+            generation=os.environ.get(GENERATION_VARIABLE, "") if is_supervised else "",
         )
         self._text = json.dumps(asdict(self._own))
         self._new = self._path.with_name(_TEMPORARY + self._own.token)
@@ -215,6 +233,9 @@ class Lock:
         try:
             holder, age_s = _read(self._path), self._age_s(self._path)
         except FileNotFoundError:
+            return
+        if self._own.replaces(holder):
+            self._remove(holder)
             return
         is_alive = holder.is_alive
         is_vouched = self._is_supervised and self._own.follows(holder)

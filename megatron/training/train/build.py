@@ -93,6 +93,8 @@ def build_job(
     if job.balance is not None and not state.expert_biases:
         # Of a checkpoint that Megatron-LM wrote, which holds them with the weights.
         state.expert_biases = job.balance.biases_of(model.chunks, device.torch_device)
+    elif job.balance is not None:
+        job.balance.give_biases(model.chunks, state)
     job.checkpointer = _open_checkpointer(job)
     # A checkpoint's parameter groups bring the rates it was trained with.
     job.set_rates()
@@ -238,6 +240,18 @@ def tear_down(job: Job) -> None:
     job.context.__dict__.clear()
     job.__dict__.clear()
     destroy_groups()
+
+
+def abandon(job: Job) -> None:
+    """Lets go of a job that an error has ended: its processes end, and nothing of it keeps the
+    groups. Not collective; the groups remain."""
+    if job.checkpointer is not None and job.checkpointer.pending is not None:
+        job.checkpointer.pending.process.end()
+    job.close_readers()
+    if job.model is not None:
+        job.model.detach_hooks()
+    job.context.__dict__.clear()
+    job.__dict__.clear()
 
 
 def log_rank_zero(message: str) -> None:

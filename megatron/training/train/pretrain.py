@@ -9,9 +9,10 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ from megatron.training.logging.tracker import NullTracker
 from megatron.training.resilience.env_checks import check_environment
 from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.watchdog import Watchdog, WatchdogLimits
-from megatron.training.train.build import build_job, log_rank_zero, tear_down
+from megatron.training.train.build import abandon, build_job, log_rank_zero, tear_down
 from megatron.training.train.callbacks import Callback, Callbacks
 from megatron.training.train.job import Job, RunServices
 from megatron.training.train.loop import train
@@ -57,6 +58,9 @@ def pretrain(
     config: Config,
     callbacks: Iterable[Callback] = (),
     tell: Callable[[RunOutcome], None] = lambda outcome: None,
+    *,
+    stored: Stored | None = None,
+    start_fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunOutcome:
     """Trains a GPT as configured. Every rank of the world calls it.
 
@@ -68,6 +72,8 @@ def pretrain(
         callbacks: told of every event, on every rank.
         tell: told on every rank how the run ended, also when it failed, while its directory is
             still held and the file that asked it to stop still there.
+        stored: where to go on from; None as the flags say.
+        start_fields: more fields of the record of the start.
 
     Returns:
         How it ended.
@@ -92,7 +98,8 @@ def pretrain(
         for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
             os.environ.setdefault(name, value)
         init_distributed(opened, timeout_minutes=config.parallel.distributed_timeout_minutes)
-        outcome = _run(config, Callbacks(callbacks), opened, signals, started, tell)
+        start = functools.partial(_run, stored=stored, start_fields=start_fields)
+        outcome = start(config, Callbacks(callbacks), opened, signals, started, tell)
         # After an error the world goes with the process: closing it here would end the other ranks
         # with an error of theirs before this one can say what happened.
         if not joined:
@@ -107,6 +114,9 @@ def _run(
     signals: StopSignals,
     started: float,
     tell: Callable[[RunOutcome], None],
+    *,
+    stored: Stored | None,
+    start_fields: Mapping[str, Any],
 ) -> RunOutcome:
     limits = WatchdogLimits.of(
         os.environ, timeout_minutes=config.parallel.distributed_timeout_minutes
@@ -119,7 +129,7 @@ def _run(
             state=TrainState(), run_dir=run.path, layout=config.layout, save=config.checkpoint.save
         )
         try:
-            stored = _find_checkpoint(config)
+            stored = stored or _find_checkpoint(config)
             config = merge_resume_config(
                 config,
                 stored,
@@ -133,7 +143,7 @@ def _run(
                 log_rank_zero(f"note: {note}")
             with (
                 _imports_at_rest(),
-                open_run(config, run, stored, state, callbacks.settings()) as tracker,
+                open_run(config, run, stored, state, callbacks.settings(), start_fields) as tracker,
                 _watch(run, limits, state, tracker) as watchdog,
                 _trace(config, run, device, watchdog) as trace,
             ):
@@ -178,8 +188,12 @@ def _train(
         # Once the exception is gone, and with it what it held of the model.
         destroy_groups()
     else:
-        with _garbage_collection(automatic=not config.runtime.manual_gc):
-            reason = train(job)
+        try:
+            with _garbage_collection(automatic=not config.runtime.manual_gc):
+                reason = train(job)
+        except BaseException:
+            abandon(job)
+            raise
         if reason is None and 0 < job.samples_left < config.batch.train_samples:
             log_rank_zero(f"{job.samples_left} samples are left over, too few for a step")
     if reason is not None:

@@ -8,10 +8,11 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -116,6 +117,7 @@ def open_run(
     stored: Stored | None,
     state: TrainState,
     more_settings: dict[str, Any] | None = None,
+    start_fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> NullTracker:
     """Prints and saves the resolved configuration, and opens the record on rank 0.
 
@@ -125,6 +127,7 @@ def open_run(
         stored: the checkpoint the run continues from, or None.
         state: counters at the start.
         more_settings: flags of the callbacks, printed and saved with the rest.
+        start_fields: more fields of the record of the start.
 
     Raises:
         UsageError: on every rank, when the directory cannot be written.
@@ -162,6 +165,7 @@ def open_run(
         },
         host=platform.node(),
         pid=os.getpid(),
+        **start_fields,
     )
     for problem in stored.skipped if stored is not None else ():
         where = state.iteration, state.consumed_samples

@@ -1,0 +1,275 @@
+"""Copies of the optimizer state in memory, from which the ranks that are left rebuild what others
+held: each rank keeps one of its own shard and one of a shard of another node.
+
+A copy is taken between two steps, and is the state of one step on all ranks. Older copies go when
+all ranks have said that theirs are complete. Weights are not copied: they are the rounded masters.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.elastic.membership import Membership, WorldChanged
+from copus_ext.elastic.messages import Generation
+from copus_ext.reshard.model_shape import ModelShape, shape_of
+from copus_ext.reshard.ownership import all_of_layout
+from copus_ext.reshard.saved_state import adam_steps, scaler_state
+from megatron.training.checkpoint.save import common_state
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record
+from megatron.training.model.shards import KINDS, Shards, own_shards
+from megatron.training.train.callbacks import Callback, CallbackContext
+
+logger = logging.getLogger(__name__)
+
+_END_S = 10.0
+
+
+class Moment(NamedTuple):
+    """When a copy was taken; later ones are greater. A run that falls back to a checkpoint has
+    fewer steps in a later generation."""
+
+    generation: int
+    """The ranks that took it."""
+    iteration: int
+    """Steps done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A copy of the shard of one rank."""
+
+    rank: int
+    """Whose it is, in the generation of its moment."""
+    records: list[Record]
+    """Of that rank, in one flat shard."""
+    buffer: torch.Tensor
+    """[3, n] the `KINDS` of its n elements, fp32, in memory of the host."""
+
+    @classmethod
+    def empty(cls, rank: int, records: Sequence[Record]) -> Piece:
+        """Room for the copy of a rank that holds some records."""
+        total = sum(record.numel for record in records)
+        buffer = torch.empty((len(KINDS), total), dtype=torch.float32)
+        return cls(rank=rank, records=cls.records_of(records), buffer=buffer)
+
+    @staticmethod
+    def records_of(records: Sequence[Record]) -> list[Record]:
+        """The records of a rank, one after another in one flat shard."""
+        flat, offset = [], 0
+        for record in records:
+            flat.append(record._replace(shard=0, offset=offset))
+            offset += record.numel
+        return flat
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, rank: int, live: Shards) -> Piece:
+        """A copy of live shards."""
+        piece = cls.empty(rank, live.records)
+        for row, kind in zip(piece.buffer, KINDS):
+            for record, flat in zip(live.records, piece.records):
+                part = live.tensors[record.shard][kind]
+                part = part[record.offset : record.offset + record.numel]
+                row[flat.offset : flat.offset + flat.numel].copy_(part)
+        return piece
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The rows of the buffer by kind."""
+        return dict(zip(KINDS, self.buffer))
+
+
+@dataclass(kw_only=True)
+class CopySet:
+    """What this process holds of one moment."""
+
+    layout: Layout
+    """Of the ranks that took it."""
+    common: dict[str, Any]
+    """The state that is the same on all ranks, as a checkpoint holds it."""
+    step: int
+    """Updates of Adam."""
+    scaler: dict[str, Any] | None
+    """Of the loss."""
+    pieces: list[Piece] = field(default_factory=list)
+    """The own one first."""
+
+
+class HeldCopies:
+    """All that this process holds; outlives the worlds that it was in."""
+
+    def __init__(self) -> None:
+        self.sets: dict[Moment, CopySet] = {}
+        """By moment."""
+
+    def keep_only(self, moment: Moment) -> None:
+        """Drops all other moments."""
+        self.sets = {moment: self.sets[moment]}
+
+    def clear(self) -> None:
+        """Drops all."""
+        self.sets.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all copies."""
+        pieces = [piece for one in self.sets.values() for piece in one.pieces]
+        return sum(piece.buffer.numel() * piece.buffer.element_size() for piece in pieces)
+
+
+def keepers(generation: Generation) -> list[int | None]:
+    """By rank, the rank that keeps its copy; None where it is alone.
+
+    Nodes keep each other's in pairs, and in a ring of three where their number is odd. So one
+    second node of all is fatal, or two. On one node a neighbour keeps it, which covers lost ranks
+    and not the node.
+    """
+    nodes = generation.nodes
+    found: list[int | None] = [None] * len(generation.members)
+    if len(nodes) == 1:
+        size = len(generation.members)
+        return [(rank + 1) % size if size > 1 else None for rank in range(size)]
+    partner = {}
+    ring = nodes[-3:] if len(nodes) % 2 else []
+    paired = nodes[: len(nodes) - len(ring)]
+    for first, second in zip(paired[::2], paired[1::2]):
+        partner |= {first: second, second: first}
+    partner |= {node: ring[(i + 1) % len(ring)] for i, node in enumerate(ring)}
+    for node in nodes:
+        theirs = generation.ranks_of(partner[node])
+        for i, rank in enumerate(generation.ranks_of(node)):
+            found[rank] = theirs[i % len(theirs)]
+    return found
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    chunks: list[Any]
+
+
+class PeerCopies(Callback):
+    """Takes the copies of a run while it trains. The last of its callbacks, on every rank.
+
+    Args:
+        held: where they go.
+        membership: of this rank.
+        interval: steps between two copies.
+    """
+
+    def __init__(self, held: HeldCopies, membership: Membership, *, interval: int) -> None:
+        self.held, self._membership, self._interval = held, membership, interval
+        assert membership.latest is not None
+        self._generation = membership.latest
+        self._keepers = keepers(self._generation)
+        self._shape: ModelShape | None = None
+        self._group: Any = None
+        self._flags: Any = None
+        self._pending: Moment | None = None
+        self._sending: threading.Thread | None = None
+        self._is_complete = False
+        self._is_first = True
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Makes the group for the messages between keepers."""
+        if context.config.precision.fp8:
+            raise ValueError("the scales of 8-bit products cannot be copied")
+        self._shape = shape_of(context.config)
+        self._group, self._flags = (dist.new_group(backend="gloo") for _ in range(2))
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Takes a copy if one is due: the state is that after the step before, as it goes on.
+
+        Raises:
+            WorldChanged: ranks wait to join, and all ranks have their copies.
+        """
+        is_join = self._agree()
+        iteration = context.state.iteration
+        is_due = self._is_first or (self._pending is None and iteration % self._interval == 0)
+        if is_due or is_join:
+            self._is_first = False
+            self._take(context, alone=is_join)
+        if is_join:
+            raise WorldChanged("ranks have come")
+
+    def _agree(self) -> bool:
+        """Drops older copies once all ranks have the newest. Returns whether all ranks know of a
+        generation that ranks join."""
+        membership = self._membership
+        knows = membership.is_over and not membership.has_lost
+        is_complete = self._pending is None or self._is_complete
+        flags = torch.tensor([float(knows), float(is_complete)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._flags)
+        if flags[1] and self._pending is not None:
+            self.held.keep_only(self._pending)
+            self._pending = None
+        return bool(flags[0])
+
+    def _take(self, context: CallbackContext, *, alone: bool) -> None:
+        """Copies this rank's shard, and starts to exchange copies with other nodes.
+
+        Args:
+            context: between two steps.
+            alone: no copy goes to a keeper, since all ranks live.
+        """
+        config = context.config
+        moment = Moment(self._generation.number, context.state.iteration)
+        live = own_shards(_Chunks(context.model), context.optimizer, context.groups)
+        own = Piece.of(dist.get_rank(), live)
+        self.held.sets[moment] = copies = CopySet(
+            layout=config.layout,
+            common=common_state(config, context.state, context.scheduler, []),
+            step=adam_steps(context.optimizer) or 0,
+            scaler=scaler_state(context.optimizer),
+            pieces=[own],
+        )
+        if alone:
+            return
+        self._join_thread()
+        self._pending, self._is_complete = moment, False
+        self._sending = threading.Thread(
+            target=self._exchange, args=(copies,), name="copies", daemon=True
+        )
+        self._sending.start()
+
+    def _exchange(self, copies: CopySet) -> None:
+        """Sends the own copy to its keeper and receives those that this rank keeps."""
+        try:
+            assert self._shape is not None
+            rank, records = dist.get_rank(), all_of_layout(self._shape, copies.layout)
+            wards = [ward for ward, keeper in enumerate(self._keepers) if keeper == rank]
+            pieces = [Piece.empty(ward, records[ward]) for ward in wards]
+            work: list[Any] = [
+                dist.irecv(piece.buffer, group=self._group, group_src=piece.rank)
+                for piece in pieces
+            ]
+            if (keeper := self._keepers[rank]) is not None:
+                own = copies.pieces[0].buffer
+                work.append(dist.isend(own, group=self._group, group_dst=keeper))
+            for one in work:
+                one.wait()
+            copies.pieces += pieces
+            self._is_complete = True
+        except Exception as error:  # the world is over; older copies stay
+            logger.debug("a copy was not exchanged: %r", error)
+
+    def _join_thread(self) -> None:
+        if self._sending is not None:
+            self._sending.join(_END_S)
+            self._sending = None
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Waits for the messages under way."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the exchange and lets go of the group, in any world."""
+        self._join_thread()
+        self._group = self._flags = None

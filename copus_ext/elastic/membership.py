@@ -1,0 +1,280 @@
+"""A rank's part in an elastic run: it knows the newest generation, gets out of a world that has
+lost a member, and enters the next.
+
+A rank that waits for a dead peer sees an error at once. One that waits for a living peer, which has
+itself seen an error, would hang: no call of torch ends a wait of gloo. What does is to shut down
+the connections of the process. So every rank that sees an error, or hears of a newer generation,
+does that, and all others see it within milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import gc
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.elastic.messages import Generation, Lines, Member
+from megatron.training.common.control import GENERATION_VARIABLE
+from megatron.training.common.errors import Relaunch
+from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.resilience.watchdog import exit_immediately
+
+FIRST_S = 600.0
+"""Seconds to wait for the first generation: all nodes have to come."""
+AGREE_S = 15.0
+"""Seconds in which the launchers have to announce a generation, after an error of this world."""
+DOUBT_S = 1.0
+"""The same after an error that tells nothing of the world."""
+ENTER_S = 15.0
+"""Seconds in which all members have to meet in a new world."""
+_OUT_S = 20.0
+"""A rank that has not got out of a dead world by then ends itself, and counts as lost."""
+_SHUT_AGAIN_S = 0.05
+_SLICE = datetime.timedelta(seconds=0.25)
+_MESSAGES = {12, 13, 14}
+"""torch's numbers of send, receive, and receive from anyone: those cannot be waited for again."""
+_OF_WORLD = re.compile(
+    r"connection|broken pipe|socket|gloo|timed out|nccl|store|process group|peer", re.IGNORECASE
+)
+
+
+class WorldChanged(RuntimeError):
+    """A newer generation is known."""
+
+
+class Membership:
+    """What a rank and its launcher know of each other.
+
+    Args:
+        connection: with the launcher.
+        member: this rank.
+        launch: name of the launch.
+    """
+
+    def __init__(self, connection: socket.socket, member: Member, launch: str) -> None:
+        self.member, self._launch = member, launch
+        self._lines = Lines(connection)
+        self._changed = threading.Condition()
+        self.latest: Generation | None = None
+        """The newest generation that is known."""
+        self.entered = 0
+        """Number of the one that this rank is in, or was in last."""
+        self.timeout_s = ENTER_S
+        """Seconds that a collective of this world may take."""
+        self._is_out = True
+        self._before: set[str] = set()
+        _wait_in_slices(self)
+        threading.Thread(target=self._listen, name="membership", daemon=True).start()
+
+    @classmethod
+    def of(cls, env: Mapping[str, str], *, variable: str, launch: str) -> Membership:
+        """Takes the place that the launcher has put into the environment."""
+        number, *place = (int(word) for word in env[variable].split(":"))
+        return cls(socket.socket(fileno=number), Member(*place), launch)
+
+    def _listen(self) -> None:
+        while (messages := self._lines.read()) is not None:
+            for message in messages:
+                if "generation" not in message:
+                    continue
+                generation = Generation.from_json(message["generation"])
+                with self._changed:
+                    self.latest = generation
+                    self._changed.notify_all()
+                if generation.kind == "loss":
+                    number = (generation.number,)
+                    threading.Thread(target=self._get_out, args=number, daemon=True).start()
+        exit_immediately(1)  # without a launcher the node counts as lost
+
+    def _get_out(self, number: int) -> None:
+        """Frees the main thread from a world that has lost a member."""
+        deadline_s = time.monotonic() + _OUT_S
+        while self.entered < number and not self._is_out:
+            self.shut_connections()
+            time.sleep(_SHUT_AGAIN_S)
+            if time.monotonic() > deadline_s:
+                faulthandler.dump_traceback(all_threads=True)
+                print(
+                    f"copus: rank {self.member.local} of node {self.member.node} cannot leave "
+                    f"generation {self.entered}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                exit_immediately(1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a newer generation is known than the one that this rank is in."""
+        return self.latest is not None and self.latest.number > self.entered
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the newer generation is one after a loss."""
+        return self.is_over and self.latest is not None and self.latest.kind == "loss"
+
+    def ready(self) -> None:
+        """Tells the launcher that this rank can enter a generation."""
+        self._lines.send(ready=1)
+
+    def leaving(self) -> None:
+        """Tells the launcher that this process ends with the run, and is not lost."""
+        self._lines.send(leaving=1)
+
+    def wait_newer(self, timeout_s: float) -> Generation:
+        """The newest generation, once there is one after that of this rank.
+
+        Raises:
+            Relaunch: none was announced in time.
+        """
+
+        def is_newer() -> bool:
+            return self.is_over
+
+        with self._changed:
+            if not self._changed.wait_for(is_newer, timeout_s):
+                raise Relaunch(
+                    f"the launchers have announced no generation after {self.entered} "
+                    f"within {timeout_s:g} s"
+                )
+            assert self.latest is not None
+            return self.latest
+
+    def enter(self, generation: Generation, *, backend: str, timeout_minutes: float) -> None:
+        """Meets the other members in a new world, and describes it in the environment.
+
+        Args:
+            generation: to enter.
+            backend: of the world.
+            timeout_minutes: a collective that waits longer fails.
+
+        Raises:
+            RuntimeError: the members did not meet, or the world has changed again.
+        """
+        self._before = _connections()
+        self.entered, self._is_out = generation.number, False
+        self.timeout_s = ENTER_S
+        assert self.member in generation.members, (self.member, generation)
+        rank, size = generation.members.index(self.member), len(generation.members)
+        host, _, port = generation.store.rpartition(":")
+        here = generation.ranks_of(self.member.node)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(len(here)),
+            MASTER_ADDR=host,
+            MASTER_PORT=port,
+        )
+        os.environ[GENERATION_VARIABLE] = f"{self._launch}/{generation.number}"
+        meeting = datetime.timedelta(seconds=ENTER_S)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=meeting)
+        named = dist.PrefixStore(f"generation-{generation.number}", store)
+        dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=meeting)
+        dist.barrier()
+        usual = datetime.timedelta(minutes=timeout_minutes)
+        self.timeout_s = usual.total_seconds()
+        store.set_timeout(usual)
+        if backend == "gloo":
+            dist.distributed_c10d._set_pg_timeout(usual, None)
+
+    def after_error(self, error: BaseException) -> bool:
+        """Whether the world of this rank is over, so that an error came of that. Frees the others
+        where it may be. Waits a while for the launchers."""
+        self._is_out = True
+        is_of_world = any(_OF_WORLD.search(str(one)) for one in _chain(error))
+        if is_of_world or self.has_lost:
+            self.shut_connections()
+        try:
+            self.wait_newer(AGREE_S if is_of_world else DOUBT_S)
+        except Relaunch:
+            return False
+        return True
+
+    def leave(self, *, wait: bool) -> None:
+        """Takes down the groups of a world that is over. Nothing may refer to them any more.
+
+        Args:
+            wait: for all its members first, since they all live.
+        """
+        self._is_out = True
+        with contextlib.suppress(Exception):
+            destroy_groups(wait=wait)
+        with contextlib.suppress(Exception):
+            destroy_groups(wait=False)  # nothing is left, unless waiting failed
+        with contextlib.suppress(Exception):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        gc.collect()
+
+    def shut_connections(self) -> None:
+        """Ends all waits of this process for other ranks: shuts down the TCP connections that were
+        made since it entered its world. Needs no answer of anybody."""
+        for name in _connections() - self._before:
+            _shut_down(name)
+        if torch.cuda.is_available() and dist.is_initialized() and dist.get_backend() == "nccl":
+            with contextlib.suppress(Exception):
+                dist.distributed_c10d._abort_process_group()
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that it came of."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _connections() -> set[str]:
+    """File number and identity of every socket of this process."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith("socket:"):
+                found.add(f"{number} {target}")
+    return found
+
+
+def _shut_down(name: str) -> None:
+    """Shuts down a socket if it is a TCP connection. One that listens is left alone: gloo ends the
+    process where its listener fails."""
+    number = int(name.split()[0])
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            one.getpeername()
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def _wait_in_slices(membership: Membership) -> None:
+    """Lets waits for collectives look for a newer generation. gloo may lose the end of a connection
+    while it sends, and would wait for its time-out."""
+    plain: Any = dist.Work.wait
+
+    def wait(work: Any, *timeout: Any, **named: Any) -> Any:
+        if timeout or named or membership.entered == 0 or work._get_op_type() in _MESSAGES:
+            return plain(work, *timeout, **named)
+        deadline_s = time.monotonic() + membership.timeout_s
+        while True:
+            try:
+                return plain(work, _SLICE)
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower():
+                    raise
+                if membership.has_lost:
+                    raise WorldChanged("the process group has lost a member") from None
+                if time.monotonic() > deadline_s:
+                    raise
+
+    dist.Work.wait = wait  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,478 @@
+"""The launcher of one node in an elastic run: it starts the ranks, notices deaths of ranks and
+nodes, and agrees with the launchers of other nodes on who goes on.
+
+    python -m copus_ext.elastic.node OPTIONS PROGRAM FLAGS
+
+Every launcher serves a store and is connected with every other. The lowest node that lives
+announces a new generation, after it has claimed its number by making a file on the shared file
+system that was not there. Two halves of a parted network cannot both claim it: the launcher that
+finds the file there ends its ranks and itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from copus_ext.elastic.messages import PIPE_VARIABLE, Generation, Kind, Lines, Member
+from copus_ext.launch import workers
+from copus_ext.launch.failure import Failure, error_line, traceback_end
+from copus_ext.launch.workers import FENCED, Launch
+from megatron.training.checkpoint.files import write_atomically
+from megatron.training.common.program import tell
+from megatron.training.resilience.env_checks import no_collection
+
+BEAT_S = 0.5
+SILENCE_S = 5.0
+"""A launcher that is silent for so long is lost."""
+_SETTLE_S = 0.02
+"""Deaths that follow one another so closely make one generation."""
+_MEET_S = 120.0
+_LOOK_S = 0.05
+_END_S = 1.0
+"""The store of the last generation stays so long while ranks of other nodes leave."""
+_BACK_S = (1.0, 10.0, 60.0)
+"""Seconds after which a rank that died is started again: the first time, the second, the third.
+After that its place stays empty."""
+
+
+@dataclass
+class _Rank:
+    """A process of this node."""
+
+    member: Member
+    process: subprocess.Popen[bytes]
+    lines: Lines
+    error_file: Path
+    has_left: bool = False
+    """It said that it ends, before it did."""
+
+
+@dataclass
+class _Place:
+    """Where a rank of this node runs, one after another."""
+
+    rank: _Rank | None = None
+    run: int = 0
+    start_again_at: float | None = None
+
+
+@dataclass
+class _Peer:
+    """The launcher of another node."""
+
+    node: int
+    lines: Lines
+    store: str
+
+
+class Fenced(Exception):
+    """The others have gone on without this node."""
+
+
+@dataclass
+class Agent:
+    """One node.
+
+    Args:
+        launch: what to start here.
+        command: program and flags of a rank.
+        folder: shared by all nodes and empty at the start of the launch.
+    """
+
+    launch: Launch
+    command: list[str]
+    folder: Path
+    generation: Generation | None = None
+    """The newest that is known."""
+    _alive: set[Member] = field(default_factory=set)
+    """Ranks of all nodes that take part, or will from the next generation on."""
+    _waiting: set[Member] = field(default_factory=set)
+    """Of them, those that have come since the generation."""
+    _places: list[_Place] = field(default_factory=list)
+    _peers: dict[int, _Peer] = field(default_factory=dict)
+    _failures: dict[Member, Failure] = field(default_factory=dict)
+    _due_s: float | None = None
+    """When to announce the next generation, if this node has to."""
+    _is_ending: bool = False
+    """Ranks leave as the run ends."""
+
+    def run(self) -> list[Failure]:
+        """Runs the ranks of this node to their end.
+
+        Returns:
+            Failures of the ranks here that the run did not outlive.
+        """
+        self._select = selectors.DefaultSelector()
+        self._token = secrets.token_hex(8)
+        for local in range(self.launch.num_ranks):
+            self._places.append(_Place())
+            self._start(local)
+        with no_collection():
+            from torch.distributed import TCPStore
+
+        self._server = socket.create_server(("", 0))
+        self._select.register(self._server, selectors.EVENT_READ, ("server", None))
+        store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        host = _own_address(self.launch)
+        self._store = f"{host}:{store.port}"
+        self._publish(host)
+        try:
+            self._meet()
+            self._loop()
+        except Fenced as error:
+            tell("launcher", f"node {self.launch.node} ends: {error}")
+            self._kill_all()
+            return [_failure(-1, FENCED, f"{error}", "")]
+        self._linger()
+        del store
+        return self._what_failed()
+
+    # Ranks of this node.
+
+    def _start(self, local: int) -> None:
+        place = self._places[local]
+        member = Member(self.launch.node, local, place.run)
+        ours, theirs = socket.socketpair()
+        error_file = Path(self.launch.folder) / f"error-{local}-{place.run}.json"
+        env = {
+            **os.environ,
+            PIPE_VARIABLE: f"{theirs.fileno()}:{member.node}:{member.local}:{member.run}",
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.launch.num_ranks),
+            "GROUP_RANK": str(self.launch.node),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-u", *self.command],
+            env=env,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        place.rank = _Rank(member, process, Lines(ours), error_file)
+        place.start_again_at = None
+        self._select.register(ours, selectors.EVENT_READ, ("rank", local))
+
+    def _ended(self, local: int) -> None:
+        """A rank's connection is at its end, and so is its process, or will be."""
+        place = self._places[local]
+        rank, place.rank = place.rank, None
+        assert rank is not None
+        self._select.unregister(rank.lines.connection)
+        rank.lines.close()
+        if not rank.has_left:
+            # It may hang on its way out, without its connection.
+            with contextlib.suppress(ProcessLookupError):
+                rank.process.kill()
+        code = rank.process.wait()
+        if code != 0:
+            self._failures[rank.member] = _failure_of(rank, code, self._rank_of(rank.member))
+        if rank.has_left:
+            self._leave(rank.member)
+            self._tell_peers(left=[rank.member])
+            return
+        self._lose(rank.member)
+        self._tell_peers(died=[rank.member])
+        if not self._is_ending and place.run < len(_BACK_S):
+            place.start_again_at = time.monotonic() + _BACK_S[place.run]
+            place.run += 1
+
+    def _leave(self, member: Member) -> None:
+        """Notes that a rank has ended with the run."""
+        self._alive.discard(member)
+        self._is_ending = True
+
+    def _rank_of(self, member: Member) -> int:
+        members = () if self.generation is None else self.generation.members
+        return members.index(member) if member in members else -1
+
+    def _kill_all(self) -> None:
+        for place in self._places:
+            if place.rank is not None:
+                with contextlib.suppress(psutil.Error):
+                    for child in psutil.Process(place.rank.process.pid).children(recursive=True):
+                        child.kill()
+                place.rank.process.kill()
+                place.rank.process.wait()
+
+    def _what_failed(self) -> list[Failure]:
+        """A rank that died is no failure of the run if that went on without it."""
+        generation = self.generation
+        return [
+            failure
+            for member, failure in self._failures.items()
+            if generation is None or member in generation.members
+        ]
+
+    # Launchers of other nodes.
+
+    def _publish(self, host: str) -> None:
+        own = {
+            "address": f"{host}:{self._server.getsockname()[1]}",
+            "store": self._store,
+            "token": self._token,
+            "ranks": self.launch.num_ranks,
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._file_of(self.launch.node), json.dumps(own))
+
+    def _file_of(self, node: int) -> Path:
+        return self.folder / f"node-{node}.json"
+
+    def _meet(self) -> None:
+        """Connects with the nodes of lower numbers, and waits for those of higher ones.
+
+        Raises:
+            Fenced: a node has not come.
+        """
+        deadline_s = time.monotonic() + _MEET_S
+        others = [node for node in self.launch.nodes if node != self.launch.node]
+        for node in others:
+            if node < self.launch.node:
+                self._connect(node, deadline_s)
+        while set(others) - set(self._peers):
+            if time.monotonic() > deadline_s:
+                raise Fenced(f"node {min(set(others) - set(self._peers))} has not come")
+            self._look()
+        self._alive |= {p.rank.member for p in self._places if p.rank is not None}
+        for node in others:
+            ranks = json.loads(self._file_of(node).read_text())["ranks"]
+            self._alive |= {Member(node, local) for local in range(ranks)}
+        self._due_s = time.monotonic()
+
+    def _connect(self, node: int, deadline_s: float) -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found = json.loads(self._file_of(node).read_text())
+                host, _, port = found["address"].rpartition(":")
+                connection = socket.create_connection((host, int(port)), timeout=_MEET_S)
+                lines = Lines(connection)
+                lines.send(hello=self.launch.node, token=found["token"], store=self._store)
+                self._add_peer(_Peer(node, lines, found["store"]))
+                return
+            if time.monotonic() > deadline_s:
+                raise Fenced(f"node {node} has not come")
+            time.sleep(_LOOK_S)
+
+    def _add_peer(self, peer: _Peer) -> None:
+        peer.lines.connection.setblocking(False)
+        peer.lines.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._peers[peer.node] = peer
+        self._select.register(peer.lines.connection, selectors.EVENT_READ, ("peer", peer.node))
+
+    def _accept(self) -> None:
+        connection, _ = self._server.accept()
+        connection.settimeout(1.0)
+        lines = Lines(connection)
+        messages = lines.read() or [{}]
+        hello = messages[0]
+        if hello.get("token") != self._token or not isinstance(hello.get("hello"), int):
+            lines.close()
+            return
+        self._add_peer(_Peer(hello["hello"], lines, str(hello.get("store", ""))))
+        for message in messages[1:]:
+            self._hear_peer(hello["hello"], message)
+
+    def _tell_peers(self, **message: Any) -> None:
+        for peer in self._peers.values():
+            peer.lines.send(**message)
+
+    def _lose_node(self, node: int, why: str) -> None:
+        peer = self._peers.pop(node)
+        self._select.unregister(peer.lines.connection)
+        peer.lines.close()
+        gone = {member for member in self._alive if member.node == node}
+        if gone:
+            tell("launcher", f"node {node} is lost ({why})")
+        for member in gone:
+            self._lose(member)
+
+    def _lose(self, member: Member) -> None:
+        """Notes that a rank is gone; the others go on with the next generation."""
+        self._alive.discard(member)
+        self._waiting.discard(member)
+        if self.generation is not None and member in self.generation.members:
+            self._due_s = self._due_s or time.monotonic() + _SETTLE_S
+
+    # What comes in.
+
+    def _loop(self) -> None:
+        beat_s = 0.0
+        while self._goes_on:
+            self._look()
+            now_s = time.monotonic()
+            if now_s - beat_s > BEAT_S:
+                beat_s = now_s
+                self._tell_peers(beat=1)
+            for node, peer in list(self._peers.items()):
+                if now_s - peer.lines.heard_s > SILENCE_S:
+                    self._lose_node(node, f"silent for {SILENCE_S:g} s")
+            for local, place in enumerate(self._places):
+                if place.start_again_at is not None and now_s >= place.start_again_at:
+                    self._start(local)
+            if self._due_s is not None and now_s >= self._due_s:
+                self._due_s = None
+                self._propose()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether there are ranks here, or the run goes on elsewhere."""
+        if any(place.rank is not None for place in self._places):
+            return True
+        return bool(self._alive) and not self._is_ending
+
+    def _look(self) -> None:
+        for key, _ in self._select.select(_LOOK_S):
+            kind, who = key.data
+            if kind == "server":
+                self._accept()
+                continue
+            if kind == "rank":
+                rank = self._places[who].rank
+                lines = rank and rank.lines
+            else:
+                lines = self._peers[who].lines if who in self._peers else None
+            if lines is None or key.fileobj is not lines.connection:
+                continue
+            messages = lines.read()
+            if messages is None and kind == "rank":
+                self._ended(who)
+            elif messages is None:
+                self._lose_node(who, "its connection has ended")
+            for message in messages or ():
+                if kind == "rank":
+                    self._hear_rank(who, message)
+                else:
+                    self._hear_peer(who, message)
+
+    def _hear_rank(self, local: int, message: dict[str, Any]) -> None:
+        rank = self._places[local].rank
+        assert rank is not None
+        if "leaving" in message:
+            rank.has_left = True
+        if "ready" in message and rank.member.run > 0:
+            self._join([rank.member])
+            self._tell_peers(ready=[rank.member])
+
+    def _hear_peer(self, node: int, message: dict[str, Any]) -> None:
+        for member in message.get("died", ()):
+            self._lose(Member(*member))
+        for member in message.get("left", ()):
+            self._leave(Member(*member))
+        if "ready" in message:
+            self._join([Member(*member) for member in message["ready"]])
+        if "generation" in message:
+            self._take(Generation.from_json(message["generation"]))
+
+    def _join(self, members: list[Member]) -> None:
+        """Ranks that have come wait for the next generation."""
+        self._alive |= set(members)
+        self._waiting |= set(members)
+        self._due_s = self._due_s or time.monotonic() + _SETTLE_S
+
+    # Agreement.
+
+    def _propose(self) -> None:
+        """Announces the next generation, if this is the lowest node that lives.
+
+        Raises:
+            Fenced: somebody else has its number.
+        """
+        before = self.generation
+        if not self._alive or self._is_ending or min(self._alive).node != self.launch.node:
+            return
+        lost = [m for m in (before.members if before else ()) if m not in self._alive]
+        kind: Kind = "start" if before is None else "loss" if lost else "join"
+        number = 1 if before is None else before.number + 1
+        try:
+            path = self.folder / f"generation-{number}"
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            raise Fenced("the other nodes have gone on without it") from None
+        generation = Generation(
+            number=number,
+            members=tuple(sorted(self._alive)),
+            store=self._store,
+            kind=kind,
+            lost=tuple(lost),
+        )
+        self._tell_peers(generation=generation.to_json())
+        self._take(generation)
+
+    def _take(self, generation: Generation) -> None:
+        """Passes a generation on to the ranks here.
+
+        Raises:
+            Fenced: none of them is a member.
+        """
+        before, self.generation = self.generation, generation
+        if before is not None and generation.number <= before.number:
+            self.generation = before
+            return
+        self._waiting -= set(generation.members)
+        self._alive = set(generation.members) | self._waiting
+        for place in self._places:
+            if place.rank is not None:
+                place.rank.lines.send(generation=generation.to_json())
+        here = {place.rank.member for place in self._places if place.rank is not None}
+        if before is not None and here & set(before.members) - set(generation.members):
+            raise Fenced("the other nodes have gone on without it")
+
+    def _linger(self) -> None:
+        """Ranks of other nodes may still use the store of this one."""
+        end_s = time.monotonic() + _END_S
+        while self._peers and time.monotonic() < end_s:
+            self._look()
+
+
+def _own_address(launch: Launch) -> str:
+    """The address at which other nodes reach this one: that from which it reaches the first."""
+    if len(launch.nodes) == 1:
+        return "127.0.0.1"
+    host, _, port = launch.endpoint.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _failure_of(rank: _Rank, code: int, number: int) -> Failure:
+    error, text = "", ""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        message = json.loads(rank.error_file.read_text())["message"]
+        error, text = str(message["message"]), str(message["extraInfo"]["py_callstack"])
+    return _failure(number, code, error, text)
+
+
+def _failure(rank: int, code: int, error: str, text: str) -> Failure:
+    return Failure(
+        rank=rank,
+        host=platform.node()[:500],
+        code=code,
+        time_s=time.time(),
+        error=error_line(error),
+        traceback=traceback_end(text),
+    )
+
+
+def _run(launch: Launch, command: list[str]) -> list[Failure]:
+    assert launch.shared is not None
+    return Agent(launch=launch, command=command, folder=Path(launch.shared)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(workers.main(sys.argv[1:], _run))

@@ -1,0 +1,184 @@
+"""A rank of an elastic run: it trains in one generation after another until the run ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from copus_ext.elastic.choice import Choice, choose
+from copus_ext.elastic.copies import HeldCopies, PeerCopies
+from copus_ext.elastic.membership import AGREE_S, FIRST_S, Membership, WorldChanged
+from copus_ext.elastic.messages import PIPE_VARIABLE, Generation
+from copus_ext.elastic.recover import find, stored_in_memory
+from copus_ext.launch.layout_fit import NoFit
+from copus_ext.launch.options import COPY_INTERVAL
+from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE
+from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed
+from megatron.training.checkpoint.load import Stored
+from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
+from megatron.training.resilience.exit_status import RunOutcome
+from megatron.training.train import pretrain as pretrain
+from megatron.training.train.callbacks import Callback
+
+_MOST_FRUITLESS = 3
+"""So many generations in a row may end before any step."""
+_TIMEOUT_MINUTES = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a generation begins with."""
+
+    flags: Sequence[str]
+    """Of the program."""
+    stored: Stored | None = None
+    """State to go on from; None as the flags say."""
+    callbacks: Sequence[Callback] = ()
+    """Besides those of the flags, after them."""
+    tell: Callable[[RunOutcome], None] = report_exit
+    """Told how the run ends."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """For the record of the start."""
+
+
+Train = Callable[[Start], int]
+
+
+def run_elastic(flags: Sequence[str], train: Train) -> int:
+    """Trains with whoever is there, until the run ends.
+
+    Args:
+        flags: of the program, as the user gave them.
+        train: trains in the world that this rank is in, and returns the exit code.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: as `pretrain`.
+        TrainingFailure: as `pretrain`, and where the launchers agree on nothing.
+    """
+    membership = Membership.of(
+        os.environ, variable=PIPE_VARIABLE, launch=os.environ.get(LAUNCH_VARIABLE, "launch")
+    )
+    membership.ready()
+    held, fruitless = HeldCopies(), 0
+    generation = membership.wait_newer(FIRST_S)
+    while True:
+        newest = max(held.sets, default=None)
+        is_join = False
+        try:
+            code = _train_in(membership, generation, held, flags, train)
+            membership.leaving()
+            return code
+        except Exception as error:
+            is_join = isinstance(error, WorldChanged) and not membership.has_lost
+            if not is_join and not membership.after_error(error):
+                if isinstance(error, (UsageError, TrainingFailure)):
+                    membership.leaving()  # all ranks do
+                raise
+            _say(f"generation {generation.number} is over: {_line(error)}")
+        # The exception is gone, and with it what it held of the model.
+        membership.leave(wait=is_join)
+        fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0
+        if fruitless >= _MOST_FRUITLESS:
+            raise Relaunch(f"{fruitless} generations have ended before a step")
+        generation = membership.wait_newer(AGREE_S)
+
+
+def _train_in(
+    membership: Membership,
+    generation: Generation,
+    held: HeldCopies,
+    flags: Sequence[str],
+    train: Train,
+) -> int:
+    """Trains in one generation; returns when the run ends."""
+    began_s = time.monotonic()
+    has_gpu = torch.cuda.is_available()
+    membership.enter(
+        generation, backend="nccl" if has_gpu else "gloo", timeout_minutes=_TIMEOUT_MINUTES
+    )
+    start = _start(generation, held, flags, has_gpu=has_gpu)
+    interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
+    copies = PeerCopies(held, membership, interval=interval)
+    start = dataclasses.replace(
+        start,
+        callbacks=[copies],
+        tell=functools.partial(_tell, membership),
+        fields={**start.fields, "meeting_s": time.monotonic() - began_s},
+    )
+    try:
+        return train(start)
+    finally:
+        copies.close()
+
+
+def _start(
+    generation: Generation, held: HeldCopies, flags: Sequence[str], *, has_gpu: bool
+) -> Start:
+    """What this generation goes on from. Collective over the world.
+
+    Raises:
+        Relaunch: on every rank, where no layout is legal.
+    """
+    found = find(held) if generation.number > 1 else None
+    fields: dict[str, Any] = {
+        "generation": generation.number,
+        "members": [list(member) for member in generation.members],
+        "lost": [list(member) for member in generation.lost],
+        "why": generation.kind,
+    }
+    if found is None:
+        if generation.number > 1:
+            _say("both copies of some shard are lost: the run goes on from its checkpoint")
+            flags = resumed(flags)
+        return Start(flags=flags, fields=fields)
+    stored = stored_in_memory(found, held)
+    choice, problem = None, ""
+    if dist.get_rank() == 0:
+        try:
+            choice = choose(
+                flags,
+                stored.arguments,
+                dist.get_world_size(),
+                has_gpu=has_gpu,
+                why=f"{generation.kind} of ranks",
+            )
+        except (NoFit, ValueError) as error:
+            problem = str(error)
+    words, note, problem = broadcast_from_rank0(_told(choice, problem))
+    if problem:
+        raise Relaunch(problem)
+    if note:
+        _say(f"ALERT: {note}, since no layout of {dist.get_world_size()} ranks fits as well")
+    return Start(flags=words, stored=stored, fields=fields)
+
+
+def _told(choice: Choice | None, problem: str) -> tuple[list[str], str, str]:
+    return ([], "", problem) if choice is None else (choice.flags, choice.note, problem)
+
+
+def _tell(membership: Membership, outcome: RunOutcome) -> None:
+    """Reports how the run ends, unless only a generation does."""
+    if outcome.failure is None or not membership.after_error(outcome.failure):
+        report_exit(outcome)
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
