@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
-import gc
 import os
 import re
 import socket
@@ -208,14 +207,14 @@ class Membership:
             wait: for all its members first, since they all live.
         """
         self._is_out = True
-        with contextlib.suppress(Exception):
+        try:
             destroy_groups(wait=wait)
-        with contextlib.suppress(Exception):
-            destroy_groups(wait=False)  # nothing is left, unless waiting failed
+        except Exception:  # of waiting, or of a group that is broken
+            with contextlib.suppress(Exception):
+                destroy_groups(wait=False)
         with contextlib.suppress(Exception):
             if dist.is_initialized():
                 dist.destroy_process_group()
-        gc.collect()
 
     def shut_connections(self) -> None:
         """Ends all waits of this process for other ranks: shuts down the TCP connections that were

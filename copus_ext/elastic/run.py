@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -70,14 +71,16 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
     membership = Membership.of(
         os.environ, variable=PIPE_VARIABLE, launch=os.environ.get(LAUNCH_VARIABLE, "launch")
     )
+    gc.collect()
+    gc.freeze()  # what imports have made; taking down a world collects
     membership.ready()
-    held, fruitless = HeldCopies(), 0
+    held, fruitless, left_s = HeldCopies(), 0, 0.0
     generation = membership.wait_newer(FIRST_S)
     while True:
         newest = max(held.sets, default=None)
         is_join = False
         try:
-            code = _train_in(membership, generation, held, flags, train)
+            code = _train_in(membership, generation, held, flags, train, left_s)
             membership.leaving()
             return code
         except Exception as error:
@@ -88,7 +91,9 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
                 raise
             _say(f"generation {generation.number} is over: {_line(error)}")
         # The exception is gone, and with it what it held of the model.
+        began_s = time.monotonic()
         membership.leave(wait=is_join)
+        left_s = time.monotonic() - began_s
         fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0
         if fruitless >= _MOST_FRUITLESS:
             raise Relaunch(f"{fruitless} generations have ended before a step")
@@ -101,21 +106,29 @@ def _train_in(
     held: HeldCopies,
     flags: Sequence[str],
     train: Train,
+    left_s: float,
 ) -> int:
     """Trains in one generation; returns when the run ends."""
-    began_s = time.monotonic()
+    times_s = [time.monotonic()]
     has_gpu = torch.cuda.is_available()
     membership.enter(
         generation, backend="nccl" if has_gpu else "gloo", timeout_minutes=_TIMEOUT_MINUTES
     )
+    times_s.append(time.monotonic())
     start = _start(generation, held, flags, has_gpu=has_gpu)
+    times_s.append(time.monotonic())
     interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
     copies = PeerCopies(held, membership, interval=interval)
     start = dataclasses.replace(
         start,
         callbacks=[copies],
         tell=functools.partial(_tell, membership),
-        fields={**start.fields, "meeting_s": time.monotonic() - began_s},
+        fields={
+            **start.fields,
+            "leaving_s": left_s,
+            "meeting_s": times_s[1] - times_s[0],
+            "choosing_s": times_s[2] - times_s[1],
+        },
     )
     try:
         return train(start)

@@ -272,7 +272,10 @@ def _trace(config: Config, run: RunDirectory, device: Device, watchdog: Watchdog
 @contextlib.contextmanager
 def _imports_at_rest() -> Iterator[None]:
     """Spares every collection the hundreds of thousands of objects that imports have made; taking a
-    layout down collects, and a job waits for it."""
+    layout down collects, and a job waits for it. Does nothing where the caller has done so."""
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

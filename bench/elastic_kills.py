@@ -1,0 +1,322 @@
+"""Does an elastic run survive the loss of ranks and nodes at any moment?
+
+    python -m bench.elastic_kills --kills 100
+
+Launches of four CPU ranks on one to four nodes (a node is a supervisor with its launcher and ranks)
+lose ranks and whole nodes by SIGKILL, and nodes that stop and go on later, at drawn moments: while
+ranks compute, in collectives, in the optimizer, in saves, evaluations, copies and recoveries. A
+rank that was killed is started again and joins. Every run must end by itself. Its record must hold
+every step once with the samples of an undisturbed run, and the losses of that run. Then the same
+kills are timed with a relaunch in place of the recovery. Writes docs/results/elastic_kills.json.
+It takes about half a minute for each kill; run nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.support import ROOT, arguments, origin, write
+from megatron.training.logging.metrics import read_metrics
+from tests.helpers import processes
+from tests.helpers.launch import free_port
+
+MODEL = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 12 --lr 1e-3
+--tokenizer-type NullTokenizer --vocab-size 127 --mock-data --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --eval-interval 20 --log-interval 1
+--pad-vocab-for-tensor-parallel-size 4 --use-distributed-optimizer --save-interval 25"""
+LAYOUTS = (
+    "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2",
+    "--pipeline-model-parallel-size 4",
+    "",
+)
+NODES = ((4,), (2, 2), (2, 1, 1), (1, 1, 1, 1))
+MOMENTS = (
+    *("compute", "optimizer", "after the optimizer", "any time", "any time", "copy", "save"),
+    *("evaluation", "recovery"),
+)
+_APART = 80
+"""Steps between two kills: a rank that was killed has come back by then."""
+_FIRST = 30
+_HANG_S = 240.0
+_INTERVAL = 10
+_TOLERANCE = 1e-6
+
+
+def plan_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, Any]]:
+    """The kills of one run, the last of which may take a node."""
+    rng, found = random.Random(seed), []
+    places = [[node, local] for node, ranks in enumerate(nodes) for local in range(ranks)]
+    rng.shuffle(places)
+    for i in range(kills):
+        moment, number = rng.choice(MOMENTS), 100 * seed + 10 * i
+        victim = places[i % len(places)]
+        kill = {
+            "number": number,
+            "step": _FIRST + _APART * i + rng.randrange(_INTERVAL),
+            "moment": "compute" if moment == "recovery" else moment,
+            "victim": victim,
+            "what": "rank",
+            "seconds": 0.15,
+        }
+        if i == kills - 1 and len(nodes) > 1:
+            kill["what"] = rng.choice(["node", "node", "frozen node"])
+            kill["seconds"] = 8.0 if kill["what"] == "frozen node" else 0.15
+        found.append(kill)
+        if moment == "recovery":
+            second = rng.choice([p for p in places if p[0] != victim[0] or kill["what"] == "rank"])
+            if second != victim:
+                found.append(
+                    {
+                        "number": number + 1,
+                        "step": 0,
+                        "moment": "recovery",
+                        "victim": second,
+                        "what": "rank",
+                        "after": number,
+                    }
+                )
+    return found
+
+
+def start(
+    folder: Path, nodes: Sequence[int], layout: str, steps: int, *, elastic: bool, mark: str
+) -> list[subprocess.Popen[bytes]]:
+    """A supervisor for every node."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env[processes.MARK] = mark
+    own = ["--restart-wait", "0", "--node-timeout-s", "10"]
+    own += ["--elastic", "--copy-interval", str(_INTERVAL)] if elastic else []
+    if len(nodes) > 1:
+        own += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
+    flags += ["--save", str(folder / "run")]
+    found = []
+    for node, ranks in enumerate(nodes):
+        place = ["--nnodes", str(len(nodes)), "--node-rank", str(node)]
+        place += ["--nproc-per-node", str(ranks)]
+        command = [sys.executable, "-m", "copus_ext.launch.supervisor", *place, *own, "--"]
+        command += [str(ROOT / "bench/elastic_kills_rank.py"), *flags]
+        with (folder / f"log{node}").open("wb") as log:
+            found.append(
+                subprocess.Popen(
+                    command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+                )
+            )
+    return found
+
+
+def wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
+    """Exit codes; None for one that hangs."""
+    deadline_s = time.monotonic() + timeout_s
+    codes: list[int | None] = []
+    for child in children:
+        try:
+            codes.append(child.wait(max(deadline_s - time.monotonic(), 0.1)))
+        except subprocess.TimeoutExpired:
+            codes.append(None)
+    return codes
+
+
+def account(folder: Path, steps: int, reference: dict[int, float]) -> dict[str, Any]:
+    """What the record says: samples lost or doubled, and the largest difference of a loss."""
+    rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
+    count = Counter(r["iteration"] for r in rows)
+    wrong = [r for r in rows if r["consumed_samples"] != 12 * r["iteration"]]
+    missing = [i for i in range(1, steps + 1) if count[i] != 1]
+    worst = max(
+        (abs(r["losses"]["lm loss"] / reference[r["iteration"]] - 1) for r in rows), default=0.0
+    )
+    return {
+        "last_step": max(count, default=0),
+        "samples_lost": 12 * len(missing) + 12 * len(wrong),
+        "largest_loss_difference": worst,
+    }
+
+
+def rows_of(folder: Path, kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every kill that happened."""
+    records = read_metrics(folder / "run", superseded=True)
+    starts = [r for r in records if r["kind"] == "run.start"]
+    shared = next(iter((folder / "run" / "control" / "elastic").glob("*")), None)
+    found = []
+    for kill in kills:
+        path = folder / f"kill-{kill['number']}"
+        if not path.exists():
+            continue
+        happened = json.loads(path.read_text())
+        begins = [s for s in starts if s["t"] > happened["t"]]
+        steps = [r for r in records if r["kind"] == "step"]
+        row = {k: kill[k] for k in ("number", "moment", "victim", "what")}
+        row["iteration"] = happened["iteration"]
+        if begins:
+            first = begins[0]
+            row["outcome"] = "live" if first.get("loaded") == _MEMORY else "checkpoint"
+            row["generation"] = first.get("generation")
+            row["ranks"] = len(first.get("members", ()))
+            row |= {k: first.get(k) for k in ("leaving_s", "meeting_s", "choosing_s")}
+            claim = shared and shared / f"generation-{first.get('generation')}"
+            if claim is not None and claim.exists():
+                row["noticed_s"] = claim.stat().st_mtime - happened["t"]
+            later = [s["t"] for s in steps if s["t"] > first["t"]]
+            row["next_step_s"] = min(later, default=float("nan")) - happened["t"]
+            before = [s["iteration"] for s in steps if s["t"] < first["t"]]
+            row["repeated_steps"] = max(before, default=0) - first["iteration"]
+        else:
+            row["outcome"] = "no step followed"
+        found.append(row)
+    return found
+
+
+_MEMORY = "memory of the ranks"
+
+
+def trial(
+    seed: int, reference: dict[int, float], *, kills: int, elastic: bool, keep: Path | None
+) -> dict[str, Any]:
+    """One run with its kills."""
+    nodes, layout = NODES[seed % len(NODES)], LAYOUTS[(seed // len(NODES)) % len(LAYOUTS)]
+    steps = _FIRST + _APART * kills + 20
+    planned = plan_of(seed, nodes, kills)
+    mark = f"elastic-{os.getpid()}-{seed}"
+    with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
+        folder = Path(scratch) if keep is None else keep / f"seed-{seed}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps({"kills": planned}))
+        children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
+        codes = wait(children, _HANG_S + kills * 30.0)
+        relaunches = 0
+        took_leader = any(k["what"] == "node" and k["victim"][0] == 0 for k in planned)
+        if None not in codes and not _is_done(folder, steps) and took_leader:
+            # As a batch script would: node 0, which decides on a relaunch, is gone.
+            relaunches += 1
+            (folder / "plan.json").write_text(json.dumps({"kills": []}))
+            children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
+            codes = wait(children, _HANG_S)
+        processes.end_marked(mark)
+        log = "".join(path.read_text() for path in sorted(folder.glob("log*")))
+        result = {
+            "seed": seed,
+            "nodes": list(nodes),
+            "layout": layout or "data parallel",
+            "codes": codes,
+            "hung": None in codes,
+            "started_by_hand": relaunches,
+            "relaunches": log.count("start again under") + log.count("start again as at first"),
+            **account(folder, steps, reference),
+            "rows": rows_of(folder, planned),
+        }
+    result["done"] = result["last_step"] == steps
+    return result
+
+
+def _is_done(folder: Path, steps: int) -> bool:
+    try:
+        rows = read_metrics(folder / "run")
+    except FileNotFoundError:
+        return False
+    return any(r["kind"] == "step" and r["iteration"] == steps for r in rows)
+
+
+def undisturbed(steps: int) -> dict[int, float]:
+    """Loss by iteration of the same samples without a kill, under one layout."""
+    with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
+        folder = Path(scratch)
+        (folder / "plan.json").write_text(json.dumps({"kills": []}))
+        mark = f"elastic-{os.getpid()}-reference"
+        codes = wait(start(folder, (2,), "", steps, elastic=True, mark=mark), 900)
+        assert codes == [0], (folder / "log0").read_text()[-3000:]
+        rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
+        return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Median, nine tenths, and the most."""
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {
+        "median": statistics.median(ordered),
+        "p90": ordered[min(int(0.9 * len(ordered)), len(ordered) - 1)],
+        "most": ordered[-1],
+    }
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all runs say together."""
+    rows = [row for run in runs for row in run["rows"]]
+    live = [r for r in rows if r["outcome"] == "live"]
+    deaths = [r for r in live if r["what"] != "frozen node"]
+    return {
+        "kills": len(rows),
+        "recovered_live": len(live),
+        "relaunched": sum(r["outcome"] == "checkpoint" for r in rows),
+        "no_step_followed": sum(r["outcome"] == "no step followed" for r in rows),
+        "hung": sum(run["hung"] for run in runs),
+        "not_done": sum(not run["done"] for run in runs),
+        "samples_lost": sum(run["samples_lost"] for run in runs),
+        "largest_loss_difference": max((r["largest_loss_difference"] for r in runs), default=0.0),
+        "noticed_s": quantiles([r["noticed_s"] for r in deaths if "noticed_s" in r]),
+        "next_step_s": quantiles([r["next_step_s"] for r in deaths]),
+        "next_step_after_silence_s": quantiles(
+            [r["next_step_s"] for r in live if r["what"] == "frozen node"]
+        ),
+        "repeated_steps": quantiles([float(r["repeated_steps"]) for r in live]),
+        "by_moment": dict(Counter(r["moment"] for r in rows)),
+    }
+
+
+def main() -> None:
+    """Runs the campaign."""
+    parser = arguments(__doc__, "elastic_kills.json")
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills-per-run", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--relaunches", type=int, default=3, help="runs without --elastic")
+    parser.add_argument("--keep", type=Path, help="folder for what the runs leave")
+    args: argparse.Namespace = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
+    per_run = args.kills_per_run
+    reference = undisturbed(_FIRST + _APART * per_run + 20)
+    runs: list[dict[str, Any]] = []
+    seed = args.first_seed
+    while sum(len(run["rows"]) for run in runs) < args.kills:
+        runs.append(trial(seed, reference, kills=per_run, elastic=True, keep=args.keep))
+        print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
+        seed += 1
+    relaunched = [
+        trial(4 * i, reference, kills=1, elastic=False, keep=None) for i in range(args.relaunches)
+    ]
+    result = {
+        "what": "kills of ranks and nodes in elastic runs of four CPU ranks",
+        "steps_between_copies": _INTERVAL,
+        "tolerance_of_losses": _TOLERANCE,
+        **summary(runs),
+        "relaunch_next_step_s": [
+            row["next_step_s"] for run in relaunched for row in run["rows"] if "next_step_s" in row
+        ],
+        "runs": [{k: v for k, v in run.items() if k != "rows"} for run in runs],
+        "rows": [{"seed": run["seed"], **row} for run in runs for row in run["rows"]],
+        **origin(),
+    }
+    write(args.output, result, hide=("runs", "rows"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""A rank of `bench.elastic_kills`: trains, and kills itself or its node where the plan says so.
+
+The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
+"victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
+the plan, with the time and the step, before it acts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from copus_ext.commands import pretrain
+from copus_ext.elastic import copies, recover
+from copus_ext.reshard import change
+from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.train import loop, step
+
+_PLAN = Path(os.environ["COPUS_KILL_PLAN"])
+_KILLS = json.loads(_PLAN.read_text())["kills"]
+_STEP = [0]
+
+
+def _mine(moment: str) -> dict[str, Any] | None:
+    """The kill that is due at a moment on this rank."""
+    place = [int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])]
+    for kill in _KILLS:
+        if kill["moment"] != moment or kill["victim"] != place or kill["step"] > _STEP[0]:
+            continue
+        if _has_happened(kill["number"]):
+            continue
+        if kill.get("after") is not None and not _has_happened(kill["after"]):
+            continue
+        return kill
+    return None
+
+
+def _has_happened(number: int) -> bool:
+    return (_PLAN.parent / f"kill-{number}").exists()
+
+
+def _fault(moment: str) -> None:
+    if (kill := _mine(moment)) is not None:
+        _act(kill)
+
+
+def _act(kill: dict[str, Any]) -> None:
+    path = _PLAN.parent / f"kill-{kill['number']}"
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return
+    launcher = psutil.Process(os.getppid())
+    supervisor = launcher.parent()
+    ranks = [p for p in launcher.children() if p.pid != os.getpid()]
+    node = [*([supervisor] if supervisor is not None else []), launcher, *ranks]
+    os.write(handle, json.dumps({"t": time.time(), "iteration": _STEP[0]}).encode())
+    os.close(handle)
+    if kill["what"] == "frozen node":
+        pids = [str(p.pid) for p in node] + [str(os.getpid())]
+        script = f"sleep {kill['seconds']}; kill -CONT {' '.join(pids)} 2>/dev/null"
+        subprocess.Popen(["sh", "-c", script], start_new_session=True)
+        for pid in pids:
+            os.kill(int(pid), signal.SIGSTOP)
+        return
+    if kill["what"] == "node":
+        for process in node:
+            process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before(owner: Any, name: str, moment: str) -> None:
+    """Lets a function begin with a fault."""
+    plain = getattr(owner, name)
+
+    def faulty(*args: Any, **named: Any) -> Any:
+        _fault(moment)
+        return plain(*args, **named)
+
+    setattr(owner, name, faulty)
+
+
+def _watch_steps() -> None:
+    plain = loop.train_step
+
+    def watched(job: Any) -> Any:
+        _STEP[0] = job.state.iteration
+        if (kill := _mine("any time")) is not None:
+            delay_s = random.Random(kill["number"]).random() * kill["seconds"]
+            threading.Timer(delay_s, _act, [kill]).start()
+        return plain(job)
+
+    loop.train_step = watched
+
+
+def main() -> int:
+    """Trains with faults."""
+    _watch_steps()
+    _before(step, "forward_step", "compute")
+    _before(step, "share_numbers", "after the optimizer")
+    _before(step, "optimizer_step", "optimizer")
+    _before(copies.PeerCopies, "_exchange", "copy")
+    _before(Checkpointer, "_commit", "save")
+    _before(loop, "_evaluate", "evaluation")
+    _before(recover, "_restore", "recovery")
+    _before(change.Change, "_build", "move")
+    return pretrain.main()
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(exit_code)
