@@ -94,32 +94,46 @@ def plan_of(seed: int, nodes: Sequence[int], kills: int) -> list[dict[str, Any]]
     return found
 
 
+def start_node(
+    folder: Path,
+    nodes: Sequence[int],
+    node: int,
+    layout: str,
+    steps: int,
+    *,
+    mark: str,
+    elastic: bool = True,
+) -> subprocess.Popen[bytes]:
+    """The supervisor of one node."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env[processes.MARK] = mark
+    own = ["--restart-wait", "0", "--node-timeout-s", "10", "--node-rank", str(node)]
+    own += ["--nproc-per-node", str(nodes[node]), "--nnodes", str(len(nodes))]
+    own += ["--elastic", "--copy-interval", str(_INTERVAL)] if elastic else []
+    if len(nodes) > 1:
+        port = folder / "port"
+        if not port.exists():
+            port.write_text(str(free_port()))
+        own += ["--rdzv-endpoint", f"127.0.0.1:{port.read_text()}"]
+    flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
+    flags += ["--save", str(folder / "run")]
+    command = [sys.executable, "-m", "copus_ext.launch.supervisor", *own, "--"]
+    command += [str(ROOT / "bench/elastic_kills_rank.py"), *flags]
+    with (folder / f"log{node}").open("ab") as log:
+        return subprocess.Popen(
+            command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
+        )
+
+
 def start(
     folder: Path, nodes: Sequence[int], layout: str, steps: int, *, elastic: bool, mark: str
 ) -> list[subprocess.Popen[bytes]]:
     """A supervisor for every node."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COPUS_KILL_PLAN": str(folder / "plan.json")}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env[processes.MARK] = mark
-    own = ["--restart-wait", "0", "--node-timeout-s", "10"]
-    own += ["--elastic", "--copy-interval", str(_INTERVAL)] if elastic else []
-    if len(nodes) > 1:
-        own += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    flags = [*MODEL.split(), *layout.split(), "--train-iters", str(steps)]
-    flags += ["--save", str(folder / "run")]
-    found = []
-    for node, ranks in enumerate(nodes):
-        place = ["--nnodes", str(len(nodes)), "--node-rank", str(node)]
-        place += ["--nproc-per-node", str(ranks)]
-        command = [sys.executable, "-m", "copus_ext.launch.supervisor", *place, *own, "--"]
-        command += [str(ROOT / "bench/elastic_kills_rank.py"), *flags]
-        with (folder / f"log{node}").open("wb") as log:
-            found.append(
-                subprocess.Popen(
-                    command, cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True
-                )
-            )
-    return found
+    return [
+        start_node(folder, nodes, node, layout, steps, mark=mark, elastic=elastic)
+        for node in range(len(nodes))
+    ]
 
 
 def wait(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:

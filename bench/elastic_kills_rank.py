@@ -2,7 +2,8 @@
 
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
-the plan, with the time and the step, before it acts.
+the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
+after `pause_from`, so that those that come again find the others at work.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from megatron.training.checkpoint.save import Checkpointer
 from megatron.training.train import loop, step
 
 _PLAN = Path(os.environ["COPUS_KILL_PLAN"])
-_KILLS = json.loads(_PLAN.read_text())["kills"]
+_GIVEN = json.loads(_PLAN.read_text())
+_KILLS = _GIVEN["kills"]
+_PAUSE_FROM, _PAUSE_S = _GIVEN.get("pause_from", 0), _GIVEN.get("pause_s", 0.0)
 _STEP = [0]
 
 
@@ -95,6 +98,7 @@ def _watch_steps() -> None:
 
     def watched(job: Any) -> Any:
         _STEP[0] = job.state.iteration
+        time.sleep(_PAUSE_S if _STEP[0] > _PAUSE_FROM else 0.0)
         if (kill := _mine("any time")) is not None:
             delay_s = random.Random(kill["number"]).random() * kill["seconds"]
             threading.Timer(delay_s, _act, [kill]).start()

@@ -42,6 +42,7 @@ _SETTLE_S = 0.02
 """Deaths that follow one another so closely make one generation."""
 _MEET_S = 120.0
 _LOOK_S = 0.05
+_RUNS_PER_GENERATION = 1000
 _END_S = 1.0
 """The store of the last generation stays so long while ranks of other nodes leave."""
 _BACK_S = (1.0, 10.0, 60.0)
@@ -66,7 +67,7 @@ class _Place:
     """Where a rank of this node runs, one after another."""
 
     rank: _Rank | None = None
-    run: int = 0
+    restarts: int = 0
     start_again_at: float | None = None
 
 
@@ -76,7 +77,6 @@ class _Peer:
 
     node: int
     lines: Lines
-    store: str
 
 
 class Fenced(Exception):
@@ -109,6 +109,8 @@ class Agent:
     """When to announce the next generation, if this node has to."""
     _is_ending: bool = False
     """Ranks leave as the run ends."""
+    _first_run: int = 0
+    """Number of the first ranks here: above those of this node before, in a launch that goes on."""
 
     def run(self) -> list[Failure]:
         """Runs the ranks of this node to their end.
@@ -118,6 +120,7 @@ class Agent:
         """
         self._select = selectors.DefaultSelector()
         self._token = secrets.token_hex(8)
+        self._first_run = _RUNS_PER_GENERATION * self._claimed()
         for local in range(self.launch.num_ranks):
             self._places.append(_Place())
             self._start(local)
@@ -131,7 +134,10 @@ class Agent:
         self._store = f"{host}:{store.port}"
         self._publish(host)
         try:
-            self._meet()
+            if self._first_run:
+                self._come_late()
+            else:
+                self._meet()
             self._loop()
         except Fenced as error:
             tell("launcher", f"node {self.launch.node} ends: {error}")
@@ -145,9 +151,9 @@ class Agent:
 
     def _start(self, local: int) -> None:
         place = self._places[local]
-        member = Member(self.launch.node, local, place.run)
+        member = Member(self.launch.node, local, self._first_run + place.restarts)
         ours, theirs = socket.socketpair()
-        error_file = Path(self.launch.folder) / f"error-{local}-{place.run}.json"
+        error_file = Path(self.launch.folder) / f"error-{local}-{place.restarts}.json"
         env = {
             **os.environ,
             PIPE_VARIABLE: f"{theirs.fileno()}:{member.node}:{member.local}:{member.run}",
@@ -188,14 +194,23 @@ class Agent:
             return
         self._lose(rank.member)
         self._tell_peers(died=[rank.member])
-        if not self._is_ending and place.run < len(_BACK_S):
-            place.start_again_at = time.monotonic() + _BACK_S[place.run]
-            place.run += 1
+        if not self._is_ending and place.restarts < len(_BACK_S):
+            place.start_again_at = time.monotonic() + _BACK_S[place.restarts]
+            place.restarts += 1
 
     def _leave(self, member: Member) -> None:
         """Notes that a rank has ended with the run."""
         self._alive.discard(member)
         self._is_ending = True
+
+    def _end_newcomers(self) -> None:
+        """Ends ranks that have come too late for any generation."""
+        members = () if self.generation is None else self.generation.members
+        for place in self._places:
+            place.start_again_at = None
+            if place.rank is not None and place.rank.member not in members:
+                place.rank.has_left = True
+                place.rank.process.kill()
 
     def _rank_of(self, member: Member) -> int:
         members = () if self.generation is None else self.generation.members
@@ -224,7 +239,6 @@ class Agent:
     def _publish(self, host: str) -> None:
         own = {
             "address": f"{host}:{self._server.getsockname()[1]}",
-            "store": self._store,
             "token": self._token,
             "ranks": self.launch.num_ranks,
         }
@@ -255,19 +269,38 @@ class Agent:
             self._alive |= {Member(node, local) for local in range(ranks)}
         self._due_s = time.monotonic()
 
+    def _come_late(self) -> None:
+        """Connects with the nodes that are there, in a launch that goes on.
+
+        Raises:
+            Fenced: there are none.
+        """
+        for node in self.launch.nodes:
+            if node != self.launch.node:
+                self._try_to_connect(node)
+        if not self._peers:
+            raise Fenced("no other node is there any more")
+
+    def _claimed(self) -> int:
+        """The number of generations that there were before this launcher came."""
+        return len(list(self.folder.glob("generation-*")))
+
     def _connect(self, node: int, deadline_s: float) -> None:
-        while True:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                found = json.loads(self._file_of(node).read_text())
-                host, _, port = found["address"].rpartition(":")
-                connection = socket.create_connection((host, int(port)), timeout=_MEET_S)
-                lines = Lines(connection)
-                lines.send(hello=self.launch.node, token=found["token"], store=self._store)
-                self._add_peer(_Peer(node, lines, found["store"]))
-                return
+        while not self._try_to_connect(node):
             if time.monotonic() > deadline_s:
                 raise Fenced(f"node {node} has not come")
             time.sleep(_LOOK_S)
+
+    def _try_to_connect(self, node: int) -> bool:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found = json.loads(self._file_of(node).read_text())
+            host, _, port = found["address"].rpartition(":")
+            connection = socket.create_connection((host, int(port)), timeout=SILENCE_S)
+            lines = Lines(connection)
+            lines.send(hello=self.launch.node, token=found["token"])
+            self._add_peer(_Peer(node, lines))
+            return True
+        return False
 
     def _add_peer(self, peer: _Peer) -> None:
         peer.lines.connection.setblocking(False)
@@ -284,7 +317,11 @@ class Agent:
         if hello.get("token") != self._token or not isinstance(hello.get("hello"), int):
             lines.close()
             return
-        self._add_peer(_Peer(hello["hello"], lines, str(hello.get("store", ""))))
+        if hello["hello"] in self._peers:
+            self._lose_node(hello["hello"], "it has come again")
+        self._add_peer(_Peer(hello["hello"], lines))
+        if self.generation is not None:
+            lines.send(generation=self.generation.to_json())
         for message in messages[1:]:
             self._hear_peer(hello["hello"], message)
 
@@ -325,6 +362,8 @@ class Agent:
             for local, place in enumerate(self._places):
                 if place.start_again_at is not None and now_s >= place.start_again_at:
                     self._start(local)
+            if self._is_ending:
+                self._end_newcomers()
             if self._due_s is not None and now_s >= self._due_s:
                 self._due_s = None
                 self._propose()
@@ -365,7 +404,7 @@ class Agent:
         assert rank is not None
         if "leaving" in message:
             rank.has_left = True
-        if "ready" in message and rank.member.run > 0:
+        if "ready" in message and rank.member.run > 0:  # not one of the first
             self._join([rank.member])
             self._tell_peers(ready=[rank.member])
 
@@ -442,7 +481,7 @@ class Agent:
 
 def _own_address(launch: Launch) -> str:
     """The address at which other nodes reach this one: that from which it reaches the first."""
-    if len(launch.nodes) == 1:
+    if not launch.endpoint:
         return "127.0.0.1"
     host, _, port = launch.endpoint.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -32,7 +32,9 @@ class Options:
     """The command line of one node's supervisor."""
 
     nnodes: int
-    """Nodes of the job."""
+    """Nodes of the job, at most."""
+    min_nodes: int
+    """Nodes with which it may start."""
     node_rank: int
     """Number of this one; 0 decides for all."""
     nproc_per_node: int
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--nnodes", type=int, help="nodes of the job, with a supervisor on each (1)")
+    add("--nnodes", help="nodes of the job, with a supervisor on each (1); MIN:MAX with --elastic")
     add("--node-rank", type=int, help="number of this node (0); node 0 leads the others")
     add("--nproc-per-node", type=int, help="ranks on this node (the GPUs it sees, else 1)")
     add("--rdzv-endpoint", help="HOST:PORT of node 0; needed with several nodes")
@@ -133,6 +135,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
     gpus = visible_gpus(env)
     nproc = (gpus or 1) if given.nproc_per_node is None else given.nproc_per_node
     step = read_step(env)
+    least, given.nnodes = _node_numbers(given)
     nnodes, node, endpoint = _place(given, step)
     _check_between("--nnodes", nnodes, 1, MAX_NODES)
     _check_between("--node-rank", node, 0, nnodes - 1)
@@ -149,6 +152,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         raise UsageError(str(error)) from error
     return Options(
         nnodes=nnodes,
+        min_nodes=least or nnodes,
         node_rank=node,
         nproc_per_node=nproc,
         endpoint=endpoint,
@@ -163,6 +167,21 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         copy_interval=_copy_interval(given),
         step=step,
     )
+
+
+def _node_numbers(given: argparse.Namespace) -> tuple[int | None, int | None]:
+    """The least and the most of `--nnodes`; None where it is not given."""
+    if given.nnodes is None:
+        return None, None
+    least, colon, most = given.nnodes.partition(":")
+    numbers = [least, most] if colon else [least]
+    if not all(number.isdecimal() for number in numbers):
+        raise UsageError(f"--nnodes {given.nnodes} must be a number, or MIN:MAX with --elastic")
+    if colon and not given.elastic:
+        raise UsageError(f"--nnodes {given.nnodes} needs --elastic; or give one number")
+    if not 1 <= int(least) <= int(numbers[-1]):
+        raise UsageError(f"--nnodes {given.nnodes} must be MIN:MAX with 1 <= MIN <= MAX")
+    return int(least), int(numbers[-1])
 
 
 def _copy_interval(given: argparse.Namespace) -> int | None:

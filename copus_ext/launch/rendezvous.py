@@ -218,6 +218,7 @@ class NodeRendezvous:
         self.there: dict[int, NodeHeartbeat] = {node: self.me}
         """Supervisors that have come, by node."""
         self._beat_at = self._looked_at = self._compared_at = float("-inf")
+        self._newcomers_at, self._is_there = float("-inf"), False
         self._lost: list[int] = []
         self._ended_names: frozenset[str] = frozenset()
         self._complaint = ""
@@ -245,9 +246,12 @@ class NodeRendezvous:
         path = self._file_of(self.me.node)
         with suppress(OSError):
             try:
+                if not self._is_there:  # the file may be of a supervisor that was here before
+                    raise FileNotFoundError(path)
                 os.utime(path)
             except FileNotFoundError:
                 self._write(path, self.me)
+                self._is_there = True
 
     def missing(self) -> list[int]:
         """Nodes whose supervisors have not come yet. On the leader."""
@@ -257,6 +261,25 @@ class NodeRendezvous:
                 if found is not None and found.node == node:
                     self.there[node] = found
         return [node for node in range(self._num_nodes) if node not in self.there]
+
+    def newcomers(self, *, now: bool = False) -> list[int]:
+        """Nodes that have come, or come again, since the launch began. On the leader.
+
+        Args:
+            now: look at once, and not every few seconds only.
+        """
+        found: list[int] = []
+        now_s = time.monotonic()
+        if self._is_alone or (now_s - self._newcomers_at < _BEAT_S and not now):
+            return found
+        self._newcomers_at = now_s
+        for node in range(self._num_nodes):
+            one = self._read(self._file_of(node), NodeHeartbeat.from_json)
+            known = self.there.get(node)
+            if one is not None and one.node == node and (known is None or known.token != one.token):
+                self.there[node] = one
+                found.append(node)
+        return found
 
     def publish(self, plan: LaunchPlan) -> None:
         """Sends a plan to the nodes that are there. On the leader.

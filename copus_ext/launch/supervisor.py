@@ -49,6 +49,8 @@ from megatron.training.resilience.lock import Lock
 _TICK_S, _PLAN_LOOK_S, _SLURM_LOOK_S = 0.1, 0.5, 1.0
 _LINGER_S = 60.0
 """Ranks may run so long after the launch has ended well on another node."""
+_LAST_CALL_S = 5.0
+"""Wait for further nodes once there are enough to start."""
 _GATHER_S = 30.0
 """Wait for the results of other nodes, and again after all were told to end their ranks."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -278,6 +280,7 @@ class LeaderNode(Node):
         self._prefix = f"{job}.{os.environ.get('SLURM_RESTART_COUNT') or 0}"
         self._number = 0
         self._lost = set[int]()
+        self._running: LaunchPlan | None = None
         self._slurm, self._slurm_at = watch_of(options.step, self.run_dir), float("-inf")
 
     def run_job(self) -> int:
@@ -297,6 +300,8 @@ class LeaderNode(Node):
         finally:
             end = LaunchPlan(launch=self._name, number=self._number + 1, exit_code=code)
             try:
+                if self._is_elastic:
+                    self.rendezvous.newcomers(now=True)  # they are to end, too
                 self.rendezvous.publish(end)
             except OSError as error:
                 say(f"the end cannot be published to the other nodes: {error.strerror or error}")
@@ -322,8 +327,15 @@ class LeaderNode(Node):
         return found or stored_flags(save, self.tick, trust_unverified=trust)
 
     def tick(self, workers: Workers | None = None, *, starting: bool = False) -> None:
-        """The same, and watches the job's time limit."""
+        """The same, and watches the job's time limit, and lets nodes into an elastic launch."""
         super().tick(workers, starting=starting)
+        if self._running is not None and (nodes := self.rendezvous.newcomers()):
+            ranks = {str(node): self.rendezvous.there[node].num_ranks for node in nodes}
+            self._running = dataclasses.replace(
+                self._running, num_ranks={**self._running.num_ranks, **ranks}
+            )
+            self.rendezvous.publish(self._running)
+            say(f"node {', '.join(map(str, nodes))} comes in")
         now_s = time.monotonic()
         if self._slurm is not None and now_s - self._slurm_at >= _SLURM_LOOK_S:
             self._slurm_at = now_s
@@ -359,7 +371,10 @@ class LeaderNode(Node):
                 break
             plan = self._plan(following)
             self.rendezvous.publish(plan)
-            following = self._after(plan, self._gather(plan, self.run(plan)))
+            self._running = plan if self._is_elastic else None
+            own = self.run(plan)
+            self._running = None
+            following = self._after(plan, self._gather(plan, own))
             self._number += 1
         assert following.exit_code is not None
         if following.gives_up:
@@ -369,10 +384,17 @@ class LeaderNode(Node):
         return following.exit_code
 
     def _wait_for_nodes(self) -> list[int]:
-        """Nodes that have not come in time."""
-        deadline_s = time.monotonic() + self.options.join_timeout_s
+        """Nodes that have not come in time, though the job needs them."""
+        now_s = time.monotonic()
+        deadline_s, changed_s, before = now_s + self.options.join_timeout_s, now_s, -1
         while missing := self.rendezvous.missing():
-            if time.monotonic() > deadline_s or self.stops.first is not None:
+            now_s = time.monotonic()
+            if len(missing) != before:
+                before, changed_s = len(missing), now_s
+            is_enough = self.options.nnodes - len(missing) >= self.options.min_nodes
+            if is_enough and now_s - changed_s > _LAST_CALL_S:
+                return []
+            if now_s > deadline_s or self.stops.first is not None:
                 break
             time.sleep(_TICK_S)
             self.tick()

@@ -1,0 +1,157 @@
+"""Elastic launches: ranks and nodes are killed, the others go on, and those that come again join.
+
+Every run must end with the losses and the samples of one without a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.elastic_kills import MODEL, account, start, start_node, wait
+from megatron.training.logging.metrics import read_metrics
+from tests.helpers import processes
+from tests.helpers.launch import ROOT, run_ranks
+
+pytestmark = [pytest.mark.waits, pytest.mark.timeout(500)]
+STEPS = 260
+_LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Loss by iteration of a run without a kill."""
+    folder = tmp_path_factory.mktemp("reference")
+    flags = [*MODEL.split(), "--train-iters", str(STEPS), "--save", str(folder)]
+    run_ranks([ROOT / "pretrain_gpt.py", *flags], 2, timeout_s=300).check()
+    rows = [r for r in read_metrics(folder) if r["kind"] == "step"]
+    return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
+
+
+class Run:
+    """An elastic run under way."""
+
+    def __init__(
+        self, folder: Path, nodes: Sequence[int], layout: str, kills: Sequence[dict[str, Any]]
+    ) -> None:
+        self.folder, self.mark = folder, uuid.uuid4().hex
+        (folder / "plan.json").write_text(
+            json.dumps({"kills": list(kills), "pause_from": 95, "pause_s": 0.1 * len(nodes) - 0.1})
+        )
+        self.nodes, self.layout = nodes, layout
+        self.children: list[subprocess.Popen[bytes]] = start(
+            folder, nodes, layout, STEPS, elastic=True, mark=self.mark
+        )
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob("log*")))
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Records of the starts of generations so far."""
+        try:
+            records = read_metrics(self.folder / "run", superseded=True)
+        except FileNotFoundError:
+            return []
+        return [r for r in records if r["kind"] == "run.start"]
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + _LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, self.log[-6000:]
+            time.sleep(0.2)
+
+    def end(self) -> list[int | None]:
+        codes = wait(self.children, _LIMIT_S)
+        assert None not in codes, self.log[-6000:]
+        return codes
+
+    def check(self, reference: dict[int, float]) -> None:
+        """Every sample counts once, and the losses are those without a kill."""
+        found = account(self.folder, STEPS, reference)
+        assert found["last_step"] == STEPS, self.log[-6000:]
+        assert found["samples_lost"] == 0
+        assert found["largest_loss_difference"] < 1e-6
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(nodes: Sequence[int], layout: str, *kills: dict[str, Any]) -> Run:
+        runs.append(Run(tmp_path, nodes, layout, kills))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        processes.end_marked(run.mark)
+        for child in run.children:
+            child.wait()
+
+
+def kill(
+    number: int, step: int, victim: list[int], what: str = "rank", **more: Any
+) -> dict[str, Any]:
+    return {"number": number, "step": step, "victim": victim, "what": what, **more}
+
+
+def test_a_rank_and_a_node_are_lost_and_come_again(
+    begin: Callable[..., Run], reference: dict[int, float]
+) -> None:
+    run = begin(
+        (2, 2),
+        "--tensor-model-parallel-size 2",
+        kill(1, 25, [0, 1], moment="optimizer"),
+        kill(2, 90, [1, 0], "node", moment="compute"),
+    )
+    run.wait_for(lambda: (run.folder / "kill-2").exists())
+    # The node comes again while the other trains.
+    run.children[1].wait()
+    run.children[1] = start_node(run.folder, run.nodes, 1, run.layout, STEPS, mark=run.mark)
+    assert run.end() == [0, 0]
+    run.check(reference)
+    starts = run.starts()
+    sizes = [len(s["members"]) for s in starts]
+    assert sizes[:2] == [4, 3] and sizes[-1] == 4 and 2 in sizes
+    assert all(s["loaded"] == "memory of the ranks" for s in starts[1:])
+    assert {s["why"] for s in starts} == {"start", "loss", "join"}
+    assert "both copies" not in run.log
+
+
+def test_without_both_copies_the_run_goes_on_from_its_checkpoint(
+    begin: Callable[..., Run], reference: dict[int, float]
+) -> None:
+    # The second keeps what the first holds; and it dies while the others recover.
+    run = begin(
+        (4,),
+        "--pipeline-model-parallel-size 2",
+        kill(1, 40, [0, 1], moment="compute"),
+        kill(2, 40, [0, 2], moment="compute"),
+    )
+    assert run.end() == [0]
+    run.check(reference)
+    assert any(s["iteration"] == 25 and s["generation"] > 1 for s in run.starts())
+    assert "both copies of some shard are lost" in run.log
+
+
+def test_a_node_that_stops_for_a_while_is_left_behind(
+    begin: Callable[..., Run], reference: dict[int, float]
+) -> None:
+    run = begin(
+        (1, 1, 1),
+        "",
+        kill(1, 30, [0, 0], "frozen node", moment="compute", seconds=9),
+    )
+    codes = run.end()
+    # Node 0 ends itself when it goes on: the others have gone on without it.
+    assert codes[0] == 1 and codes[1:] == [0, 0]
+    run.check(reference)
+    assert "the others" in run.log or "gone on without it" in run.log
+    assert len(run.starts()[-1]["members"]) == 2

@@ -1,0 +1,197 @@
+"""Elastic runs without processes: who keeps whose copy, what is restored, how a run goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from copus_ext.elastic.choice import BATCH_CHANGE, choose
+from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, Piece, keepers
+from copus_ext.elastic.messages import Generation, Lines, Member
+from copus_ext.launch.options import COPY_INTERVAL, read_options
+from megatron.training.common.control import GENERATION_VARIABLE, LOCK_FILE
+from megatron.training.common.errors import UsageError
+from megatron.training.config.arguments import parse_args, resolve
+from megatron.training.config.layout import Layout
+from megatron.training.distributed.sharding import Record
+from megatron.training.model.shards import KINDS, Shards
+from megatron.training.resilience.lock import Holder, Lock
+from tests.helpers.jobs import TINY
+
+
+def generation(*ranks: int, **fields: object) -> Generation:
+    members = tuple(Member(node, local) for node, n in enumerate(ranks) for local in range(n))
+    values = {"number": 1, "members": members, "store": "127.0.0.1:1", "kind": "start", **fields}
+    return Generation(**values)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_generation_survives_its_json() -> None:
+    one = generation(2, 1, kind="loss", lost=(Member(2, 0, 1),))
+    assert Generation.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.parametrize("ranks", [(2,), (4,), (2, 2), (1, 1, 1), (8, 4), (2, 1, 1), (1,) * 5])
+def test_every_copy_has_one_keeper_and_leaves_its_node(ranks: tuple[int, ...]) -> None:
+    one = generation(*ranks)
+    for rank, keeper in enumerate(keepers(one)):
+        assert keeper is not None and keeper != rank
+        if len(ranks) > 1:
+            assert one.members[keeper].node != one.members[rank].node
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), (1, 1, 1, 1), (2,) * 6])
+def test_one_second_node_is_fatal_and_no_other(ranks: tuple[int, ...]) -> None:
+    one = generation(*ranks)
+    found = keepers(one)
+    for node in one.nodes:
+        with_copies = {
+            one.members[keeper].node for r in one.ranks_of(node) if (keeper := found[r]) is not None
+        }
+        assert len(with_copies) == 1
+
+
+def test_a_rank_alone_has_no_keeper() -> None:
+    assert keepers(generation(1)) == [None]
+
+
+def test_a_piece_holds_what_its_records_name() -> None:
+    tensors = [{kind: torch.randn(10) for kind in KINDS}, {kind: torch.randn(7) for kind in KINDS}]
+    records = [
+        Record("a", (10,), (2,), (6,), 0, 3, True),
+        Record("b", (3, 2), (0, 0), (3, 2), 1, 1, True),
+    ]
+    piece = Piece.of(3, Shards(records=records, tensors=tensors))
+    assert piece.buffer.shape == (len(KINDS), 10) and piece.rank == 3
+    for kind in KINDS:
+        flat = piece.tensors[kind]
+        for record, kept in zip(records, piece.records):
+            live = tensors[record.shard][kind][record.offset : record.offset + record.numel]
+            assert torch.equal(flat[kept.offset : kept.offset + kept.numel], live)
+            assert (kept.key, kept.lo, kept.hi, kept.shard) == (record.key, record.lo, record.hi, 0)
+
+
+def test_older_copies_go_and_are_counted() -> None:
+    held = HeldCopies()
+    records = [Record("a", (4,), (0,), (4,), 0, 0, True)]
+    for iteration in (10, 20):
+        held.sets[Moment(1, iteration)] = CopySet(
+            layout=Layout(),
+            common={},
+            step=iteration,
+            scaler=None,
+            pieces=[Piece.empty(0, records)],
+        )
+    assert held.num_bytes == 2 * 3 * 4 * 4
+    held.keep_only(Moment(1, 20))
+    assert list(held.sets) == [Moment(1, 20)] and held.num_bytes == 48
+
+
+def test_a_fallback_to_fewer_steps_is_newer() -> None:
+    assert Moment(2, 5) > Moment(1, 100)
+
+
+def test_lines_come_whole() -> None:
+    ours, theirs = socket.socketpair()
+    lines = Lines(theirs)
+    ours.sendall(b'{"a": 1}\n{"b"')
+    assert lines.read() == [{"a": 1}]
+    ours.sendall(b": 2}\n")
+    assert lines.read() == [{"b": 2}]
+    ours.sendall(b"[1]\n")
+    assert lines.read() is None, "a launcher sends objects"
+    ours.close()
+    assert Lines(theirs).read() is None
+
+
+# Layout and batch.
+
+FLAGS = [*TINY.split(), "--train-iters", "100", "--use-distributed-optimizer"]
+
+
+def stored(ranks: int, *more: str) -> dict[str, object]:
+    config = resolve(parse_args([*FLAGS, *more]), ranks, cuda_available=False)
+    return config.replace(padded_vocab_size=512).flat()
+
+
+def test_the_batch_stays_where_a_layout_allows_it() -> None:
+    found = choose(FLAGS, stored(4), 2, has_gpu=False, why="")
+    assert found.config.batch.initial_global_batch_size == 8 and not found.note
+    assert found.config.layout.world_size == 2
+
+
+def test_a_large_batch_moves_a_little_for_a_faster_layout() -> None:
+    flags = [*FLAGS, "--global-batch-size", "128"]
+    found = choose(flags, stored(8, "--global-batch-size", "128"), 7, has_gpu=False, why="")
+    batch = found.config.batch.initial_global_batch_size
+    assert found.config.layout.dp == 7 and batch % 7 == 0
+    assert 0 < abs(batch - 128) <= BATCH_CHANGE * 128 and str(batch) in found.note
+
+
+def test_a_small_batch_moves_to_the_nearest_legal_one() -> None:
+    found = choose(FLAGS, stored(4), 3, has_gpu=False, why="")
+    assert found.config.batch.initial_global_batch_size == 9 and "instead of 8" in found.note
+
+
+def test_every_number_of_ranks_goes_on() -> None:
+    for ranks in (1, 5, 13):
+        found = choose(FLAGS, stored(4), ranks, has_gpu=False, why="")
+        assert found.config.layout.world_size == ranks
+
+
+def test_flags_of_another_start_go() -> None:
+    flags = [*FLAGS, "--load", "old", "--finetune"]
+    found = choose(flags, stored(4), 2, has_gpu=False, why="")
+    assert "--finetune" not in found.flags
+
+
+# Launcher flags, and the lock.
+
+
+def test_flags_of_the_launcher() -> None:
+    plain = ["--nproc-per-node", "2", "--", *FLAGS]
+    assert read_options(plain, {}).copy_interval is None
+    assert read_options(["--elastic", *plain], {}).copy_interval == COPY_INTERVAL
+    assert read_options(["--elastic", "--copy-interval", "7", *plain], {}).copy_interval == 7
+    with pytest.raises(UsageError, match="--copy-interval needs --elastic"):
+        read_options(["--copy-interval", "7", *plain], {})
+    with pytest.raises(UsageError, match="--copy-interval 0"):
+        read_options(["--elastic", "--copy-interval", "0", *plain], {})
+
+
+def test_a_later_generation_replaces_the_holder_of_a_lock() -> None:
+    before = Holder(generation="job.0.0/2")
+    assert replace(before, generation="job.0.0/3").replaces(before)
+    for other in ("job.0.0/2", "job.0.0/1", "job.0.1/3", "", "job.0.0/x"):
+        assert not replace(before, generation=other).replaces(before), other
+    assert not Holder().replaces(Holder())
+
+
+def test_the_lock_of_a_generation_that_is_cut_off_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[str] = []
+
+    def lock(number: int) -> Lock:
+        monkeypatch.setenv(GENERATION_VARIABLE, f"job.0.0/{number}")
+        return Lock(
+            tmp_path,
+            flag="--save",
+            launch="job.0.0",
+            is_supervised=True,
+            touch_s=0.01,
+            on_lost=lost.append,
+        )
+
+    with lock(1) as first:
+        with lock(2):
+            # The first one lives, and sees that it is out.
+            first._thread.join(10)
+            assert len(lost) == 1
+            assert "job.0.0/2" in (tmp_path / LOCK_FILE).read_text()
+        with pytest.raises(UsageError, match="is being written by"), lock(2), lock(1):
+            pass
