@@ -103,6 +103,10 @@ class Launch:
     last_t: float | None = None
     last_iteration: int = 0
     """Its last step, even if a later launch did that again."""
+    ranks: int | None = None
+    """Of an elastic launch, whose ranks change."""
+    entered: str = ""
+    """Why an elastic launch has other ranks from here on: `loss` or `join`."""
 
 
 class Event(NamedTuple):
@@ -390,6 +394,7 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
     run.events.append(value)
     kind, about = value.kind, value.about
     if kind == "run.start":
+        members, entered = about.get("members"), text(about.get("why"), 20)
         run.launches.append(
             Launch(
                 name=text(about.get("launch"), _MOST_NAME),
@@ -398,6 +403,8 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
                 samples=value.samples or 0,
                 layout=text(about.get("layout"), 100),
                 loaded=text(about.get("loaded"), 300),
+                ranks=len(members) if isinstance(members, list) else None,
+                entered=entered if entered in ("loss", "join") else "",
             )
         )
     if kind in ("run.start", "layout"):

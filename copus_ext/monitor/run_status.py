@@ -357,11 +357,13 @@ def _launches(run: RunHistory) -> tuple[int, list[float]]:
     is_open = False
     for event in run.events:
         if event.kind == "run.start":
-            crashes += [event.t or 0.0] if is_open else []
+            # A generation of an elastic launch follows the one before without a new launch.
+            goes_on = event.about.get("why") in ("loss", "join")
+            crashes += [event.t or 0.0] if is_open and not goes_on else []
             is_open = True
         elif event.kind == "run.end":
             is_open = False
-    return len(run.launches), crashes
+    return sum(not launch.entered for launch in run.launches), crashes
 
 
 def _recorded_alarms(run: RunHistory, *, t: float) -> list[Alarm]:

@@ -66,7 +66,8 @@ def facts(run: RunHistory) -> list[list[str]]:
         ["Began", f"{date(run.begin)} UTC" if run.begin is not None else ""],
         ["Took", seconds(_between(run.begin, run.last))],
         ["Of this", "; ".join(time_spent(run))],
-        ["Launches", str(len(run.launches) or "")],
+        ["Launches", str(sum(not x.entered for x in run.launches) or "")],
+        ["Ranks", " then ".join(_short(_ranks(run)))],
         ["Directory", text(run.path, 500)],
     ]
     if run.asked:
@@ -91,18 +92,30 @@ def model(config: dict[str, Any]) -> str:
 
 def time_spent(run: RunHistory) -> list[str]:
     """The time of the run by its use, as far as it is recorded."""
+    in_steps = sum(step.seconds or 0.0 for step in run.steps)
+    whole = _between(run.begin, run.last)
+    share = f" ({percent(min(in_steps / whole, 1.0))})" if whole else ""
     parts = [
-        ("steps", sum(step.seconds or 0.0 for step in run.steps)),
+        (f"steps{share}", in_steps),
         ("steps that a restart did again", run.undone_s),
         ("changes of layout", sum(s.pause_s or 0.0 for s in run.decisions.switches)),
         ("checkpoints (part of it beside the steps if saved asynchronously)", sum(run.saves_s)),
-        ("between launches", sum(_gaps(run.launches))),
+        ("between launches", sum(_gaps(run.launches, elastic=False))),
+        ("recoveries and joins", sum(_gaps(run.launches, elastic=True))),
     ]
     return [f"{seconds(value)} {name}" for name, value in parts if value > 0]
 
 
-def _gaps(launches: Sequence[Launch]) -> list[float]:
-    gaps = (_between(a.last_t, b.t) for a, b in itertools.pairwise(launches))
+def _ranks(run: RunHistory) -> list[str]:
+    """The ranks of an elastic run over its time, and why they changed."""
+    words = {"loss": " after a loss", "join": " after a join"}
+    return [f"{x.ranks}{words.get(x.entered, '')}" for x in run.launches if x.ranks is not None]
+
+
+def _gaps(launches: Sequence[Launch], *, elastic: bool) -> list[float]:
+    """Seconds between launches, or between the generations of elastic ones."""
+    pairs = [(a, b) for a, b in itertools.pairwise(launches) if bool(b.entered) is elastic]
+    gaps = (_between(a.last_t, b.t) for a, b in pairs)
     return [gap for gap in gaps if gap is not None and gap > 0]
 
 

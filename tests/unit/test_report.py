@@ -212,6 +212,42 @@ def test_of_what_a_crash_had_done_again_the_newer_counts(tmp_path: Path) -> None
     assert facts["Launches"] == "2"
 
 
+def test_ranks_of_an_elastic_run_are_told_over_time(tmp_path: Path) -> None:
+    def start(launch: str, iteration: int, ranks: int, why: str) -> dict[str, Any]:
+        members = [[0, local, 0] for local in range(ranks)]
+        fields = {
+            "iteration": iteration,
+            "consumed_samples": 8 * iteration,
+            "layout": "tp1.pp1.dp1",
+        }
+        return {"kind": "run.start", "launch": launch, **fields, "members": members, "why": why}
+
+    def step(launch: str, iteration: int) -> dict[str, Any]:
+        fields = {"iteration": iteration, "consumed_samples": 8 * iteration}
+        return {
+            "kind": "step",
+            "launch": launch,
+            **fields,
+            "losses": {"lm loss": 1.0},
+            "elapsed_per_iteration_ms": 1000.0,
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+        }
+
+    records = [start("a", 0, 4, "start"), step("a", 1), step("a", 2)]
+    records += [start("b", 1, 3, "loss"), step("b", 2), start("c", 2, 4, "join"), step("c", 3)]
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for i, record in enumerate(records):
+            file.write(json.dumps({"v": 1, "t": 1000.0 + i, "m": float(i), **record}) + "\n")
+    facts = facts_of(payload_of(tmp_path)["runs"][0])
+    assert facts["Ranks"] == "4 then 3 after a loss then 4 after a join"
+    assert facts["Launches"] == "1"
+    # Three of six seconds were steps that count; one step was done again.
+    assert "3 s steps (50.0 %)" in facts["Of this"]
+    assert "1 s steps that a restart did again" in facts["Of this"]
+    assert "2 s recoveries and joins" in facts["Of this"]
+
+
 def test_time_that_a_crash_has_wasted_is_told_from_time_between_launches(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path, launch="job.0.0", train_iters=900)
     run.step(90)
