@@ -27,7 +27,7 @@ import torch.distributed as dist
 from copus_ext.elastic.messages import Generation, Lines, Member
 from megatron.training.common.control import GENERATION_VARIABLE
 from megatron.training.common.errors import Relaunch
-from megatron.training.distributed.process_groups import destroy_groups
+from megatron.training.distributed.process_groups import destroy_broken_world, destroy_groups
 from megatron.training.resilience.watchdog import exit_immediately
 
 FIRST_S = 600.0
@@ -38,8 +38,9 @@ DOUBT_S = 1.0
 """The same after an error that tells nothing of the world."""
 ENTER_S = 15.0
 """Seconds in which all members have to meet in a new world."""
-_OUT_S = 20.0
-"""A rank that has not got out of a dead world by then ends itself, and counts as lost."""
+_OUT_S = 12.0
+"""A rank that has not left a dead world by then ends itself, and counts as lost: before the others
+give up meeting it."""
 _SHUT_AGAIN_S = 0.05
 _SLICE = datetime.timedelta(seconds=0.25)
 _MESSAGES = {12, 13, 14}
@@ -100,8 +101,9 @@ class Membership:
     def _get_out(self, number: int) -> None:
         """Frees the main thread from a world that has lost a member."""
         deadline_s = time.monotonic() + _OUT_S
-        while self.entered < number and not self._is_out:
-            self.shut_connections()
+        while self.entered < number:
+            if not self._is_out:
+                self.shut_connections()
             time.sleep(_SHUT_AGAIN_S)
             if time.monotonic() > deadline_s:
                 faulthandler.dump_traceback(all_threads=True)
@@ -207,14 +209,12 @@ class Membership:
             wait: for all its members first, since they all live.
         """
         self._is_out = True
-        try:
-            destroy_groups(wait=wait)
-        except Exception:  # of waiting, or of a group that is broken
+        if wait and not self.has_lost:
             with contextlib.suppress(Exception):
-                destroy_groups(wait=False)
-        with contextlib.suppress(Exception):
-            if dist.is_initialized():
+                destroy_groups()
                 dist.destroy_process_group()
+        if dist.is_initialized():
+            destroy_broken_world()
 
     def shut_connections(self) -> None:
         """Ends all waits of this process for other ranks: shuts down the TCP connections that were

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from megatron.training.checkpoint.load import Stored
 from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.training.resilience.exit_status import RunOutcome
+from megatron.training.resilience.watchdog import exit_immediately
 from megatron.training.train import pretrain as pretrain
 from megatron.training.train.callbacks import Callback
 
@@ -82,6 +84,10 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         try:
             code = _train_in(membership, generation, held, flags, train, left_s)
             membership.leaving()
+            if generation.number > 1:
+                # Groups of broken worlds may still be closing, and would end this with an error.
+                sys.stdout.flush()
+                exit_immediately(code)
             return code
         except Exception as error:
             is_join = isinstance(error, WorldChanged) and not membership.has_lost

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import gc
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
+import logging
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from megatron.core.tensor_parallel.random import _MODEL_PARALLEL_RNG_TRACKER_NAM
 
 from megatron.training.common.device import Device
 from megatron.training.config.layout import Layout
+
+logger = logging.getLogger(__name__)
 
 WHOLE_SAMPLE_STREAM = "whole-sample-rng"
 """The model-parallel stream of a rank with whole samples, alike on the ranks that share one."""
@@ -105,7 +109,7 @@ def build_groups(
 
 def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
     """Destroys every group but the world, and what megatron-core forgets. All ranks, after their
-    model is gone.
+    model is gone. `destroy_broken_world` is for a world that has lost a rank.
 
     Order matters: references first, then groups, then globals, then what closing waits for
     (docs/decisions/001).
@@ -137,22 +141,45 @@ def _let_go(groups: list[Any], *, linger: bool) -> None:
     and does not hold the interpreter, so all of them wait at once."""
     if not groups:
         return
-    boxes = [[groups.pop()] for _ in range(len(groups))]
-    pool = ThreadPoolExecutor(len(boxes))
-    for box in boxes:
-        pool.submit(box.clear)
-    _closing.append(pool)
+    while groups:
+        # A daemon: gloo may never end one whose peer has died, and the process has to.
+        thread = threading.Thread(target=[groups.pop()].clear, daemon=True)
+        thread.start()
+        _closing.append(thread)
     if not linger:
         await_closed()
 
 
-_closing: list[ThreadPoolExecutor] = []
+_closing: list[threading.Thread] = []
+_BROKEN_S = 0.2
 
 
 def await_closed() -> None:
     """Waits until the groups that `destroy_groups` let linger are closed. Not collective."""
     while _closing:
-        _closing.pop().shutdown()
+        _closing.pop().join()
+
+
+def destroy_broken_world() -> None:
+    """Destroys all groups and the world after the loss of a rank, once nothing refers to them. Not
+    collective. A group that gloo cannot close keeps a thread and its sockets."""
+    await_closed()
+    _forget_model()
+    world = dist.distributed_c10d._world
+    groups = list(world.pg_map)
+    try:
+        dist.destroy_process_group()
+    except Exception as error:  # the tables are what matters
+        logger.debug("the world was not destroyed in order: %r", error)
+    parallel_state.destroy_model_parallel()
+    _reset_globals()
+    if torch.cuda.is_available():
+        groups.clear()
+        torch.cuda.empty_cache()
+    _let_go(groups, linger=True)
+    deadline_s = time.monotonic() + _BROKEN_S
+    while _closing:
+        _closing.pop().join(max(deadline_s - time.monotonic(), 0.0))
 
 
 def _forget_model() -> None:
