@@ -209,6 +209,19 @@ def test_committed_history_is_what_replaying_the_launches_gives(
     assert [r for r in records if r in history] == history
 
 
+@pytest.mark.parametrize("steps_between", [0, 3])
+def test_a_launch_that_nothing_came_of_supersedes_nothing(steps_between: int) -> None:
+    """The second goes on from step 20 and dies; the third has the first one's checkpoint of 25."""
+    records: list[dict[str, Any]] = []
+    for name, start, length in (("a", 0, 28), ("b", 20, steps_between), ("c", 25, 5)):
+        records.append({"kind": "run.start", "launch": name, "iteration": start})
+        steps = range(start + 1, start + length + 1)
+        records += [{"kind": "step", "launch": name, "iteration": i} for i in steps]
+    history = metrics.committed_history(records)
+    found = [(r["iteration"], r["launch"]) for r in history if r["kind"] == "step"]
+    assert found == [(i, "a") for i in range(1, 26)] + [(i, "c") for i in range(26, 31)]
+
+
 def test_launches_never_repeat(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2"}
     names: list[str] = []

@@ -179,21 +179,49 @@ def committed_history(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     """Returns the records without superseded steps and evaluations; see `read_metrics`."""
     kept: list[dict[str, Any]] = []
     seen: set[tuple[Any, ...]] = set()
-    horizon: dict[Any, float] = {}
-    start = math.inf
+    limits = _last_steps_that_count(records)
     for record in reversed(records):
         kind, launch, iteration = (record.get(k) for k in ("kind", "launch", "iteration"))
-        # Walking backwards, `start` is the earliest point that any later launch started from.
-        limit = horizon.setdefault(str(launch), start)
         if kind in _REPEATED_KINDS and isinstance(iteration, int):
             key = (kind, iteration, str(record.get("split")))
-            if iteration > limit or key in seen:
+            if iteration > limits[str(launch)] or key in seen:
                 continue
             seen.add(key)
-        elif kind == "run.start" and isinstance(iteration, int):
-            start = min(start, iteration)
         kept.append(record)
     return kept[::-1]
+
+
+def _last_steps_that_count(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """By launch, the last iteration of it that later launches have built on.
+
+    A launch goes on from a step of the newest launch before it that had come so far. One in between
+    that had not has left nothing: it died before it came to a checkpoint.
+    """
+    start: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    for record in records:
+        launch, iteration = str(record.get("launch")), record.get("iteration")
+        start.setdefault(launch, math.inf)
+        reached.setdefault(launch, 0)
+        if record.get("kind") in ("run.start", "step"):
+            # In the order of their last steps: what was cut off may write other records later.
+            start[launch] = start.pop(launch)
+        if isinstance(iteration, int):
+            if record.get("kind") == "run.start":
+                start[launch] = iteration
+            reached[launch] = max(reached[launch], iteration)
+    limits: dict[str, float] = {}
+    needed = math.inf
+    launches = list(start)
+    for i in range(len(launches) - 1, -1, -1):
+        launch = launches[i]
+        limits[launch] = needed
+        has_come_so_far = reached[launch] >= needed or math.isinf(needed)
+        if not has_come_so_far and any(reached[one] >= needed for one in launches[:i]):
+            limits[launch] = start[launch]
+            continue
+        needed = min(needed, start[launch])
+    return limits
 
 
 def _ends_with_newline(file: int) -> bool:
