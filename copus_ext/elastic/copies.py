@@ -29,7 +29,8 @@ from megatron.training.train.callbacks import Callback, CallbackContext
 
 logger = logging.getLogger(__name__)
 
-_END_S = 10.0
+_END_S = 5.0
+_FAILED, _UNDER_WAY, _COMPLETE = range(3)
 
 
 class Moment(NamedTuple):
@@ -114,6 +115,10 @@ class HeldCopies:
         """Drops all other moments."""
         self.sets = {moment: self.sets[moment]}
 
+    def drop(self, moment: Moment) -> None:
+        """Drops one moment."""
+        self.sets.pop(moment, None)
+
     def clear(self) -> None:
         """Drops all."""
         self.sets.clear()
@@ -174,7 +179,7 @@ class PeerCopies(Callback):
         self._flags: Any = None
         self._pending: Moment | None = None
         self._sending: threading.Thread | None = None
-        self._is_complete = False
+        self._state = _COMPLETE
         self._is_first = True
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -204,13 +209,18 @@ class PeerCopies(Callback):
         generation that ranks join."""
         membership = self._membership
         knows = membership.is_over and not membership.has_lost
-        is_complete = self._pending is None or self._is_complete
-        flags = torch.tensor([float(knows), float(is_complete)])
+        flags = torch.tensor([int(knows), self._state])
         dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._flags)
-        if flags[1] and self._pending is not None:
-            self.held.keep_only(self._pending)
-            self._pending = None
-        return bool(flags[0])
+        is_join, worst = bool(flags[0]), int(flags[1])
+        if self._pending is not None and worst != _UNDER_WAY:
+            if worst == _COMPLETE:
+                self.held.keep_only(self._pending)
+            else:
+                self.held.drop(self._pending)
+                if dist.get_rank() == 0:
+                    print(f"ALERT: no copy of iteration {self._pending.iteration}: it failed")
+            self._pending, self._state = None, _COMPLETE
+        return is_join
 
     def _take(self, context: CallbackContext, *, alone: bool) -> None:
         """Copies this rank's shard, and starts to exchange copies with other nodes.
@@ -233,7 +243,7 @@ class PeerCopies(Callback):
         if alone:
             return
         self._join_thread()
-        self._pending, self._is_complete = moment, False
+        self._pending, self._state = moment, _UNDER_WAY
         self._sending = threading.Thread(
             target=self._exchange, args=(copies,), name="copies", daemon=True
         )
@@ -256,9 +266,10 @@ class PeerCopies(Callback):
             for one in work:
                 one.wait()
             copies.pieces += pieces
-            self._is_complete = True
-        except Exception as error:  # the world is over; older copies stay
+            self._state = _COMPLETE
+        except Exception as error:  # no memory, or the world is over; older copies stay
             logger.debug("a copy was not exchanged: %r", error)
+            self._state = _FAILED
 
     def _join_thread(self) -> None:
         if self._sending is not None:

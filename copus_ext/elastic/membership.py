@@ -36,11 +36,12 @@ AGREE_S = 15.0
 """Seconds in which the launchers have to announce a generation, after an error of this world."""
 DOUBT_S = 1.0
 """The same after an error that tells nothing of the world."""
-ENTER_S = 15.0
-"""Seconds in which all members have to meet in a new world."""
-_OUT_S = 12.0
-"""A rank that has not left a dead world by then ends itself, and counts as lost: before the others
-give up meeting it."""
+ENTER_S, JOIN_S = 90.0, 900.0
+"""Seconds in which all members have to meet in a new world. One that joins waits for the others to
+come to a step boundary."""
+_NOTICE_S, _LEAVE_S = 60.0, 12.0
+"""A rank that has not noticed by then that its world is over, or has not left it, ends itself and
+counts as lost: before the others give up meeting it. It notices at its next collective."""
 _SHUT_AGAIN_S = 0.05
 _SLICE = datetime.timedelta(seconds=0.25)
 _MESSAGES = {12, 13, 14}
@@ -73,7 +74,9 @@ class Membership:
         """Number of the one that this rank is in, or was in last."""
         self.timeout_s = ENTER_S
         """Seconds that a collective of this world may take."""
-        self._is_out = True
+        self._own: Generation | None = None
+        self._is_out, self._is_meeting, self._out_s = True, False, 0.0
+        self._backend = ""
         self._before: set[str] = set()
         _wait_in_slices(self)
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
@@ -90,22 +93,25 @@ class Membership:
                 if "generation" not in message:
                     continue
                 generation = Generation.from_json(message["generation"])
+                if self.member not in generation.members:
+                    continue  # it was announced before this rank was ready
                 with self._changed:
                     self.latest = generation
                     self._changed.notify_all()
-                if generation.kind == "loss":
+                if self.has_lost or self._is_meeting:
                     number = (generation.number,)
                     threading.Thread(target=self._get_out, args=number, daemon=True).start()
         exit_immediately(1)  # without a launcher the node counts as lost
 
     def _get_out(self, number: int) -> None:
-        """Frees the main thread from a world that has lost a member."""
-        deadline_s = time.monotonic() + _OUT_S
+        """Frees the main thread from a world that has lost a member, or where not all meet."""
+        began_s = time.monotonic()
         while self.entered < number:
             if not self._is_out:
                 self.shut_connections()
             time.sleep(_SHUT_AGAIN_S)
-            if time.monotonic() > deadline_s:
+            limit_s = _LEAVE_S if self._is_out else _NOTICE_S
+            if time.monotonic() - max(began_s, self._out_s) > limit_s:
                 faulthandler.dump_traceback(all_threads=True)
                 print(
                     f"copus: rank {self.member.local} of node {self.member.node} cannot leave "
@@ -122,12 +128,26 @@ class Membership:
 
     @property
     def has_lost(self) -> bool:
-        """Whether the newer generation is one after a loss."""
-        return self.is_over and self.latest is not None and self.latest.kind == "loss"
+        """Whether the world of this rank has lost a member, or is broken."""
+        latest, own = self.latest, self._own
+        if latest is None or own is None or latest.number <= own.number:
+            return False
+        is_broken = latest.kind == "loss" and not latest.lost
+        return is_broken or not set(own.members) <= set(latest.members)
+
+    @property
+    def is_gloo(self) -> bool:
+        """Whether this rank is in a world of gloo, whose waits may be tried again."""
+        return self.entered > 0 and self._backend == "gloo"
 
     def ready(self) -> None:
         """Tells the launcher that this rank can enter a generation."""
         self._lines.send(ready=1)
+
+    def failing(self) -> None:
+        """Tells the launcher that an error of this rank ends it, which a new start would meet
+        again."""
+        self._lines.send(failing=1)
 
     def leaving(self) -> None:
         """Tells the launcher that this process ends with the run, and is not lost."""
@@ -163,9 +183,13 @@ class Membership:
         Raises:
             RuntimeError: the members did not meet, or the world has changed again.
         """
-        self._before = _connections()
+        is_newcomer = self.entered == 0 and generation.kind != "start"
+        self._before, self._own = _connections(), generation
+        self.timeout_s = JOIN_S if is_newcomer else ENTER_S
+        self._backend, self._is_meeting = backend, True
         self.entered, self._is_out = generation.number, False
-        self.timeout_s = ENTER_S
+        if self.is_over:
+            raise WorldChanged("a newer generation was announced")
         assert self.member in generation.members, (self.member, generation)
         rank, size = generation.members.index(self.member), len(generation.members)
         host, _, port = generation.store.rpartition(":")
@@ -178,11 +202,14 @@ class Membership:
             MASTER_PORT=port,
         )
         os.environ[GENERATION_VARIABLE] = f"{self._launch}/{generation.number}"
-        meeting = datetime.timedelta(seconds=ENTER_S)
+        # Of a world that did not come about torch keeps the count, which is part of the next name.
+        dist.distributed_c10d._world.group_count = 0
+        meeting = datetime.timedelta(seconds=self.timeout_s)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=meeting)
         named = dist.PrefixStore(f"generation-{generation.number}", store)
         dist.init_process_group(backend, store=named, rank=rank, world_size=size, timeout=meeting)
         dist.barrier()
+        self._is_meeting = False
         usual = datetime.timedelta(minutes=timeout_minutes)
         self.timeout_s = usual.total_seconds()
         store.set_timeout(usual)
@@ -192,10 +219,13 @@ class Membership:
     def after_error(self, error: BaseException) -> bool:
         """Whether the world of this rank is over, so that an error came of that. Frees the others
         where it may be. Waits a while for the launchers."""
-        self._is_out = True
+        self._is_out, self._out_s = True, time.monotonic()
+        self._is_meeting = False
         is_of_world = any(_OF_WORLD.search(str(one)) for one in _chain(error))
         if is_of_world or self.has_lost:
             self.shut_connections()
+        if is_of_world:
+            self._lines.send(broken=self.entered)
         try:
             self.wait_newer(AGREE_S if is_of_world else DOUBT_S)
         except Relaunch:
@@ -208,7 +238,7 @@ class Membership:
         Args:
             wait: for all its members first, since they all live.
         """
-        self._is_out = True
+        self._is_out, self._out_s = True, time.monotonic()
         if wait and not self.has_lost:
             with contextlib.suppress(Exception):
                 destroy_groups()
@@ -262,7 +292,8 @@ def _wait_in_slices(membership: Membership) -> None:
     plain: Any = dist.Work.wait
 
     def wait(work: Any, *timeout: Any, **named: Any) -> Any:
-        if timeout or named or membership.entered == 0 or work._get_op_type() in _MESSAGES:
+        is_sliced = membership.is_gloo and work._get_op_type() not in _MESSAGES
+        if timeout or named or not is_sliced:
             return plain(work, *timeout, **named)
         deadline_s = time.monotonic() + membership.timeout_s
         while True:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import secrets
@@ -41,8 +42,14 @@ SILENCE_S = 5.0
 _SETTLE_S = 0.02
 """Deaths that follow one another so closely make one generation."""
 _MEET_S = 120.0
-_LOOK_S = 0.05
+_LOOK_S, _CONNECT_S = 0.05, 1.0
 _RUNS_PER_GENERATION = 1000
+_MINORITY_S = 3.0
+"""A part of less than half of the ranks waits so long before it claims, where a node was silent."""
+_BROKEN_S = 1.0
+"""A death is noticed within this after a rank has seen a broken world."""
+_LINGER_S = 60.0
+"""Ranks may run so long after the first has left with the run."""
 _END_S = 1.0
 """The store of the last generation stays so long while ranks of other nodes leave."""
 _BACK_S = (1.0, 10.0, 60.0)
@@ -83,6 +90,10 @@ class Fenced(Exception):
     """The others have gone on without this node."""
 
 
+class NotMet(Exception):
+    """A node did not come at the start."""
+
+
 @dataclass
 class Agent:
     """One node.
@@ -98,6 +109,16 @@ class Agent:
     folder: Path
     generation: Generation | None = None
     """The newest that is known."""
+    _dead: set[Member] = field(default_factory=set)
+    """Ranks whose death this node knows of, whatever a generation on its way says."""
+    _ready: set[Member] = field(default_factory=set)
+    """Ranks that have done their imports, before there is a generation."""
+    _is_broken: bool = False
+    """Ranks see a broken world in which all live."""
+    _was_silent: bool = False
+    """A node was lost by its silence: it may live, and claim the next generation as well."""
+    _ending_s: float | None = None
+    """Since when ranks leave as the run ends."""
     _alive: set[Member] = field(default_factory=set)
     """Ranks of all nodes that take part, or will from the next generation on."""
     _waiting: set[Member] = field(default_factory=set)
@@ -107,8 +128,6 @@ class Agent:
     _failures: dict[Member, Failure] = field(default_factory=dict)
     _due_s: float | None = None
     """When to announce the next generation, if this node has to."""
-    _is_ending: bool = False
-    """Ranks leave as the run ends."""
     _first_run: int = 0
     """Number of the first ranks here: above those of this node before, in a launch that goes on."""
 
@@ -139,13 +158,26 @@ class Agent:
             else:
                 self._meet()
             self._loop()
-        except Fenced as error:
+            self._check_not_fenced()
+        except (Fenced, NotMet) as error:
             tell("launcher", f"node {self.launch.node} ends: {error}")
             self._kill_all()
-            return [_failure(-1, FENCED, f"{error}", "")]
+            code = FENCED if isinstance(error, Fenced) else 1
+            return [_failure(-1, code, f"{error}", "")]
         self._linger()
         del store
         return self._what_failed()
+
+    def _check_not_fenced(self) -> None:
+        """Ranks that have ended here may have done so because others have gone on.
+
+        Raises:
+            Fenced: others have.
+        """
+        if self.generation is not None and not self._is_ending:
+            following = self.folder / f"generation-{self.generation.number + 1}"
+            if following.exists():
+                raise Fenced("the other nodes have gone on without it")
 
     # Ranks of this node.
 
@@ -201,14 +233,22 @@ class Agent:
     def _leave(self, member: Member) -> None:
         """Notes that a rank has ended with the run."""
         self._alive.discard(member)
-        self._is_ending = True
+        self._ending_s = self._ending_s or time.monotonic()
 
-    def _end_newcomers(self) -> None:
-        """Ends ranks that have come too late for any generation."""
+    @property
+    def _is_ending(self) -> bool:
+        """Whether ranks leave as the run ends."""
+        return self._ending_s is not None
+
+    def _end_the_rest(self) -> None:
+        """Ends ranks that have come too late for any generation, and those that hang as they
+        leave."""
+        assert self._ending_s is not None
+        is_late = time.monotonic() - self._ending_s > _LINGER_S
         members = () if self.generation is None else self.generation.members
         for place in self._places:
             place.start_again_at = None
-            if place.rank is not None and place.rank.member not in members:
+            if place.rank is not None and (is_late or place.rank.member not in members):
                 place.rank.has_left = True
                 place.rank.process.kill()
 
@@ -226,13 +266,16 @@ class Agent:
                 place.rank.process.wait()
 
     def _what_failed(self) -> list[Failure]:
-        """A rank that died is no failure of the run if that went on without it."""
+        """A rank that died is no failure of the run if that went on without it, to its end."""
         generation = self.generation
-        return [
+        found = [
             failure
             for member, failure in self._failures.items()
-            if generation is None or member in generation.members
+            if generation is None or not self._is_ending or member in generation.members
         ]
+        if not found and not self._is_ending:
+            return [_failure(-1, 1, "no rank is left", "")]
+        return found
 
     # Launchers of other nodes.
 
@@ -261,13 +304,13 @@ class Agent:
                 self._connect(node, deadline_s)
         while set(others) - set(self._peers):
             if time.monotonic() > deadline_s:
-                raise Fenced(f"node {min(set(others) - set(self._peers))} has not come")
+                raise NotMet(f"node {min(set(others) - set(self._peers))} has not come")
             self._look()
         self._alive |= {p.rank.member for p in self._places if p.rank is not None}
         for node in others:
             ranks = json.loads(self._file_of(node).read_text())["ranks"]
             self._alive |= {Member(node, local) for local in range(ranks)}
-        self._due_s = time.monotonic()
+        self._alive -= self._dead
 
     def _come_late(self) -> None:
         """Connects with the nodes that are there, in a launch that goes on.
@@ -288,14 +331,14 @@ class Agent:
     def _connect(self, node: int, deadline_s: float) -> None:
         while not self._try_to_connect(node):
             if time.monotonic() > deadline_s:
-                raise Fenced(f"node {node} has not come")
+                raise NotMet(f"node {node} has not come")
             time.sleep(_LOOK_S)
 
     def _try_to_connect(self, node: int) -> bool:
         with contextlib.suppress(OSError, ValueError, KeyError):
             found = json.loads(self._file_of(node).read_text())
             host, _, port = found["address"].rpartition(":")
-            connection = socket.create_connection((host, int(port)), timeout=SILENCE_S)
+            connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
             lines = Lines(connection)
             lines.send(hello=self.launch.node, token=found["token"])
             self._add_peer(_Peer(node, lines))
@@ -322,6 +365,8 @@ class Agent:
         self._add_peer(_Peer(hello["hello"], lines))
         if self.generation is not None:
             lines.send(generation=self.generation.to_json())
+        if self._is_ending:
+            lines.send(left=[])
         for message in messages[1:]:
             self._hear_peer(hello["hello"], message)
 
@@ -329,7 +374,8 @@ class Agent:
         for peer in self._peers.values():
             peer.lines.send(**message)
 
-    def _lose_node(self, node: int, why: str) -> None:
+    def _lose_node(self, node: int, why: str, *, is_silent: bool = False) -> None:
+        self._was_silent |= is_silent
         peer = self._peers.pop(node)
         self._select.unregister(peer.lines.connection)
         peer.lines.close()
@@ -343,27 +389,34 @@ class Agent:
         """Notes that a rank is gone; the others go on with the next generation."""
         self._alive.discard(member)
         self._waiting.discard(member)
+        self._dead.add(member)
         if self.generation is not None and member in self.generation.members:
-            self._due_s = self._due_s or time.monotonic() + _SETTLE_S
+            self._due_s = min(self._due_s or math.inf, time.monotonic() + _SETTLE_S)
 
     # What comes in.
 
     def _loop(self) -> None:
         beat_s = 0.0
+        for peer in self._peers.values():
+            peer.lines.heard_s = time.monotonic()  # nobody sends while it waits for the others
         while self._goes_on:
             self._look()
             now_s = time.monotonic()
+            if self.generation is None and self._alive and self._ready >= self._alive:
+                self._due_s = self._due_s or now_s
+            if self._first_run and not self._peers and not self._is_member:
+                raise Fenced("no other node is there any more")
             if now_s - beat_s > BEAT_S:
                 beat_s = now_s
                 self._tell_peers(beat=1)
             for node, peer in list(self._peers.items()):
                 if now_s - peer.lines.heard_s > SILENCE_S:
-                    self._lose_node(node, f"silent for {SILENCE_S:g} s")
+                    self._lose_node(node, f"silent for {SILENCE_S:g} s", is_silent=True)
             for local, place in enumerate(self._places):
                 if place.start_again_at is not None and now_s >= place.start_again_at:
                     self._start(local)
             if self._is_ending:
-                self._end_newcomers()
+                self._end_the_rest()
             if self._due_s is not None and now_s >= self._due_s:
                 self._due_s = None
                 self._propose()
@@ -404,19 +457,43 @@ class Agent:
         assert rank is not None
         if "leaving" in message:
             rank.has_left = True
-        if "ready" in message and rank.member.run > 0:  # not one of the first
+        if "failing" in message:
+            self._places[local].restarts = len(_BACK_S)
+        if "broken" in message:
+            self._break(message["broken"])
+            self._tell_peers(broken=message["broken"])
+        if "ready" in message and rank.member.run == 0:
+            self._ready.add(rank.member)
+            self._tell_peers(is_ready=[rank.member])
+        elif "ready" in message:
             self._join([rank.member])
             self._tell_peers(ready=[rank.member])
 
     def _hear_peer(self, node: int, message: dict[str, Any]) -> None:
         for member in message.get("died", ()):
             self._lose(Member(*member))
-        for member in message.get("left", ()):
-            self._leave(Member(*member))
+        if "left" in message:
+            self._ending_s = self._ending_s or time.monotonic()
+            self._alive -= {Member(*member) for member in message["left"]}
+        if "is_ready" in message:
+            self._ready |= {Member(*member) for member in message["is_ready"]}
+        if "broken" in message:
+            self._break(message["broken"])
         if "ready" in message:
             self._join([Member(*member) for member in message["ready"]])
         if "generation" in message:
             self._take(Generation.from_json(message["generation"]))
+
+    @property
+    def _is_member(self) -> bool:
+        """Whether a rank here trains in the newest generation."""
+        return self.generation is not None and self.launch.node in self.generation.nodes
+
+    def _break(self, number: int) -> None:
+        """A rank has seen a broken world. If nobody has died, all go on in a new one."""
+        if self.generation is not None and number == self.generation.number:
+            self._is_broken = True
+            self._due_s = self._due_s or time.monotonic() + _BROKEN_S
 
     def _join(self, members: list[Member]) -> None:
         """Ranks that have come wait for the next generation."""
@@ -433,16 +510,29 @@ class Agent:
             Fenced: somebody else has its number.
         """
         before = self.generation
-        if not self._alive or self._is_ending or min(self._alive).node != self.launch.node:
+        # Those that have just come know of no losses, and have nothing to go on from.
+        able = self._alive if before is None else self._alive & set(before.members)
+        if not able or self._is_ending or min(able).node != self.launch.node:
             return
         lost = [m for m in (before.members if before else ()) if m not in self._alive]
-        kind: Kind = "start" if before is None else "loss" if lost else "join"
+        if before is not None and self._was_silent:
+            self._was_silent = False
+            has_lowest = before.members[0] in able
+            if 2 * len(able) + has_lowest <= len(before.members):
+                self._due_s = time.monotonic() + _MINORITY_S
+                return
+        is_loss = bool(lost) or self._is_broken
+        kind: Kind = "start" if before is None else "loss" if is_loss else "join"
         number = 1 if before is None else before.number + 1
         try:
             path = self.folder / f"generation-{number}"
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
             raise Fenced("the other nodes have gone on without it") from None
+        except OSError as error:  # the file system will be there again
+            tell("launcher", f"{path} cannot be made ({error.strerror or error}): trying again")
+            self._due_s = time.monotonic() + BEAT_S
+            return
         generation = Generation(
             number=number,
             members=tuple(sorted(self._alive)),
@@ -463,8 +553,11 @@ class Agent:
         if before is not None and generation.number <= before.number:
             self.generation = before
             return
+        self._is_broken = False
         self._waiting -= set(generation.members)
-        self._alive = set(generation.members) | self._waiting
+        self._alive = (set(generation.members) | self._waiting) - self._dead
+        if set(generation.members) & self._dead:
+            self._due_s = self._due_s or time.monotonic() + _SETTLE_S
         for place in self._places:
             if place.rank is not None:
                 place.rank.lines.send(generation=generation.to_json())
@@ -484,6 +577,8 @@ def _own_address(launch: Launch) -> str:
     if not launch.endpoint:
         return "127.0.0.1"
     host, _, port = launch.endpoint.rpartition(":")
+    if launch.node == 0:  # its own name may be that of the loopback here
+        return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
         return probe.getsockname()[0]

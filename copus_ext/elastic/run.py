@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +23,19 @@ from copus_ext.elastic.copies import HeldCopies, PeerCopies
 from copus_ext.elastic.membership import AGREE_S, FIRST_S, Membership, WorldChanged
 from copus_ext.elastic.messages import PIPE_VARIABLE, Generation
 from copus_ext.elastic.recover import find, stored_in_memory
-from copus_ext.launch.layout_fit import NoFit
+from copus_ext.launch.layout_fit import LayoutFit, NoFit
 from copus_ext.launch.options import COPY_INTERVAL
 from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE
 from copus_ext.reshard.relaunch import LAUNCH_VARIABLE, report_exit, resumed
-from megatron.training.checkpoint.load import Stored
-from megatron.training.common.collectives import broadcast_from_rank0
+from megatron.training.checkpoint.load import Stored, read_arguments
+from megatron.training.common.collectives import all_gather_object, broadcast_from_rank0
 from megatron.training.common.errors import Relaunch, TrainingFailure, UsageError
 from megatron.training.resilience.exit_status import RunOutcome
 from megatron.training.resilience.watchdog import exit_immediately
-from megatron.training.train import pretrain as pretrain
 from megatron.training.train.callbacks import Callback
 
-_MOST_FRUITLESS = 3
-"""So many generations in a row may end before any step."""
+_MOST_FRUITLESS = 5
+"""So many generations in a row may end before a copy of the state was begun."""
 _TIMEOUT_MINUTES = 10.0
 
 
@@ -73,6 +75,10 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
     membership = Membership.of(
         os.environ, variable=PIPE_VARIABLE, launch=os.environ.get(LAUNCH_VARIABLE, "launch")
     )
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # Between generations; the supervisor has also written the file that asks to stop.
+        signal.signal(number, lambda number, frame: None)
+    importlib.import_module("megatron.training.train.pretrain")  # before this rank is ready
     gc.collect()
     gc.freeze()  # what imports have made; taking down a world collects
     membership.ready()
@@ -93,7 +99,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
             is_join = isinstance(error, WorldChanged) and not membership.has_lost
             if not is_join and not membership.after_error(error):
                 if isinstance(error, (UsageError, TrainingFailure)):
-                    membership.leaving()  # all ranks do
+                    membership.failing()
                 raise
             _say(f"generation {generation.number} is over: {_line(error)}")
         # The exception is gone, and with it what it held of the model.
@@ -102,7 +108,7 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         left_s = time.monotonic() - began_s
         fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0
         if fruitless >= _MOST_FRUITLESS:
-            raise Relaunch(f"{fruitless} generations have ended before a step")
+            raise Relaunch(f"{fruitless} generations in a row have ended before their first step")
         generation = membership.wait_newer(AGREE_S)
 
 
@@ -150,6 +156,7 @@ def _start(
     Raises:
         Relaunch: on every rank, where no layout is legal.
     """
+    had_copies = bool(held.sets)
     found = find(held) if generation.number > 1 else None
     fields: dict[str, Any] = {
         "generation": generation.number,
@@ -159,8 +166,7 @@ def _start(
     }
     if found is None:
         if generation.number > 1:
-            _say("both copies of some shard are lost: the run goes on from its checkpoint")
-            flags = resumed(flags)
+            flags = _flags_without_copies(flags, had_copies=had_copies)
         return Start(flags=flags, fields=fields)
     stored = stored_in_memory(found, held)
     choice, problem = None, ""
@@ -181,6 +187,45 @@ def _start(
     if note:
         _say(f"ALERT: {note}, since no layout of {dist.get_world_size()} ranks fits as well")
     return Start(flags=words, stored=stored, fields=fields)
+
+
+def _flags_without_copies(flags: Sequence[str], *, had_copies: bool) -> list[str]:
+    """Flags to go on with from the latest checkpoint, or from the start. Collective.
+
+    Raises:
+        Relaunch: on every rank, where no layout is legal.
+    """
+    words, problem = resumed(flags), ""
+    why = (
+        "both copies of some shard are lost"
+        if any(all_gather_object(had_copies))
+        else ("no copies were complete yet")
+    )
+    _say(f"{why}: the run goes on from its checkpoint, or from the start without one")
+    if dist.get_rank() == 0:
+        try:
+            fit = LayoutFit(words, stored=_stored_flags, has_gpu=torch.cuda.is_available())
+            words, line = fit.first_flags(dist.get_world_size())
+            if line:
+                _say(line)
+        except NoFit as error:
+            problem = str(error)
+    words, problem = broadcast_from_rank0((words, problem))
+    if problem:
+        raise Relaunch(problem)
+    return words
+
+
+def _stored_flags(load: Path) -> dict[str, Any]:
+    """The flags of the latest checkpoint in a folder.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return read_arguments(load, step=None)
+    except TrainingFailure as error:
+        raise ValueError(str(error)) from error
 
 
 def _told(choice: Choice | None, problem: str) -> tuple[list[str], str, str]:

@@ -12,7 +12,7 @@ from copus_ext.launch.layout_fit import LayoutFit, NoFit, Stored
 from copus_ext.reshard.relaunch import Request, lost_layouts, merged, value_of
 from megatron.training.checkpoint import files
 from megatron.training.config.layout import Layout
-from megatron.training.logging.metrics import METRICS_FILE
+from megatron.training.logging.metrics import GENERATION_MARK, METRICS_FILE
 from megatron.training.logging.tail_reader import Tail
 
 MAX_LAUNCHES = 1001
@@ -177,7 +177,9 @@ def progress_of(run_dir: Path, launch: str) -> Progress:
     entered: list[tuple[Layout, int]] = []
     for record in Tail(run_dir / METRICS_FILE, most_bytes=_MAX_RECORD_BYTES).records():
         iteration = record.get("iteration")
-        if record.get("launch") != launch or not isinstance(iteration, int):
+        name = str(record.get("launch"))
+        is_of_launch = name == launch or name.startswith(f"{launch}{GENERATION_MARK}")
+        if not is_of_launch or not isinstance(iteration, int):
             continue
         if record.get("kind") == "step":
             step = iteration

@@ -335,6 +335,7 @@ class LeaderNode(Node):
                 self._running, num_ranks={**self._running.num_ranks, **ranks}
             )
             self.rendezvous.publish(self._running)
+            self._lost -= set(nodes)
             say(f"node {', '.join(map(str, nodes))} comes in")
         now_s = time.monotonic()
         if self._slurm is not None and now_s - self._slurm_at >= _SLURM_LOOK_S:

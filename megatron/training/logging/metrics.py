@@ -14,11 +14,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from megatron.training.common.control import supervised_launch
+from megatron.training.common.control import GENERATION_VARIABLE, supervised_launch
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+GENERATION_MARK = "-g"
+"""Before the number of a generation, in the name of a launch that goes on with other ranks."""
 
 _MOST_HELD = 10_000
 """Records kept in memory while the disk takes none; a step's is less than a kilobyte."""
@@ -115,6 +117,9 @@ def launch_id(env: Mapping[str, str], now: datetime, previous: Iterable[str] = (
     """
     previous = list(previous)
     named = supervised_launch(env)
+    generation = env.get(GENERATION_VARIABLE, "").rpartition("/")[2]
+    if named is not None and generation.isdecimal() and int(generation) > 1:
+        named += f"{GENERATION_MARK}{generation}"
     if named is not None and named not in previous:
         return named
     job = env.get("SLURM_JOB_ID") or now.astimezone(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
