@@ -15,11 +15,9 @@ import contextlib
 import json
 import math
 import os
-import platform
 import secrets
 import selectors
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -28,9 +26,10 @@ from typing import Any
 
 import psutil
 
-from copus_ext.elastic.messages import PIPE_VARIABLE, Generation, Kind, Lines, Member
+from copus_ext.elastic.messages import Generation, Kind, Lines, Member
+from copus_ext.elastic.rank_process import RankProcess, failure_of
 from copus_ext.launch import workers
-from copus_ext.launch.failure import Failure, error_line, traceback_end
+from copus_ext.launch.failure import Failure
 from copus_ext.launch.workers import FENCED, Launch
 from megatron.training.checkpoint.files import write_atomically
 from megatron.training.common.program import tell
@@ -58,22 +57,10 @@ After that its place stays empty."""
 
 
 @dataclass
-class _Rank:
-    """A process of this node."""
-
-    member: Member
-    process: subprocess.Popen[bytes]
-    lines: Lines
-    error_file: Path
-    has_left: bool = False
-    """It said that it ends, before it did."""
-
-
-@dataclass
 class _Place:
     """Where a rank of this node runs, one after another."""
 
-    rank: _Rank | None = None
+    rank: RankProcess | None = None
     restarts: int = 0
     start_again_at: float | None = None
 
@@ -163,7 +150,7 @@ class Agent:
             tell("launcher", f"node {self.launch.node} ends: {error}")
             self._kill_all()
             code = FENCED if isinstance(error, Fenced) else 1
-            return [_failure(-1, code, f"{error}", "")]
+            return [failure_of(-1, code, f"{error}", "")]
         self._linger()
         del store
         return self._what_failed()
@@ -184,27 +171,9 @@ class Agent:
     def _start(self, local: int) -> None:
         place = self._places[local]
         member = Member(self.launch.node, local, self._first_run + place.restarts)
-        ours, theirs = socket.socketpair()
-        error_file = Path(self.launch.folder) / f"error-{local}-{place.restarts}.json"
-        env = {
-            **os.environ,
-            PIPE_VARIABLE: f"{theirs.fileno()}:{member.node}:{member.local}:{member.run}",
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(self.launch.num_ranks),
-            "GROUP_RANK": str(self.launch.node),
-            "TORCHELASTIC_ERROR_FILE": str(error_file),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-u", *self.command],
-            env=env,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        ours.setblocking(False)
-        place.rank = _Rank(member, process, Lines(ours), error_file)
+        place.rank = RankProcess.start(member, self.launch, self.command)
         place.start_again_at = None
-        self._select.register(ours, selectors.EVENT_READ, ("rank", local))
+        self._select.register(place.rank.lines.connection, selectors.EVENT_READ, ("rank", local))
 
     def _ended(self, local: int) -> None:
         """A rank's connection is at its end, and so is its process, or will be."""
@@ -219,7 +188,7 @@ class Agent:
                 rank.process.kill()
         code = rank.process.wait()
         if code != 0:
-            self._failures[rank.member] = _failure_of(rank, code, self._rank_of(rank.member))
+            self._failures[rank.member] = rank.failure(code, self._rank_of(rank.member))
         if rank.has_left:
             self._leave(rank.member)
             self._tell_peers(left=[rank.member])
@@ -274,7 +243,7 @@ class Agent:
             if generation is None or not self._is_ending or member in generation.members
         ]
         if not found and not self._is_ending:
-            return [_failure(-1, 1, "no rank is left", "")]
+            return [failure_of(-1, 1, "no rank is left", "")]
         return found
 
     # Launchers of other nodes.
@@ -582,25 +551,6 @@ def _own_address(launch: Launch) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))  # sends nothing
         return probe.getsockname()[0]
-
-
-def _failure_of(rank: _Rank, code: int, number: int) -> Failure:
-    error, text = "", ""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        message = json.loads(rank.error_file.read_text())["message"]
-        error, text = str(message["message"]), str(message["extraInfo"]["py_callstack"])
-    return _failure(number, code, error, text)
-
-
-def _failure(rank: int, code: int, error: str, text: str) -> Failure:
-    return Failure(
-        rank=rank,
-        host=platform.node()[:500],
-        code=code,
-        time_s=time.time(),
-        error=error_line(error),
-        traceback=traceback_end(text),
-    )
 
 
 def _run(launch: Launch, command: list[str]) -> list[Failure]:

@@ -231,8 +231,8 @@ def spoiled(name: str) -> Iterator[None]:
             super().exchange()
             spoil(name, self._target)
 
-    def counts(optimizer: Any, held: Any) -> None:
-        restore_counts(optimizer, held)
+    def counts(optimizer: Any, **saved: Any) -> None:
+        restore_counts(optimizer, **saved)
         for group in optimizer.param_groups if name == "step" and not done else ():
             group["step"] += 1
         done.append("counts")

@@ -1,0 +1,89 @@
+"""A rank of an elastic launch, as its launcher sees it: a process and a connection with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from copus_ext.elastic.messages import PIPE_VARIABLE, Lines, Member
+from copus_ext.launch.failure import Failure, error_line, traceback_end
+from copus_ext.launch.workers import Launch
+
+
+@dataclass
+class RankProcess:
+    """A process of this node."""
+
+    member: Member
+    """Which rank it is."""
+    process: subprocess.Popen[bytes]
+    """It."""
+    lines: Lines
+    """The connection with it; it does not block."""
+    error_file: Path
+    """Where it leaves its error."""
+    has_left: bool = False
+    """It said that it ends, before it did."""
+
+    @classmethod
+    def start(cls, member: Member, launch: Launch, command: Sequence[str]) -> RankProcess:
+        """Starts a rank.
+
+        Args:
+            member: its place.
+            launch: of this node.
+            command: program and flags.
+        """
+        ours, theirs = socket.socketpair()
+        error_file = Path(launch.folder) / f"error-{member.local}-{member.run}.json"
+        env = {
+            **os.environ,
+            PIPE_VARIABLE: f"{theirs.fileno()}:{member.node}:{member.local}:{member.run}",
+            "LOCAL_RANK": str(member.local),
+            "LOCAL_WORLD_SIZE": str(launch.num_ranks),
+            "GROUP_RANK": str(launch.node),
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            env=env,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        ours.setblocking(False)
+        return cls(member, process, Lines(ours), error_file)
+
+    def failure(self, code: int, rank: int) -> Failure:
+        """How it failed.
+
+        Args:
+            code: of its end.
+            rank: its number in the world; -1 if it had none.
+        """
+        error, text = "", ""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(self.error_file.read_text())["message"]
+            error, text = str(message["message"]), str(message["extraInfo"]["py_callstack"])
+        return failure_of(rank, code, error, text)
+
+
+def failure_of(rank: int, code: int, error: str, text: str) -> Failure:
+    """A failure on this machine, now; see `Failure` for the arguments."""
+    return Failure(
+        rank=rank,
+        host=platform.node()[:500],
+        code=code,
+        time_s=time.time(),
+        error=error_line(error),
+        traceback=traceback_end(text),
+    )
