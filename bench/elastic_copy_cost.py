@@ -15,7 +15,9 @@ import contextlib
 import functools
 import io
 import os
+import shutil
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,10 +45,11 @@ def measure(data: str, rows: int) -> dict[str, Any]:
     from megatron.training.train.callbacks import Callbacks
     from megatron.training.train.reporting import Reporter
 
-    rank = int(os.environ["RANK"])
-    with tempfile.TemporaryDirectory() as run_dir, contextlib.redirect_stdout(io.StringIO()):
-        places = ["--data-path", data, "--run-dir", f"{run_dir}/{rank}"]
-        with open_job([*MODEL.split(), *places, "--data-cache-path", run_dir]) as job:
+    # The same for both ranks, whose parent is torchrun.
+    run_dir = Path(tempfile.gettempdir()) / f"elastic-copy-cost-{os.getppid()}"
+    with contextlib.redirect_stdout(io.StringIO()):
+        places = ["--data-path", data, "--run-dir", str(run_dir)]
+        with open_job([*MODEL.split(), *places, "--data-cache-path", str(run_dir)]) as job:
             members = (Member(0, 0), Member(1, 0))
             generation = Generation(number=1, members=members, store="", kind="start")
             # Nothing is lost here, and nobody joins.
@@ -72,6 +75,7 @@ def measure(data: str, rows: int) -> dict[str, Any]:
 
             found = balanced_rows({"copies": with_copies, "none": without}, rows)
             copies.close()
+            shutil.rmtree(run_dir, ignore_errors=True)
             own = sum(
                 piece.buffer.numel() for one in held.sets.values() for piece in one.pieces[:1]
             )
