@@ -53,9 +53,9 @@ def measure(data: str, rows: int) -> dict[str, Any]:
             members = (Member(0, 0), Member(1, 0))
             generation = Generation(number=1, members=members, store="", kind="start")
             # Nothing is lost here, and nobody joins.
-            membership: Any = SimpleNamespace(latest=generation, is_over=False, has_lost=False)
+            membership: Any = SimpleNamespace(is_over=False, has_lost=False)
             held = HeldCopies()
-            copies = PeerCopies(held, membership, interval=COPY_INTERVAL)
+            copies = PeerCopies(held, membership, generation, interval=COPY_INTERVAL)
             copies.on_train_start(job.context)
             step = functools.partial(step_of_loop, job, Reporter(job))
             most = [0]

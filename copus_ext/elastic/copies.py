@@ -166,13 +166,20 @@ class PeerCopies(Callback):
     Args:
         held: where they go.
         membership: of this rank.
+        generation: that this rank is in; a newer one may be known already.
         interval: steps between two copies.
     """
 
-    def __init__(self, held: HeldCopies, membership: Membership, *, interval: int) -> None:
+    def __init__(
+        self,
+        held: HeldCopies,
+        membership: Membership,
+        generation: Generation,
+        *,
+        interval: int,
+    ) -> None:
         self.held, self._membership, self._interval = held, membership, interval
-        assert membership.latest is not None
-        self._generation = membership.latest
+        self._generation = generation
         self._keepers = keepers(self._generation)
         self._shape: ModelShape | None = None
         self._group: Any = None

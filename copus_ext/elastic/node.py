@@ -264,7 +264,7 @@ class Agent:
         """Connects with the nodes of lower numbers, and waits for those of higher ones.
 
         Raises:
-            Fenced: a node has not come.
+            NotMet: a node has not come.
         """
         deadline_s = time.monotonic() + _MEET_S
         others = [node for node in self.launch.nodes if node != self.launch.node]

@@ -130,7 +130,7 @@ def _train_in(
     start = _start(generation, held, flags, has_gpu=has_gpu)
     times_s.append(time.monotonic())
     interval = int(os.environ.get(COPY_INTERVAL_VARIABLE) or COPY_INTERVAL)
-    copies = PeerCopies(held, membership, interval=interval)
+    copies = PeerCopies(held, membership, generation, interval=interval)
     start = dataclasses.replace(
         start,
         callbacks=[copies],
