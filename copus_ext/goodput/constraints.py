@@ -194,9 +194,19 @@ def _shrink_reasons(s: DecisionInputs, to: ConfigThroughput, above_optimal: bool
 
 def _swing(s: DecisionInputs) -> float:
     """Factor by which a measured critical batch size must have changed for the batch to turn."""
+    return swing_factor(s.log_noise_variance)
+
+
+def swing_factor(log_noise_variance: float) -> float:
+    """Factor by which a measured critical batch size must have changed for a change to be undone.
+
+    Args:
+        log_noise_variance: of the logarithm of the noise scale; 0 where it is not known.
+    """
     least, most = _SWING
-    variance = s.log_noise_variance
-    return min(max(math.exp(_SWING_SDS * math.sqrt(variance)), least), most) if variance else most
+    if not log_noise_variance:
+        return most
+    return min(max(math.exp(_SWING_SDS * math.sqrt(log_noise_variance)), least), most)
 
 
 def grid(s: DecisionInputs) -> list[int]:
