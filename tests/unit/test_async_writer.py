@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron.training.checkpoint import save_errors
 from megatron.training.checkpoint.async_writer import WriteResults
+from megatron.training.common.child_processes import kill_children, never_collect_inherited
 
 FORKED = multiprocessing.get_context("fork")
 PARENT = """
@@ -36,6 +40,34 @@ def test_a_forked_process_hands_over_more_than_a_pipe_holds() -> None:
     process.start()
     process.join(60)
     assert process.exitcode == 0 and results.get_nowait() == sent
+
+
+def _fork_with_a_group_in_the_garbage(store: str) -> None:
+    """Its threads are in this process alone: a collection in a child would wait for their end."""
+    never_collect_inherited()
+    gc.disable()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    group = dist.distributed_c10d._get_default_group()
+    garbage: list[Any] = [group._get_backend(torch.device("cpu"))]
+    garbage.append(garbage)
+    dist.destroy_process_group()
+    del group, garbage
+    gc.enable()
+    if (child := os.fork()) == 0:
+        gc.collect()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    os._exit(status)
+
+
+def test_a_forked_process_does_not_collect_the_groups_of_its_parent(tmp_path: Path) -> None:
+    process = FORKED.Process(target=_fork_with_a_group_in_the_garbage, args=(tmp_path / "store",))
+    process.start()
+    process.join(20)
+    kill_children(process.pid or 0)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_half_of_what_was_written_is_nothing() -> None:

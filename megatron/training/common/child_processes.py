@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import os
 import signal
 import sys
@@ -25,6 +27,31 @@ def end_with_parent(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@functools.cache
+def never_collect_inherited() -> None:
+    """Keeps processes that are forked from now on from collecting garbage of this one.
+
+    To collect a process group joins its threads, which no forked process has: it would hang for
+    ever. Such groups are garbage after a change of layout, or of the world.
+    """
+    was_enabled = True
+
+    def before() -> None:
+        nonlocal was_enabled
+        was_enabled = gc.isenabled()
+        gc.disable()
+
+    def after() -> None:
+        if was_enabled:
+            gc.enable()
+
+    def after_in_child() -> None:
+        gc.freeze()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
 
 
 def kill_children(pid: int) -> None:

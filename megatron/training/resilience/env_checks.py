@@ -16,6 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megatron.training.common.child_processes import never_collect_inherited
 from megatron.training.common.errors import UsageError
 
 SUPPORTED_CORE = ">=0.16.1,<0.17"
@@ -142,6 +143,7 @@ def set_process_defaults() -> None:
 
     A restarted gloo job reads keys of the dead attempt from a shared rendezvous store (pytorch
     issue 135712). Warnings about known fallbacks and old names in megatron-core are hidden.
+    Processes that are forked later leave the garbage of this one alone.
     """
     for known in (
         ".*Apex.*",
@@ -152,5 +154,6 @@ def set_process_defaults() -> None:
         ".*deprecating ShardedTensor.*",
     ):
         warnings.filterwarnings("ignore", message=known)
+    never_collect_inherited()
     os.environ.setdefault(_TORCH_RESTART, "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
