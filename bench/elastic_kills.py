@@ -4,11 +4,12 @@
 
 Launches of four CPU ranks on one to four nodes (a node is a supervisor with its launcher and ranks)
 lose ranks and whole nodes by SIGKILL, and nodes that stop and go on later, at drawn moments: while
-ranks compute, in collectives, in the optimizer, in saves, evaluations, copies and recoveries. A
-rank that was killed is started again and joins. Every run must end by itself. Its record must hold
-every step once with the samples of an undisturbed run, and the losses of that run. Then the same
-kills are timed with a relaunch in place of the recovery. Writes docs/results/elastic_kills.json.
-It takes about a quarter of a minute for each kill; run nothing else.
+ranks compute, in collectives, in the optimizer, in saves, evaluations, copies, recoveries, and in
+moves to another layout, of which each run makes one every 15 steps. A rank that was killed is
+started again and joins. Every run must end by itself. Its record must hold every step once with the
+samples of an undisturbed run, and the losses of that run. Then the same kills are timed with a
+relaunch in place of the recovery. Writes docs/results/elastic_kills.json. It takes about a quarter
+of a minute for each kill; run nothing else.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ LAYOUTS = (
 NODES = ((4,), (2, 2), (2, 1, 1), (1, 1, 1, 1))
 MOMENTS = (
     *("compute", "optimizer", "after the optimizer", "any time", "any time", "copy", "save"),
-    *("evaluation", "recovery"),
+    *("evaluation", "recovery", "move", "move"),
 )
 _APART = 80
 """Steps between two kills: a rank that was killed has come back by then."""
 _FIRST = 30
 _HANG_S = 240.0
 _INTERVAL = 10
+_MOVE_EVERY = 15
 _TOLERANCE = 1e-6
 
 
@@ -212,7 +214,7 @@ def trial(
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
         folder = Path(scratch) if keep is None else keep / f"seed-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(json.dumps({"kills": planned}))
+        (folder / "plan.json").write_text(json.dumps({"kills": planned, "move_every": _MOVE_EVERY}))
         children = start(folder, nodes, layout, steps, elastic=elastic, mark=mark)
         codes = wait(children, _HANG_S + kills * 30.0)
         relaunches = 0

@@ -3,7 +3,8 @@
 The plan is a JSON file that `COPUS_KILL_PLAN` names: {"kills": [{"number", "step", "moment",
 "victim": [node, local], "what"}]}. Each kill happens once; the rank writes `kill-<number>` beside
 the plan, with the time and the step, before it acts. `pause_s` more seconds go by in each step
-after `pause_from`, so that those that come again find the others at work.
+after `pause_from`, so that those that come again find the others at work. With `move_every` the
+run changes its layout in the running processes every so many steps.
 """
 
 from __future__ import annotations
@@ -22,15 +23,24 @@ from typing import Any
 import psutil
 
 from copus_ext.commands import pretrain
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.layout_changes import LayoutChange, LayoutChangeManager
 from copus_ext.elastic import copies, recover
+from copus_ext.goodput.state import ControllerState
+from copus_ext.launch.layout_fit import layouts_for
 from copus_ext.reshard import change
 from megatron.training.checkpoint.save import Checkpointer
+from megatron.training.common.step_settings import Request
+from megatron.training.config.layout import Layout
 from megatron.training.train import loop, step
+from megatron.training.train.callbacks import Callback, CallbackContext
 
 _PLAN = Path(os.environ["COPUS_KILL_PLAN"])
 _GIVEN = json.loads(_PLAN.read_text())
 _KILLS = _GIVEN["kills"]
 _PAUSE_FROM, _PAUSE_S = _GIVEN.get("pause_from", 0), _GIVEN.get("pause_s", 0.0)
+_MOVE_EVERY = _GIVEN.get("move_every", 0)
 _STEP = [0]
 
 
@@ -107,8 +117,60 @@ def _watch_steps() -> None:
     loop.train_step = watched
 
 
+class _Moves(Callback):
+    """Takes the run to one layout after another, every `_MOVE_EVERY` steps."""
+
+    def __init__(self) -> None:
+        flags = CopusConfig(copus_relayout="inprocess")
+        state, log = ControllerState(), DecisionLog(None)
+        self._changes = LayoutChangeManager(flags, state, log, prior_s=lambda layout: 1.0)
+
+    def on_setup_start(self, context: CallbackContext) -> None:
+        """Makes ready for changes."""
+        self._changes.open(context)
+
+    def on_train_step_end(self, context: CallbackContext) -> Request | None:
+        """Asks for the next layout, if one is due and another is legal."""
+        iteration = context.state.iteration
+        others = [one for one in _legal(context) if one != context.config.layout]
+        if iteration % _MOVE_EVERY or not others:
+            return None
+        wanted = LayoutChange(
+            number=None,
+            to=others[iteration // _MOVE_EVERY % len(others)],
+            settings=context.state.settings,
+            reason="the campaign moves",
+            done=lambda outcome: print(f"moved: {outcome.kind} {outcome.reason}", flush=True),
+        )
+        return self._changes.request(wanted, context)
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Lets go of the groups of changes."""
+        self._changes.close(context)
+
+
+def _legal(context: CallbackContext) -> list[Layout]:
+    """Layouts of the world that cut the batch and the four layers and heads."""
+    batch, now = context.config.batch, context.config.layout
+    return [
+        one
+        for one in layouts_for(now.world_size, now)
+        if batch.global_batch_size % (one.dp * batch.micro_batch_size) == 0
+        and 4 % one.tp == 0
+        and 4 % one.pp == 0
+    ]
+
+
+def _with_moves() -> None:
+    """Adds the changes of layout to the callbacks of the program."""
+    plain = pretrain.controllers
+    pretrain.controllers = lambda args: [*plain(args), _Moves()]
+
+
 def main() -> int:
     """Trains with faults."""
+    if _MOVE_EVERY:
+        _with_moves()
     _watch_steps()
     _before(step, "forward_step", "compute")
     _before(step, "share_numbers", "after the optimizer")
