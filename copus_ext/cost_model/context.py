@@ -25,6 +25,13 @@ _LAUNCHES = (8.0, 6.0, 12.0)
 """Further kernels of a layer, forward, by form; a ring has so many for every rank."""
 _CPU_BLOCK = 512.0
 """Keys that torch's fused attention takes at a time on a CPU rank."""
+_CPU_MASK = 1.1
+"""Time of that kernel with a mask to read over that without, for as many keys: 1.05 to 1.12 with 8
+heads of 32 columns and 512 queries to 1,024 to 2,048 keys."""
+_GATHERED_COPIES = 5.5
+"""Times that gathered keys and values are read or written beside the exchange, counted as forward:
+3 times to put them in order, and 16 backward, where each chunk's gradient is filled up to the whole
+sample and added. Backward counts 2.5 times forward."""
 _EXCHANGES = 4
 """All-to-alls of a layer in one direction: queries, keys, values, and the answer."""
 
@@ -52,20 +59,26 @@ def gathers_itself(rows: Rows) -> Any:
 def keys_of_a_token(rows: Rows) -> Any:
     """[n] scores that attention computes for each query, the mean over them: half of a sample if
     its kernel skips what is masked. Of gathered keys a chunk sees all up to its own end, which is
-    1/(2c) of a half more than needed. torch's kernel for CPU ranks skips whole blocks alone."""
+    1/(2c) of a half more than needed. torch's kernel for CPU ranks skips whole blocks alone. What
+    it takes to read a mask counts as further keys."""
     half = 0.5 * rows.seq_length
     blocks = np.minimum(half + _CPU_BLOCK / 2, rows.seq_length)
     fused = np.where(rows.on_cpu, blocks, half)
     usual = np.where(rows.fused_attention, fused, rows.seq_length)
     rectangles = 0.5 * rows.seq_length * (1.0 + 0.5 / rows.cp)
+    rectangles = rectangles * np.where(rows.on_cpu & rows.fused_attention, _CPU_MASK, 1.0)
     return np.where(gathers_itself(rows), rectangles, usual)
 
 
 def joined_bytes(rows: Rows) -> Any:
-    """[n] bytes moved to join what the steps of a ring have found, each with the sum of those
-    before: read twice and written once, in fp32."""
+    """[n] bytes moved to put together what ranks share, forward. Round a ring each step's answer is
+    joined with the sum of those before: read twice and written once, in fp32. Gathered keys and
+    values are put in the order of the sample."""
     width = rows.num_attention_heads * rows.kv_channels / rows.tp
-    return np.where(_is(rows, RING), 12.0 * (rows.cp - 1.0) * rows.tokens * width, 0.0)
+    ring = np.where(_is(rows, RING), 12.0 * (rows.cp - 1.0) * rows.tokens * width, 0.0)
+    groups = np.maximum(rows.num_query_groups / rows.tp, 1.0)
+    gathered = 2.0 * groups * rows.kv_channels * rows.tokens * rows.cp * 2.0
+    return ring + np.where(gathers_itself(rows), _GATHERED_COPIES * gathered, 0.0)
 
 
 def received_elements(rows: Rows) -> tuple[Any, Any]:
