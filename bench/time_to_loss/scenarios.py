@@ -1,6 +1,6 @@
 """Does the controller finish sooner than the best static batch that a sweep would have found?
 
-    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S8]
+    python -m bench.time_to_loss.scenarios [--seeds N] [--first-seed N] [--only S1,S9]
 
 S1: the paper's four clusters, every first batch of the grid, no sweep, two truths: samples of a
 batch B make 1/(1 + B/Phi) progress, and a noisy quadratic whose static batches have the best rate
@@ -13,6 +13,8 @@ S7: the network falls to a quarter of its speed for half of the samples, at the 
 saved over the layout best in hindsight, and over the one best while the network is healthy.
 S8: where a perfect schedule saves less than 2 % over the best static batch: behind that, started
 there. The seven presets, each with four growths of the critical batch size.
+S9: the number of nodes may change: GPU-hours saved at equal time over the best fixed number, which
+adapts batch and layout too (ranks_for_a_price.py).
 
 What a user waits for counts: pauses, measuring (as measured by bench.noise_overhead) and deciding.
 Rules were chosen on seeds 0 and 1. Writes docs/results/time_to_loss_scenarios.json.
@@ -65,8 +67,9 @@ GOALS = {
     "S6": {"figure": 0.06},
     "S7": {"hindsight": 0.04, "healthy": 0.15},
     "S8": {"worst": 0.01},
+    "S9": {"saved": 0.08},
 }
-HIGHER = {"S6", "S7"}
+HIGHER = {"S6", "S7", "S9"}
 """Scenarios whose figures should be at least the goal."""
 
 
@@ -180,10 +183,10 @@ def controller_run(s: Scenario, first_batch: int, seed: int) -> tuple[float, dic
     if s.quadratic is not None:
         run = simulate(s.change(targets={"none": 0.0}), who, seed=seed)
         assert run.last_loss is not None
-        return _counted(run.seconds, run), static_seconds(s, run.last_loss)
+        return counted(run.seconds, run), static_seconds(s, run.last_loss)
     run = simulate(s, who, seed=seed)
     time_s = run.times_s[max(s.targets, key=s.targets.__getitem__)]
-    reached = math.inf if time_s is None else _counted(time_s, run)
+    reached = math.inf if time_s is None else counted(time_s, run)
     return reached, static_seconds(s)
 
 
@@ -197,7 +200,7 @@ def copus(s: Scenario, first_batch: int, **flags: Any) -> Contender:
     return Contender(name="copus", flags=own, first_batch=first_batch)
 
 
-def _counted(seconds: float, run: Run) -> float:
+def counted(seconds: float, run: Run) -> float:
     """With what measuring and deciding take."""
     return seconds + run.measured_s * MEASURING + run.decisions * DECIDING_S
 
@@ -321,7 +324,7 @@ def _at_constant_rate(s: Scenario, who: Contender, seed: int) -> dict[str, Any]:
     for name in ("cbs_small", "cbs_large"):
         found = simulate(longer, everybody[name], seed=seed).times_s["end"]
         others[name] = math.inf if found is None else found
-    seconds, best = _counted(run.seconds, run), min(others, key=others.__getitem__)
+    seconds, best = counted(run.seconds, run), min(others, key=others.__getitem__)
     finite = {name: time_s for name, time_s in others.items() if math.isfinite(time_s)}
     saved = 1 - seconds / others[best]
     return {"saved": saved, "seconds": seconds, "best": best, "loss": run.last_loss, **finite}
@@ -415,7 +418,7 @@ def main() -> None:
     parser = arguments(__doc__, FILE)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=10)
-    parser.add_argument("--only", default="S1,S2,S6,S7,S8")
+    parser.add_argument("--only", default="S1,S2,S6,S7,S8,S9")
     args = parser.parse_args()
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     names = args.only.split(",")
@@ -438,6 +441,10 @@ def main() -> None:
         results["S7"] = {**s7(seeds), **about, "seeds": list(range(args.seeds))}
     if "S8" in names:
         results["S8"] = {**s8(seeds, say), **about}
+    if "S9" in names:
+        from bench.time_to_loss import ranks_for_a_price  # which needs this module
+
+        results["S9"] = {**ranks_for_a_price.s9(seeds, say), **about}
     for name, goals in GOALS.items():
         if name in results:
             for figure, goal in goals.items():

@@ -31,7 +31,8 @@ from megatron.training.config.layout import Layout
 OBJECTIVE = "goodput"
 MARGIN = 0.01
 """Least gain of another number of ranks, as a logarithm."""
-_BISECTIONS = 60
+_BISECTIONS, _SAME = 60, 1e-9
+"""Steps of a search, and the relative difference of times that count as equal."""
 _FASTEST, _CHEAPEST = 1e6, 1e-6
 """Costs of time between which one is looked for, over the most and the fewest ranks."""
 
@@ -419,7 +420,8 @@ class EqualTime:
     """What a run of a given time costs at least."""
 
     cost_of_time: float
-    """That leads to it, in ranks."""
+    """That leads to it, in ranks. Where a range of them leads to a run of exactly that time, it is
+    the middle of the range, so that a run that knows the course less well comes near it."""
     schedule: Schedule
     """The cheapest that was found to take no longer."""
     rank_seconds: float
@@ -470,4 +472,18 @@ def at_equal_time(
             low, slow = middle, found
     share = (seconds - fast.seconds) / (slow.seconds - fast.seconds)
     mixed = fast.rank_seconds + share * (slow.rank_seconds - fast.rank_seconds)
-    return EqualTime(cost_of_time=high, schedule=fast, rank_seconds=mixed)
+    cost = high
+    if fast.seconds >= seconds * (1.0 - _SAME):
+        cost = math.sqrt(high * _last_cost(at, high, _FASTEST * max(ranks), fast.seconds))
+    return EqualTime(cost_of_time=cost, schedule=fast, rank_seconds=mixed)
+
+
+def _last_cost(at: Callable[[float], Schedule], low: float, high: float, seconds: float) -> float:
+    """The largest cost of time between two at which a run still takes so many seconds."""
+    for _ in range(_BISECTIONS // 2):
+        middle = math.sqrt(low * high)
+        if at(middle).seconds >= seconds * (1.0 - _SAME):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -148,11 +148,18 @@ def simulate(
     """
     if contender.batch is not None:
         return static_run(scenario, contender, seed)
-    return _Runner(scenario, contender, seed, journal).run()
+    return Runner(scenario, contender, seed, journal).run()
 
 
-class _Runner:
-    """State of a run with a controller."""
+class Runner:
+    """State of a run with a controller.
+
+    Args:
+        scenario: what the run is of.
+        contender: who runs, with flags of the controller.
+        seed: of the noise that its estimates have.
+        journal: takes its decisions.
+    """
 
     def __init__(
         self, scenario: Scenario, contender: Contender, seed: int, journal: DecisionLog | None
@@ -303,14 +310,15 @@ class _Runner:
         done = min(self.consumed / s.total_samples, 1.0)
         return s.lr_decay + (1 - s.lr_decay) * (1 + math.cos(math.pi * done)) / 2
 
-    def _decide(self) -> None:
+    def _inputs(self) -> DecisionInputs:
+        """All that a decision of now depends on."""
         s = self.scenario
         batches = rules.batches_to_weigh(self.rules, self.row.global_batch_size)
         layouts = self.speeds.layouts if self.rules.relayout else [self.row.layout]
         rows, where = self.speeds.table(batches, self.used, layouts, self.row)
         in_warmup = self.consumed < s.warmup_samples
         in_warmup |= self._warm_up_factor(self.row.global_batch_size) < 1.0
-        inputs = build_inputs(
+        return build_inputs(
             self.rules,
             self.state,
             noise=self.observer.noise(),
@@ -323,8 +331,11 @@ class _Runner:
             in_warmup=in_warmup,
             lr_decay_factor=self._decay(),
             paused=False,
-            priors_s={layout: s.prior_s(self.row.layout, layout) for layout in layouts},
+            priors_s={layout: self._prior_s(self.row.layout, layout) for layout in layouts},
         )
+
+    def _decide(self) -> None:
+        inputs = self._inputs()
         if self.fork_tests:
             self._fork(inputs)
             inputs = fork_rule.with_multiplier(inputs, self.out.fork_tests)
@@ -387,11 +398,11 @@ class _Runner:
             self.lr_factor = self.rates.lr_factor(batch)
         if decision.kind == "relayout":
             pair = before.layout, to.layout
-            cost_s = self.scenario.pause_s(*pair)
+            cost_s = self._pause_s(*pair)
             self.clock_s += cost_s
             self.state.elapsed_s += cost_s
             self.state.layout_costs.record_success(
-                seconds=cost_s, iteration=self.out.steps, prior_s=self.scenario.prior_s(*pair)
+                seconds=cost_s, iteration=self.out.steps, prior_s=self._prior_s(*pair)
             )
         self.state.record_outcome(now=True)
         self.state.apply(
@@ -411,6 +422,14 @@ class _Runner:
         if decision.kind == "relayout":
             self._enter_layout()
         self._note()
+
+    def _pause_s(self, before: Layout, after: Layout) -> float:
+        """Seconds that a change takes."""
+        return self.scenario.pause_s(before, after)
+
+    def _prior_s(self, before: Layout, after: Layout) -> float:
+        """Seconds that the run predicts for it before it has measured one."""
+        return self.scenario.prior_s(before, after)
 
     def _enter_layout(self) -> None:
         """Rules of decisions and rates under the current layout, as in a real run."""

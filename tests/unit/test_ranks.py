@@ -127,6 +127,9 @@ def test_equal_time_is_exact_on_a_known_case() -> None:
     assert found.schedule.ranks == [2, 4]
     assert found.schedule.seconds == pytest.approx(always.seconds)
     assert found.rank_seconds == pytest.approx(2 * first + 4 * 100.0 / 40.0)
+    # Every cost of time above 0 leads there.
+    again = ranks.schedule(rows, course, found.cost_of_time)
+    assert again.seconds == pytest.approx(always.seconds)
 
 
 def test_a_time_between_two_schedules_costs_a_mixture_of_them() -> None:
