@@ -22,6 +22,7 @@ from copus_ext.reshard.model_shape import ModelShape, shape_of
 from copus_ext.reshard.ownership import all_of_layout
 from copus_ext.reshard.saved_state import adam_steps, scaler_state
 from megatron.training.checkpoint.save import common_state
+from megatron.training.common.collectives import broadcast_from_rank0
 from megatron.training.config.layout import Layout
 from megatron.training.distributed.sharding import Record
 from megatron.training.model.shards import KINDS, Shards, own_shards
@@ -130,6 +131,17 @@ class HeldCopies:
         return sum(piece.buffer.numel() * piece.buffer.element_size() for piece in pieces)
 
 
+def keepers_of_released(generation: Generation, following: Generation) -> list[int | None]:
+    """By rank, the rank that keeps its copy while ranks leave: one that stays, for those that do
+    not."""
+    members, released = generation.members, set(following.released)
+    stay = [rank for rank, member in enumerate(members) if member not in released]
+    return [
+        stay[rank % len(stay)] if member in released else None
+        for rank, member in enumerate(members)
+    ]
+
+
 def keepers(generation: Generation) -> list[int | None]:
     """By rank, the rank that keeps its copy; None where it is alone.
 
@@ -200,25 +212,33 @@ class PeerCopies(Callback):
         """Takes a copy if one is due: the state is that after the step before, as it goes on.
 
         Raises:
-            WorldChanged: ranks wait to join, and all ranks have their copies.
+            WorldChanged: ranks wait to join or leave, and all ranks have their copies.
         """
-        is_join = self._agree()
+        is_over = self._agree()
         iteration = context.state.iteration
-        is_due = self._is_first or (self._pending is None and iteration % self._interval == 0)
-        if is_due or is_join:
+        if is_over:
+            self._leave_together(context)
+        if self._is_first or (self._pending is None and iteration % self._interval == 0):
             self._is_first = False
-            self._take(context, alone=is_join)
-        if is_join:
-            raise WorldChanged("ranks have come")
+            moment = self._take(context)
+            self._pending, self._state = moment, _UNDER_WAY
+            self._sending = threading.Thread(
+                target=self._exchange,
+                args=(self.held.sets[moment], self._keepers),
+                name="copies",
+                daemon=True,
+            )
+            self._sending.start()
 
     def _agree(self) -> bool:
         """Drops older copies once all ranks have the newest. Returns whether all ranks know of a
-        generation that ranks join."""
+        generation that ranks join or leave, and no copy is under way."""
         membership = self._membership
         knows = membership.is_over and not membership.has_lost
         flags = torch.tensor([int(knows), self._state])
         dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._flags)
-        is_join, worst = bool(flags[0]), int(flags[1])
+        worst = int(flags[1])
+        is_over = bool(flags[0]) and worst != _UNDER_WAY
         if self._pending is not None and worst != _UNDER_WAY:
             if worst == _COMPLETE:
                 self.held.keep_only(self._pending)
@@ -227,47 +247,57 @@ class PeerCopies(Callback):
                 if dist.get_rank() == 0:
                     print(f"ALERT: no copy of iteration {self._pending.iteration}: it failed")
             self._pending, self._state = None, _COMPLETE
-        return is_join
+        return is_over
 
-    def _take(self, context: CallbackContext, *, alone: bool) -> None:
-        """Copies this rank's shard, and starts to exchange copies with other nodes.
+    def _leave_together(self, context: CallbackContext) -> None:
+        """Takes a last copy in this world. Ranks that leave the run hand theirs to others.
 
-        Args:
-            context: between two steps.
-            alone: no copy goes to a keeper, since all ranks live.
+        Raises:
+            WorldChanged: always.
         """
+        moment = self._take(context)
+        following = broadcast_from_rank0(self._membership.latest)
+        if following.released:
+            self._join_thread()
+            self._exchange(self.held.sets[moment], keepers_of_released(self._generation, following))
+            state = torch.tensor([self._state])
+            dist.all_reduce(state, op=dist.ReduceOp.MIN, group=self._flags)
+            if int(state) != _COMPLETE:
+                # The copies before, or the checkpoint, may do.
+                self.held.drop(moment)
+        raise WorldChanged("ranks come or leave")
+
+    def _take(self, context: CallbackContext) -> Moment:
+        """Copies this rank's shard, between two steps; the copy's place among those held."""
         config = context.config
         moment = Moment(self._generation.number, context.state.iteration)
         live = own_shards(_Chunks(context.model), context.optimizer, context.groups)
-        own = Piece.of(dist.get_rank(), live)
-        self.held.sets[moment] = copies = CopySet(
+        self.held.sets[moment] = CopySet(
             layout=config.layout,
             common=common_state(config, context.state, context.scheduler, []),
             step=adam_steps(context.optimizer) or 0,
             scaler=scaler_state(context.optimizer),
-            pieces=[own],
+            pieces=[Piece.of(dist.get_rank(), live)],
         )
-        if alone:
-            return
-        self._join_thread()
-        self._pending, self._state = moment, _UNDER_WAY
-        self._sending = threading.Thread(
-            target=self._exchange, args=(copies,), name="copies", daemon=True
-        )
-        self._sending.start()
+        return moment
 
-    def _exchange(self, copies: CopySet) -> None:
-        """Sends the own copy to its keeper and receives those that this rank keeps."""
+    def _exchange(self, copies: CopySet, keepers: Sequence[int | None]) -> None:
+        """Sends the own copy to its keeper and receives those that this rank keeps.
+
+        Args:
+            copies: with the own one.
+            keepers: by rank, the rank that keeps its copy.
+        """
         try:
             assert self._shape is not None
             rank, records = dist.get_rank(), all_of_layout(self._shape, copies.layout)
-            wards = [ward for ward, keeper in enumerate(self._keepers) if keeper == rank]
+            wards = [ward for ward, keeper in enumerate(keepers) if keeper == rank]
             pieces = [Piece.empty(ward, records[ward]) for ward in wards]
             work: list[Any] = [
                 dist.irecv(piece.buffer, group=self._group, group_src=piece.rank)
                 for piece in pieces
             ]
-            if (keeper := self._keepers[rank]) is not None:
+            if (keeper := keepers[rank]) is not None:
                 own = copies.pieces[0].buffer
                 work.append(dist.isend(own, group=self._group, group_dst=keeper))
             for one in work:

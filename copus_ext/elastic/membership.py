@@ -93,7 +93,7 @@ class Membership:
                 if "generation" not in message:
                     continue
                 generation = Generation.from_json(message["generation"])
-                if self.member not in generation.members:
+                if self.member not in (*generation.members, *generation.released):
                     continue  # it was announced before this rank was ready
                 with self._changed:
                     self.latest = generation
@@ -133,7 +133,12 @@ class Membership:
         if latest is None or own is None or latest.number <= own.number:
             return False
         is_broken = latest.kind == "loss" and not latest.lost
-        return is_broken or not set(own.members) <= set(latest.members)
+        return is_broken or not set(own.members) <= {*latest.members, *latest.released}
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the run goes on without this rank, since it asks for fewer."""
+        return self.latest is not None and self.member in self.latest.released
 
     @property
     def is_gloo(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 PIPE_VARIABLE = "COPUS_ELASTIC_PIPE"
 """Environment variable of a rank: file number of its connection with the launcher, and its place,
 as FD:NODE:LOCAL:RUN."""
-Kind = Literal["start", "loss", "join"]
+Kind = Literal["start", "loss", "join", "resize"]
 _READ_BYTES = 1 << 16
 _MOST_BYTES = 1 << 22
 
@@ -43,9 +43,11 @@ class Generation:
     store: str
     """`host:port` of the store where they meet."""
     kind: Kind
-    """Why there is a new one. A loss ends the one before at once, a join at a step boundary."""
+    """Why there is a new one. A loss ends the one before at once, the others at a step boundary."""
     lost: tuple[Member, ...] = ()
     """Members of the one before that are gone."""
+    released: tuple[Member, ...] = ()
+    """Members of the one before that live and leave, since the run asks for fewer ranks."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -54,7 +56,8 @@ class Generation:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Generation:
         """Inverse of `to_json`."""
-        members = {name: tuple(Member(*m) for m in data[name]) for name in ("members", "lost")}
+        names = ("members", "lost", "released")
+        members = {name: tuple(Member(*m) for m in data[name]) for name in names}
         return cls(**{**data, **members})
 
     def ranks_of(self, node: int) -> list[int]:

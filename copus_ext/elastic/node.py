@@ -12,12 +12,9 @@ finds the file there ends its ranks and itself.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import secrets
 import selectors
-import socket
 import sys
 import time
 from dataclasses import dataclass, field
@@ -26,12 +23,14 @@ from typing import Any
 
 import psutil
 
-from copus_ext.elastic.messages import Generation, Kind, Lines, Member
+from copus_ext.elastic.messages import Generation, Kind, Member
+from copus_ext.elastic.peers import Peers, own_address
 from copus_ext.elastic.rank_process import RankProcess, failure_of
+from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch import workers
 from copus_ext.launch.failure import Failure
 from copus_ext.launch.workers import FENCED, Launch
-from megatron.training.checkpoint.files import write_atomically
+from megatron.training.common.control import RanksAsked, ranks_asked
 from megatron.training.common.program import tell
 from megatron.training.resilience.env_checks import no_collection
 
@@ -41,7 +40,7 @@ SILENCE_S = 5.0
 _SETTLE_S = 0.02
 """Deaths that follow one another so closely make one generation."""
 _MEET_S = 120.0
-_LOOK_S, _CONNECT_S = 0.05, 1.0
+_LOOK_S = 0.05
 _RUNS_PER_GENERATION = 1000
 _MINORITY_S = 3.0
 """A part of less than half of the ranks waits so long before it claims, where a node was silent."""
@@ -63,14 +62,6 @@ class _Place:
     rank: RankProcess | None = None
     restarts: int = 0
     start_again_at: float | None = None
-
-
-@dataclass
-class _Peer:
-    """The launcher of another node."""
-
-    node: int
-    lines: Lines
 
 
 class Fenced(Exception):
@@ -111,10 +102,13 @@ class Agent:
     _waiting: set[Member] = field(default_factory=set)
     """Of them, those that have come since the generation."""
     _places: list[_Place] = field(default_factory=list)
-    _peers: dict[int, _Peer] = field(default_factory=dict)
     _failures: dict[Member, Failure] = field(default_factory=dict)
     _due_s: float | None = None
     """When to announce the next generation, if this node has to."""
+    _asked: RanksAsked | None = None
+    """Ranks that the run has asked for: done, said, or of before this launcher."""
+    _is_released: bool = False
+    """The run goes on without this node, since it asks for fewer ranks."""
     _first_run: int = 0
     """Number of the first ranks here: above those of this node before, in a launch that goes on."""
 
@@ -125,20 +119,19 @@ class Agent:
             Failures of the ranks here that the run did not outlive.
         """
         self._select = selectors.DefaultSelector()
-        self._token = secrets.token_hex(8)
         self._first_run = _RUNS_PER_GENERATION * self._claimed()
+        self._asked = ranks_asked(self._run_dir)
         for local in range(self.launch.num_ranks):
             self._places.append(_Place())
             self._start(local)
         with no_collection():
             from torch.distributed import TCPStore
 
-        self._server = socket.create_server(("", 0))
-        self._select.register(self._server, selectors.EVENT_READ, ("server", None))
+        self._peers = Peers(self.launch, self.folder, self._select)
         store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-        host = _own_address(self.launch)
+        host = own_address(self.launch)
         self._store = f"{host}:{store.port}"
-        self._publish(host)
+        self._peers.publish(host)
         try:
             if self._first_run:
                 self._come_late()
@@ -161,10 +154,15 @@ class Agent:
         Raises:
             Fenced: others have.
         """
-        if self.generation is not None and not self._is_ending:
+        if self.generation is not None and not self._is_ending and not self._is_released:
             following = self.folder / f"generation-{self.generation.number + 1}"
             if following.exists():
                 raise Fenced("the other nodes have gone on without it")
+
+    @property
+    def _run_dir(self) -> Path:
+        """Of the run: launchers agree in `control/elastic/<launch>` there."""
+        return self.folder.parents[2]
 
     # Ranks of this node.
 
@@ -187,14 +185,16 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 rank.process.kill()
         code = rank.process.wait()
+        if self._is_released:
+            return
         if code != 0:
             self._failures[rank.member] = rank.failure(code, self._rank_of(rank.member))
         if rank.has_left:
             self._leave(rank.member)
-            self._tell_peers(left=[rank.member])
+            self._peers.tell(left=[rank.member])
             return
         self._lose(rank.member)
-        self._tell_peers(died=[rank.member])
+        self._peers.tell(died=[rank.member])
         if not self._is_ending and place.restarts < len(_BACK_S):
             place.start_again_at = time.monotonic() + _BACK_S[place.restarts]
             place.restarts += 1
@@ -242,23 +242,11 @@ class Agent:
             for member, failure in self._failures.items()
             if generation is None or not self._is_ending or member in generation.members
         ]
-        if not found and not self._is_ending:
+        if not found and not self._is_ending and not self._is_released:
             return [failure_of(-1, 1, "no rank is left", "")]
         return found
 
     # Launchers of other nodes.
-
-    def _publish(self, host: str) -> None:
-        own = {
-            "address": f"{host}:{self._server.getsockname()[1]}",
-            "token": self._token,
-            "ranks": self.launch.num_ranks,
-        }
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._file_of(self.launch.node), json.dumps(own))
-
-    def _file_of(self, node: int) -> Path:
-        return self.folder / f"node-{node}.json"
 
     def _meet(self) -> None:
         """Connects with the nodes of lower numbers, and waits for those of higher ones.
@@ -268,17 +256,17 @@ class Agent:
         """
         deadline_s = time.monotonic() + _MEET_S
         others = [node for node in self.launch.nodes if node != self.launch.node]
-        for node in others:
-            if node < self.launch.node:
-                self._connect(node, deadline_s)
-        while set(others) - set(self._peers):
+        lower = [node for node in others if node < self.launch.node]
+        while missing := sorted(set(others) - set(self._peers.lines)):
             if time.monotonic() > deadline_s:
-                raise NotMet(f"node {min(set(others) - set(self._peers))} has not come")
+                raise NotMet(f"node {missing[0]} has not come")
+            for node in missing:
+                if node in lower:
+                    self._peers.connect(node)
             self._look()
         self._alive |= {p.rank.member for p in self._places if p.rank is not None}
         for node in others:
-            ranks = json.loads(self._file_of(node).read_text())["ranks"]
-            self._alive |= {Member(node, local) for local in range(ranks)}
+            self._alive |= {Member(node, local) for local in range(self._peers.ranks_of(node))}
         self._alive -= self._dead
 
     def _come_late(self) -> None:
@@ -289,65 +277,31 @@ class Agent:
         """
         for node in self.launch.nodes:
             if node != self.launch.node:
-                self._try_to_connect(node)
-        if not self._peers:
+                self._peers.connect(node)
+        if not self._peers.lines:
             raise Fenced("no other node is there any more")
 
     def _claimed(self) -> int:
         """The number of generations that there were before this launcher came."""
         return len(list(self.folder.glob("generation-*")))
 
-    def _connect(self, node: int, deadline_s: float) -> None:
-        while not self._try_to_connect(node):
-            if time.monotonic() > deadline_s:
-                raise NotMet(f"node {node} has not come")
-            time.sleep(_LOOK_S)
-
-    def _try_to_connect(self, node: int) -> bool:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            found = json.loads(self._file_of(node).read_text())
-            host, _, port = found["address"].rpartition(":")
-            connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-            lines = Lines(connection)
-            lines.send(hello=self.launch.node, token=found["token"])
-            self._add_peer(_Peer(node, lines))
-            return True
-        return False
-
-    def _add_peer(self, peer: _Peer) -> None:
-        peer.lines.connection.setblocking(False)
-        peer.lines.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._peers[peer.node] = peer
-        self._select.register(peer.lines.connection, selectors.EVENT_READ, ("peer", peer.node))
-
     def _accept(self) -> None:
-        connection, _ = self._server.accept()
-        connection.settimeout(1.0)
-        lines = Lines(connection)
-        messages = lines.read() or [{}]
-        hello = messages[0]
-        if hello.get("token") != self._token or not isinstance(hello.get("hello"), int):
-            lines.close()
+        if (found := self._peers.accept()) is None:
             return
-        if hello["hello"] in self._peers:
-            self._lose_node(hello["hello"], "it has come again")
-        self._add_peer(_Peer(hello["hello"], lines))
+        node, lines, messages = found
+        if node in self._peers.lines:
+            self._lose_node(node, "it has come again")
+        self._peers.add(node, lines)
         if self.generation is not None:
             lines.send(generation=self.generation.to_json())
         if self._is_ending:
             lines.send(left=[])
-        for message in messages[1:]:
-            self._hear_peer(hello["hello"], message)
-
-    def _tell_peers(self, **message: Any) -> None:
-        for peer in self._peers.values():
-            peer.lines.send(**message)
+        for message in messages:
+            self._hear_peer(node, message)
 
     def _lose_node(self, node: int, why: str, *, is_silent: bool = False) -> None:
         self._was_silent |= is_silent
-        peer = self._peers.pop(node)
-        self._select.unregister(peer.lines.connection)
-        peer.lines.close()
+        self._peers.drop(node)
         gone = {member for member in self._alive if member.node == node}
         if gone:
             tell("launcher", f"node {node} is lost ({why})")
@@ -366,21 +320,21 @@ class Agent:
 
     def _loop(self) -> None:
         beat_s = 0.0
-        for peer in self._peers.values():
-            peer.lines.heard_s = time.monotonic()  # nobody sends while it waits for the others
+        self._peers.start_to_listen()
         while self._goes_on:
             self._look()
             now_s = time.monotonic()
             if self.generation is None and self._alive and self._ready >= self._alive:
                 self._due_s = self._due_s or now_s
-            if self._first_run and not self._peers and not self._is_member:
+            is_outside = not self._is_member and not self._is_released
+            if self._first_run and not self._peers.lines and is_outside:
                 raise Fenced("no other node is there any more")
             if now_s - beat_s > BEAT_S:
                 beat_s = now_s
-                self._tell_peers(beat=1)
-            for node, peer in list(self._peers.items()):
-                if now_s - peer.lines.heard_s > SILENCE_S:
-                    self._lose_node(node, f"silent for {SILENCE_S:g} s", is_silent=True)
+                self._peers.tell(beat=1)
+                self._resize()
+            for node in self._peers.silent(SILENCE_S):
+                self._lose_node(node, f"silent for {SILENCE_S:g} s", is_silent=True)
             for local, place in enumerate(self._places):
                 if place.start_again_at is not None and now_s >= place.start_again_at:
                     self._start(local)
@@ -395,7 +349,7 @@ class Agent:
         """Whether there are ranks here, or the run goes on elsewhere."""
         if any(place.rank is not None for place in self._places):
             return True
-        return bool(self._alive) and not self._is_ending
+        return bool(self._alive) and not self._is_ending and not self._is_released
 
     def _look(self) -> None:
         for key, _ in self._select.select(_LOOK_S):
@@ -407,7 +361,7 @@ class Agent:
                 rank = self._places[who].rank
                 lines = rank and rank.lines
             else:
-                lines = self._peers[who].lines if who in self._peers else None
+                lines = self._peers.lines.get(who)
             if lines is None or key.fileobj is not lines.connection:
                 continue
             messages = lines.read()
@@ -430,13 +384,13 @@ class Agent:
             self._places[local].restarts = len(_BACK_S)
         if "broken" in message:
             self._break(message["broken"])
-            self._tell_peers(broken=message["broken"])
+            self._peers.tell(broken=message["broken"])
         if "ready" in message and rank.member.run == 0:
             self._ready.add(rank.member)
-            self._tell_peers(is_ready=[rank.member])
+            self._peers.tell(is_ready=[rank.member])
         elif "ready" in message:
             self._join([rank.member])
-            self._tell_peers(ready=[rank.member])
+            self._peers.tell(ready=[rank.member])
 
     def _hear_peer(self, node: int, message: dict[str, Any]) -> None:
         for member in message.get("died", ()):
@@ -492,7 +446,22 @@ class Agent:
                 return
         is_loss = bool(lost) or self._is_broken
         kind: Kind = "start" if before is None else "loss" if is_loss else "join"
-        number = 1 if before is None else before.number + 1
+        self._announce(kind, tuple(sorted(self._alive)), lost=tuple(lost))
+
+    def _announce(
+        self,
+        kind: Kind,
+        members: tuple[Member, ...],
+        *,
+        lost: tuple[Member, ...] = (),
+        released: tuple[Member, ...] = (),
+    ) -> None:
+        """Claims the next generation and tells all of it.
+
+        Raises:
+            Fenced: somebody else has its number.
+        """
+        number = 1 if self.generation is None else self.generation.number + 1
         try:
             path = self.folder / f"generation-{number}"
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
@@ -504,19 +473,42 @@ class Agent:
             return
         generation = Generation(
             number=number,
-            members=tuple(sorted(self._alive)),
+            members=members,
             store=self._store,
             kind=kind,
-            lost=tuple(lost),
+            lost=lost,
+            released=released,
         )
-        self._tell_peers(generation=generation.to_json())
+        self._peers.tell(generation=generation.to_json())
         self._take(generation)
+
+    def _resize(self) -> None:
+        """Lets nodes go if the run asks for fewer ranks, and asks the cluster for more. The lowest
+        node that lives does so, once for each number, while nothing else is due.
+
+        Raises:
+            Fenced: see `_announce`.
+        """
+        now = self.generation
+        if now is None or self._is_ending or self._due_s is not None or self._waiting:
+            return
+        if set(now.members) != self._alive or now.members[0].node != self.launch.node:
+            return
+        asked = ranks_asked(self._run_dir)
+        if asked is None or asked == self._asked:
+            return
+        self._asked, kept = asked, staying(now.members, asked.ranks)
+        ask_cluster(asked.ranks, now)
+        if released := tuple(m for m in now.members if m not in kept):
+            nodes = ", ".join(str(node) for node in sorted({m.node for m in released}))
+            tell("launcher", f"the run asks for {asked.ranks} ranks: node {nodes} leaves")
+            self._announce("resize", kept, released=released)
 
     def _take(self, generation: Generation) -> None:
         """Passes a generation on to the ranks here.
 
         Raises:
-            Fenced: none of them is a member.
+            Fenced: none of them is a member, and none was let go.
         """
         before, self.generation = self.generation, generation
         if before is not None and generation.number <= before.number:
@@ -531,26 +523,18 @@ class Agent:
             if place.rank is not None:
                 place.rank.lines.send(generation=generation.to_json())
         here = {place.rank.member for place in self._places if place.rank is not None}
-        if before is not None and here & set(before.members) - set(generation.members):
+        if here & set(generation.released):
+            self._is_released = True
+            for place in self._places:
+                place.start_again_at, place.restarts = None, len(_BACK_S)
+        elif before is not None and here & set(before.members) - set(generation.members):
             raise Fenced("the other nodes have gone on without it")
 
     def _linger(self) -> None:
         """Ranks of other nodes may still use the store of this one."""
         end_s = time.monotonic() + _END_S
-        while self._peers and time.monotonic() < end_s:
+        while self._peers.lines and time.monotonic() < end_s:
             self._look()
-
-
-def _own_address(launch: Launch) -> str:
-    """The address at which other nodes reach this one: that from which it reaches the first."""
-    if not launch.endpoint:
-        return "127.0.0.1"
-    host, _, port = launch.endpoint.rpartition(":")
-    if launch.node == 0:  # its own name may be that of the loopback here
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def _run(launch: Launch, command: list[str]) -> list[Failure]:

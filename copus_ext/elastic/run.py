@@ -106,6 +106,10 @@ def run_elastic(flags: Sequence[str], train: Train) -> int:
         began_s = time.monotonic()
         membership.leave(wait=is_join)
         left_s = time.monotonic() - began_s
+        if membership.is_released:
+            membership.leaving()
+            sys.stdout.flush()
+            exit_immediately(0)
         fruitless = fruitless + 1 if max(held.sets, default=None) == newest else 0
         if fruitless >= _MOST_FRUITLESS:
             raise Relaunch(f"{fruitless} generations in a row have ended before their first step")

@@ -59,6 +59,8 @@ class Options:
     """Whether ranks have a GPU."""
     copy_interval: int | None = None
     """Steps between two copies of the state in memory; None where a lost rank ends the launch."""
+    resize_command: str | None = None
+    """Asks the cluster for another number of ranks; None where nobody is asked."""
     step: Step | None = None
     """The place of this process in a step of SLURM; None outside of one."""
 
@@ -110,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         "rank keeps its state and that of a rank on another node in memory",
     )
     add("--copy-interval", type=int, help=f"with --elastic: steps between copies ({COPY_INTERVAL})")
+    add(
+        "--resize-command",
+        help="with --elastic: run where the run asks for another number of ranks",
+    )
     add("--called", help="the user's command, for the hint that is printed at the end")
     return parser
 
@@ -165,6 +171,7 @@ def read_options(argv: Sequence[str], env: Mapping[str, str] | None = None) -> O
         called_as=given.called or shlex.join([*program_name(_MODULE).split(), *own, "--", *named]),
         has_gpu=gpus > 0,
         copy_interval=_copy_interval(given),
+        resize_command=given.resize_command,
         step=step,
     )
 
@@ -186,8 +193,9 @@ def _node_numbers(given: argparse.Namespace) -> tuple[int | None, int | None]:
 
 def _copy_interval(given: argparse.Namespace) -> int | None:
     if not given.elastic:
-        if given.copy_interval is not None:
-            raise UsageError("--copy-interval needs --elastic")
+        for flag in ("copy_interval", "resize_command"):
+            if getattr(given, flag) is not None:
+                raise UsageError(f"--{flag.replace('_', '-')} needs --elastic")
         return None
     interval = COPY_INTERVAL if given.copy_interval is None else given.copy_interval
     _check_between("--copy-interval", interval, 1, 1 << 20)

@@ -37,7 +37,13 @@ from copus_ext.launch.restart_policy import (
     progress_of,
 )
 from copus_ext.launch.slurm_job import SIGNAL_LEAD, watch_of
-from copus_ext.launch.workers import COPY_INTERVAL_VARIABLE, FENCED, Launch, Workers
+from copus_ext.launch.workers import (
+    COPY_INTERVAL_VARIABLE,
+    FENCED,
+    RESIZE_VARIABLE,
+    Launch,
+    Workers,
+)
 from copus_ext.reshard.relaunch import Request, read_request, resumed
 from megatron.training.checkpoint import files
 from megatron.training.common.control import SIGNALLED, STACKS, STOP_FILE, write_stop
@@ -182,6 +188,8 @@ class Node:
         if interval is None:
             return None
         os.environ[COPY_INTERVAL_VARIABLE] = str(interval)
+        if self.options.resize_command is not None:
+            os.environ[RESIZE_VARIABLE] = self.options.resize_command
         return str((self.run_dir / "control" / "elastic" / launch).absolute())
 
     def _watch(self, workers: Workers, plan: LaunchPlan) -> None:

@@ -39,6 +39,9 @@ from megatron.training.resilience.env_checks import no_collection
 
 _OWN = f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}"
 _REPORT = "report.json"
+RESIZE_VARIABLE = "COPUS_RESIZE_COMMAND"
+"""Environment variable of an elastic launch: the command that asks the cluster for more or fewer
+ranks."""
 COPY_INTERVAL_VARIABLE = "COPUS_COPY_INTERVAL"
 """Environment variable: steps between two copies of the state in an elastic launch."""
 FENCED = 87

@@ -96,32 +96,40 @@ def run_asked(args: argparse.Namespace, model: Any) -> Run:
     return Run(lengths=text, batch=batch, stages=stages)
 
 
-def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
-    """Returns a function that predicts the seconds of a change between two layouts on the cluster
-    of the planner."""
+def held_by(planner: Any) -> Callable[[Any], int]:
+    """Returns a function that says how many bytes of state the rank that holds most has under a
+    layout."""
     from copus_ext.cost_model.memory import (
         owned_parameters,
         stage_parameters,
         stage_routed_parameters,
     )
-    from copus_ext.cost_model.model_spec import divisors
-    from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
     from copus_ext.planner.configuration import Configuration
     from copus_ext.planner.space import points_of, to_rows
-    from copus_ext.reshard.pause import MOST_COUNTED, predictor_of, shape_for
     from copus_ext.reshard.plan import BYTES_PER_ELEMENT
+
+    @functools.cache
+    def held(layout: Any) -> int:
+        c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=layout.dp)
+        rows = to_rows(planner.model, planner.cluster, points_of([c])).full()
+        own = owned_parameters(rows, stage_parameters(rows), stage_routed_parameters(rows))
+        return int(BYTES_PER_ELEMENT * own.max())
+
+    return held
+
+
+def pauses_on(planner: Any) -> Callable[[Any, Any], float]:
+    """Returns a function that predicts the seconds of a change between two layouts on the cluster
+    of the planner."""
+    from copus_ext.cost_model.model_spec import divisors
+    from copus_ext.goodput.costs import Machine, MovedBytes, pause_s
+    from copus_ext.reshard.pause import MOST_COUNTED, predictor_of, shape_for
 
     cluster, model = planner.cluster, planner.model
     machine, world = Machine.of(cluster), cluster.world_size
     sizes = [tp for tp in divisors(world) if tp <= cluster.gpus_per_node]
     counted = predictor_of(shape_for(model, tp_sizes=sizes, sharded=True), machine)
-
-    def held(layout: Any) -> int:
-        """Returns the bytes of state on the rank that holds most."""
-        c = Configuration(layout=layout, micro_batch_size=1, global_batch_size=layout.dp)
-        rows = to_rows(model, cluster, points_of([c])).full()
-        own = owned_parameters(rows, stage_parameters(rows), stage_routed_parameters(rows))
-        return int(BYTES_PER_ELEMENT * own.max())
+    held = held_by(planner)
 
     @functools.cache
     def pause(before: Any, after: Any) -> float:

@@ -22,6 +22,8 @@ from megatron.training.logging.metrics import METRICS_FILE, committed_history
 from megatron.training.logging.tail_reader import Tail
 
 CONFIG_FILE = "config.json"
+GOES_ON = ("loss", "join", "resize")
+"""Why an elastic launch goes on with other ranks."""
 END_BYTES = 1 << 26
 """Enough of the end of a file to know how a run stands: tens of thousands of steps."""
 _STEP_BYTES = 1 << 20
@@ -106,7 +108,7 @@ class Launch:
     ranks: int | None = None
     """Of an elastic launch, whose ranks change."""
     entered: str = ""
-    """Why an elastic launch has other ranks from here on: `loss` or `join`."""
+    """Why an elastic launch has other ranks from here on, one of `GOES_ON`."""
 
 
 class Event(NamedTuple):
@@ -404,7 +406,7 @@ def _add(run: RunHistory, value: Step | Evaluation | Event) -> None:
                 layout=text(about.get("layout"), 100),
                 loaded=text(about.get("loaded"), 300),
                 ranks=len(members) if isinstance(members, list) else None,
-                entered=entered if entered in ("loss", "join") else "",
+                entered=entered if entered in GOES_ON else "",
             )
         )
     if kind in ("run.start", "layout"):

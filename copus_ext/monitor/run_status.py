@@ -16,7 +16,7 @@ from copus_ext.launch.restart_policy import CrashLimits
 from copus_ext.monitor.controller_status import ControllerStatus, controller_status
 from copus_ext.monitor.journal import MOVED, DecisionHistory
 from copus_ext.monitor.liveness import RunLiveness, State, is_paused, latest_checkpoint, liveness
-from copus_ext.monitor.run_files import END_BYTES, RunHistory, RunReader, Step
+from copus_ext.monitor.run_files import END_BYTES, GOES_ON, RunHistory, RunReader, Step
 from copus_ext.monitor.values import LINE, text, whole
 from megatron.training.config.layout import Layout
 from megatron.training.model.flops import ExpertWidths, LatentWidths, training_flops_per_sample
@@ -358,7 +358,7 @@ def _launches(run: RunHistory) -> tuple[int, list[float]]:
     for event in run.events:
         if event.kind == "run.start":
             # A generation of an elastic launch follows the one before without a new launch.
-            goes_on = event.about.get("why") in ("loss", "join")
+            goes_on = event.about.get("why") in GOES_ON
             crashes += [event.t or 0.0] if is_open and not goes_on else []
             is_open = True
         elif event.kind == "run.end":

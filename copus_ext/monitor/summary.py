@@ -108,7 +108,7 @@ def time_spent(run: RunHistory) -> list[str]:
 
 def _ranks(run: RunHistory) -> list[str]:
     """The ranks of an elastic run over its time, and why they changed."""
-    words = {"loss": " after a loss", "join": " after a join"}
+    words = {"loss": " after a loss", "join": " after a join", "resize": " as asked for"}
     return [f"{x.ranks}{words.get(x.entered, '')}" for x in run.launches if x.ranks is not None]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from bench.elastic_kills import MODEL, account, start, start_node, wait
+from megatron.training.common.control import write_ranks
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks
@@ -42,8 +43,9 @@ class Run:
         self, folder: Path, nodes: Sequence[int], layout: str, kills: Sequence[dict[str, Any]]
     ) -> None:
         self.folder, self.mark = folder, uuid.uuid4().hex
+        pause_s = 0.1 * len(nodes) - 0.1 if kills else 0.0
         (folder / "plan.json").write_text(
-            json.dumps({"kills": list(kills), "pause_from": 95, "pause_s": 0.1 * len(nodes) - 0.1})
+            json.dumps({"kills": list(kills), "pause_from": 95, "pause_s": pause_s})
         )
         self.nodes, self.layout = nodes, layout
         self.children: list[subprocess.Popen[bytes]] = start(
@@ -73,10 +75,10 @@ class Run:
         assert None not in codes, self.log[-6000:]
         return codes
 
-    def check(self, reference: dict[int, float]) -> None:
+    def check(self, reference: dict[int, float], steps: int = STEPS) -> None:
         """Every sample counts once, and the losses are those without a kill."""
-        found = account(self.folder, STEPS, reference)
-        assert found["last_step"] == STEPS, self.log[-6000:]
+        found = account(self.folder, steps, reference)
+        assert found["last_step"] == steps, self.log[-6000:]
         assert found["samples_lost"] == 0
         assert found["largest_loss_difference"] < 1e-6
 
@@ -155,3 +157,34 @@ def test_a_node_that_stops_for_a_while_is_left_behind(
     run.check(reference)
     assert "the others" in run.log or "gone on without it" in run.log
     assert len(run.starts()[-1]["members"]) == 2
+
+
+def test_a_node_leaves_that_the_run_can_do_without(
+    begin: Callable[..., Run], reference: dict[int, float]
+) -> None:
+    run = begin((1, 1, 2), "--tensor-model-parallel-size 2 --exit-interval 90")
+
+    def last_step() -> int:
+        try:
+            rows = read_metrics(run.folder / "run")
+        except FileNotFoundError:
+            return 0
+        return max((r["iteration"] for r in rows if r["kind"] == "step"), default=0)
+
+    # More than there are changes nothing; 3 leave those of the first two nodes.
+    run.wait_for(lambda: last_step() > 20)
+    write_ranks(run.folder / "run", 6)
+    run.wait_for(lambda: last_step() > 40)
+    write_ranks(run.folder / "run", 3)
+    assert run.end() == [0, 0, 0]
+    run.check(reference, 90)
+    first, second = run.starts()
+    assert len(first["members"]) == 4 and first["why"] == "start"
+    assert second["members"] == first["members"][:2] and second["why"] == "resize"
+    assert second["loaded"] == "memory of the ranks"
+    assert second["iteration"] == max(
+        r["iteration"]
+        for r in read_metrics(run.folder / "run", superseded=True)
+        if r["kind"] == "step" and r["t"] < second["t"]
+    )
+    assert "start more nodes" in run.log and "node 2 leaves" in run.log

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,25 @@ import pytest
 import torch
 
 from copus_ext.elastic.choice import BATCH_CHANGE, choose
-from copus_ext.elastic.copies import CopySet, HeldCopies, Moment, Piece, keepers
+from copus_ext.elastic.copies import (
+    CopySet,
+    HeldCopies,
+    Moment,
+    Piece,
+    keepers,
+    keepers_of_released,
+)
 from copus_ext.elastic.messages import Generation, Lines, Member
+from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch.options import COPY_INTERVAL, read_options
-from megatron.training.common.control import GENERATION_VARIABLE, LOCK_FILE
+from copus_ext.launch.workers import RESIZE_VARIABLE
+from megatron.training.common.control import (
+    GENERATION_VARIABLE,
+    LOCK_FILE,
+    RANKS_FILE,
+    ranks_asked,
+    write_ranks,
+)
 from megatron.training.common.errors import UsageError
 from megatron.training.config.arguments import parse_args, resolve
 from megatron.training.config.layout import Layout
@@ -57,6 +74,68 @@ def test_one_second_node_is_fatal_and_no_other(ranks: tuple[int, ...]) -> None:
 
 def test_a_rank_alone_has_no_keeper() -> None:
     assert keepers(generation(1)) == [None]
+
+
+# Another number of ranks.
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "left"),
+    [
+        ((2, 2), 4, (2, 2)),
+        ((2, 2), 3, (2,)),
+        ((2, 2), 1, (2,)),  # one node stays, whatever is asked for
+        ((1, 2, 1), 3, (1, 2)),
+        ((1, 2, 1), 2, (1,)),
+        ((4, 4), 100, (4, 4)),
+    ],
+)
+def test_whole_nodes_leave_and_the_first_stay(
+    nodes: tuple[int, ...], asked: int, left: tuple[int, ...]
+) -> None:
+    assert staying(generation(*nodes).members, asked) == generation(*left).members
+
+
+def test_those_that_stay_keep_what_those_that_leave_hold() -> None:
+    now = generation(2, 1, 2)
+    kept = staying(now.members, 3)
+    released = tuple(m for m in now.members if m not in kept)
+    following = generation(2, 1, kind="resize", number=2, released=released)
+    assert keepers_of_released(now, following) == [None, None, None, 0, 1]
+    assert Generation.from_json(json.loads(json.dumps(following.to_json()))) == following
+
+
+@pytest.mark.parametrize("text", ["", "many", "-3", "0", "3.5"])
+def test_no_number_of_ranks_asks_for_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "control").mkdir()
+    (tmp_path / RANKS_FILE).write_text(text)
+    assert ranks_asked(tmp_path) is None
+
+
+def test_the_same_number_asked_for_again_is_another_request(tmp_path: Path) -> None:
+    assert ranks_asked(tmp_path) is None
+    write_ranks(tmp_path, 8)
+    first = ranks_asked(tmp_path)
+    os.utime(tmp_path / RANKS_FILE, ns=(1, 1))
+    second = ranks_asked(tmp_path)
+    assert first is not None and second is not None
+    assert first.ranks == second.ranks == 8 and first != second
+
+
+def test_the_cluster_is_asked_by_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = tmp_path / "said"
+    command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {said}'
+    monkeypatch.setenv(RESIZE_VARIABLE, command)
+    ask_cluster(4, generation(2, 2))
+    ask_cluster(6, generation(2, 2))
+    deadline_s = time.monotonic() + 20
+    while not (said.exists() and said.read_text().endswith("\n")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    assert said.read_text() == "4 to 6\n"
+    assert "asks for 6 ranks and has 4: start more nodes" in capsys.readouterr().err
 
 
 def test_a_piece_holds_what_its_records_name() -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 STOP_FILE = Path("control") / "stop"
 """Save and leave at the next step boundary. Its text may say why: `TIME_LIMIT` or `SIGNALLED`, else
@@ -21,6 +22,8 @@ SAVE_FILE = Path("control") / "save"
 """Save at the next step boundary, and go on."""
 PAUSE_FILE = Path("control") / "pause"
 """While it is there a controller decides nothing."""
+RANKS_FILE = Path("control") / "ranks"
+"""The number of ranks that an elastic run should have, written by its controller or by hand."""
 LOCK_FILE = Path("control") / "lock"
 """Who is writing this directory."""
 HEARTBEATS = Path("control") / "heartbeat"
@@ -146,6 +149,37 @@ def write_stop(run_dir: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+
+
+class RanksAsked(NamedTuple):
+    """A number of ranks that an elastic run should have."""
+
+    ranks: int
+    """At least 1."""
+    written_ns: int
+    """When, by the clock of the file system."""
+
+
+def write_ranks(run_dir: Path, ranks: int) -> None:
+    """Asks the launchers of an elastic run for so many ranks.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = run_dir / RANKS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new-{uuid.uuid4().hex}")
+    new.write_text(f"{ranks}\n")
+    os.replace(new, path)
+
+
+def ranks_asked(run_dir: Path) -> RanksAsked | None:
+    """What is asked for; None if nobody asks, or for no number."""
+    text = _text(run_dir / RANKS_FILE)
+    with contextlib.suppress(OSError):
+        if text.isdecimal() and int(text) > 0:
+            return RanksAsked(int(text), (run_dir / RANKS_FILE).stat().st_mtime_ns)
+    return None
 
 
 def remove_stale(run_dir: Path) -> list[str]:

@@ -1,0 +1,51 @@
+"""Who leaves where a run asks for fewer ranks, and who is asked where it wants more.
+
+The controller, or whoever runs the job, writes the number into `control/ranks` in the run's
+directory. The launcher that leads looks there. Nodes leave as a whole, the last ones first. Nobody
+but the cluster can bring more: the launcher says so, and runs the command that it was given.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+from copus_ext.elastic.messages import Generation, Member
+from copus_ext.launch.workers import RESIZE_VARIABLE
+from megatron.training.common.program import tell
+
+WANTED_VARIABLE, PRESENT_VARIABLE = "COPUS_WANTED_RANKS", "COPUS_PRESENT_RANKS"
+"""Environment variables of the command: ranks that the run asks for, and has."""
+
+
+def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
+    """Who stays of some members: those of the first nodes that have at most so many ranks in all,
+    and those of one node at least."""
+    kept: list[Member] = []
+    for node in sorted({member.node for member in members}):
+        theirs = [member for member in members if member.node == node]
+        if kept and len(kept) + len(theirs) > ranks:
+            break
+        kept += theirs
+    return tuple(kept)
+
+
+def ask_cluster(wanted: int, generation: Generation) -> None:
+    """Says where the run wants more ranks than it has, and starts the command for another number.
+
+    Args:
+        wanted: ranks that the run asks for.
+        generation: that it has.
+    """
+    present = len(generation.members)
+    if wanted > present:
+        tell("launcher", f"the run asks for {wanted} ranks and has {present}: start more nodes")
+    command = os.environ.get(RESIZE_VARIABLE)
+    if not command or wanted == present:
+        return
+    env = {**os.environ, WANTED_VARIABLE: str(wanted), PRESENT_VARIABLE: str(present)}
+    try:
+        subprocess.Popen(command, shell=True, env=env, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        tell("launcher", f"--resize-command cannot be started: {error.strerror or error}")
