@@ -31,6 +31,7 @@ from copus_ext.controller.present_samples import (
     flags_in_present_samples,
     ratio_of,
 )
+from copus_ext.controller.rank_requests import RankRequests
 from copus_ext.controller.throughput_table import ThroughputTable, gpu_of
 from copus_ext.controller.warm_up import WarmUpGuard
 from copus_ext.goodput import policies
@@ -39,10 +40,9 @@ from copus_ext.goodput.decide import decide
 from copus_ext.goodput.inputs import Decision, DecisionInputs, build_inputs
 from copus_ext.goodput.lr_scaling import Ramp
 from copus_ext.goodput.messages import FAILED, UNDECIDED, decision_line, summary
-from copus_ext.goodput.state import ConfigChange, ControllerState, config_key
+from copus_ext.goodput.state import ConfigChange, ControllerState, RankChange, config_key
 from copus_ext.reshard.phases import ReshardResult
 from megatron.training.common.collectives import broadcast_from_rank0
-from megatron.training.common.control import PAUSE_FILE
 from megatron.training.common.errors import Relaunch, UsageError
 from megatron.training.common.step_settings import Request, StepSettings
 from megatron.training.config.layout import Layout
@@ -80,13 +80,14 @@ class Controller(Callback):
         self.log = DecisionLog(None)
         self.headroom_notice = HeadroomNotice()
         self.message_trials = MessageTrials(flags, self.log)
+        self.rank_requests = RankRequests(flags, self.log)
         self.table: ThroughputTable | None = None
         self.layout_changes: LayoutChangeManager | None = None
         self.failed = False
         self.keeps_settings = self._acts
         self._flag_layout: Layout | None = None
         self._present, self._ratio = PresentSamples(), 1
-        self._was_paused, self._key = False, ""
+        self._key = ""
         self._log_text = UNDECIDED
 
     @property
@@ -395,6 +396,8 @@ class Controller(Callback):
             return None
         decision = Decision.from_json(answer["decision"])
         self.message_trials.pending = answer["trial"]
+        if answer["ranks"] is not None:
+            state.rank_change = RankChange(**answer["ranks"])
         state.record_decision(**position)
         # A change that is made is reported when it is done.
         is_change = self._acts and decision.kind != "stay"
@@ -402,8 +405,8 @@ class Controller(Callback):
         return decision
 
     def _decide_on_rank_0(self, context: CallbackContext) -> dict[str, Any]:
-        """Builds the inputs, decides and records; the decision, and the trial of messages that is
-        due after it, as plain JSON types."""
+        """Builds the inputs, decides and records; the decision, and the trial of messages and the
+        ranks asked for after it, as plain JSON types."""
         started = time.perf_counter()
         inputs = self._inputs(context)
         decision = decide(inputs)
@@ -417,7 +420,8 @@ class Controller(Callback):
         )
         run = self.table, self.state, context, self.gns.observer
         trial = self.message_trials.due(inputs, decision, *run)
-        answer = {"decision": decision.to_json(), "trial": trial}
+        ranks = self.rank_requests.due(inputs, *run[:3], moving_s=self.pauses.any_s)
+        answer = {"decision": decision.to_json(), "trial": trial, "ranks": ranks}
         return json.loads(json.dumps(answer, allow_nan=False))
 
     def _inputs(self, context: CallbackContext) -> DecisionInputs:
@@ -448,19 +452,9 @@ class Controller(Callback):
             total_samples=config.batch.train_samples,
             in_warmup=in_warmup,
             lr_decay_factor=1.0 if in_warmup or not decayed else min(decayed, 1.0),
-            paused=self._is_paused(context),
+            paused=self.log.look_for_pause(context.run_dir, iteration=step.iteration),
             priors_s=self.pauses.of_layouts(row.layout for row in rows),
         )
-
-    def _is_paused(self, context: CallbackContext) -> bool:
-        """Whether an operator has paused decisions; a change of that is recorded."""
-        run_dir, step = context.run_dir, context.step
-        assert step is not None
-        is_paused = run_dir is not None and (run_dir / PAUSE_FILE).exists()
-        if is_paused != self._was_paused:
-            self._was_paused = is_paused
-            self.log.note("paused" if is_paused else "resumed", iteration=step.iteration)
-        return is_paused
 
     # Applying a decision.
 

@@ -16,6 +16,7 @@ from copus_ext.goodput.headroom import Headroom
 from copus_ext.goodput.inputs import PRESENT, Decision, DecisionInputs
 from copus_ext.goodput.messages import decision_scalars, outcome_scalars
 from copus_ext.goodput.state import ConfigChange
+from megatron.training.common.control import PAUSE_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class DecisionLog:
         self.open(run_dir)
         self._scalars: dict[str, float] = {}
         self._ratio, self._rest = 1, 0
+        self._was_paused = False
 
     def open(self, run_dir: Path | None) -> None:
         """Writes to the journal of a run from here on."""
@@ -61,9 +63,9 @@ class DecisionLog:
 
         Args:
             kind: `start`, `decision`, `outcome`, `warmup`, `conditions`, `spike`, `paused`,
-                `resumed`, `phase`, `messages`, `failure` or `end`; for a change of layout `switch`
-                and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`; for a
-                fork test `fork.begin` and `fork`.
+                `resumed`, `phase`, `messages`, `ranks`, `failure` or `end`; for a change of layout
+                `switch` and `switch.requested`, `.begin`, `.commit`, `.cancelled` or `.abandoned`;
+                for a fork test `fork.begin` and `fork`.
             fields: plain JSON types; positions in samples of the present phase.
 
         Raises:
@@ -91,6 +93,14 @@ class DecisionLog:
             self.append(kind, **fields)
         except (OSError, ValueError) as error:
             logger.warning("the journal cannot be written: %s", error)
+
+    def look_for_pause(self, run_dir: Path | None, *, iteration: int) -> bool:
+        """Whether an operator has paused decisions; a change of that is recorded."""
+        is_paused = run_dir is not None and (run_dir / PAUSE_FILE).exists()
+        if is_paused != self._was_paused:
+            self._was_paused = is_paused
+            self.note("paused" if is_paused else "resumed", iteration=iteration)
+        return is_paused
 
     def record_decision(
         self,

@@ -70,6 +70,13 @@ class CopusConfig:
     copus_relayout: str = option("inprocess", choices=("inprocess", "relaunch"))
     """How to change the layout. inprocess: in the running processes, from memory to memory.
     relaunch: save, exit, and let the launcher start the run again."""
+    copus_ranks: str | None = option(None)
+    """MIN-MAX, such as 16-64: ranks that an elastic run may ask for, in whole nodes. Those that it
+    can do without leave, and the launcher asks the cluster for more. Default: as many as there
+    are."""
+    copus_cost_of_time: float | None = option(None)
+    """With --copus-ranks: what an hour of waiting is worth, in hours of a rank. 0 takes the fewest
+    rank-hours. The command `plan elastic` works one out."""
     copus_prebuild: int = _setting(0)
     """Number of other layouts whose process groups stay built. This shortens the pause of a change.
     Each costs sockets and threads, and memory with NCCL."""

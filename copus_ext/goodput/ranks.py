@@ -26,11 +26,15 @@ from copus_ext.goodput import objectives, switch_rule
 from copus_ext.goodput.constraints import swing_factor
 from copus_ext.goodput.headroom import Course
 from copus_ext.goodput.inputs import ConfigThroughput, DecisionInputs
+from copus_ext.goodput.state import RankChange
 from megatron.training.config.layout import Layout
 
 OBJECTIVE = "goodput"
 MARGIN = 0.01
 """Least gain of another number of ranks, as a logarithm."""
+ELASTIC_S = 1.6
+"""Seconds of a change of ranks beside what moves and NCCL's groups: nine tenths of the recoveries
+in docs/results/elastic_kills.json took less, on four CPU ranks."""
 _BISECTIONS, _SAME = 60, 1e-9
 """Steps of a search, and the relative difference of times that count as equal."""
 _FASTEST, _CHEAPEST = 1e6, 1e-6
@@ -89,16 +93,6 @@ def best_row(
 
 
 # The rule of a run.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankChange:
-    """A change of the number of ranks that was made."""
-
-    before: int
-    after: int
-    critical_batch_size: float
-    """That it went by, samples."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,20 @@ class ConfigChange:
         return cls(**{name: value for name, value in data.items() if name in known})
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankChange:
+    """Another number of ranks that was asked for."""
+
+    before: int
+    """Ranks then."""
+    after: int
+    """Ranks that were asked for."""
+    critical_batch_size: float
+    """That it went by, samples."""
+    iteration: int = 0
+    """Steps done then."""
+
+
 @dataclass(kw_only=True)
 class ControllerState:
     """What the controller remembers of a run. Methods change it in place."""
@@ -178,6 +192,8 @@ class ControllerState:
     """Bits of a number in messages between stages that a trial has found to pay; None before."""
     message_trials_at: list[int] = field(default_factory=list)
     """Samples consumed at each such trial."""
+    rank_change: RankChange | None = None
+    """The last number of ranks that was asked for; whether it has come shows elsewhere."""
 
     def __post_init__(self) -> None:
         self._steps_this_launch = 0
@@ -208,6 +224,8 @@ class ControllerState:
             "layout_costs": LayoutChangeCosts.from_json(data["layout_costs"]),
             "watch": StepTimeWatch.from_json(data.get("watch", {})),
         }
+        if data.get("rank_change") is not None:
+            parts["rank_change"] = RankChange(**data["rank_change"])
         if "conditions" in data:
             parts["conditions"] = Conditions.from_json(data["conditions"])
         known = {name: value for name, value in data.items() if name != _RETIRED}

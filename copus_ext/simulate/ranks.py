@@ -17,6 +17,7 @@ import numpy as np
 from copus_ext.goodput.headroom import Course
 from copus_ext.goodput.inputs import EARLY_SHARE, ConfigThroughput, Decision, DecisionInputs
 from copus_ext.goodput.ranks import (
+    ELASTIC_S,
     RankChange,
     RankDecision,
     RankInputs,
@@ -32,9 +33,6 @@ from copus_ext.simulate.scenario import Scenario
 from copus_ext.simulate.speeds import NoSpeed
 from megatron.training.config.layout import Layout
 
-ELASTIC_S = 1.6
-"""Seconds of a change of ranks beside what moves and NCCL's groups: nine tenths of the recoveries
-in docs/results/elastic_kills.json took less, on four CPU ranks."""
 NODE_WAIT_S, NODE_START_S = 300.0, 60.0
 """Assumed: seconds from the request for a node until it can join, and how many of them it counts as
 held, since it starts its processes."""

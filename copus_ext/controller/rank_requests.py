@@ -1,0 +1,149 @@
+"""Asks for more or fewer ranks in an elastic run, where that lowers the price of progress.
+
+It only asks: the launchers let nodes go, and ask the cluster for more. The run goes on in a new
+generation then, from the state of the controller as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from typing import Any
+
+from copus_ext.controller import rules
+from copus_ext.controller.decision_log import DecisionLog
+from copus_ext.controller.flags import CopusConfig
+from copus_ext.controller.throughput_table import ThroughputTable
+from copus_ext.goodput.inputs import DecisionInputs
+from copus_ext.goodput.ranks import ELASTIC_S, RankInputs, choose_ranks, ranks_of
+from copus_ext.goodput.state import ControllerState, RankChange
+from megatron.training.common.control import GENERATION_VARIABLE, write_ranks
+from megatron.training.common.errors import UsageError
+from megatron.training.train.callbacks import CallbackContext
+
+logger = logging.getLogger(__name__)
+
+_MOST_NUMBERS = 12
+
+
+class RankRequests:
+    """Decides on rank 0 about the number of ranks, beside each decision about batch and layout.
+
+    Args:
+        flags: of the controller.
+        log: the journal.
+
+    Raises:
+        UsageError: flags that make no sense, or a run that cannot change its ranks.
+    """
+
+    def __init__(self, flags: CopusConfig, log: DecisionLog) -> None:
+        self._flags, self._log = flags, log
+        self._range = rank_range(flags)
+        is_elastic = GENERATION_VARIABLE in os.environ
+        if self._range is not None and flags.copus_mode == "act" and not is_elastic:
+            raise UsageError(
+                "--copus-ranks needs an elastic run: start it with `python -m "
+                "copus_ext.launch.supervisor --elastic`, or use --copus-mode observe"
+            )
+
+    def due(
+        self,
+        inputs: DecisionInputs,
+        table: ThroughputTable | None,
+        state: ControllerState,
+        context: CallbackContext,
+        *,
+        moving_s: float,
+    ) -> dict[str, Any] | None:
+        """Asks the launchers for another number of ranks, if the run should have one.
+
+        Args:
+            inputs: of the decision about batch and layout.
+            table: throughputs.
+            state: of the controller.
+            context: of the run.
+            moving_s: upper estimate of the seconds in which the state moves.
+
+        Returns:
+            What was asked for, to be kept in the state on every rank; None if nothing was.
+        """
+        if self._range is None or table is None or table.planner is None or inputs.paused:
+            return None
+        counts = whole_nodes(self._range, table.planner.cluster.gpus_per_node)
+        batches = rules.batches_to_weigh(inputs.rules, inputs.now.global_batch_size)
+        rows = [*inputs.rows, *table.rows_of_ranks(counts, batches, now=inputs.now)]
+        if (last := state.rank_change) is not None:
+            at = max(last.iteration, inputs.last_relayout_iteration or 0)
+            inputs = dataclasses.replace(inputs, last_relayout_iteration=at)
+        decision = choose_ranks(
+            RankInputs.of(
+                inputs,
+                rows,
+                cost_of_time=self._flags.copus_cost_of_time or 0.0,
+                pause_s=ELASTIC_S + moving_s,
+                last=last,
+            )
+        )
+        after = ranks_of(decision.to)
+        if not decision.changes or (last is not None and last.after == after):
+            return None
+        found = RankChange(
+            before=ranks_of(inputs.now),
+            after=after,
+            critical_batch_size=inputs.critical_batch_size or math.nan,
+            iteration=inputs.iteration,
+        )
+        self._ask(found, decision.reason, context)
+        return dataclasses.asdict(found)
+
+    def _ask(self, change: RankChange, reason: str, context: CallbackContext) -> None:
+        """Writes the request, the journal and a line."""
+        acts = self._flags.copus_mode == "act"
+        self._log.note("ranks", applied=acts, reason=reason, **dataclasses.asdict(change))
+        if not acts or context.run_dir is None:
+            return
+        print(f"copus: asks for {change.after} ranks; {reason}", flush=True)
+        try:
+            write_ranks(context.run_dir, change.after)
+        except OSError as error:
+            logger.warning("ranks cannot be asked for: %s", error)
+
+
+def rank_range(flags: CopusConfig) -> tuple[int, int] | None:
+    """The fewest and the most ranks to ask for; None without --copus-ranks.
+
+    Raises:
+        UsageError: flags that make no sense.
+    """
+    text, cost = flags.copus_ranks, flags.copus_cost_of_time
+    if text is None:
+        if cost is not None:
+            raise UsageError("--copus-cost-of-time needs --copus-ranks MIN-MAX; give both")
+        return None
+    least, dash, most = text.partition("-")
+    if not dash or not all(x.isascii() and x.isdecimal() and int(x) for x in (least, most)):
+        raise UsageError(f"--copus-ranks {text}: write MIN-MAX, such as 16-64")
+    if int(least) > int(most):
+        raise UsageError(f"--copus-ranks {text}: the first number must not exceed the second")
+    if cost is None:
+        raise UsageError(
+            "--copus-ranks needs --copus-cost-of-time, what an hour of waiting is worth in hours "
+            "of a rank; the command `plan elastic` works one out"
+        )
+    if cost < 0 or math.isnan(cost):
+        raise UsageError(f"--copus-cost-of-time {cost:g} must be at least 0")
+    return int(least), int(most)
+
+
+def whole_nodes(given: tuple[int, int], gpus_per_node: int) -> list[int]:
+    """Numbers of ranks in a range that are whole nodes. Where they are many, those of the form 2^k
+    and 3 x 2^k nodes, and both ends."""
+    first, last = math.ceil(given[0] / gpus_per_node), given[1] // gpus_per_node
+    nodes = list(range(max(first, 1), last + 1))
+    if len(nodes) > _MOST_NUMBERS:
+        handy = {k * 2**i for k in (1, 3) for i in range(last.bit_length())}
+        nodes = sorted({nodes[0], last, *(n for n in handy if first < n < last)})
+    return [n * gpus_per_node for n in nodes]

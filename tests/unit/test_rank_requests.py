@@ -1,0 +1,147 @@
+"""The controller's requests for more or fewer ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from copus_ext.controller.decision_log import NAME, DecisionLog
+from copus_ext.controller.rank_requests import RankRequests, rank_range, whole_nodes
+from copus_ext.controller.throughput_table import ThroughputTable
+from copus_ext.goodput.state import ControllerState, RankChange
+from copus_ext.planner.configuration import Configuration
+from megatron.training.common.control import GENERATION_VARIABLE, ranks_asked
+from megatron.training.common.errors import UsageError
+from tests.unit.test_controller_parts import config, flags, rows_of
+from tests.unit.test_decide import situation
+
+BATCHES = [8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cost", "words"),
+    [
+        ("4", 1.0, "--copus-ranks 4: write MIN-MAX"),
+        ("0-4", 1.0, "--copus-ranks 0-4: write MIN-MAX"),
+        ("8-4", 1.0, "--copus-ranks 8-4: the first number"),
+        ("4-8", None, "--copus-ranks needs --copus-cost-of-time"),
+        ("4-8", -1.0, "--copus-cost-of-time -1 must be at least 0"),
+        ("4-8", float("nan"), "--copus-cost-of-time nan must be"),
+        (None, 4.0, "--copus-cost-of-time needs --copus-ranks"),
+    ],
+)
+def test_flags_that_make_no_sense(ranks: str | None, cost: float | None, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        rank_range(flags(copus_ranks=ranks, copus_cost_of_time=cost))
+
+
+def test_only_an_elastic_run_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GENERATION_VARIABLE, raising=False)
+    given = {"copus_ranks": "2-8", "copus_cost_of_time": 2.0}
+    with pytest.raises(UsageError, match="needs an elastic run"):
+        RankRequests(flags(**given), DecisionLog(None))
+    RankRequests(flags(**given, copus_mode="observe"), DecisionLog(None))
+    RankRequests(flags(), DecisionLog(None))
+    monkeypatch.setenv(GENERATION_VARIABLE, "launch/1")
+    RankRequests(flags(**given), DecisionLog(None))
+
+
+@pytest.mark.parametrize(
+    ("given", "of_node", "found"),
+    [
+        ((1, 4), 1, [1, 2, 3, 4]),
+        ((3, 17), 4, [4, 8, 12, 16]),
+        ((5, 7), 4, []),
+        ((8, 1000), 8, [8 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 125)]),
+    ],
+)
+def test_whole_nodes(given: tuple[int, int], of_node: int, found: list[int]) -> None:
+    assert whole_nodes(given, of_node) == found
+
+
+def present(c: Configuration) -> tuple[float, float, int] | None:
+    """The time of the present configuration, the only one that was measured."""
+    return (0.5, 0.001, 20) if (c.micro_batch_size, c.global_batch_size) == (1, 8) else None
+
+
+class Asking:
+    """A run of two ranks on two nodes that may ask for one to eight."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        monkeypatch.setenv(GENERATION_VARIABLE, "launch/1")
+        folder.mkdir(exist_ok=True)
+        self.folder, self.state = folder, ControllerState()
+        given = flags(copus_ranks="1-8", copus_max_global_batch_size=64, **more)
+        self.table = ThroughputTable(config(), given, gpu=None)
+        self.requests = RankRequests(given, DecisionLog(folder))
+
+    def due(self, phi: float, **more: Any) -> RankChange | None:
+        rows, now = rows_of(self.table, BATCHES, present)
+        inputs = situation(phi=phi, rows=rows, batch=8, **more)
+        inputs = replace(inputs, current=rows.index(now))
+        context: Any = SimpleNamespace(run_dir=self.folder)
+        with redirect_stdout(io.StringIO()):
+            found = self.requests.due(inputs, self.table, self.state, context, moving_s=0.5)
+        if found is not None:
+            self.state.rank_change = RankChange(**json.loads(json.dumps(found)))
+        return self.state.rank_change if found is not None else None
+
+
+def test_what_other_ranks_reach_goes_with_what_the_present_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Asking(tmp_path, monkeypatch, copus_cost_of_time=1.0).table
+    speeds = []
+    for step_s in (0.5, 0.25):
+        _, now = rows_of(table, BATCHES, lambda c, step_s=step_s: (step_s, 0.001, 20))
+        rows = table.rows_of_ranks([1, 2, 4], BATCHES, now=now)
+        assert {r.layout.world_size for r in rows} == {1, 4}, "the present number is known"
+        assert all(r.relative_sd > 0 for r in rows)
+        speeds.append([r.samples_per_s for r in rows])
+    assert speeds[1] == pytest.approx([2 * x for x in speeds[0]], rel=1e-6)
+
+
+def test_costly_time_asks_for_more_and_cheap_time_for_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = Asking(tmp_path / "fast", monkeypatch, copus_cost_of_time=1e6)
+    asked = fast.due(1e5)
+    assert asked is not None and asked.before == 2 and asked.after > 2
+    written = ranks_asked(fast.folder)
+    assert written is not None and written.ranks == asked.after
+    notes = [json.loads(line) for line in (fast.folder / NAME).read_text().splitlines()]
+    assert [n["kind"] for n in notes] == ["ranks"] and notes[0]["after"] == asked.after
+    assert fast.due(1e5) is None, "what was asked for is not asked for again"
+
+    cheap = Asking(tmp_path / "cheap", monkeypatch, copus_cost_of_time=0.0)
+    asked = cheap.due(4.0)
+    assert asked is not None and asked.after == 1
+
+
+def test_nothing_is_asked_for_while_decisions_are_paused_or_only_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Asking(tmp_path / "paused", monkeypatch, copus_cost_of_time=1e6)
+    assert run.due(1e5, paused=True) is None
+    watched = Asking(
+        tmp_path / "watched", monkeypatch, copus_cost_of_time=1e6, copus_mode="observe"
+    )
+    assert watched.due(1e5) is not None
+    assert ranks_asked(watched.folder) is None, "only the journal tells"
+
+
+def test_a_state_keeps_what_was_asked_for() -> None:
+    asked = RankChange(before=2, after=4, critical_batch_size=64.0, iteration=7)
+    state = ControllerState(rank_change=asked)
+    again = ControllerState.from_json(json.loads(json.dumps(state.to_json())))
+    assert again.rank_change == asked
+    older = {name: value for name, value in state.to_json().items() if name != "rank_change"}
+    assert ControllerState.from_json(older).rank_change is None
