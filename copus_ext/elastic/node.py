@@ -501,7 +501,7 @@ class Agent:
         ask_cluster(asked.ranks, now)
         if released := tuple(m for m in now.members if m not in kept):
             nodes = ", ".join(str(node) for node in sorted({m.node for m in released}))
-            tell("launcher", f"the run asks for {asked.ranks} ranks: node {nodes} leaves")
+            tell("launcher", f"the run asks for {asked.ranks} ranks: let go is node {nodes}")
             self._announce("resize", kept, released=released)
 
     def _take(self, generation: Generation) -> None:

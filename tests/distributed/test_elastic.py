@@ -10,6 +10,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -187,4 +188,21 @@ def test_a_node_leaves_that_the_run_can_do_without(
         for r in read_metrics(run.folder / "run", superseded=True)
         if r["kind"] == "step" and r["t"] < second["t"]
     )
-    assert "start more nodes" in run.log and "node 2 leaves" in run.log
+    assert "start more nodes" in run.log and "let go is node 2" in run.log
+
+
+def test_the_controller_gives_up_ranks_whose_hours_cost_more_than_they_bring(
+    begin: Callable[..., Run],
+) -> None:
+    flags = "--copus --copus-ranks 1-4 --copus-cost-of-time 0 --exit-interval 100"
+    run = begin((2, 1, 1), flags)
+    assert run.end() == [0, 0, 0]
+    journal = (run.folder / "run" / "journal.jsonl").read_text().splitlines()
+    asked = [r for r in map(json.loads, journal) if r["kind"] == "ranks"]
+    assert asked and asked[0]["before"] == 4 and asked[0]["after"] < 4 and asked[0]["applied"]
+    first, second = run.starts()
+    assert second["why"] == "resize" and second["members"] == first["members"][:2]
+    rows = [r for r in read_metrics(run.folder / "run") if r["kind"] == "step"]
+    assert [r["iteration"] for r in rows] == list(range(1, len(rows) + 1)), "each step once"
+    samples = [b["consumed_samples"] - a["consumed_samples"] for a, b in pairwise(rows)]
+    assert samples == [r["global_batch_size"] for r in rows[1:]], "each sample once"
