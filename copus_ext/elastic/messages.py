@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -78,10 +79,11 @@ class Lines:
         self.heard_s = time.monotonic()
         """When something came last, on a monotonic clock."""
         self._rest = b""
+        self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; the end of the other side shows when reading."""
-        with contextlib.suppress(OSError):
+        """Sends a message, from any thread; the end of the other side shows when reading."""
+        with contextlib.suppress(OSError), self._sending:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[dict[str, Any]] | None:

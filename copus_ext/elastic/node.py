@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from copus_ext.elastic.messages import Generation, Kind, Member
-from copus_ext.elastic.peers import Peers, own_address
+from copus_ext.elastic.peers import BEAT_S, Peers, own_address
 from copus_ext.elastic.rank_process import RankProcess, failure_of
 from copus_ext.elastic.resize import ask_cluster, staying
 from copus_ext.launch import workers
@@ -34,7 +34,6 @@ from megatron.training.common.control import RanksAsked, ranks_asked
 from megatron.training.common.program import tell
 from megatron.training.resilience.env_checks import no_collection
 
-BEAT_S = 0.5
 SILENCE_S = 5.0
 """A launcher that is silent for so long is lost."""
 _SETTLE_S = 0.02
@@ -107,6 +106,8 @@ class Agent:
     """When to announce the next generation, if this node has to."""
     _asked: RanksAsked | None = None
     """Ranks that the run has asked for: done, said, or of before this launcher."""
+    _leaving: set[int] = field(default_factory=set)
+    """Nodes that were let go and are still connected."""
     _is_released: bool = False
     """The run goes on without this node, since it asks for fewer ranks."""
     _first_run: int = 0
@@ -319,8 +320,8 @@ class Agent:
     # What comes in.
 
     def _loop(self) -> None:
-        beat_s = 0.0
-        self._peers.start_to_listen()
+        looked_s = 0.0
+        self._peers.start_to_beat()
         while self._goes_on:
             self._look()
             now_s = time.monotonic()
@@ -329,9 +330,8 @@ class Agent:
             is_outside = not self._is_member and not self._is_released
             if self._first_run and not self._peers.lines and is_outside:
                 raise Fenced("no other node is there any more")
-            if now_s - beat_s > BEAT_S:
-                beat_s = now_s
-                self._peers.tell(beat=1)
+            if now_s - looked_s > BEAT_S:
+                looked_s = now_s
                 self._resize()
             for node in self._peers.silent(SILENCE_S):
                 self._lose_node(node, f"silent for {SILENCE_S:g} s", is_silent=True)
@@ -483,13 +483,18 @@ class Agent:
         self._take(generation)
 
     def _resize(self) -> None:
-        """Lets nodes go if the run asks for fewer ranks, and asks the cluster for more. The lowest
-        node that lives does so, once for each number, while nothing else is due.
+        """Lets nodes go if the run asks for fewer ranks, and tells the cluster once they are free.
+        Tells it where the run wants more. The lowest node that lives does so, once for each
+        request, while nothing else is due.
 
         Raises:
             Fenced: see `_announce`.
         """
         now = self.generation
+        if self._leaving and not self._leaving & set(self._peers.lines):
+            self._leaving = set()
+            if now is not None and self._asked is not None:
+                ask_cluster(self._asked.ranks, len(now.members))
         if now is None or self._is_ending or self._due_s is not None or self._waiting:
             return
         if set(now.members) != self._alive or now.members[0].node != self.launch.node:
@@ -498,9 +503,11 @@ class Agent:
         if asked is None or asked == self._asked:
             return
         self._asked, kept = asked, staying(now.members, asked.ranks)
-        ask_cluster(asked.ranks, now)
+        if asked.ranks > len(now.members):
+            ask_cluster(asked.ranks, len(now.members))
         if released := tuple(m for m in now.members if m not in kept):
-            nodes = ", ".join(str(node) for node in sorted({m.node for m in released}))
+            self._leaving = {m.node for m in released}
+            nodes = ", ".join(map(str, sorted(self._leaving)))
             tell("launcher", f"the run asks for {asked.ranks} ranks: let go is node {nodes}")
             self._announce("resize", kept, released=released)
 

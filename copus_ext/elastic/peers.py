@@ -11,6 +11,7 @@ import json
 import secrets
 import selectors
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from copus_ext.elastic.messages import Lines
 from copus_ext.launch.workers import Launch
 from megatron.training.checkpoint.files import write_atomically
 
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
 _CONNECT_S = 1.0
 
 
@@ -103,10 +106,18 @@ class Peers:
         for lines in self.lines.values():
             lines.send(**message)
 
-    def start_to_listen(self) -> None:
-        """Counts silence from now on: nobody sends while it waits for the others."""
+    def start_to_beat(self) -> None:
+        """Shows the others that this launcher lives, from now on, even while it waits for a file
+        system. Counts their silence from now on, too: nobody sends before all have met."""
         for lines in self.lines.values():
             lines.heard_s = time.monotonic()
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            for lines in list(self.lines.values()):
+                lines.send(beat=1)
 
     def silent(self, limit_s: float) -> list[int]:
         """Nodes that have said nothing for so long."""

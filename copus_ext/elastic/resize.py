@@ -11,7 +11,7 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-from copus_ext.elastic.messages import Generation, Member
+from copus_ext.elastic.messages import Member
 from copus_ext.launch.workers import RESIZE_VARIABLE
 from megatron.training.common.program import tell
 
@@ -31,18 +31,17 @@ def staying(members: Sequence[Member], ranks: int) -> tuple[Member, ...]:
     return tuple(kept)
 
 
-def ask_cluster(wanted: int, generation: Generation) -> None:
+def ask_cluster(wanted: int, present: int) -> None:
     """Says where the run wants more ranks than it has, and starts the command for another number.
 
     Args:
         wanted: ranks that the run asks for.
-        generation: that it has.
+        present: ranks that it has.
     """
-    present = len(generation.members)
     if wanted > present:
         tell("launcher", f"the run asks for {wanted} ranks and has {present}: start more nodes")
     command = os.environ.get(RESIZE_VARIABLE)
-    if not command or wanted == present:
+    if not command:
         return
     env = {**os.environ, WANTED_VARIABLE: str(wanted), PRESENT_VARIABLE: str(present)}
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from bench.elastic_kills import MODEL, account, start, start_node, wait
+from copus_ext.launch.workers import RESIZE_VARIABLE
 from megatron.training.common.control import write_ranks
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
@@ -161,8 +162,14 @@ def test_a_node_that_stops_for_a_while_is_left_behind(
 
 
 def test_a_node_leaves_that_the_run_can_do_without(
-    begin: Callable[..., Run], reference: dict[int, float]
+    begin: Callable[..., Run],
+    reference: dict[int, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    told = tmp_path / "told"
+    command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {told}'
+    monkeypatch.setenv(RESIZE_VARIABLE, command)
     run = begin((1, 1, 2), "--tensor-model-parallel-size 2 --exit-interval 90")
 
     def last_step() -> int:
@@ -188,6 +195,7 @@ def test_a_node_leaves_that_the_run_can_do_without(
         for r in read_metrics(run.folder / "run", superseded=True)
         if r["kind"] == "step" and r["t"] < second["t"]
     )
+    assert told.read_text().splitlines() == ["4 to 6", "2 to 3"]
     assert "start more nodes" in run.log and "let go is node 2" in run.log
 
 

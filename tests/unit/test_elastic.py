@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,25 @@ def test_a_rank_alone_has_no_keeper() -> None:
     assert keepers(generation(1)) == [None]
 
 
+def test_messages_of_two_threads_stay_whole() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Lines(ours), Lines(theirs)
+    threads = [
+        threading.Thread(target=lambda i=i: [sender.send(of=i, text="x" * 500) for _ in range(200)])
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    found: list[dict[str, Any]] = []
+    while len(found) < 800:
+        messages = receiver.read()
+        assert messages is not None, "a message was torn"
+        found += messages
+    for thread in threads:
+        thread.join()
+    assert [sum(m["of"] == i for m in found) for i in range(4)] == [200] * 4
+
+
 # Another number of ranks.
 
 
@@ -128,14 +149,16 @@ def test_the_cluster_is_asked_by_the_command(
     said = tmp_path / "said"
     command = f'echo "$COPUS_PRESENT_RANKS to $COPUS_WANTED_RANKS" >> {said}'
     monkeypatch.setenv(RESIZE_VARIABLE, command)
-    ask_cluster(4, generation(2, 2))
-    ask_cluster(6, generation(2, 2))
+    ask_cluster(6, 4)
     deadline_s = time.monotonic() + 20
     while not (said.exists() and said.read_text().endswith("\n")):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     assert said.read_text() == "4 to 6\n"
     assert "asks for 6 ranks and has 4: start more nodes" in capsys.readouterr().err
+    monkeypatch.delenv(RESIZE_VARIABLE)
+    ask_cluster(2, 2)
+    assert capsys.readouterr().err == "" and said.read_text() == "4 to 6\n"
 
 
 def test_a_piece_holds_what_its_records_name() -> None:
