@@ -204,10 +204,17 @@ _MEMORY = "memory of the ranks"
 
 
 def trial(
-    seed: int, reference: dict[int, float], *, kills: int, elastic: bool, keep: Path | None
+    seed: int,
+    reference: dict[int, float],
+    *,
+    kills: int,
+    elastic: bool,
+    keep: Path | None,
+    flags: str = "",
 ) -> dict[str, Any]:
-    """One run with its kills."""
-    nodes, layout = NODES[seed % len(NODES)], LAYOUTS[(seed // len(NODES)) % len(LAYOUTS)]
+    """One run with its kills, with some more flags."""
+    nodes = NODES[seed % len(NODES)]
+    layout = f"{LAYOUTS[(seed // len(NODES)) % len(LAYOUTS)]} {flags}".strip()
     steps = _FIRST + _APART * kills + 20
     planned = plan_of(seed, nodes, kills)
     mark = f"elastic-{os.getpid()}-{seed}"
@@ -250,13 +257,13 @@ def _is_done(folder: Path, steps: int) -> bool:
     return any(r["kind"] == "step" and r["iteration"] == steps for r in rows)
 
 
-def undisturbed(steps: int) -> dict[int, float]:
+def undisturbed(steps: int, flags: str = "") -> dict[int, float]:
     """Loss by iteration of the same samples without a kill, under one layout."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as scratch:
         folder = Path(scratch)
         (folder / "plan.json").write_text(json.dumps({"kills": []}))
         mark = f"elastic-{os.getpid()}-reference"
-        codes = wait(start(folder, (2,), "", steps, elastic=True, mark=mark), 900)
+        codes = wait(start(folder, (2,), flags, steps, elastic=True, mark=mark), 900)
         assert codes == [0], (folder / "log0").read_text()[-3000:]
         rows = [r for r in read_metrics(folder / "run") if r["kind"] == "step"]
         return {r["iteration"]: r["losses"]["lm loss"] for r in rows}
@@ -323,20 +330,23 @@ def main() -> None:
     parser.add_argument("--kills-per-run", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--relaunches", type=int, default=3, help="runs without --elastic")
+    parser.add_argument("--flags", default="", help="more flags of every run, such as --bf16")
     parser.add_argument("--keep", type=Path, help="folder for what the runs leave")
     args: argparse.Namespace = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     per_run = args.kills_per_run
-    reference = undisturbed(_FIRST + _APART * per_run + 20)
+    reference = undisturbed(_FIRST + _APART * per_run + 20, args.flags)
+    how: dict[str, Any] = {"keep": args.keep, "flags": args.flags}
     runs: list[dict[str, Any]] = []
     seed = args.first_seed
     while sum(len(run["rows"]) for run in runs) < args.kills:
-        runs.append(trial(seed, reference, kills=per_run, elastic=True, keep=args.keep))
+        runs.append(trial(seed, reference, kills=per_run, elastic=True, **how))
         print(json.dumps({k: v for k, v in runs[-1].items() if k != "rows"}), flush=True)
         args.output.write_text(json.dumps(result_of(runs, [])) + "\n")
         seed += 1
     relaunched = [
-        trial(4 * i, reference, kills=1, elastic=False, keep=None) for i in range(args.relaunches)
+        trial(4 * i, reference, kills=1, elastic=False, keep=None, flags=args.flags)
+        for i in range(args.relaunches)
     ]
     write(args.output, result_of(runs, relaunched), hide=("runs", "rows"))
 
