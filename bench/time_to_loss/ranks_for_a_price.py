@@ -10,7 +10,8 @@ batches of 2^k and 3 x 2^k, and begin at the smallest.
 
 The cost of time is found on seeds 0 and 1, by bisection around the one of a perfect plan of the
 true course. Where the time jumps between two of them, the figure is on the line through both. Runs
-with other seeds then have the same costs of time. A user needs such a plan or an earlier run, too.
+with other seeds then have the same costs of time, and pay by them for time beyond the rival's. A
+user needs such a plan or an earlier run, too.
 """
 
 from __future__ import annotations
@@ -98,6 +99,22 @@ def between(slow: tuple[float, float], fast: tuple[float, float], at: float) -> 
         return min(slow[1], fast[1])
     share = (at - fast[0]) / (slow[0] - fast[0])
     return fast[1] + share * (slow[1] - fast[1])
+
+
+def at_value(ends: Sequence[tuple[float, float]], at: float, price: float) -> float:
+    """The second number of runs where the first is `at`. Runs that all have more of the first pay
+    for it at a price, and those that all have less get nothing for that.
+
+    Args:
+        ends: of the runs.
+        at: the wanted first number.
+        price: of the first number, in the second one.
+    """
+    low, high = min(ends), max(ends)
+    if low[0] <= at <= high[0]:
+        return between(high, low, at)
+    near = low if at < low[0] else high
+    return near[1] + price * max(near[0] - at, 0.0)
 
 
 def crossing(points: dict[float, tuple[float, float]], at: float) -> tuple[float, float] | None:
@@ -234,7 +251,9 @@ class Case:
                 return None
             ends = [(getattr(one, same), getattr(one, figure)) for one in some]
             at = getattr(rival, same)
-            values.append(1 - between(ends[0], ends[1], at) / getattr(rival, figure))
+            cost = math.sqrt(pair[0] * pair[1])
+            price = cost if same == "seconds" else 1 / cost
+            values.append(1 - at_value(ends, at, price) / getattr(rival, figure))
             ratios.append([end[0] / at for end in ends])
             changes.append([one.num_changes for one in some])
         return {"values": values, "costs_of_time": pair, "over_rival": ratios, "changes": changes}

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from copus_ext.monitor import phase_plan
+from copus_ext.monitor import phase_plan, rank_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
     GPUS_PER_NODE,
@@ -46,6 +46,7 @@ COMMANDS = {
     "order": "search, and say which node goes where for the best of every batch",
     "nodes": "search, and rank again over unequal links and nodes as they are",
     "phases": "the layouts of a run whose samples or batches grow, made ahead (also --phases)",
+    "elastic": "how many ranks a run should have when, for a price (also --elastic)",
 }
 _FORMER = {
     "cuts": ("--cuts", "partition"),
@@ -116,6 +117,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
             out.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     elif command == "phases":
         phase_plan.add_flags(p)
+    elif command == "elastic":
+        rank_plan.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
     return p
@@ -184,11 +187,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     Raises:
         UsageProblem: wrong flags, or flags that exclude each other.
     """
-    if "--phases" in argv:
-        argv = ["phases", *(word for word in argv if word not in ("--phases", "phases"))]
+    for word in ("phases", "elastic"):
+        if f"--{word}" in argv:
+            argv = [word, *(one for one in argv if one not in (f"--{word}", word))]
     command = argv[0] if argv and argv[0] in COMMANDS else "search"
     args = parser(command).parse_args(argv[1:] if argv and argv[0] in COMMANDS else argv)
-    args.phases = command == "phases"
+    args.phases, args.elastic = command == "phases", command == "elastic"
     if command == "search":
         given = [(flag, to) for name, (flag, to) in _FORMER.items() if getattr(args, name)]
         given += [("--explain", "explain")] if args.explain is not None else []
@@ -401,6 +405,8 @@ def answer(args: argparse.Namespace) -> int:
     planner = planner_of(args)
     if args.phases:
         return phase_plan.answer(args, planner, put)
+    if args.elastic:
+        return rank_plan.answer(args, planner, put)
     wanted = batches(args.global_batch_size)
     if args.explain is not None:
         return explain(args, planner, wanted)

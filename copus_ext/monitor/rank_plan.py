@@ -228,6 +228,7 @@ def planned(args: argparse.Namespace, planner: Any) -> RankPlan | None:
         UsageProblem: flags that make no sense.
         InputProblem: a journal that cannot be used.
     """
+    from copus_ext.cost_model.spec_file import SpecError
     from copus_ext.planner.request import batches
     from copus_ext.simulate.speeds import NoSpeed
     from copus_ext.simulate.speeds import planned as speeds_of
@@ -240,7 +241,7 @@ def planned(args: argparse.Namespace, planner: Any) -> RankPlan | None:
     for n, one in planners.items():
         try:
             rows += speeds_of(one, wanted, known_sd=None).known.values()
-        except NoSpeed:
+        except (NoSpeed, SpecError):  # Fixed sizes may not go with so many.
             left_out.append(n)
     own = planner.cluster.world_size
     if own in left_out:

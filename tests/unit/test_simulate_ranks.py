@@ -100,6 +100,13 @@ def test_costs_of_time_around_a_time() -> None:
     assert s9.between((8.0, 5.0), (2.0, 9.0), 5.0) == pytest.approx(7.0)
 
 
+def test_time_beyond_the_wanted_one_is_paid_for_and_less_earns_nothing() -> None:
+    ends = [(8.0, 5.0), (2.0, 9.0)]
+    assert s9.at_value(ends, 5.0, 3.0) == pytest.approx(7.0)
+    assert s9.at_value(ends, 1.0, 3.0) == pytest.approx(9.0 + 3.0)
+    assert s9.at_value(ends, 9.0, 3.0) == pytest.approx(5.0)
+
+
 @pytest.mark.parametrize("growth", scenarios.GROWTHS.values())
 def test_in_theory_ranks_save_more_the_larger_the_fixed_cost(growth: tuple[float, ...]) -> None:
     saved = [s9.in_theory(growth, cost) for cost in (1e-4, 0.25, 1.0, 4.0)]
