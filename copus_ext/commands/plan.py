@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from copus_ext.commands import plan_graph
 from copus_ext.monitor import phase_plan, rank_plan
 from copus_ext.monitor.phase_plan import TOKENS_A_PARAMETER
 from copus_ext.planner.request import (
@@ -121,6 +122,8 @@ def parser(command: str = "search") -> argparse.ArgumentParser:
         rank_plan.add_flags(p)
     elif command in _FLAG_OF:
         p.set_defaults(**{_FLAG_OF[command]: True})
+    if command == "partition":
+        plan_graph.add_flag(out)
     return p
 
 
@@ -548,13 +551,24 @@ def put(text: str, output: Path | None) -> None:
         raise UsageProblem(f"--output {output}: {error}") from error
 
 
+def graph_answer(argv: list[str]) -> int:
+    """Plans the stages of a graph; returns the exit code."""
+    text, output, problem = plan_graph.answer(argv)
+    if problem is not None:
+        tell("plan.py", f"error: {problem}")
+        return 4
+    put(text, output)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Reads flags, answers, and turns problems into one line and an exit code."""
     from copus_ext.cost_model.spec_file import SpecError
     from megatron.training.common.errors import UsageError
 
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return answer(parse(sys.argv[1:] if argv is None else argv))
+        return graph_answer(argv[1:]) if plan_graph.is_asked(argv) else answer(parse(argv))
     except (UsageProblem, SpecError, UsageError) as error:
         tell("plan.py", f"error: {error}")
         return 2
