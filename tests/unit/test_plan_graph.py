@@ -41,8 +41,8 @@ def test_the_table_has_stages_order_and_both_times(capsys: Any, tmp_path: Path) 
     assert code == 0 and len(lines) == 9
     assert lines[1].split()[:3] == ["0", "1", "2"] and "F1 F2 B1 F3 B2" in lines[1]
     assert lines[5].endswith("decoder") and "F1 B1 F2 B2" in lines[5]
-    # Nine and twelve passes there and back of 12 ms, and messages.
-    assert "as a graph: 0.1" in out and "as a plain pipeline: 0.15" in out
+    # Nine and thirteen passes there and back of 12 ms each, and messages.
+    assert "as a graph: 0.1144 s" in out and "as a plain pipeline: 0.1606 s" in out
     assert "1.40 times as fast" in out and "2 micro-batches instead of 5" in out
 
 

@@ -1,0 +1,125 @@
+"""Messages between stages that are a graph: outputs to those that take them, gradients back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.config.stage_graph import StageGraph
+
+_Message = tuple[int, int]
+"""Number of a message of the graph, and micro-batch."""
+
+
+class GraphLink:
+    """Sends without waiting for the receiver, and receives in the order in which the other stage
+    sends.
+
+    A receiving stage waits only for passes that come before in every order of the passes, so that
+    no two stages wait for each other. Outputs and gradients have a group each: with NCCL messages
+    of one group between two ranks run one after the other.
+
+    Building it is collective over the world, whose rank r runs stage r.
+
+    Args:
+        graph: stages and their messages.
+        stage: of this rank.
+        lengths: rows of a sample in the output of every node.
+        width: of a row.
+        dtype: of outputs and gradients.
+        device: where they are.
+    """
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        stage: int,
+        *,
+        lengths: list[int],
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.graph, self.stage = graph, stage
+        self._lengths, self._width = lengths, width
+        self._dtype, self._device = dtype, device
+        self._groups = [dist.new_group(), dist.new_group()]
+        self._expected: dict[tuple[int, bool], deque[_Message]] = {}
+        self._coming: dict[tuple[bool, _Message], tuple[Any, torch.Tensor]] = {}
+        self._sending: list[tuple[Any, torch.Tensor]] = []
+        self._micro_batch_size = 1
+
+    def begin(self, num_microbatches: int, micro_batch_size: int) -> None:
+        """Prepares for the messages of a step. All stages give the same.
+
+        Args:
+            num_microbatches: of the step.
+            micro_batch_size: samples of each.
+        """
+        self._micro_batch_size = micro_batch_size
+        self._expected = {}
+        messages = self.graph.messages
+        for peer in range(self.graph.num_stages):
+            for p in self.graph.program(peer, num_microbatches):
+                sent = (self.graph.entering if p.is_backward else self.graph.leaving)(
+                    peer, p.segment
+                )
+                for i in sent:
+                    to = messages[i].source if p.is_backward else messages[i].target
+                    if to == self.stage:
+                        queue = self._expected.setdefault((peer, p.is_backward), deque())
+                        queue.append((i, p.micro_batch))
+
+    def expect(self, message: int, micro_batch: int, *, is_gradient: bool) -> None:
+        """Lets a message come in while this rank computes."""
+        key = message, micro_batch
+        m = self.graph.messages[message]
+        peer = m.target if is_gradient else m.source
+        while (is_gradient, key) not in self._coming:
+            i, number = self._expected[peer, is_gradient].popleft()
+            rows = self._lengths[self.graph.messages[i].producer]
+            shape = rows, self._micro_batch_size, self._width
+            room = torch.empty(shape, dtype=self._dtype, device=self._device)
+            request = dist.irecv(room, peer, group=self._groups[is_gradient])
+            self._coming[is_gradient, (i, number)] = request, room
+
+    def receive(self, message: int, micro_batch: int, *, is_gradient: bool) -> torch.Tensor:
+        """Waits for a message.
+
+        Args:
+            message: its number in the graph.
+            micro_batch: of the step.
+            is_gradient: whether it is the gradient, which comes from the target.
+
+        Returns:
+            [rows, micro batch, width].
+        """
+        self.expect(message, micro_batch, is_gradient=is_gradient)
+        request, room = self._coming.pop((is_gradient, (message, micro_batch)))
+        request.wait()
+        return room
+
+    def send(self, message: int, tensor: torch.Tensor, *, is_gradient: bool) -> None:
+        """Sends an output or a gradient on its way."""
+        m = self.graph.messages[message]
+        whole = tensor.detach().contiguous()
+        to = m.source if is_gradient else m.target
+        request = dist.isend(whole, to, group=self._groups[is_gradient])
+        self._sending.append((request, whole))
+
+    def finish(self) -> None:
+        """Waits until all that was sent has left."""
+        for request, _ in self._sending:
+            if request is not None:
+                request.wait()
+        self._sending.clear()
+        assert not self._coming and not any(self._expected.values()), "a message was not received"
+
+    def close(self) -> None:
+        """Destroys the groups. All ranks."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
