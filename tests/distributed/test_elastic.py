@@ -22,6 +22,7 @@ from megatron.training.common.control import write_ranks
 from megatron.training.logging.metrics import read_metrics
 from tests.helpers import processes
 from tests.helpers.launch import ROOT, run_ranks
+from tests.helpers.on_ranks import on_ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.timeout(500)]
 STEPS = 260
@@ -214,3 +215,10 @@ def test_the_controller_gives_up_ranks_whose_hours_cost_more_than_they_bring(
     assert [r["iteration"] for r in rows] == list(range(1, len(rows) + 1)), "each step once"
     samples = [b["consumed_samples"] - a["consumed_samples"] for a, b in pairwise(rows)]
     assert samples == [r["global_batch_size"] for r in rows[1:]], "each sample once"
+
+
+def test_a_model_whose_step_failed_is_gone_with_one_collection(tmp_path: Path) -> None:
+    # Else the next generation builds its model beside it, and closes groups that are broken.
+    found = on_ranks("worker_abandoned", tmp_path, 1, timeout_s=120)
+    assert found["told"] == "a bug in the backward pass"
+    assert not found["after"]

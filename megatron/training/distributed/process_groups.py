@@ -6,6 +6,7 @@ import datetime
 import gc
 import hashlib
 import logging
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -136,21 +137,37 @@ def destroy_groups(*, wait: bool = True, linger: bool = False) -> None:
         torch.cuda.empty_cache()
 
 
-def _let_go(groups: list[Any], *, linger: bool) -> None:
+def _let_go(groups: list[Any], *, linger: bool, is_broken: bool = False) -> None:
     """Drops the last references to gloo groups. Each waits some ten milliseconds for its own thread
-    and does not hold the interpreter, so all of them wait at once."""
+    and does not hold the interpreter, so all of them wait at once.
+
+    Args:
+        groups: of this process.
+        linger: return before they are closed.
+        is_broken: some may never close, as a peer has died. Whoever drops the last reference to
+            one waits for ever: here it is a thread of ours, whatever else still holds it.
+    """
     if not groups:
         return
+    drop = _drop_last if is_broken else list[Any].clear
     while groups:
         # A daemon: gloo may never end one whose peer has died, and the process has to.
-        thread = threading.Thread(target=[groups.pop()].clear, daemon=True)
+        thread = threading.Thread(target=drop, args=([groups.pop()],), daemon=True)
         thread.start()
         _closing.append(thread)
     if not linger:
         await_closed()
 
 
+def _drop_last(held: list[Any]) -> None:
+    """Drops a reference once it is the last one."""
+    while sys.getrefcount(held[0]) > 2:  # of `held`, and the argument of the call
+        time.sleep(_LOOK_S)
+    held.clear()
+
+
 _closing: list[threading.Thread] = []
+_LOOK_S = 0.05
 _BROKEN_S = 0.2
 
 
@@ -176,7 +193,7 @@ def destroy_broken_world() -> None:
     if torch.cuda.is_available():
         groups.clear()
         torch.cuda.empty_cache()
-    _let_go(groups, linger=True)
+    _let_go(groups, linger=True, is_broken=True)
     deadline_s = time.monotonic() + _BROKEN_S
     while _closing:
         _closing.pop().join(max(deadline_s - time.monotonic(), 0.0))

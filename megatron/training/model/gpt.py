@@ -102,6 +102,9 @@ class Model:
             if chunk.ddp_config.overlap_param_gather:
                 # Without the gather that it would begin with: others may not be here to take part.
                 chunk.disable_forward_pre_hook(param_sync=False)
+            # A ring through autograd's own objects, which a collection sees whole only once nothing
+            # of a graph is left.
+            chunk.grad_accs.clear()
         if self.group_clip is not None:
             self.group_clip.remove_hooks()
 

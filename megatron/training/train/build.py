@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -250,8 +252,17 @@ def abandon(job: Job) -> None:
     job.close_readers()
     if job.model is not None:
         job.model.detach_hooks()
+        _empty_autograd_queue()
     job.context.__dict__.clear()
     job.__dict__.clear()
+
+
+def _empty_autograd_queue() -> None:
+    """Drops what a backward pass that failed has left in autograd's queue, and with it the hooks of
+    the model: the next pass does so."""
+    device: Any = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+        torch.zeros(1, device=device, requires_grad=True).sum().backward()
 
 
 def log_rank_zero(message: str) -> None:
