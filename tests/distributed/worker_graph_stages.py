@@ -21,13 +21,18 @@ def main(output: Path) -> Any:
     import torch.distributed as dist
 
     from megatron.training.common.device import use_device
+    from megatron.training.distributed.process_groups import destroy_groups
+    from megatron.training.train.branches import whole_nodes
 
     shape, _ = model([])
     plans = PLANS if dist.get_world_size() > 1 else {"one rank": [list(shape.nodes)]}
     # Text that every Python has.
     text = Path(os.__file__).read_bytes()
     with use_device("cpu", local_rank=0, backend="gloo") as device:
-        return {name: train(name, stages, text, device) for name, stages in plans.items()}
+        groups = whole_nodes()
+        found = {n: train(n, stages, text, device, groups) for n, stages in plans.items()}
+        destroy_groups()
+        return found
 
 
 def model(stages: list[list[str]], *, is_sequential: bool = False) -> Any:
@@ -54,14 +59,14 @@ def model(stages: list[list[str]], *, is_sequential: bool = False) -> Any:
     )
 
 
-def train(name: str, stages: list[list[str]], text: bytes, device: Any) -> Any:
+def train(name: str, stages: list[list[str]], text: bytes, device: Any, groups: Any) -> Any:
     """Losses of all steps, and gradients of the first."""
     import torch.distributed as dist
 
     from megatron.training.train.branches import BranchedTraining, config_of
 
     shape, graph = model(stages, is_sequential=name == "a plain pipeline")
-    training = BranchedTraining(config_of(SIZES.split()), shape, graph, text, device)
+    training = BranchedTraining(config_of(SIZES.split()), shape, graph, text, device, groups)
     losses = [training.step(MICRO_BATCHES, SAMPLES)]
     own = {
         f"{shape.nodes[n]} {key}": few(param.grad)

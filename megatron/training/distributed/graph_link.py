@@ -46,7 +46,7 @@ class GraphLink:
         self.graph, self.stage = graph, stage
         self._lengths, self._width = lengths, width
         self._dtype, self._device = dtype, device
-        self._groups = [dist.new_group(), dist.new_group()]
+        self._groups: list[Any] = [dist.new_group(), dist.new_group()]
         self._expected: dict[tuple[int, bool], deque[_Message]] = {}
         self._coming: dict[tuple[bool, _Message], tuple[Any, torch.Tensor]] = {}
         self._sending: list[tuple[Any, torch.Tensor]] = []

@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training.config import Config
-from megatron.training.distributed.process_groups import random_seed_at
+from megatron.training.distributed.process_groups import random_seed_at, seed_build
 from megatron.training.model.attention import SdpaAttention
 from megatron.training.model.chunked_logits import ChunkedLogitsGPT
 from megatron.training.model.gpt import core_config, layer_spec
@@ -185,9 +185,7 @@ class BranchPart(torch.nn.Module):
             self.position_embeddings = torch.nn.Embedding(branch.seq_length, width)
         self.block = TransformerBlock(
             core,
-            TransformerBlockSubmodules(
-                layer_specs=[_full(config)] * core.num_layers, layer_norm=Norm
-            ),
+            _block_of(_full(config), core.num_layers),
             post_layer_norm=self.is_last,
             post_process=self.is_last,
             pg_collection=groups,
@@ -239,9 +237,7 @@ class DecoderPart(torch.nn.Module):
         super().__init__()
         self.is_first, self.is_last = part == 0, part == shape.decoder_nodes - 1
         core = _core(config, shape.decoder_layers // shape.decoder_nodes)
-        spec = TransformerBlockSubmodules(
-            layer_specs=[layer_spec(config)] * core.num_layers, layer_norm=Norm
-        )
+        spec = _block_of(layer_spec(config), core.num_layers)
         self.gpt = _TextLossGPT(
             core,
             spec,
@@ -270,7 +266,7 @@ class DecoderPart(torch.nn.Module):
             text = self.gpt.embedding(input_ids=tokens, position_ids=_positions(tokens))
             joined = torch.cat([*inputs, text])
         else:
-            self.gpt.set_input_tensor(inputs)
+            self.gpt.set_input_tensor(inputs[0])
         labels = batch["labels"] if self.is_last else None
         none: Any = None
         output = self.gpt(none, none, none, decoder_input=joined, labels=labels)
@@ -302,10 +298,15 @@ def _core(config: Config, num_layers: int) -> TransformerConfig:
     return dataclasses.replace(core_config(config), num_layers=num_layers)
 
 
+def _block_of(layer: Any, count: int) -> Any:
+    norm: Any = Norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
 def _full(config: Config) -> Any:
     """The specification of a layer that attends to all positions."""
-    spec = layer_spec(config)
-    attention: Any = spec.submodules.self_attention  # pyright: ignore[reportOptionalMemberAccess]
+    spec: Any = layer_spec(config)
+    attention = spec.submodules.self_attention
     attention.params = {**attention.params, "attn_mask_type": AttnMaskType.no_mask}
     attention.submodules.core_attention = FullAttention
     return spec
@@ -329,6 +330,7 @@ def build_nodes(
         raise ValueError("a model with branches needs --transformer-impl local and no experts")
     if config.layout.tp * config.layout.pp * config.layout.cp > 1:
         raise ValueError("a rank holds nodes of a model with branches whole: no tp, pp or cp")
+    seed_build(config.runtime.seed)
     places = [(b, part) for b in shape.branches for part in range(b.nodes)]
     found: dict[int, torch.nn.Module] = {}
     for n in wanted:

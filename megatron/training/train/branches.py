@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.training.checkpoint.resume import merge_resume_config
 from megatron.training.common.device import Device, use_device
@@ -33,7 +34,6 @@ from megatron.training.distributed.process_groups import (
     destroy_groups,
     init_distributed,
     random_seed_at,
-    seed_build,
 )
 from megatron.training.model.branches import Batch, Branch, BranchedShape, build_nodes
 from megatron.training.model.gpt import parameter_dtype
@@ -105,6 +105,7 @@ class BranchedTraining:
         graph: stages of the nodes of the shape.
         text: to train on.
         device: of this rank.
+        groups: from `whole_nodes`.
     """
 
     def __init__(
@@ -114,13 +115,12 @@ class BranchedTraining:
         graph: StageGraph,
         text: bytes,
         device: Device,
+        groups: ProcessGroupCollection,
     ) -> None:
         ranks = dist.get_world_size()
         if graph.num_stages != ranks:
             raise UsageError(f"{graph.num_stages} stages need as many ranks, not {ranks}")
         stage = dist.get_rank()
-        groups = build_groups(Layout(dp=ranks), timeout_minutes=10)
-        seed_build(config.runtime.seed)
         nodes = build_nodes(shape, config, groups, graph.order[stage])
         for node in nodes.values():
             node.to(device.torch_device)
@@ -166,10 +166,15 @@ class BranchedTraining:
         return total.item() / num_microbatches
 
     def close(self) -> None:
-        """Destroys the groups, but for the world."""
+        """Destroys the groups of its messages."""
         if self._link is not None:
             self._link.close()
-        destroy_groups()
+
+
+def whole_nodes() -> ProcessGroupCollection:
+    """Builds megatron-core's groups for ranks that each hold their nodes whole. Collective; end
+    them with `destroy_groups`."""
+    return build_groups(Layout(dp=dist.get_world_size()), timeout_minutes=10)
 
 
 def config_of(flags: Sequence[str]) -> Config:
@@ -230,12 +235,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         config, text = config_of(flags), args.text.read_bytes()
         with on_device(args.device) as device:
-            training = BranchedTraining(config, shape, graph, text, device)
+            training = BranchedTraining(config, shape, graph, text, device, whole_nodes())
             for step in range(args.steps):
                 loss = training.step(args.num_microbatches, args.samples)
                 if dist.get_rank() == 0:
                     print(f"step {step + 1}: loss {loss:.6f}", flush=True)
             training.close()
+            destroy_groups()
             dist.destroy_process_group()
     except (UsageError, ValueError, OSError) as error:
         sys.exit(f"error: {error}")

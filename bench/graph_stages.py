@@ -1,0 +1,135 @@
+"""What do stages that are a graph save over a plain pipeline, predicted and measured?
+
+    python -m bench.graph_stages
+
+First the exact schedule: four equal branches before a decoder, each a stage of its own, and a
+chain. Then the same on CPU ranks, in two ways, with the steps of both plans in turn:
+
+* Two ranks, one for each core, compute. The four branches lie two by two on the ranks, and the
+  decoder behind them is small. The planner chooses both plans from the measured times of the nodes.
+* Five ranks run tiny nodes that sleep in place of a device, as five cores are not here. Messages,
+  order and gradients are real.
+
+The plain pipeline runs on the same code with the same messages, only in its own order. Writes
+docs/results/graph_stages.json. It needs two cores, nothing else running, and about five minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.support import arguments, launch, origin, write
+from copus_ext.planner.partition.graph import GraphPartition, GraphProblem, best_graph_partition
+
+BRANCHES = 4
+COUNTS = (2, 4, 8, 16)
+"""Micro-batches of a step in the exact schedule."""
+COMPUTING = {
+    "shape": {
+        "branches": [
+            {"name": f"view{i}", "num_layers": 4, "seq_length": 64, "nodes": 4, "merged": 8}
+            for i in range(BRANCHES)
+        ],
+        "decoder_layers": 1,
+        "seq_length": 32,
+        "patch_size": 64,
+    },
+    "flags": "--hidden-size 128 --ffn-hidden-size 512 --num-attention-heads 4 --lr 1e-3",
+    "samples": 4,
+    "num_microbatches": [2, 4, 8],
+    "steps": 3,
+    "rows": 12,
+}
+SLEEPING = {
+    "shape": {
+        "branches": [
+            {"name": f"view{i}", "num_layers": 1, "seq_length": 8, "merged": 2}
+            for i in range(BRANCHES)
+        ],
+        "decoder_layers": 1,
+        "seq_length": 8,
+        "patch_size": 8,
+    },
+    "flags": "--hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --lr 1e-3",
+    "samples": 1,
+    "num_microbatches": [4, 8],
+    "steps": 2,
+    "rows": 6,
+    "sleep_s": [[0.04, 0.08]] * (BRANCHES + 1),
+}
+
+
+def exact(num_branches: int, count: int) -> dict[str, Any]:
+    """Equal branches before a decoder of the same work; one branch is a chain."""
+    num = num_branches + 1
+    problem = GraphProblem(
+        names=(*(f"view{i}" for i in range(num_branches)), "decoder"),
+        edges=tuple((i, num_branches) for i in range(num_branches)),
+        num_stages=num,
+        num_microbatches=count,
+        forward_s=1.0,
+        backward_s=2.0,
+    )
+    graph = best_graph_partition(problem)
+    plain = best_graph_partition(problem, is_sequential=True)
+    assert isinstance(graph, GraphPartition) and isinstance(plain, GraphPartition)
+    return {
+        "branches": num_branches,
+        "stages": num,
+        "num_microbatches": count,
+        "graph_s": graph.step_s,
+        "sequential_s": plain.step_s,
+        "ratio": plain.step_s / graph.step_s,
+        "in_flight": {
+            "graph": graph.graph.in_flight(count),
+            "sequential": plain.graph.in_flight(count),
+        },
+    }
+
+
+def on_ranks(ranks: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Runs the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps(request))
+        launch(ranks, "-m", "bench.graph_stages_ranks", asked, answered)
+        return {"ranks": ranks, "request": request, **json.loads(answered.read_text())}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Rows for the documentation."""
+    lines = ["| where | M | plain s | graph s | ratio | predicted |", "|---|---|---|---|---|---|"]
+    for p in result["exact"]:
+        times = f"{p['sequential_s']:g} | {p['graph_s']:g} | {p['ratio']:.2f} | – |"
+        lines.append(f"| {p['branches']} branches, exact | {p['num_microbatches']} | {times}")
+    for name in ("computing", "sleeping"):
+        for p in result[name]["points"]:
+            m = p["measured"]
+            times = f"{m['sequential_wall_s']:.3f} | {m['graph_wall_s']:.3f}"
+            ratio = f"{m['median_ratio']:.2f} ({m['median_low_95']:.2f}–{m['median_high_95']:.2f})"
+            where = f"{result[name]['ranks']} ranks, {name} | {p['num_microbatches']}"
+            lines.append(f"| {where} | {times} | {ratio} | {p['predicted_ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Predicts, measures, prints and writes."""
+    args = arguments(__doc__, "graph_stages.json").parse_args()
+    begun = origin()
+    points = [exact(branches, count) for branches in (BRANCHES, 1) for count in COUNTS]
+    result = {
+        **begun,
+        "command": "python -m bench.graph_stages",
+        "exact": points,
+        "computing": on_ranks(2, COMPUTING),
+        "sleeping": on_ranks(BRANCHES + 1, SLEEPING),
+    }
+    write(args.output, result, hide=("computing", "sleeping"))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
